@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaModel
 
-from gpu_setting import Setting
+import hf_distca
+from gpu_setting import Setting, synchronize
 from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.kernels import Case, Scores
+from hf_distca.kernels.flash import FLASH_ATTN_4
 
-PLAIN = "plain_varlen"
+PLAIN, PLAIN_4 = "plain_varlen", "plain_flash_attention_4"
 
 
 class _PlainVarlen(torch.autograd.Function):
@@ -51,6 +56,13 @@ def _by_document(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, 
     return torch.cat(rows)
 
 
+def _rows(*states_BHLD: torch.Tensor) -> list[torch.Tensor]:
+    """Rows of tokens, in the dtype of autocast: rotary embeddings leave q and k in float32 there."""
+    device = states_BHLD[0].device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states_BHLD[-1].dtype
+    return [x.transpose(1, 2).flatten(0, 1).to(dtype) for x in states_BHLD]
+
+
 def plain_varlen(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -64,7 +76,7 @@ def plain_varlen(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers, as flash attention's is: one varlen call for a packed row."""
-    q_THD, k_TKD, v_TKD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    q_THD, k_TKD, v_TKD = _rows(query, key, value)
     if query.device.type == "cuda":
         o_THD = _PlainVarlen.apply(q_THD, k_TKD, v_TKD, cu_seq_lens_q, max_length_q, scaling)
     else:
@@ -72,12 +84,57 @@ def plain_varlen(
     return o_THD.unflatten(0, (query.shape[0], -1)), None
 
 
+def plain_flash_attention_4(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The same by FlashAttention 4's own autograd function."""
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    rows = _rows(query, key, value)
+    lengths = {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_k": cu_seq_lens_q}
+    longest = {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_q}
+    o_THD = flash_attn_varlen_func(*rows, **lengths, **longest, softmax_scale=scaling, causal=True)
+    if isinstance(o_THD, tuple):
+        o_THD = o_THD[0]
+    return o_THD.unflatten(0, (query.shape[0], -1)), None
+
+
 def _no_mask(**_: Any) -> None:
     return None
 
 
-AttentionInterface.register(PLAIN, plain_varlen)
-AttentionMaskInterface.register(PLAIN, _no_mask)
+for _name, _function in ((PLAIN, plain_varlen), (PLAIN_4, plain_flash_attention_4)):
+    AttentionInterface.register(_name, _function)
+    AttentionMaskInterface.register(_name, _no_mask)
+
+
+class Pair(NamedTuple):
+    """A kernel of distca, and plain varlen attention by the same kernel."""
+
+    kernel: str
+    plain: str
+
+    def use(self) -> None:
+        """Have distca run this kernel from now on."""
+        hf_distca.configure(hf_distca.DistCAConfig(kernel=self.kernel))  # type: ignore[arg-type]
+
+
+def pairs(setting: Setting) -> list[Pair]:
+    """The device's kernels that plain attention can be had of."""
+    if setting.device.type != "cuda":
+        return [Pair("auto", PLAIN)]
+    case = Case(setting.device, setting.dtype, 128, 128, Scores(1.0))
+    fourth = [] if FLASH_ATTN_4.unsupported(case) else [Pair("flash_attn_4", PLAIN_4)]
+    return [*fourth, Pair("cuda", PLAIN)]
 
 
 def stack(setting: Setting, layers: int, *, small: bool = False) -> LlamaModel:
@@ -108,11 +165,12 @@ def stack(setting: Setting, layers: int, *, small: bool = False) -> LlamaModel:
 class Packed:
     """One row of packed documents as embeddings, with what each attention function reads documents from."""
 
-    def __init__(self, setting: Setting, model: LlamaModel, lengths: list[int]) -> None:
+    def __init__(self, setting: Setting, model: LlamaModel, lengths: list[int], *, embedded: bool = True) -> None:
         self.lengths, self.model, tokens = lengths, model, sum(lengths)
-        made = {"device": setting.device, "dtype": next(model.parameters()).dtype}
-        self.embeddings = torch.randn(1, tokens, model.config.hidden_size, **made)
-        self.gradient = torch.randn(1, tokens, model.config.hidden_size, **made) / tokens
+        if embedded:
+            made = {"device": setting.device, "dtype": next(model.parameters()).dtype}
+            self.embeddings = torch.randn(1, tokens, model.config.hidden_size, **made)
+            self.gradient = torch.randn(1, tokens, model.config.hidden_size, **made) / tokens
         positions = [position for length in lengths for position in range(length)]
         cu = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=setting.device)
         self.positions = torch.tensor([positions], device=setting.device)
@@ -120,7 +178,7 @@ class Packed:
 
     def arguments(self, implementation: str) -> dict[str, Any]:
         documents = {"distca_documents": PackedDocuments(tuple(self.lengths))}
-        told = documents if implementation.startswith("distca") else self.flash if implementation != "sdpa" else {}
+        told = documents if implementation.startswith("distca") else {} if implementation == "sdpa" else self.flash
         return {"inputs_embeds": self.embeddings, "position_ids": self.positions, **told}
 
     def use(self, implementation: str) -> None:
@@ -134,6 +192,27 @@ class Packed:
         out = self.forward(implementation)
         out.backward(self.gradient)
         return out.detach()
+
+
+def step_seconds(setting: Setting, packed: Packed, names: list[str], rounds: int) -> dict[str, list[float]]:
+    """Seconds of steps, the implementations taking turns, after a step of each that is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for round_ in range(rounds + 1):
+        for name in names[:: 1 if round_ % 2 else -1]:
+            packed.use(name)
+            synchronize(setting.device)
+            started = time.perf_counter()
+            packed.step(name)
+            synchronize(setting.device)
+            if round_:
+                seconds[name].append(time.perf_counter() - started)
+            packed.model.zero_grad(set_to_none=True)
+    return seconds
+
+
+def median_ratio(seconds: dict[str, list[float]], name: str, other: str) -> float:
+    """The median of ratios, round by round."""
+    return statistics.median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))
 
 
 def documents_of(tokens: int) -> list[int]:

@@ -55,9 +55,13 @@ class Setting:
         temporary.write_text(text)
         temporary.rename(self.out / f"{self.part}.json")
 
+    def left(self) -> float:
+        """Seconds until the part is to start nothing new."""
+        return self.started + self.seconds - time.monotonic()
+
     def time_for(self, what: str, seconds: float = 0.0) -> bool:
         """Whether there is time for something that takes about so long; if not, its name is kept."""
-        if time.monotonic() - self.started + seconds < self.seconds:
+        if seconds < self.left():
             return True
         self.put(left_out=[*self.figures.get("left_out", []), what])
         return False

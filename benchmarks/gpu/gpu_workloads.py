@@ -6,7 +6,6 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +26,7 @@ from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.profiles import Profile
 
 # Backward in forward's floating-point operations (FlashAttention-2, arXiv 2307.08691, section 4.1).
 BACKWARD_FLOPS = 2.5
@@ -170,8 +170,8 @@ def fastest(setting: Setting) -> Variant:
     return Variant(select_kernel("auto", Case(setting.device, setting.dtype, 128, 128, Scores(1.0))))
 
 
-def variants(setting: Setting) -> Iterator[Variant]:
-    """Every fast kernel of the device that runs; why the others do not is put among the figures.
+def variants(setting: Setting, only: Sequence[Kernel] | None = None) -> Iterator[Variant]:
+    """Every fast kernel of the device that runs, or those of `only`; why the others do not is put among the figures.
 
     Other implementations of torch's flash attention are tried last, so that nothing of them is left when torch's own is timed.
     """
@@ -180,7 +180,8 @@ def variants(setting: Setting) -> Iterator[Variant]:
         return
     refused: dict[str, str] = {}
     kernels = [Variant(kernel) for kernel in (CUDA, EFFICIENT, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_3_BESIDE, FLASH_ATTN_4)]
-    for variant in (*kernels, Variant(CUDA, "FA3"), Variant(CUDA, "FA4")):
+    wanted = [*kernels, Variant(CUDA, "FA3"), Variant(CUDA, "FA4")] if only is None else [Variant(kernel) for kernel in only]
+    for variant in wanted:
         reason = variant.kernel.unsupported(Case(setting.device, setting.dtype, 128, 128, Scores(1.0)))
         if reason is not None:
             refused[variant.label] = reason
@@ -197,9 +198,8 @@ def variants(setting: Setting) -> Iterator[Variant]:
     setting.put(not_run=refused)
 
 
-def cost_model(setting: Setting, shape: AttentionShape) -> CostModel:
-    """The cost model that the part "profile" fitted, unless to sizes that say nothing; or the built-in figures."""
-    path = setting.out / "cost_model.json"
-    if path.exists() and not setting.quick:
-        return replace(CostModel.from_json(path.read_text()), shape=shape)
+def cost_model(setting: Setting, shape: AttentionShape, kernel: Kernel) -> CostModel:
+    """The cost model that training would begin with: of the card's and kernel's shipped profile, or the built-in figures."""
+    if setting.device.type == "cuda" and (name := Profile.of_gpu(torch.cuda.get_device_name(), kernel.name)) is not None:
+        return Profile.load(name).cost_model(shape)
     return CostModel.analytic(shape, device_type=setting.device.type)

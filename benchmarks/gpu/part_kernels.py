@@ -1,4 +1,8 @@
-"""TFLOP/s of rebatched CA-tasks beside whole documents of as many pairs, and of slices of every length."""
+"""TFLOP/s of whole documents, of rebatched CA-tasks beside whole documents of as many pairs, and of slices of every length.
+
+Tasks of a call are also timed in other orders: longest first, shortest first. A GPU's blocks take work in the order of the tasks, so
+the last ones decide how long it stays half empty.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,8 @@ from gpu_workloads import (
     skewed,
     variants,
 )
+from hf_distca.kernels import TaskBatch
+from hf_distca.kernels.flash import CUDA, FLASH_ATTN_4
 from hf_distca.schedule.cost import AttentionShape, CostModel, causal_pairs
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
@@ -104,6 +110,48 @@ def servers(setting: Setting, variant: Variant, label: str, shape: AttentionShap
     return found
 
 
+def whole(setting: Setting, variant: Variant, label: str, shape: AttentionShape) -> list[dict[str, Any]]:
+    """Rates of documents by length, at least 16K tokens of them in a call."""
+    found = []
+    for length in setting.size(quick=(128,), cpu=(2048,), gpu=(2048, 8192, 32768, 65536)):
+        if setting.time_for(f"{variant.label}, documents of {length}", setting.size(quick=0.0, cpu=5.0, gpu=2.0)):
+            least = setting.size(quick=256, cpu=4096, gpu=16384)
+            batch = batch_of([(length, length)] * max(1, least // length))
+            found.append({"kernel": variant.label, "model": label, "length": length, **rates(setting, variant, shape, [batch])})
+    return found
+
+
+ORDERS = {
+    "as planned": lambda sizes: list(range(len(sizes))),
+    "longest first": lambda sizes: sorted(range(len(sizes)), key=lambda i: -sizes[i]),
+    "shortest first": lambda sizes: sorted(range(len(sizes)), key=lambda i: sizes[i]),
+}
+
+
+def ordered(batch: Batch, order: str) -> Batch:
+    """The same tasks in another order; rows and keys stay where they are."""
+    tasks = batch.tasks
+    places = ORDERS[order](causal_pairs(tasks.query_length, tasks.key_length).tolist())
+    columns = (tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length)
+    return batch._replace(tasks=TaskBatch(*(tuple(int(column[i]) for i in places) for column in columns)))
+
+
+def orders(setting: Setting, variant: Variant, label: str, shape: AttentionShape, name: str, layout: Layout) -> list[Any]:
+    """The server with the most tasks of each plan, its tasks in three orders."""
+    cost = CostModel.analytic(shape, device_type=setting.device.type)
+    found = []
+    for way, plan in plans(layout, cost):
+        if not setting.time_for(f"{variant.label}, orders, {name}", setting.size(quick=0.0, cpu=20.0, gpu=5.0)):
+            break
+        servers = [server_batches(plan, rank, setting.device) for rank in range(plan.layout.world_size)]
+        most = max(servers, key=lambda batches: sum(len(batch.tasks) for batch in batches))
+        row = {"kernel": variant.label, "model": label, "placement": f"{name}, {way}", "tasks": [len(b.tasks) for b in most]}
+        found.append(
+            {**row, "rates": {order: rates(setting, variant, shape, [ordered(b, order) for b in most]) for order in ORDERS}}
+        )
+    return found
+
+
 def curve(setting: Setting, variant: Variant, label: str, shape: AttentionShape) -> dict[str, Any]:
     """Rates by query rows of a slice: many slices in one call, each with keys of its own, and one slice alone."""
     rows, context = setting.size(quick=(512, 256), cpu=(4096, 4096), gpu=(16384, 8192))
@@ -152,19 +200,28 @@ def cudnn(setting: Setting, shape: AttentionShape) -> dict[str, Any]:
 
 
 def run(setting: Setting) -> None:
-    """Put rows of rebatched tasks beside documents, and curves."""
-    rows: list[Any] = []
-    curves: list[Any] = []
+    """Put rates of documents, then rebatched tasks beside documents, orders of tasks, and curves."""
+    rows: dict[str, list[Any]] = {"whole": [], "rebatched": [], "orders": [], "curves": []}
     others = setting.size(quick=[skewed(1024)], cpu=[made_up(4, 8192)], gpu=[made_up(8, 65536)])
-    for variant in variants(setting):
-        for label, shape in shapes(setting).items():
-            curves.append(curve(setting, variant, label, shape))
-            setting.put(curves=curves)
-            for name, layout in placements(setting, PLACEMENTS if setting.device.type == "cuda" else (), others):
-                rows += rebatched(setting, variant, label, shape, name, layout)
-                setting.put(rebatched=rows)
+    label, shape = next(iter(shapes(setting).items()))
+    known = list(placements(setting, PLACEMENTS if setting.device.type == "cuda" else (), others))
+    chosen = list(variants(setting, (FLASH_ATTN_4, CUDA)))
+    for variant in chosen:
+        rows["whole"] += whole(setting, variant, label, shape)
+        setting.put(**rows)
+    for name, layout in known:
+        for variant in chosen:
+            rows["rebatched"] += rebatched(setting, variant, label, shape, name, layout)
+            setting.put(**rows)
+    for name, layout in known[: setting.size(quick=1, cpu=1, gpu=2)]:
+        for variant in chosen:
+            rows["orders"] += orders(setting, variant, label, shape, name, layout)
+            setting.put(**rows)
+    for variant in chosen:
+        rows["curves"].append(curve(setting, variant, label, shape))
+        setting.put(**rows)
     if setting.device.type == "cuda" and setting.time_for("cudnn", 3):
         try:
-            setting.put(cudnn={label: cudnn(setting, shape) for label, shape in shapes(setting).items()})
+            setting.put(cudnn={label: cudnn(setting, shape)})
         except RuntimeError as error:
             setting.put(cudnn=f"{type(error).__name__}: {str(error)[:300]}")

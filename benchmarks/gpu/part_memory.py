@@ -1,59 +1,114 @@
-"""Peak bytes of layers at 128K tokens: distca beside plain varlen attention, with activation checkpointing and without."""
+"""Peak bytes of a step at 64K tokens: distca beside plain varlen attention and beside what the simulator counts.
+
+Two layers of Llama-8B's shape with a head of 32,768 words, weights in the model's dtype, no optimizer. The simulator counts gradients
+in float32, and an optimizer: gradients count here as they are, in the weights' dtype, and the optimizer is taken off.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from gpu_models import PLAIN, Packed, documents_of, stack
+from gpu_models import documents_of, pairs
 from gpu_setting import Setting, free
+from hf_distca.simulate.hardware import find_hardware
+from hf_distca.simulate.memory import fullest
+from hf_distca.simulate.models import ModelShape
+from hf_distca.simulate.setting import Setting as Simulated
 from memory import LiveBytes
+from part_checkpointing import set_checkpointing
+from part_model import arguments, batches
 
 LAYERS = 2
 
 
-def peak_bytes(setting: Setting, packed: Packed, name: str) -> dict[str, int]:
-    """Bytes above those before the step: after forward, and at most. The second of two steps is counted."""
-    packed.use(name)
-    packed.step(name)
-    packed.model.zero_grad(set_to_none=True)
+def shape_of(setting: Setting) -> ModelShape:
+    sizes = setting.size(quick=(128, 4, 2, 32, 256, 64), cpu=(256, 4, 2, 64, 704, 512), gpu=(4096, 32, 8, 128, 14336, 32768))
+    hidden, heads, key_heads, width, wide, words = sizes
+    return ModelShape("layers", hidden, LAYERS, heads, key_heads, width, wide, words)
+
+
+def build(setting: Setting, shape: ModelShape) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.feed_forward,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.query_heads,
+        num_key_value_heads=shape.key_value_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=2**17,
+        use_cache=False,
+    )
+    with torch.device(setting.device):
+        return LlamaForCausalLM(config).to(setting.dtype).train()
+
+
+def peak_bytes(setting: Setting, model: LlamaForCausalLM, row: dict[str, Any], name: str) -> dict[str, int]:
+    """Bytes after forward and at most, weights included. The second of two steps is counted."""
+    model.set_attn_implementation(name)
+    model(**arguments(row, name)).loss.backward()
+    model.zero_grad(set_to_none=True)
     if setting.device.type == "cuda":
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        out = packed.forward(name)
+        loss = model(**arguments(row, name)).loss
         torch.cuda.synchronize()
-        kept = torch.cuda.memory_allocated() - before
-        out.backward(packed.gradient)
+        kept = torch.cuda.memory_allocated()
+        loss.backward()
         torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
+        peak = torch.cuda.max_memory_allocated()
     else:
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
         live = LiveBytes()
         with live:
-            out = packed.forward(name)
-            kept = live.alive()
-            out.backward(packed.gradient)
-        peak = live.peak
-    packed.model.zero_grad(set_to_none=True)
+            loss = model(**arguments(row, name)).loss
+            kept = live.alive() + weights
+            loss.backward()
+        peak = live.peak + weights
+    del loss
+    model.zero_grad(set_to_none=True)
     return {"kept_after_forward": kept, "peak": peak}
+
+
+def simulated(setting: Setting, shape: ModelShape, tokens: int, checkpointing: bool) -> dict[str, float]:
+    """The simulator's fullest moment, by term."""
+    hardware = replace(find_hardware("h100"), element_bytes=setting.dtype.itemsize)
+    case = Simulated(shape, hardware, 1, tokens, sharding="ddp", fused=False)
+    case = replace(case, checkpointing="selective" if checkpointing else "none")
+    memory = fullest(case, tokens)
+    terms = {name: float(getattr(memory, name)) for name in memory.__dataclass_fields__}
+    terms["gradients"] *= setting.dtype.itemsize / 4
+    terms["optimizer"] = 0.0
+    return {**terms, "total": sum(value for name, value in terms.items() if name != "host")}
 
 
 def run(setting: Setting) -> None:
     """Put one row a way of checkpointing."""
-    tokens = setting.size(quick=512, cpu=8192, gpu=131072)
-    model = stack(setting, LAYERS)
-    packed = Packed(setting, model, documents_of(tokens))
+    tokens = setting.size(quick=512, cpu=4096, gpu=65536)
+    shape = shape_of(setting)
+    model = build(setting, shape)
+    (row_of_documents,) = batches(setting, model, tokens, 1)
+    pair = pairs(setting)[0]
+    pair.use()
     rows: list[dict[str, Any]] = []
-    for checkpointing in (False, True):
-        if not setting.time_for(f"checkpointing {checkpointing}", setting.size(quick=0.0, cpu=10.0, gpu=15.0)):
+    for checkpointing in (True, False):
+        if not setting.time_for(f"checkpointing {checkpointing}", setting.size(quick=0.0, cpu=10.0, gpu=6.0)):
             continue
-        if checkpointing:
-            # Newer versions of transformers have the first name, older ones the second.
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
-        found = {name: peak_bytes(setting, packed, name) for name in ("distca", PLAIN)}
-        peaks = found["distca"]["peak"] / found[PLAIN]["peak"]
-        rows.append({"tokens": tokens, "layers": LAYERS, "checkpointing": checkpointing, **found, "peak_ratio": peaks})
+        set_checkpointing(model, checkpointing)
+        row: dict[str, Any] = {"tokens": tokens, "layers": LAYERS, "checkpointing": checkpointing, "kernel": pair.kernel}
+        row |= {"documents": documents_of(tokens), "simulated": simulated(setting, shape, tokens, checkpointing)}
+        row |= {"plain": pair.plain}
+        try:
+            row |= {name: peak_bytes(setting, model, row_of_documents, name) for name in ("distca", pair.plain)}
+            row["peak_ratio"] = row["distca"]["peak"] / row[pair.plain]["peak"]
+            row["simulated_ratio"] = row["simulated"]["total"] / row["distca"]["peak"]
+        except torch.OutOfMemoryError as error:
+            row["failed"] = str(error)[:300]
+        rows.append(row)
         setting.put(rows=rows)
         free(setting.device)

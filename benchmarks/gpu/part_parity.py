@@ -20,6 +20,8 @@ from gpu_setting import Setting, free
 from gpu_workloads import Batch, Variant, batch_of, variants
 from hf_distca.kernels import Kernel, Scores, TaskBatch
 from hf_distca.kernels.base import Case, Operands, Saved
+from hf_distca.kernels.efficient import EFFICIENT
+from hf_distca.kernels.flash import CUDA, FLASH_ATTN_4
 from hf_distca.kernels.plain_torch import ReferenceKernel
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
@@ -36,6 +38,17 @@ SCORES = {
     "softcap": Scores(1.0, softcap=2.0),
     "window and softcap": Scores(1.0, window=300, softcap=2.0),
 }
+# Heads, width, and what its layers ask for: shapes of models that ask for more than plain attention does.
+MODELS = {
+    "gpt-oss": ((64, 8, 64), Scores(64**-0.5, window=128)),
+    "Gemma 3": ((8, 4, 256), Scores(256**-0.5, window=1024)),
+    "Gemma 2": ((8, 4, 256), Scores(256**-0.5, window=1024, softcap=50.0)),
+    "Mistral": ((32, 8, 128), Scores(128**-0.5, window=1000)),
+    "512 wide": ((8, 4, 512), Scores(512**-0.5)),
+    "512 wide, window": ((8, 4, 512), Scores(512**-0.5, window=1000)),
+}
+# A compile of FlashAttention 4, which a new case may need.
+COMPILE_SECONDS = 25.0
 # Relative errors (norms) are to stay below so many units in the last place of the dtype.
 UNITS = 2.0
 
@@ -97,7 +110,7 @@ def one_case(variant: Variant, kernel: Kernel, setting: Setting, case: tuple[Any
             wide = [x.float() for x in pools]
             expected = results(ReferenceKernel(), wide, batch.tasks, scores)
             row["batches"][label] = compare(results(kernel, pools, batch.tasks, scores), expected, dtype)
-        if name == "plain":
+        if name in ("plain", "gpt-oss"):
             pools = random_pools(batch_of([(200, 200)]), heads, {"dtype": dtype, "device": setting.device})
             sink_H = torch.randn(heads[0], dtype=dtype, device=setting.device)
             exact = with_sinks(ReferenceKernel(), [x.float() for x in pools], sink_H.float())
@@ -107,8 +120,23 @@ def one_case(variant: Variant, kernel: Kernel, setting: Setting, case: tuple[Any
     return row
 
 
+def models(setting: Setting) -> list[dict[str, Any]]:
+    """Shapes of models, each in every kernel that takes them; a window with sinks is that of gpt-oss."""
+    rows = []
+    for variant in variants(setting, (CUDA, EFFICIENT, FLASH_ATTN_4) if setting.device.type == "cuda" else None):
+        for name, (heads, scores) in MODELS.items():
+            compiles = variant.kernel is FLASH_ATTN_4 and COMPILE_SECONDS
+            if setting.time_for(f"{variant.label} {name}", setting.size(quick=0.0, cpu=5.0, gpu=1.0 + compiles)):
+                with variant.active() as kernel:
+                    rows.append(one_case(variant, kernel, setting, (setting.dtype, heads, name, scores)))
+    return rows
+
+
 def run(setting: Setting) -> None:
-    """Put a list of cases, how many passed, and the end of the tests' output."""
+    """Put shapes of models, then a list of cases, how many passed, and the end of the tests' output."""
+    torch.manual_seed(0)
+    if not setting.quick:
+        setting.put(models=models(setting))
     gpu = setting.device.type == "cuda"
     dtypes = (torch.bfloat16, torch.float16) if gpu else (torch.float32, torch.bfloat16)
     widths = setting.size(quick=(64,), cpu=(64, 128), gpu=(64, 96, 128, 256, 512))
@@ -118,7 +146,8 @@ def run(setting: Setting) -> None:
     for variant in variants(setting):
         for dtype, width, heads, name in itertools.product(dtypes, widths, counts, SCORES):
             scores = replace(SCORES[name], scale=width**-0.5)
-            if not setting.time_for(f"{variant.label} {dtype} {width} {heads} {name}"):
+            compiles = setting.size(quick=0.0, cpu=0.0, gpu=COMPILE_SECONDS * (variant.kernel is FLASH_ATTN_4))
+            if not setting.time_for(f"{variant.label} {dtype} {width} {heads} {name}", compiles):
                 continue
             with variant.active() as kernel:
                 cases.append(one_case(variant, kernel, setting, (dtype, (*heads, width), name, scores)))

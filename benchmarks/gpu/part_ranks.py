@@ -1,22 +1,21 @@
-"""Several ranks on one device, in processes of their own over gloo: outputs and gradients beside `sdpa`.
+"""Several ranks on one device, in processes of their own over NCCL (gloo on a CPU): outputs and gradients beside `sdpa`.
 
-For the correctness of streams and lifetimes, not for speed: gloo carries host memory, so every message is copied down and up.
+For the correctness of streams and lifetimes, not for speed: sockets carry the messages.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import hf_distca
 from gpu_models import Packed, stack
+from gpu_ranks import Ranks
 from gpu_setting import Setting, seconds_of
 from hf_distca.integration.session import current_session
 from hf_distca.runtime.channel import Channel
@@ -97,22 +96,15 @@ def one_dtype(setting: Setting, rank: int, dtype: torch.dtype, tokens: int) -> d
     return result
 
 
-def work(rank: int, ranks: int, setting: Setting, folder: str) -> None:
-    torch.set_num_threads(1)
-    if setting.device.type == "cuda":
-        torch.cuda.set_device(0)
-    store = dist.FileStore(str(Path(folder, "store")), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+def work(rank: int, ranks: int, setting: Setting, keep: Any) -> None:
     tokens = setting.size(quick=256, cpu=1024, gpu=2048)
     result = {}
     for dtype in (torch.float32, torch.bfloat16):
         rows: list[Any] = [None] * ranks
         dist.all_gather_object(rows, one_dtype(setting, rank, dtype, tokens))
         result[str(dtype)] = rows
-        if rank == 0:
-            Path(folder, "result.json").write_text(json.dumps(result))
+        keep(dtypes=result)
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def world_of_one(setting: Setting) -> dict[str, Any]:
@@ -143,26 +135,23 @@ def world_of_one(setting: Setting) -> dict[str, Any]:
     return {"backend": backend, "equal": equal, "bytes": 4 * size * setting.dtype.itemsize, "seconds": seconds}
 
 
-def run(setting: Setting) -> None:
+def prepare(setting: Setting) -> dict[int, Ranks]:
+    """Start the ranks, which import what they need meanwhile."""
+    return {ranks: Ranks(setting, work, ranks) for ranks in setting.size(quick=(2,), cpu=(2,), gpu=(2, 4))}
+
+
+def run(setting: Setting, started: dict[int, Ranks]) -> None:
     """Put exchanges in a world of one, then the errors of every rank, by number of ranks, dtype and mode."""
     try:
         setting.put(world_of_one=world_of_one(setting))
     except Exception as error:  # the other figures do not need it
         setting.put(world_of_one={"failed": f"{type(error).__name__}: {error}"[:500]})
     found: dict[str, Any] = {}
-    for ranks in setting.size(quick=(2,), cpu=(2,), gpu=(2, 4)):
-        if not setting.time_for(f"{ranks} ranks", setting.size(quick=0.0, cpu=30.0, gpu=25.0)):
+    for ranks, processes in started.items():
+        if not setting.time_for(f"{ranks} ranks", setting.size(quick=0.0, cpu=30.0, gpu=15.0)):
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            failed = None
-            try:
-                mp.spawn(work, (ranks, setting, folder), nprocs=ranks)
-            except Exception as error:  # what finished before is a figure as well
-                failed = str(error)[-2000:]
-            path = Path(folder, "result.json")
-            rows = json.loads(path.read_text()) if path.exists() else {}
-        passed = failed is None and all(
-            row[mode]["passed"] for dtype in rows.values() for row in dtype for mode in MODES if mode in row
-        )
-        found[str(ranks)] = {"passed": passed, "failed": failed, "dtypes": rows}
-        setting.put(ranks=found)
+        figures = processes.run(setting.left())
+        rows = figures.get("dtypes", {})
+        every = [row[mode]["passed"] for dtype in rows.values() for row in dtype for mode in MODES if mode in row]
+        found[str(ranks)] = {**figures, "passed": figures["failed"] is None and bool(every) and all(every)}
+        setting.put(ranks=found, backend="nccl" if setting.device.type == "cuda" else "gloo")

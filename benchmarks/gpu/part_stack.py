@@ -13,7 +13,20 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import is_flash_attn_2_available
 
-from gpu_models import PLAIN, Packed, documents_of, plain_varlen, stack, timed
+from gpu_models import (
+    PLAIN,
+    PLAIN_4,
+    Packed,
+    Pair,
+    documents_of,
+    median_ratio,
+    pairs,
+    plain_flash_attention_4,
+    plain_varlen,
+    stack,
+    step_seconds,
+    timed,
+)
 from gpu_setting import Setting, free, synchronize
 from hf_distca.integration.attention import distca_attention
 from hf_distca.integration.mask import distca_mask
@@ -31,33 +44,19 @@ SYNCS = (
 
 
 def implementations(setting: Setting, tokens: int) -> list[str]:
-    names = ["distca", PLAIN]
+    """Attention functions beside distca and its plain pair."""
+    names = []
     if setting.device.type == "cuda" and is_flash_attn_2_available():
         names.append("flash_attention_2")
     # A dense mask of all tokens: 128 MiB at 8K, 32 GiB at 128K.
     return [*names, "sdpa"] if tokens <= 8192 else names
 
 
-def step_seconds(setting: Setting, packed: Packed, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Seconds of steps, the implementations taking turns, after a step of each that is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for round_ in range(rounds + 1):
-        for name in names[:: 1 if round_ % 2 else -1]:
-            packed.use(name)
-            synchronize(setting.device)
-            started = time.perf_counter()
-            packed.step(name)
-            synchronize(setting.device)
-            if round_:
-                seconds[name].append(time.perf_counter() - started)
-            packed.model.zero_grad(set_to_none=True)
-    return seconds
-
-
-def host_seconds(setting: Setting, packed: Packed, rounds: int) -> dict[str, dict[str, float]]:
+def host_seconds(setting: Setting, packed: Packed, plain: str, rounds: int) -> dict[str, dict[str, float]]:
     """Host seconds of a call of the attention function: in the first layer, which plans, and in the others."""
     found = {}
-    for name, function, mask in (("distca", distca_attention, distca_mask), (PLAIN, plain_varlen, lambda **_: None)):
+    functions = {PLAIN: plain_varlen, PLAIN_4: plain_flash_attention_4}
+    for name, function, mask in (("distca", distca_attention, distca_mask), (plain, functions[plain], lambda **_: None)):
         taken: list[float] = []
         AttentionInterface.register(f"{name}_timed", timed(function, time.perf_counter, taken))
         AttentionMaskInterface.register(f"{name}_timed", mask)
@@ -98,38 +97,43 @@ def syncs(setting: Setting, packed: Packed, name: str) -> dict[str, Any]:
     return {"profiler": dict(counts), "sync_debug_mode": warned[:10], "warned": len(warned)}
 
 
-def compared(packed: Packed) -> float:
+def compared(packed: Packed, plain: str) -> float:
     """Norm of the difference of the outputs over their norm: that both compute the same."""
     outs = []
-    for name in ("distca", PLAIN):
+    for name in ("distca", plain):
         packed.use(name)
         with torch.no_grad():
             outs.append(packed.forward(name).float())
     return float((outs[0] - outs[1]).norm() / outs[1].norm())
 
 
+def one_length(setting: Setting, packed: Packed, pair: Pair, tokens: int) -> dict[str, Any]:
+    """Steps, host seconds and waits of distca with one kernel and of plain attention by the same kernel."""
+    names = ["distca", pair.plain, *implementations(setting, tokens)]
+    row: dict[str, Any] = {"tokens": tokens, "documents": packed.lengths, "layers": LAYERS, "kernel": pair.kernel}
+    row |= {"plain": pair.plain, "difference": compared(packed, pair.plain)}
+    seconds = step_seconds(setting, packed, names, setting.size(quick=1, cpu=5, gpu=12 if tokens < 100_000 else 5))
+    row["seconds"] = {name: statistics.median(taken) for name, taken in seconds.items()}
+    row["ratio"] = median_ratio(seconds, "distca", pair.plain)
+    row["ratios"] = [a / b for a, b in zip(seconds["distca"], seconds[pair.plain], strict=True)]
+    row["host_seconds"] = host_seconds(setting, packed, pair.plain, setting.size(quick=1, cpu=3, gpu=5))
+    row["syncs"] = {name: syncs(setting, packed, name) for name in ("distca", pair.plain)}
+    return row
+
+
 def run(setting: Setting) -> None:
-    """Put one row a number of tokens."""
+    """Put one row a number of tokens and kernel."""
     model = stack(setting, LAYERS)
     rows: list[dict[str, Any]] = []
     for tokens in setting.size(quick=(512,), cpu=(2048, 8192), gpu=(8192, 32768, 131072)):
-        # 45 steps, 20 ms a layer for 8K tokens.
-        guess = setting.size(quick=0.0, cpu=60.0, gpu=LAYERS * 45 * 0.02 * tokens / 8192)
-        if not setting.time_for(f"{tokens} tokens, about {guess:.0f} s", guess):
-            continue
-        packed = Packed(setting, model, documents_of(tokens))
-        names = implementations(setting, tokens)
-        row: dict[str, Any] = {"tokens": tokens, "documents": packed.lengths, "layers": LAYERS}
-        row["difference"] = compared(packed)
-        seconds = step_seconds(setting, packed, names, setting.size(quick=1, cpu=5, gpu=12))
-        row["seconds"] = {name: statistics.median(taken) for name, taken in seconds.items()}
-        best = min((name for name in names if name != "distca"), key=lambda name: row["seconds"][name])
-        row["fastest_other"] = best
-        row["ratio"] = statistics.median(a / b for a, b in zip(seconds["distca"], seconds[best], strict=True))
-        row["ratios"] = [a / b for a, b in zip(seconds["distca"], seconds[best], strict=True)]
-        row["host_seconds"] = host_seconds(setting, packed, setting.size(quick=1, cpu=3, gpu=5))
-        row["syncs"] = {name: syncs(setting, packed, name) for name in ("distca", PLAIN)}
-        rows.append(row)
-        setting.put(rows=rows)
-        del packed
-        free(setting.device)
+        for pair in pairs(setting):
+            # Of 128K tokens, 16 steps of a second; of 8K, 60 of 45 ms.
+            guess = setting.size(quick=0.0, cpu=60.0, gpu=3.0 + 15 * tokens / 131072)
+            if not setting.time_for(f"{tokens} tokens, {pair.kernel}, about {guess:.0f} s", guess):
+                continue
+            pair.use()
+            packed = Packed(setting, model, documents_of(tokens))
+            rows.append(one_length(setting, packed, pair, tokens))
+            setting.put(rows=rows)
+            del packed
+            free(setting.device)

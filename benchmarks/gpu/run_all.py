@@ -1,13 +1,16 @@
-"""Everything that is measured on one GPU, part by part; or, small, on a CPU.
+"""Everything that is measured on one GPU, part by part, most wanted first; or, small, on a CPU.
 
-    python benchmarks/gpu/run_all.py --out gpu_figures --placements DIR --seconds 540 --call 1
-    python benchmarks/gpu/run_all.py --out gpu_figures --placements DIR --seconds 540 --call 2
+    python benchmarks/gpu/run_all.py --list
+    python benchmarks/gpu/run_all.py --out gpu_figures --placements DIR --seconds 480
+    python benchmarks/gpu/run_all.py --out gpu_figures --placements DIR --seconds 480
     python benchmarks/gpu/report.py gpu_figures
 
-Where a command may take ten minutes, two calls run all parts; the second one needs the folder that the first one wrote.
+A call runs the parts that its time has room for, in the order of the list. The same call again goes on with those that were left
+out or did not end; `--only` runs the named parts whether they ran before or not.
 
-Every part runs in a process of its own, within its share of the time, and writes its figures as it finds them: a part that fails
-or is stopped takes nothing from the others. The package is used from this clone, installed or not.
+Every part runs in a process of its own and writes its figures as it finds them: a part that fails or is stopped takes nothing
+from the others. While a part measures, the process of the next one imports what it needs and then waits for its turn. The package
+is used from this clone, installed or not.
 """
 
 from __future__ import annotations
@@ -21,17 +24,45 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-# In this order; the numbers are shares of the time. Emulator and report use the cost model of "profile".
-PARTS = {"parity": 3, "profile": 2, "kernels": 3, "emulator": 3, "stack": 3, "memory": 1, "overlap": 1, "ranks": 2}
-CALLS = {1: ("parity", "profile", "kernels"), 2: ("emulator", "stack", "memory", "overlap", "ranks")}
-# A part, whose imports count, is told less than it gets, for what it has begun when the time is over.
+
+
+class Part(NamedTuple):
+    """What a part measures, and about how many seconds that takes on an H100 with FlashAttention 4 installed."""
+
+    seconds: int
+    title: str
+
+
+PARTS = {
+    "checkpointing": Part(60, "activation checkpointing on one GPU: what keeping attention's outputs is worth"),
+    "host": Part(25, "what a layer costs the host, in steps so small that the GPU waits"),
+    "stack": Part(60, "whole layers beside plain varlen attention, waits of the host"),
+    "model": Part(140, "a model of 1.3 billion weights, 32K tokens, 20 steps: losses, seconds, MFU"),
+    "emulator": Part(60, "kernel seconds of 8 and 64 ranks, before and after balancing"),
+    "trainer": Part(120, "the Trainer on two ranks over NCCL with moved work, beside sdpa"),
+    "kernels": Part(90, "rates of whole documents, slices, rebatched tasks, orders of tasks"),
+    "memory": Part(25, "peak bytes at 64K tokens beside plain attention and the simulator"),
+    "ranks": Part(60, "two and four ranks over NCCL beside sdpa"),
+    "soak": Part(60, "200 steps of FSDP2's prefetch beside ping-pong over NCCL"),
+    "parity": Part(60, "kernels beside float32"),
+    "profile": Part(30, "seconds of tasks, and the cost model fitted to them"),
+    "overlap": Part(25, "the share of artificial exchanges that is hidden"),
+    "faults": Part(60, "a rank that fails or is killed while the other one waits over NCCL"),
+    "families": Part(60, "families of models in bfloat16 beside float32"),
+}
+# A part that takes longer than expected is not stopped before so many times its seconds, if there is time.
+PATIENCE = 1.5
+# It is told less than it gets, for what it has begun when the time is over.
 TOLD = 0.85
 NEEDED = ("numpy", "torch", "transformers", "accelerate", "typer", "rich", "greenlet", "tqdm")
 
@@ -46,6 +77,9 @@ def prepare(out: Path) -> dict[str, Any]:
             "`pip install --no-index --no-deps --target FOLDER *.whl` here, and add FOLDER to PYTHONPATH."
         )
     sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks"), str(ROOT / "src")]
+    # Compiled kernels of FlashAttention 4 are kept for the parts that follow.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(out / "compiled"))
     try:
         version("hf-distca")
     except PackageNotFoundError:
@@ -56,6 +90,8 @@ def prepare(out: Path) -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: hf-distca\nVersion: {number}\n")
         sys.path.append(str(folder.parent))
+    # Ranks are started anew by the parts, and find the same modules.
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
         importlib.import_module("hf_distca")
     except Exception as error:
@@ -64,7 +100,7 @@ def prepare(out: Path) -> dict[str, Any]:
         sys.exit(f"run_all.py cannot import hf_distca ({type(error).__name__}: {error}); versions here: {found}.")
     from machine import PACKAGES, describe
 
-    return {**describe(), **{name: _version(name) for name in (*PACKAGES, "greenlet", "flash-attn", "flash-attn-4")}}
+    return {**describe(), **{name: _version(name) for name in (*PACKAGES, "greenlet", "flash-attn", "flash-attn-4", "trl")}}
 
 
 def _version(name: str) -> str:
@@ -75,10 +111,13 @@ def _version(name: str) -> str:
 
 
 def gpu() -> dict[str, Any]:
+    """The card, the driver and the libraries."""
     import torch
 
     if not torch.cuda.is_available():
         sys.exit("run_all.py finds no CUDA device; --device cpu runs the same parts with small sizes.")
+    from clocks import read_card
+
     found = torch.cuda.get_device_properties(0)
     return {
         "gpu": found.name,
@@ -87,60 +126,124 @@ def gpu() -> dict[str, Any]:
         "multiprocessors": found.multi_processor_count,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        **read_card(),
     }
 
 
-def work(setting: Any, machine: bool) -> None:
-    """One part, in its own process."""
+def work(setting: Any, turn: Connection) -> None:
+    """One part, in its own process: import it, wait for its turn, measure."""
     os.setpgid(0, 0)  # so that what the part starts ends with it
     import torch
 
-    if machine:
+    if setting.part == "gpu":
+        turn.recv()
         setting.put(**gpu())
         return
     if setting.device.type == "cpu":
         torch.set_num_threads(1)
     try:
-        importlib.import_module(f"part_{setting.part}").run(setting)
+        part = importlib.import_module(f"part_{setting.part}")
+        # A part of several ranks starts them beforehand.
+        ready = [part.prepare(setting)] if hasattr(part, "prepare") else []
+        seconds = turn.recv()
+        part.run(replace(setting, seconds=seconds, started=time.monotonic()), *ready)
+    except EOFError:  # the turn never comes
+        os.killpg(0, signal.SIGKILL)  # and what was started beforehand is not needed
     except BaseException:
         setting.put(failed=traceback.format_exc()[-4000:])
         raise
 
 
-def run_part(setting: Any, seconds: float, *, machine: bool = False) -> dict[str, Any]:
-    """Run a part in a process of its own; kill that, and what it started, after `seconds`."""
-    (setting.out / f"{setting.part}.json").unlink(missing_ok=True)  # of an earlier run
-    # A fork has imported everything already. Where there is a GPU, an import might touch it, and then it is lost to forks.
-    context = get_context("spawn" if setting.device.type == "cuda" else "fork")
-    started = time.monotonic()
-    process = context.Process(target=work, args=(setting, machine))
-    process.start()
-    try:
-        process.join(seconds)
-        status = "ok" if process.exitcode == 0 else "stopped" if process.exitcode is None else "failed"
-    finally:
-        if process.is_alive():
+class Started(NamedTuple):
+    """The process of a part that waits for its turn."""
+
+    setting: Any
+    process: BaseProcess
+    turn: Connection
+
+    @classmethod
+    def of(cls, setting: Any) -> Started:
+        # A fork has imported everything already. Where there is a GPU, an import might touch it, and then it is lost to forks.
+        context = get_context("spawn" if setting.device.type == "cuda" else "fork")
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(target=work, args=(setting, receive))
+        process.start()
+        receive.close()
+        return cls(setting, process, send)
+
+    def run(self, seconds: float) -> dict[str, Any]:
+        """Give it its turn; kill it, and what it started, after `seconds`."""
+        began = time.monotonic()
+        self.turn.send(TOLD * seconds)
+        self.process.join(seconds)
+        exitcode = self.process.exitcode
+        status = "ok" if exitcode == 0 else "stopped" if exitcode is None else "failed"
+        self.end()
+        return {"status": status, "seconds": round(time.monotonic() - began, 1), "allowed": round(seconds, 1)}
+
+    def end(self) -> None:
+        """Leave nothing of it."""
+        self.turn.close()
+        if self.process.is_alive():
             try:
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(self.process.pid, signal.SIGKILL)  # type: ignore[arg-type]
             except ProcessLookupError:
-                process.kill()
-            process.join()
-    return {"status": status, "seconds": round(time.monotonic() - started, 1), "allowed": round(seconds, 1)}
+                self.process.kill()
+            self.process.join()
+
+
+def is_done(out: Path, part: str, record: dict[str, Any]) -> bool:
+    """Whether a part ended in an earlier call and left nothing out."""
+    path = out / f"{part}.json"
+    ended = record["parts"].get(part, {}).get("status") == "ok" and path.exists()
+    return ended and not json.loads(path.read_text()).get("left_out")
+
+
+def run_parts(wanted: list[str], make: Any, end: float, record: dict[str, Any], path: Path) -> list[str]:
+    """Run the parts one after another, as long as there is time. Returns those that there was none for."""
+    waiting = []
+    started: Started | None = None
+    for place, part in enumerate(wanted):
+        left = end - time.monotonic()
+        if left < 0.6 * PARTS[part].seconds and not make(part).quick:
+            waiting.append(part)
+            continue
+        current = started if started is not None and started.setting.part == part else Started.of(make(part))
+        started = None
+        following = wanted[place + 1 :]
+        if following and left > PARTS[part].seconds:
+            started = Started.of(make(following[0]))
+        seconds = max(min(left, PATIENCE * PARTS[part].seconds), 1.0)
+        print(f"[{place + 1}/{len(wanted)}] {part}: {PARTS[part].title}; about {PARTS[part].seconds} s", flush=True)
+        (path.parent / f"{part}.json").unlink(missing_ok=True)  # of an earlier run
+        record["parts"][part] = {**current.run(seconds), "command": record["command"]}
+        print(f"    {record['parts'][part]['status']} after {record['parts'][part]['seconds']:.0f} s", flush=True)
+        path.write_text(json.dumps(record, indent=1))
+        if started is not None and time.monotonic() > end - 0.6 * PARTS[following[0]].seconds and not started.setting.quick:
+            started.end()
+            started = None
+    if started is not None:
+        started.end()
+    return waiting
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="sizes that only show that every part works")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
-    which.add_argument("--call", type=int, choices=CALLS, help="run the parts of the first or of the second of two calls")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="run these parts, whether they ran before or not")
     parser.add_argument("--out", type=Path, default=Path("gpu_figures"), help="folder of the figures (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=540, help="for all parts together (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=480, help="for all parts together (default: %(default)s)")
     parser.add_argument("--placements", type=Path, help="folder of placements; without, made-up ones")
+    parser.add_argument("--list", action="store_true", help="print the parts and their expected seconds, and end")
     arguments = parser.parse_args()
+    if arguments.list:
+        for name, part in PARTS.items():
+            print(f"{name:14} {part.seconds:4} s  {part.title}")
+        print(f"{'together':14} {sum(part.seconds for part in PARTS.values()):4} s")
+        return
     end = time.monotonic() + arguments.seconds
-    only = arguments.only if arguments.call is None else CALLS[arguments.call]
     arguments.out.mkdir(parents=True, exist_ok=True)
     out = arguments.out.resolve()
     environment = prepare(out)
@@ -148,27 +251,27 @@ def main() -> None:
 
     from gpu_setting import Setting
 
-    def setting(part: str, seconds: float) -> Setting:
-        return Setting(part, torch.device(arguments.device), arguments.quick, out, seconds, arguments.placements)
+    def make(part: str) -> Setting:
+        return Setting(part, torch.device(arguments.device), arguments.quick, out, 0.0, arguments.placements)
 
+    path = out / "run.json"
     if arguments.device == "cuda":
-        run_part(setting("gpu", 90), 90, machine=True)
+        (out / "gpu.json").unlink(missing_ok=True)
+        Started.of(make("gpu")).run(90)
         if not (out / "gpu.json").exists():
             sys.exit("run_all.py finds no CUDA device; --device cpu runs the same parts with small sizes.")
         environment |= json.loads((out / "gpu.json").read_text())
-    command = shlex.join(["python", *sys.argv])
-    path = out / "run.json"
     before = json.loads(path.read_text())["parts"] if path.exists() else {}
+    command = shlex.join(["python", *sys.argv])
     record: dict[str, Any] = {"environment": environment, "command": command, "parts": before}
-    parts = [part for part in PARTS if part in only]
-    for place, part in enumerate(parts):
-        share = PARTS[part] / sum(PARTS[later] for later in parts[place:])
-        seconds = max((end - time.monotonic()) * share, 1.0)
-        print(f"[{place + 1}/{len(parts)}] {part}: at most {seconds:.0f} s", flush=True)
-        record["parts"][part] = {**run_part(setting(part, TOLD * seconds), seconds), "command": command}
-        print(f"    {record['parts'][part]['status']} after {record['parts'][part]['seconds']:.0f} s", flush=True)
-        path.write_text(json.dumps(record, indent=1))
-    if any(record["parts"][part]["status"] != "ok" for part in parts):
+    wanted = [part for part in PARTS if part in (arguments.only or PARTS)]
+    if arguments.only is None:
+        wanted = [part for part in wanted if not is_done(out, part, record)]
+    record["left_out"] = run_parts(wanted, make, end, record, path)
+    path.write_text(json.dumps(record, indent=1))
+    if record["left_out"]:
+        print(f"no time for {', '.join(record['left_out'])}: the same call again runs them")
+    if any(record["parts"][part]["status"] != "ok" for part in wanted if part not in record["left_out"]):
         sys.exit(1)
 
 

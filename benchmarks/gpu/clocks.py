@@ -1,0 +1,49 @@
+"""The card's driver, clocks, power and temperature, as nvidia-smi tells them."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_FIELDS = {
+    "driver": "driver_version",
+    "clock": "clocks.sm",
+    "largest clock": "clocks.max.sm",
+    "memory clock": "clocks.mem",
+    "power": "power.draw",
+    "power limit": "power.limit",
+    "temperature": "temperature.gpu",
+}
+
+
+def read_card() -> dict[str, str]:
+    """Read the card once; empty where there is no nvidia-smi."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS.values())}", "--format=csv,noheader"]
+    try:
+        line = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return {}
+    return dict(zip(_FIELDS, (value.strip() for value in line.split(",")), strict=True))
+
+
+@contextmanager
+def watching_clocks(period: float = 2.0) -> Iterator[list[dict[str, Any]]]:
+    """Read the card every few seconds in a thread; the list fills while the block runs."""
+    seen: list[dict[str, Any]] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(period):
+            if card := read_card():
+                seen.append({name: card[name] for name in ("clock", "power", "temperature")})
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,102 @@
+"""Ranks that share one device: processes that import while another part measures, then work over NCCL, or gloo on a CPU.
+
+NCCL refuses two ranks on one card of one host. So each rank says that it is a host of its own (`NCCL_HOSTID`), and NCCL's sockets
+carry the messages: values, streams, aborts and faults are those of NCCL, seconds are not those of a real link.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gpu_setting import Setting
+
+# Called with rank, ranks, the setting and a function that keeps figures; only those of rank 0 are read.
+Work = Callable[[int, int, Setting, Callable[..., None]], None]
+_ON_ONE_CARD = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+_GRACE = 40.0  # seconds that ranks have to end after one of them failed: as long as a collective may wait
+
+
+class Ranks:
+    """Processes, started when this is made; they wait for `run`."""
+
+    def __init__(self, setting: Setting, work: Work, ranks: int) -> None:
+        context = get_context("spawn" if setting.device.type == "cuda" else "fork")
+        self._folder = tempfile.TemporaryDirectory()
+        self._turn, self._seconds = context.Event(), context.Value("d", 0.0)
+        with socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = (ranks, setting, work, self._folder.name, port, self._turn, self._seconds)
+        self._processes = [context.Process(target=_be_rank, args=(rank, *shared), daemon=True) for rank in range(ranks)]
+        for process in self._processes:
+            process.start()
+
+    def run(self, seconds: float) -> dict[str, Any]:
+        """Give them their turn, for so many seconds. Returns what rank 0 kept, and what failed or None."""
+        self._seconds.value = seconds
+        self._turn.set()
+        deadline = time.monotonic() + seconds
+        while any(process.is_alive() for process in self._processes) and time.monotonic() < deadline:
+            if any(process.exitcode for process in self._processes):
+                deadline = min(deadline, time.monotonic() + _GRACE)
+            time.sleep(0.05)
+        stopped = [rank for rank, process in enumerate(self._processes) if process.is_alive()]
+        for process in self._processes:
+            process.kill()
+            process.join()
+        folder = Path(self._folder.name)
+        kept = folder / "kept.json"
+        figures = json.loads(kept.read_text()) if kept.exists() else {}
+        failed = {path.stem: path.read_text()[-2500:] for path in sorted(folder.glob("failed*.txt"))}
+        if stopped:
+            failed["stopped"] = f"ranks {stopped} after {seconds:.0f} s"
+        self._folder.cleanup()
+        return {**figures, "failed": failed or None}
+
+
+def _be_rank(rank: int, ranks: int, setting: Setting, work: Work, folder: str, port: int, turn: Any, seconds: Any) -> None:
+    os.environ.update(_ON_ONE_CARD, NCCL_HOSTID=f"host{rank}", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="1")
+    torch.set_num_threads(1)
+    try:
+        import transformers.trainer  # noqa: F401  # what takes longest, before the turn
+
+        turn.wait()
+        setting = replace(setting, seconds=seconds.value, started=time.monotonic())
+        if setting.device.type == "cuda":
+            torch.cuda.set_device(0)
+        dist.init_process_group("nccl" if setting.device.type == "cuda" else "gloo")
+        figures: dict[str, Any] = {}
+
+        def keep(**found: Any) -> None:
+            figures.update(found)
+            if rank == 0:
+                part = Path(folder, "kept.part")
+                part.write_text(json.dumps(figures))
+                part.rename(Path(folder, "kept.json"))
+
+        work(rank, ranks, setting, keep)
+        dist.destroy_process_group()
+    except BaseException:
+        Path(folder, f"failed{rank}.txt").write_text(traceback.format_exc())
+        raise

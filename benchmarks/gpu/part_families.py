@@ -1,0 +1,65 @@
+"""Families of models in bfloat16: packed under distca, and each document alone under transformers' own attention, beside float32."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_setting import Setting
+
+TESTS = Path(__file__).parents[2] / "tests"
+# A family passes with at most so many times the error of transformers' own attention, and this.
+TIMES, ABOVE = 2.0, 5e-3
+
+
+def norms_apart(found: Any, expected: Any) -> dict[str, float]:
+    """Relative errors of logits and of all gradients together."""
+
+    def apart(pairs: list[tuple[torch.Tensor | None, torch.Tensor]]) -> float:
+        off = sum(float(((0.0 if a is None else a.float()) - b.float()).square().sum()) for a, b in pairs)
+        return (off / sum(float(b.float().square().sum()) for _, b in pairs)) ** 0.5
+
+    names = [name for name, gradient in expected.grads.items() if gradient is not None]
+    return {
+        "logits": apart(list(zip(found.logits, expected.logits, strict=True))),
+        "gradients": apart([(found.grads[name], expected.grads[name]) for name in names]),
+    }
+
+
+def one_family(setting: Setting, name: str) -> dict[str, Any]:
+    """Errors of both in bfloat16."""
+    import compare
+    import tiny
+
+    def outcome(implementation: str, dtype: torch.dtype, how: Any) -> Any:
+        model = tiny.build(name, implementation, dtype).to(setting.device)
+        documents = [document.to(setting.device) for document in compare.documents(compare.PACKED)]
+        with torch.device(setting.device):
+            return how(model, documents)
+
+    with compare.quiet():
+        expected = outcome("eager", torch.float32, compare.alone)
+        plain = norms_apart(outcome("eager", torch.bfloat16, compare.alone), expected)
+        ours = norms_apart(outcome("distca", torch.bfloat16, compare.packed), expected)
+    passed = all(ours[what] <= TIMES * plain[what] + ABOVE for what in ours)
+    return {"family": name, "distca": ours, "eager": plain, "passed": passed}
+
+
+def run(setting: Setting) -> None:
+    """Put one row a family, as many as there is time for."""
+    sys.path[:0] = [str(TESTS), str(TESTS / "models")]
+    from hf_distca.integration.families import EQUAL, FAMILIES
+
+    rows: list[dict[str, Any]] = []
+    names = sorted(name for name, status in FAMILIES.items() if status in EQUAL)
+    for name in names[: setting.size(quick=2, cpu=8, gpu=len(names))]:
+        if not setting.time_for(name, setting.size(quick=0.0, cpu=5.0, gpu=2.0)):
+            continue
+        try:
+            rows.append(one_family(setting, name))
+        except Exception as error:  # one family that fails is a figure as well
+            rows.append({"family": name, "failed": f"{type(error).__name__}: {error}"[:300]})
+        setting.put(rows=rows, passed=sum(row.get("passed", False) for row in rows))

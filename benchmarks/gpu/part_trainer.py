@@ -1,0 +1,213 @@
+"""The Trainer on two ranks of one card over NCCL, as people start it: bf16, its own DDP, work that moves; beside `sdpa`.
+
+Every case trains the same rows from the same weights and logs each step. Rank 0 draws long documents and rank 1 short ones, and
+the cost model counts pairs alone, so that work moves in every layer.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+import hf_distca
+from gpu_ranks import Ranks
+from gpu_setting import Setting
+from hf_distca.schedule.cost import AttentionShape, CostModel
+
+RANKS = 2
+# bfloat16 keeps 8 bits; losses of right runs differ by less over ten steps.
+BOUND = 4e-3
+FSDP2 = {
+    "fsdp": "full_shard auto_wrap",
+    "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+}
+CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+# Name: attention, the case it is compared with, settings of distca, arguments of the Trainer.
+CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[str, Any]]] = {
+    "sdpa, DDP": ("sdpa", None, {}, {}),
+    "distca, DDP": ("distca", "sdpa, DDP", {}, {}),
+    "distca, DDP, balancing off": ("distca", "sdpa, DDP", {"balance": False}, {}),
+    "distca, DDP, ping-pong": ("distca", "sdpa, DDP", {"ping_pong": True}, {}),
+    "distca, DDP, checkpointing": ("distca", "sdpa, DDP", {}, CHECKPOINTED),
+    "distca, DDP, checkpointing, ping-pong": ("distca", "sdpa, DDP", {"ping_pong": True}, CHECKPOINTED),
+    "sdpa, TRL": ("sdpa", None, {}, {"trl": True}),
+    "distca, TRL": ("distca", "sdpa, TRL", {}, {"trl": True}),
+    "sdpa, FSDP2": ("sdpa", None, {}, FSDP2),
+    "distca, FSDP2": ("distca", "sdpa, FSDP2", {}, FSDP2),
+    "distca, FSDP2, ping-pong": ("distca", "sdpa, FSDP2", {"ping_pong": True}, FSDP2),
+    "distca, DDP, torch.compile": ("distca", "sdpa, DDP", {}, {"torch_compile": True}),
+}
+
+
+def steps_of(setting: Setting) -> int:
+    return setting.size(quick=2, cpu=4, gpu=10)
+
+
+class Losses(TrainerCallback):
+    """Rows of the log, as the Trainer made them."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if logs and "loss" in logs:
+            self.rows.append(dict(logs))
+
+
+def model_of(setting: Setting, attention: str) -> LlamaForCausalLM:
+    big = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "num_attention_heads": 8}
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = setting.size(quick=small, cpu=small, gpu=big)
+    torch.manual_seed(0)
+    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=4096, max_position_embeddings=2**16)
+    return LlamaForCausalLM._from_config(config, attn_implementation=attention)
+
+
+def rows_of(setting: Setting) -> list[dict[str, Any]]:
+    """Rows of packed documents, long ones and short ones in turns: two ranks draw one of each."""
+    draw, tokens = random.Random(0), setting.size(quick=96, cpu=256, gpu=6144)
+
+    def document(length: int) -> list[int]:
+        phrase = [draw.randrange(5, 4096) for _ in range(50)]
+        return [phrase[(i * 7 + i // 50) % 50] for i in range(length)]
+
+    rows = []
+    for number in range(RANKS * steps_of(setting)):
+        lengths = [tokens] if number % 2 == 0 else [tokens // 8 - 1] * 8
+        rows.append({"documents": [document(length) for length in lengths]})
+    return rows
+
+
+def settings_of(model: LlamaForCausalLM, changes: dict[str, Any]) -> hf_distca.DistCAConfig:
+    config = model.config
+    shape = AttentionShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim, 2)
+    return hf_distca.DistCAConfig(cost_model=CostModel.pairs(shape), tile=32, min_gain=0.0, timeout_seconds=60.0, **changes)
+
+
+def trainer_of(setting: Setting, name: str, folder: str) -> Trainer:
+    attention, _, changes, options = CASES[name]
+    model, gpu = model_of(setting, attention), setting.device.type == "cuda"
+    options = {key: value for key, value in options.items() if gpu or key != "torch_compile"}
+    arguments: dict[str, Any] = {
+        "output_dir": folder,
+        "max_steps": steps_of(setting),
+        "logging_steps": 1,
+        "per_device_train_batch_size": 1,
+        "train_sampling_strategy": "sequential",
+        "bf16": True,
+        "use_cpu": not gpu,
+        "report_to": "none",
+        "save_strategy": "no",
+        "learning_rate": 1e-3,
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+    }
+    callbacks: list[TrainerCallback] = []
+    if attention == "distca":
+        callbacks.append(hf_distca.DistCACallback(settings_of(model, changes), record=False))
+    callbacks.append(Losses())  # behind distca's, which adds its figures to the rows
+    if options.get("trl"):
+        return supervised(model, {**arguments, **{k: v for k, v in options.items() if k != "trl"}}, rows_of(setting), callbacks)
+    made = TrainingArguments(**{**arguments, **options})
+    collator = hf_distca.PackingCollator()
+    return Trainer(model, made, data_collator=collator, train_dataset=rows_of(setting), callbacks=callbacks)
+
+
+def supervised(model: Any, arguments: dict[str, Any], rows: list[Any], callbacks: list[TrainerCallback]) -> Trainer:
+    """TRL's SFTTrainer on the same rows as packed rows of its own: `input_ids` with `seq_lengths`."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(8)}, unk_token="w0"))
+    token = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
+    packed = [
+        {"input_ids": [t for document in row["documents"] for t in document], "seq_lengths": [*map(len, row["documents"])]}
+        for row in rows
+    ]
+    config = SFTConfig(
+        **arguments,
+        max_length=None,
+        padding_free=True,
+        gradient_checkpointing=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+    return SFTTrainer(model, config, train_dataset=Dataset.from_list(packed), processing_class=token, callbacks=callbacks)
+
+
+def one_case(setting: Setting, name: str) -> dict[str, Any]:
+    """Losses and gradient norms of each step, what moved, and seconds."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    for variable in [key for key in os.environ if key.startswith(("FSDP_", "ACCELERATE_"))]:
+        del os.environ[variable]
+    AcceleratorState._reset_state()  # of the case before; the process group stays
+    GradientState._reset_state()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(setting, name, folder)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    rows = next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Losses)).rows
+    moved = {key: value for key, value in rows[-1].items() if "distca" in key or "attention" in key}
+    found = {
+        "losses": [row["loss"] for row in rows],
+        "gradient_norms": [float(row["grad_norm"]) for row in rows],
+        "engine": type(trainer.model_wrapped).__name__,
+        "last_row": moved,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    if setting.device.type == "cuda":
+        found["peak_bytes"] = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+def compare(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    """Largest relative differences of losses and of gradient norms."""
+    off = {}
+    for what in ("losses", "gradient_norms"):
+        off[what] = max(abs(a / b - 1) for a, b in zip(found[what], expected[what], strict=True))
+    return {"off": off, "passed": off["losses"] <= BOUND}
+
+
+def work(rank: int, ranks: int, setting: Setting, keep: Any) -> None:
+    import logging
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    cases: dict[str, Any] = {}
+    end = setting.started + setting.seconds
+    for name in list(CASES)[: setting.size(quick=2, cpu=8, gpu=len(CASES))]:
+        beside = CASES[name][1]
+        left = torch.tensor([end - time.monotonic()], device=setting.device)
+        dist.all_reduce(left, op=dist.ReduceOp.MIN)
+        if float(left) < setting.size(quick=0.0, cpu=10.0, gpu=8.0):
+            cases[name] = {"left_out": "no time"}
+            continue
+        try:
+            cases[name] = one_case(setting, name)
+            if beside is not None and "losses" in cases.get(beside, {}):
+                cases[name] |= {"beside": beside, **compare(cases[name], cases[beside])}
+        except Exception as error:  # a case that fails on all ranks is a figure as well
+            cases[name] = {"failed": f"{type(error).__name__}: {error}"[:1500]}
+        keep(cases=cases)
+
+
+def prepare(setting: Setting) -> Ranks:
+    """Start the ranks, which import what they need meanwhile."""
+    return Ranks(setting, work, RANKS)
+
+
+def run(setting: Setting, ranks: Ranks) -> None:
+    """Put every case's losses and how far they are from sdpa's."""
+    found = ranks.run(setting.seconds)
+    left = [name for name, case in found.get("cases", {}).items() if "left_out" in case]
+    setting.put(**found, bound=BOUND, backend="nccl" if setting.device.type == "cuda" else "gloo", left_out=left)
