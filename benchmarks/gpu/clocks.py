@@ -1,4 +1,4 @@
-"""The card's driver, clocks, power and temperature, as nvidia-smi tells them."""
+"""Driver, clocks, power and temperature of the card, from nvidia-smi."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 _FIELDS = {
     "driver": "driver_version",
@@ -30,15 +29,15 @@ def read_card() -> dict[str, str]:
 
 
 @contextmanager
-def watching_clocks(period: float = 2.0) -> Iterator[list[dict[str, Any]]]:
-    """Read the card every few seconds in a thread; the list fills while the block runs."""
-    seen: list[dict[str, Any]] = []
+def watching_clocks(period: float = 2.0) -> Iterator[list[int]]:
+    """Read the clock of the multiprocessors every few seconds, in MHz; the list fills while the block runs."""
+    seen: list[int] = []
     done = threading.Event()
 
     def watch() -> None:
-        while not done.wait(period):
-            if card := read_card():
-                seen.append({name: card[name] for name in ("clock", "power", "temperature")})
+        while not done.wait(period) and (card := read_card()):
+            if card["clock"].split()[0].isdigit():
+                seen.append(int(card["clock"].split()[0]))
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

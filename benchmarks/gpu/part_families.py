@@ -1,4 +1,4 @@
-"""Families of models in bfloat16: packed under distca, and each document alone under transformers' own attention, beside float32."""
+"""Families of models in bfloat16, packed under distca and alone under transformers' own attention, beside float32."""
 
 from __future__ import annotations
 

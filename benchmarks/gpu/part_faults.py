@@ -1,4 +1,4 @@
-"""A rank that fails in a kernel, runs out of memory or is killed, while the other one waits: seconds until that one has raised."""
+"""A rank that fails in a kernel, lacks memory or is killed, while the other one waits: seconds until that one has raised."""
 
 from __future__ import annotations
 

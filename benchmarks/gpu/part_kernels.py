@@ -1,7 +1,7 @@
 """TFLOP/s of whole documents, of rebatched CA-tasks beside whole documents of as many pairs, and of slices of every length.
 
-Tasks of a call are also timed in other orders: longest first, shortest first. A GPU's blocks take work in the order of the tasks, so
-the last ones decide how long it stays half empty.
+Tasks of a call are also timed in other orders: longest first, shortest first. A GPU's blocks take work in the order of the
+tasks, so the last ones decide how long it stays half empty.
 """
 
 from __future__ import annotations

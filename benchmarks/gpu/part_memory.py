@@ -1,7 +1,7 @@
 """Peak bytes of a step at 64K tokens: distca beside plain varlen attention and beside what the simulator counts.
 
-Two layers of Llama-8B's shape with a head of 32,768 words, weights in the model's dtype, no optimizer. The simulator counts gradients
-in float32, and an optimizer: gradients count here as they are, in the weights' dtype, and the optimizer is taken off.
+Two layers of Llama-8B's shape with a head of 32,768 words, weights in the model's dtype, no optimizer. The simulator counts
+gradients in float32, and an optimizer: gradients count here as they are, in the weights' dtype, without the optimizer.
 """
 
 from __future__ import annotations

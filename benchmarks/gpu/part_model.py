@@ -1,8 +1,8 @@
 """A model of 1.3 billion weights on rows of 32K tokens, as the Trainer trains it with bf16=True: losses, seconds, MFU.
 
-Qwen2.5-1.5B's layers (28 of 1,536, 12 query and 2 key/value heads of 128) with a vocabulary of 32,768; weights and AdamW in float32,
-bfloat16 autocast. Each step has another row of packed documents of unequal lengths, the same for all. Two plain kernels that are
-both right differ by rounding: that is the noise that distca's losses are held against.
+Qwen2.5-1.5B's layers (28 of 1,536, 12 query and 2 key/value heads of 128) with a vocabulary of 32,768; weights and AdamW in
+float32, bfloat16 autocast. Each step has another row of packed documents of unequal lengths, the same for all. Two plain
+kernels that are both right differ by rounding: that is the noise that distca's losses are held against.
 
 MFU counts 6 operations a weight and token, and attention by the sum of squared document lengths: 6 l^2 a layer and query width
 forward and backward, causal halves counted once (PaLM's formula, arXiv 2204.02311 appendix B); recompute is not counted.

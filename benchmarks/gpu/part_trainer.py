@@ -67,7 +67,7 @@ def model_of(setting: Setting, attention: str) -> LlamaForCausalLM:
     sizes = setting.size(quick=small, cpu=small, gpu=big)
     torch.manual_seed(0)
     config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=4096, max_position_embeddings=2**16)
-    return LlamaForCausalLM._from_config(config, attn_implementation=attention)
+    return LlamaForCausalLM._from_config(config, attn_implementation=attention)  # noqa: SLF001
 
 
 def rows_of(setting: Setting) -> list[dict[str, Any]]:
@@ -149,8 +149,8 @@ def one_case(setting: Setting, name: str) -> dict[str, Any]:
 
     for variable in [key for key in os.environ if key.startswith(("FSDP_", "ACCELERATE_"))]:
         del os.environ[variable]
-    AcceleratorState._reset_state()  # of the case before; the process group stays
-    GradientState._reset_state()
+    AcceleratorState._reset_state()  # noqa: SLF001  # of the case before; the process group stays
+    GradientState._reset_state()  # noqa: SLF001
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(setting, name, folder)

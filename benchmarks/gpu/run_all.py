@@ -202,6 +202,8 @@ def is_done(out: Path, part: str, record: dict[str, Any]) -> bool:
 
 def run_parts(wanted: list[str], make: Any, end: float, record: dict[str, Any], path: Path) -> list[str]:
     """Run the parts one after another, as long as there is time. Returns those that there was none for."""
+    from clocks import watching_clocks
+
     waiting = []
     started: Started | None = None
     for place, part in enumerate(wanted):
@@ -217,7 +219,10 @@ def run_parts(wanted: list[str], make: Any, end: float, record: dict[str, Any], 
         seconds = max(min(left, PATIENCE * PARTS[part].seconds), 1.0)
         print(f"[{place + 1}/{len(wanted)}] {part}: {PARTS[part].title}; about {PARTS[part].seconds} s", flush=True)
         (path.parent / f"{part}.json").unlink(missing_ok=True)  # of an earlier run
-        record["parts"][part] = {**current.run(seconds), "command": record["command"]}
+        with watching_clocks() as clocks:
+            record["parts"][part] = {**current.run(seconds), "command": record["command"]}
+        if clocks:
+            record["parts"][part]["clocks"] = [min(clocks), max(clocks)]
         print(f"    {record['parts'][part]['status']} after {record['parts'][part]['seconds']:.0f} s", flush=True)
         path.write_text(json.dumps(record, indent=1))
         if started is not None and time.monotonic() > end - 0.6 * PARTS[following[0]].seconds and not started.setting.quick:
