@@ -1,4 +1,4 @@
-"""Bounds of the house in figures (tools/house.py): what makes a file or a function hard to read, not how many lines a room has."""
+"""Bounds of the house in figures (tools/house.py): what makes a file or a function hard to read."""
 
 from __future__ import annotations
 
