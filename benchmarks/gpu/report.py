@@ -150,7 +150,8 @@ def page(folder: Path, notes: Sequence[str]) -> str:
     text += ["Parts, each with the command that ran it:", ""]
     for part, record in run["parts"].items():
         clocks = f", at {record['clocks'][0]} to {record['clocks'][1]} MHz" if "clocks" in record else ""
-        text.append(f"- {part}: {record['status']} after {record['seconds']} s{clocks}, `{record['command']}`")
+        taken = "" if record["seconds"] is None else f" after {record['seconds']} s"
+        text.append(f"- {part}: {record['status']}{taken}{clocks}, `{record['command']}`")
     text.append("")
     for part, write in PARTS.items():
         path = folder / f"{part}.json"

@@ -62,8 +62,9 @@ def kernels(data: Figures) -> list[str]:
     for row in data.get("orders", []):
         cells = [f"{tera(rates['forward'])} / {tera(rates['backward'])}" for rates in row["rates"].values()]
         rows.append((row["kernel"], row["placement"], "+".join(map(str, row["tasks"])), *cells))
-    text += ["TFLOP/s of the server with the most tasks, forward / backward, by the order of tasks in a call.", ""]
-    text += table(("kernel", "placement", "tasks", "as planned", "longest first", "shortest first"), rows)
+    if rows:
+        text += ["TFLOP/s of the server with the most tasks, forward / backward, by the order of tasks in a call.", ""]
+        text += table(("kernel", "placement", "tasks", "as planned", "longest first", "shortest first"), rows)
     text += ["TFLOP/s of rebatched tasks of a plan beside whole documents of as many pairs (goal: 95 %).", ""]
     rows = []
     for row in data.get("rebatched", []):
