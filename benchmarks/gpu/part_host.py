@@ -9,11 +9,13 @@ import statistics
 from typing import Any
 
 import torch
+from transformers import LlamaModel
 
 from gpu_models import Packed, Pair, documents_of, pairs, stack, step_seconds
 from gpu_setting import Setting, synchronize
 
-LAYERS = 4
+# Two depths tell what one more layer costs from what a micro-batch costs once, its plan among it.
+FEW, MANY = 2, 10
 
 
 def profiled(setting: Setting, packed: Packed, name: str, steps: int) -> dict[str, Any]:
@@ -35,28 +37,40 @@ def profiled(setting: Setting, packed: Packed, name: str, steps: int) -> dict[st
     return {"calls_a_step": found.total_calls / steps, "longest": printed.getvalue().splitlines()}  # type: ignore[attr-defined]
 
 
-def one_length(setting: Setting, packed: Packed, pair: Pair) -> dict[str, Any]:
+def more_seconds(setting: Setting, packed: Packed, pair: Pair) -> tuple[dict[str, float], float]:
+    """Median seconds of steps, and the median of what distca takes more than plain attention."""
     names = ["distca", pair.plain]
     seconds = step_seconds(setting, packed, names, setting.size(quick=2, cpu=10, gpu=30))
-    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
-    more = [(a - b) / LAYERS for a, b in zip(seconds["distca"], seconds[pair.plain], strict=True)]
-    return {"seconds": medians, "more_seconds_a_layer": statistics.median(more)}
+    more = statistics.median(a - b for a, b in zip(seconds["distca"], seconds[pair.plain], strict=True))
+    return {name: statistics.median(taken) for name, taken in seconds.items()}, more
+
+
+def one_length(setting: Setting, models: dict[int, LlamaModel], pair: Pair, tokens: int) -> dict[str, Any]:
+    """What distca takes more than plain attention in a layer that moves nothing, and in the first layer."""
+    found = {n: more_seconds(setting, Packed(setting, model, documents_of(tokens)), pair) for n, model in models.items()}
+    layer = (found[MANY][1] - found[FEW][1]) / (MANY - FEW)
+    row = {"kernel": pair.kernel, "tokens": tokens, "layers": MANY, "plain": pair.plain, "seconds": found[MANY][0]}
+    return {**row, "more_seconds_a_layer": layer, "more_seconds_first_layer": found[FEW][1] - (FEW - 1) * layer}
 
 
 def run(setting: Setting) -> None:
     """Put one row a kernel and a number of tokens, and a profile of each attention."""
-    model = stack(setting, LAYERS, small=True).to(setting.dtype)
+    models = {layers: stack(setting, layers, small=True).to(setting.dtype) for layers in (FEW, MANY)}
     rows: list[dict[str, Any]] = []
-    for pair in pairs(setting):
+    for pair in pairs(setting)[::-1]:
         pair.use()
         for tokens in setting.size(quick=(128,), cpu=(512, 2048), gpu=(512, 2048, 8192)):
-            if setting.time_for(f"{tokens} tokens, {pair.kernel}", setting.size(quick=0.0, cpu=10.0, gpu=3.0)):
-                packed = Packed(setting, model, documents_of(tokens))
-                row = {"kernel": pair.kernel, "tokens": tokens, "layers": LAYERS, "plain": pair.plain}
-                rows.append({**row, **one_length(setting, packed, pair)})
+            if setting.time_for(f"{tokens} tokens, {pair.kernel}", setting.size(quick=0.0, cpu=10.0, gpu=4.0)):
+                rows.append(one_length(setting, models, pair, tokens))
                 setting.put(rows=rows)
     pair = pairs(setting)[-1]
     pair.use()
-    packed = Packed(setting, model, documents_of(setting.size(quick=128, cpu=2048, gpu=2048)))
-    steps = setting.size(quick=2, cpu=10, gpu=20)
-    setting.put(profiles={name: profiled(setting, packed, name, steps) for name in ("distca", pair.plain)})
+    steps, profiles = setting.size(quick=2, cpu=10, gpu=20), {}
+    for name in ("distca", pair.plain):
+        counts = []
+        for layers in (FEW, MANY):
+            packed = Packed(setting, models[layers], documents_of(setting.size(quick=128, cpu=2048, gpu=2048)))
+            found = profiled(setting, packed, name, steps)
+            counts.append(found["calls_a_step"])
+        profiles[name] = {**found, "calls_a_layer": (counts[1] - counts[0]) / (MANY - FEW)}
+        setting.put(profiles=profiles)

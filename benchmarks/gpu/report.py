@@ -45,11 +45,13 @@ def host(data: Figures) -> list[str]:
     rows = []
     for row in data.get("rows", []):
         cells = (f"{1e3 * row['seconds'][name]:.2f}" for name in ("distca", row["plain"]))
-        rows.append((row["kernel"], row["tokens"], row["layers"], *cells, f"{1e6 * row['more_seconds_a_layer']:.0f}"))
+        first = f"{1e6 * row['more_seconds_first_layer']:.0f}" if "more_seconds_first_layer" in row else ""
+        rows.append((row["kernel"], row["tokens"], row["layers"], *cells, f"{1e6 * row['more_seconds_a_layer']:.0f}", first))
     text = ["## The host", "", "Steps of a model so small that the GPU waits for the host, forward and backward.", ""]
-    text += table(("kernel", "tokens", "layers", "distca, ms", "plain, ms", "more a layer, us"), rows)
+    text += table(("kernel", "tokens", "layers", "distca, ms", "plain, ms", "more a layer, us", "more for the first, us"), rows)
     for name, found in data.get("profiles", {}).items():
-        text.append(f"- {name}: {found['calls_a_step']:.0f} calls of functions and built-ins a step (cProfile)")
+        layer = f", {found['calls_a_layer']:.0f} for one more layer" if "calls_a_layer" in found else ""
+        text.append(f"- {name}: {found['calls_a_step']:.0f} calls of functions and built-ins a step{layer} (cProfile)")
     return [*text, ""]
 
 
