@@ -57,7 +57,7 @@ SMALL = {
     "python tests/engines/matrix.py --quick": "--engine FSDP1 --json out.json",
     "python tests/engines/equal_training.py": '--only "Trainer, DDP, 2 ranks" --steps 2 --json out.json',
 }
-# Of those, the ones that take long however small they are; then those that take seconds, which take turns.
+# Of those, the ones that take long however small they are; then those that take seconds, of which a run takes some.
 LONG = {
     "python benchmarks/step_time.py",
     "python benchmarks/overlap.py",
