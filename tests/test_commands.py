@@ -119,6 +119,7 @@ NOT_HERE |= {"python tests/cuda_wheel.py tests/kernels tests/runtime tests/test_
 # What is below them on a page was measured; other commands print the same on every machine.
 MEASURED = ["hf-distca profile --ranks 2 --output profile.json"]
 PRINTED = [(page, *shown) for page in PAGES for shown in printed(page) if shown[0] != MEASURED]
+SHOWN = {command for _, block, _ in PRINTED for command in block}
 
 
 @cache
@@ -141,7 +142,10 @@ def run_by_make(target: str) -> list[str]:
 
 
 def is_run(command: str) -> bool:
-    if command in {*SMALL, *COLLECTED, *NOT_HERE} | named_in_tests() | {one for _, block, _ in PRINTED for one in block} or installed(command) is not None:
+    if (
+        command in {*SMALL, *COLLECTED, *NOT_HERE} | named_in_tests() | {one for _, block, _ in PRINTED for one in block}
+        or installed(command) is not None
+    ):
         return True
     if command == "make example":
         return run_by_make("example")[-1] in named_in_tests()
@@ -182,7 +186,7 @@ def test_commands_print_what_the_page_says(page: str, block: list[str], text: st
     for command in block[:-1]:
         run_program(["bash", "-c", on_a_page(command)], tmp_path, 60)
     lines = scripts.run(words_of(block[-1]), tmp_path).splitlines()
-    assert f"\n{text}\n" in "\n".join(["", *(line.rstrip() for line in lines), ""]), f"{page} says something else than {block[-1]}"
+    assert f"\n{text}\n" in "\n".join(["", *(line.rstrip() for line in lines), ""]), f"{page} says something else"
 
 
 def test_pages_say_what_commands_print() -> None:

@@ -17,10 +17,7 @@ from hf_distca.cli.lengths import read_lengths
 from hf_distca.cli.options import Layer, taking
 
 if TYPE_CHECKING:
-    from hf_distca.config import DistCAConfig
-    from hf_distca.schedule.cost import CostModel
     from hf_distca.schedule.layout import Layout
-    from hf_distca.schedule.ranks import Ranks
 
 __all__ = ["deal", "plan"]
 
