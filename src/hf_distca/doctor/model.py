@@ -83,7 +83,7 @@ def with_defaults(path: Path, kind: str) -> dict[str, Any] | None:
 
 def _of_file(path: Path) -> PreTrainedConfig:
     try:
-        data: Any = json.loads(read_file(path))
+        data: Any = json.loads(read_file(path), object_hook=_with_floats)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}.") from error
     except ValueError as error:
@@ -103,6 +103,13 @@ def _of_file(path: Path) -> PreTrainedConfig:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path} is no config that {kind!r} models take: {reason[:300]}") from error
     return config
+
+
+def _with_floats(values: dict[str, Any]) -> Any:
+    """An object of a config, or the number that transformers writes as one, because JSON has no infinity."""
+    if values.keys() == {"__float__"} and values["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(values["__float__"])
+    return values
 
 
 def dtype_of(name: str | None, config: PreTrainedConfig | None, device: torch.device) -> torch.dtype:
