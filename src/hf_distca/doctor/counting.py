@@ -18,7 +18,7 @@ from hf_distca.integration.families import check_family, layer_keys
 __all__ = ["ModelCounts", "count_model"]
 
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CALLS = {"diffllama": 2}  # of core attention in a layer, if not one
 _WINDOWS = ("sliding_window", "attention_window_size")
 
 
@@ -67,36 +67,34 @@ def count_model(path: Path) -> ModelCounts:
     config = read_config(str(path))
     try:
         check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
-        text = config.get_text_config(decoder=True)
-        model = _built(config, text)
-        layers, attention = _layers_of(model, text)
-        windows = [_window(text, layer) for layer, _ in attention]
-        shape = layer_keys(text, torch.bfloat16, "cpu")[0].shape
+        return _counts(str(path), config)
     except (ConfigError, UnsupportedError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    distinct = {window for window in windows if window is not None}
-    if len(distinct) > 1:
-        raise ConfigError(f"{path}: its layers have windows of {', '.join(map(str, sorted(distinct)))} keys: one is predicted.")
-    used = _experts_used(text)
-    active = _met_weights(layers, used)
-    beside = active - sum(_met_weights(module, used) for _, module in attention)
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+
+
+def _counts(name: str, config: PreTrainedConfig) -> ModelCounts:
+    text = config.get_text_config(decoder=True)
+    model = _built(config, text)
+    layers, attention = _layers_of(model, text)
+    windows = [_window(text, layer) for layer, _ in attention]
+    if len(distinct := {window for window in windows if window is not None}) > 1:
+        raise ConfigError(f"its layers have windows of {', '.join(map(str, sorted(distinct)))} keys: only one can be predicted.")
+    shape = layer_keys(text, torch.bfloat16, "cpu")[0].shape
+    active = sum(_met_weights(layer, text) for layer in layers)
+    beside = active - sum(_met_weights(module, text) for _, module in attention)
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return ModelCounts(
-        str(path),
-        text.hidden_size,
-        len(list(layers.children())),
-        shape.query_heads,
-        shape.key_value_heads,
-        (shape.head_dim + shape.value_head_dim) // 2,
-        max(round(beside / (3 * text.hidden_size * len(list(layers.children())))), 1),
-        text.vocab_size,
-        output is None or output.weight is embedding.weight,
-        min(distinct, default=None),
-        len(windows) - windows.count(None),
-        any(re.fullmatch("q(uery)?_(layer)?norm", name) for name, _ in attention[0][1].named_children()),
-        len(windows),
-        sum(weight.numel() for weight in model.parameters()),
-        active,
+        *(name, text.hidden_size, len(layers)),
+        *(shape.query_heads, shape.key_value_heads, (shape.head_dim + shape.value_head_dim) // 2),
+        feed_forward=max(round(beside / (3 * text.hidden_size * len(layers))), 1),
+        vocabulary=text.vocab_size,
+        tied=output is None or output.weight is embedding.weight,
+        window=min(distinct, default=None),
+        windowed_layers=len(windows) - windows.count(None),
+        head_norms=any(re.fullmatch("q(uery)?_(layer)?norm", child) for child, _ in attention[0][1].named_children()),
+        attention_layers=len(windows) * _CALLS.get(text.model_type, 1),
+        weights=sum(weight.numel() for weight in model.parameters()),
+        active=active,
     )
 
 
@@ -105,7 +103,9 @@ def _built(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedModel:
     for part in (text, config):
         try:
             with torch.device("meta"):
-                model: PreTrainedModel = AutoModelForCausalLM.from_config(part, attn_implementation="eager")
+                model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                    part, attn_implementation="eager"
+                )
         except Exception as error:  # of models' own code, of any kind
             reason = " ".join(str(error).split())[:300]
         else:
@@ -113,8 +113,8 @@ def _built(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedModel:
     raise ConfigError(f"transformers builds no {config.model_type!r} model that writes text of it: {reason}")
 
 
-def _layers_of(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[nn.Module, list[tuple[int, nn.Module]]]:
-    """The stack of the decoder's layers, and the modules of causal self-attention, each with the number of its layer."""
+def _layers_of(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[list[nn.Module], list[tuple[int, nn.Module]]]:
+    """The decoder's layers, and the modules of causal self-attention, each with the number of its layer."""
     found = [
         (match[1], int(match[2]), module)
         for name, module in model.named_modules()
@@ -126,13 +126,13 @@ def _layers_of(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[nn.Modul
     stacks = sorted({stack for stack, *_ in found})
     if len(stacks) != 1:
         raise ConfigError(
-            f"{text.model_type!r} models have causal attention in {', '.join(stacks) or 'no layer'}: it is counted in one stack of "
-            "layers. Models that are encoders by default need is_decoder=True."
+            f"{text.model_type!r} models have causal attention in {', '.join(stacks) or 'no layer'}: it is counted in one "
+            "stack of layers. Models that are encoders by default need is_decoder=True."
         )
-    layers = model.get_submodule(stacks[0])
-    if text.num_hidden_layers not in (len(list(layers.children())), len(found)):
+    layers = list(model.get_submodule(stacks[0]).children())
+    if text.num_hidden_layers not in (len(layers), len(found)):
         raise ConfigError(
-            f"{text.model_type!r} models run {text.num_hidden_layers} layers, and have {len(list(layers.children()))}: how often "
+            f"{text.model_type!r} models run {text.num_hidden_layers} layers, and have {len(layers)}: how often "
             "each of them runs is not known here."
         )
     return layers, [(number, module) for _, number, module in found]
@@ -150,26 +150,18 @@ def _window(text: PreTrainedConfig, layer: int) -> int | None:
     return next((value for name in _WINDOWS if isinstance(value := getattr(own, name, None), int)), None)
 
 
-def _experts_used(text: PreTrainedConfig) -> int | None:
-    """How many experts a token meets in a layer; None if there are no experts."""
-    if not any((getattr(text, name, None) or 1) > 1 for name in _EXPERTS):
-        return None
-    used = next((value for name in _ACTIVE_EXPERTS if isinstance(value := getattr(text, name, None), int)), None)
-    if used is None:
-        raise ConfigError(f"{text.model_type!r} models have experts: one of {', '.join(_ACTIVE_EXPERTS)} must say how many are used.")
-    return used
-
-
-def _met_weights(module: nn.Module, used: int | None) -> int:
+def _met_weights(module: nn.Module, text: PreTrainedConfig) -> int:
     """Weights of matrices that a token meets; what layers share counts in each of them."""
-    met, experts = 0.0, 0
-    for _, part in module.named_modules(remove_duplicate=False):
+    met = 0.0
+    for name, part in module.named_modules(remove_duplicate=False):
         weights = [weight for weight in part.parameters(recurse=False) if weight.dim() > 1]
         if "Expert" in type(part).__name__ and weights:
+            used = next((value for option in _ACTIVE_EXPERTS if isinstance(value := getattr(text, option, None), int)), None)
             if used is None or max(weight.dim() for weight in weights) < 3:
-                raise ConfigError(f"{type(part).__name__} does not say how many experts it has, and how many a token meets.")
+                raise ConfigError(f"{text.model_type!r} models do not say how many experts they have, and a token meets.")
             met += sum(weight.numel() * min(used / len(weight), 1.0) for weight in weights)
-            experts += 1
+        elif re.search(r"(?<!shared_)experts\.\d+$", name):
+            raise ConfigError(f"{text.model_type!r} models have their experts in a list, which is not counted.")
         elif not isinstance(part, nn.Embedding):
             met += sum(weight.numel() for weight in weights)
     return round(met)

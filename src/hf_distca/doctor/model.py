@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers import __version__ as transformers_version
 
 from hf_distca.doctor import Finding, State
@@ -18,7 +18,7 @@ from hf_distca.input_files import read_file
 from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop, layer_keys, why_whole
 from hf_distca.kernels import Case, Scores, is_slow, survey
 
-__all__ = ["dtype_of", "family", "kernels", "read_config", "with_defaults"]
+__all__ = ["dtype_of", "family", "kernels", "read_config"]
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -56,29 +56,6 @@ def read_config(name: str, say: Callable[[str], None] = lambda text: None) -> Pr
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{name!r} is no folder here, and the Hub gives no config of that name: {reason}") from error
     return config
-
-
-def with_defaults(path: Path, kind: str) -> dict[str, Any] | None:
-    """What a config.json says of the text model, with the defaults of its family, which the file need not have.
-
-    Args:
-        path: of the file.
-        kind: its model_type.
-
-    Returns:
-        As `PreTrainedConfig.to_dict` has it, with ``layer_types`` where there is a window; None if transformers does not know the
-        family.
-
-    Raises:
-        ConfigError: if values are not as the family's class wants them.
-    """
-    if kind not in CONFIG_MAPPING:
-        return None
-    text = _of_file(path).get_text_config(decoder=True)
-    values: dict[str, Any] = text.to_dict()
-    if values.get("sliding_window") is not None and not values.get("layer_types"):
-        values["layer_types"] = ["sliding_attention"] * text.num_hidden_layers
-    return values
 
 
 def _of_file(path: Path) -> PreTrainedConfig:

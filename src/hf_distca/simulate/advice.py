@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hf_distca.simulate.document_lengths import DocumentSource
+from hf_distca.simulate.models import ModelShape
 from hf_distca.simulate.predict import Prediction, best_alternative, best_of
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import OURS, POOL, STRATEGIES, WITH_SERVERS, Strategy, find_strategy
@@ -165,7 +166,7 @@ def assumptions(
     model = setting.model
     facts = [
         ("lengths", f"{documents.name}: {documents.source}"),
-        ("model", f"{model.name}: {model.parameters / 1e9:.1f} billion weights, {model.layers} layers, bf16"),
+        ("model", _model(model)),
         *((f"hardware, {what}", text) for what, text in setting.hardware.sources),
         ("exchange", _exchange(setting)),
         (
@@ -201,6 +202,18 @@ def assumptions(
             if setting.servers or strategy.name not in WITH_SERVERS
         ),
     ]
+
+
+def _model(model: ModelShape) -> str:
+    text = f"{model.name}: {model.parameters / 1e9:.1f} billion weights, {model.layers} layers, bf16"
+    if model.active is not None:
+        text += (
+            f"; {model.attending} times core attention, of which {model.windowed_layers} with a window; a token meets "
+            f"{model.active / 1e9:.1f} billion weights of the layers, counted in the model of transformers. What layers have "
+            "instead of attention is taken for linear layers; where heads differ, those of layers without a window count; "
+            "experts are evenly used, and every rank has all of them"
+        )
+    return text
 
 
 def _memory(setting: Setting) -> str:
