@@ -115,7 +115,7 @@ def _built(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedModel:
 
 def _layers_of(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[list[nn.Module], list[tuple[int, nn.Module]]]:
     """The decoder's layers, and the modules of causal self-attention, each with the number of its layer."""
-    found = [
+    attending = [
         (match[1], int(match[2]), module)
         for name, module in model.named_modules()
         if getattr(module, "is_causal", False)
@@ -123,19 +123,19 @@ def _layers_of(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[list[nn.
         and "encoder_attn" not in name
         and (match := re.match(r"(.*?)\.(\d+)\.", name))
     ]
-    stacks = sorted({stack for stack, *_ in found})
+    stacks = sorted({stack for stack, *_ in attending})
     if len(stacks) != 1:
         raise ConfigError(
             f"{text.model_type!r} models have causal attention in {', '.join(stacks) or 'no layer'}: it is counted in one "
             "stack of layers. Models that are encoders by default need is_decoder=True."
         )
     layers = list(model.get_submodule(stacks[0]).children())
-    if text.num_hidden_layers not in (len(layers), len(found)):
+    if text.num_hidden_layers not in (len(layers), len(attending)):
         raise ConfigError(
             f"{text.model_type!r} models run {text.num_hidden_layers} layers, and have {len(layers)}: how often "
             "each of them runs is not known here."
         )
-    return layers, [(number, module) for _, number, module in found]
+    return layers, [(number, module) for _, number, module in attending]
 
 
 def _window(text: PreTrainedConfig, layer: int) -> int | None:
@@ -146,8 +146,8 @@ def _window(text: PreTrainedConfig, layer: int) -> int | None:
         raise ConfigError(f"{text.model_type!r} models attend in chunks, which are not predicted.")
     if "sliding" not in kind or not getattr(text, "use_sliding_window", True):
         return None
-    own: Any = text.per_layer_config[layer] if getattr(text, "is_heterogeneous", False) else text
-    return next((value for name in _WINDOWS if isinstance(value := getattr(own, name, None), int)), None)
+    config: Any = text.per_layer_config[layer] if getattr(text, "is_heterogeneous", False) else text
+    return next((value for name in _WINDOWS if isinstance(value := getattr(config, name, None), int)), None)
 
 
 def _met_weights(module: nn.Module, text: PreTrainedConfig) -> int:
