@@ -79,6 +79,33 @@ def test_a_column_of_a_table_and_standard_input(tmp_path: Path) -> None:
     assert given.exit_code == 0, given.output
 
 
+def test_rows_in_lines(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    for rows, column, mean in (
+        ([{"input_ids": [1] * 300, "text": "a"}, {"input_ids": []}, {"input_ids": [2] * 500}], "input_ids", 400),
+        ([{"length": 10}, {"length": 30}], "input_ids", 20),
+        ([{"tokens": 5, "input_ids": [1]}], "tokens", 5),
+    ):
+        file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+        assert documents_of(str(file), column, None).source.split(", ")[1] == f"mean {mean}"
+    for text, message in (
+        ('{"text": "a"}\n{"text": "b"}', "line 1: a row must have 'input_ids' or 'length', it has only 'text'. Name another one"),
+        ('{"input_ids": [1]}\n[1]', "line 2: a row must have 'input_ids' or 'length', it has but [1]"),
+        ('{"input_ids": [1]}\n{"input_ids": "a b"}', "line 2: 'a b' must be an integer"),
+        ("{}\n", "it has only ."),
+        ("{", "line 1: Expecting"),
+        ("", "holds no document lengths"),
+    ):
+        file.write_text(text)
+        one_line(run("advise", "--lengths", file, *SMALL[:6]), message)
+    one_line(run("advise", "--lengths", tmp_path / "none.jsonl", *SMALL[:6]), "No such file")
+    file.rename(tmp_path / "rows.json").write_text('{"text": "a"}\n{"text": "b"}')
+    one_line(
+        run("advise", "--lengths", tmp_path / "rows.json", *SMALL[:6]),
+        "Rows, one a line, are read by advise and simulate, from a .jsonl",
+    )
+
+
 def test_of_a_saved_data_set_only_its_own_files_count(tmp_path: Path) -> None:
     """Beside them `map` leaves what it cached."""
     datasets = pytest.importorskip("datasets")

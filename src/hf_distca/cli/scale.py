@@ -29,8 +29,8 @@ class Scale:
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Document lengths: a JSON list, - for standard input, a .parquet file or saved data set, or pretrain, prolong, "
-            "equal:TOKENS, lognormal:MEDIAN:SIGMA.",
+            help="Document lengths: a JSON list, - for standard input, a .jsonl or .parquet file or saved data set, or pretrain, "
+            "prolong, equal:TOKENS, lognormal:MEDIAN:SIGMA.",
             show_default=False,
         ),
     ] = None
