@@ -79,6 +79,26 @@ def test_a_column_of_a_table_and_standard_input(tmp_path: Path) -> None:
     assert given.exit_code == 0, given.output
 
 
+def test_a_model_is_counted_by_what_it_has(tmp_path: Path) -> None:
+    """A hybrid model, with a number that JSON does not have, beside the same sizes with attention in every layer."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    kinds = {"bamba": {"attn_layer_indices": [9, 18, 27]}, "llama": {}}
+    assumed = []
+    for kind, changes in kinds.items():
+        transformers.AutoConfig.for_model(kind, **sizes, **changes).save_pretrained(tmp_path / kind)
+        options = ("--lengths", lengths(tmp_path, [65536]), *SMALL, "--checkpointing", "none", "--model", tmp_path / kind)
+        result = run("simulate", *options, "--json")
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        assumed += [fact["assumed"] for fact in found["assumptions"] if fact["about"] == "model"]
+    assert "32 layers, bf16; 3 times core attention" in assumed[0]
+    assert "32 layers, bf16; 32 times core attention" in assumed[1]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "t5"}')
+    one_line(run("advise", "--lengths", "equal:64", "--ranks", 2, "--model", tmp_path / "other"), "does not support t5 models")
+
+
 def test_rows_in_lines(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     for rows, column, mean in (
