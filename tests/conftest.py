@@ -2,15 +2,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from ranks import RankPool
-
-SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
-
 
 # Of one pool, and of one that the next file may not need. Calls leave communicators, and each of their threads wakes up a hundred
 # times a second: after some hundred calls that was half of what two cores did.

@@ -13,6 +13,7 @@ PAGES = (
     *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
 )
 _BASH = re.compile(r"```bash\n(.*?)```", re.DOTALL)
+_PRINTED = re.compile(r"```bash\n((?:(?!```).)*)```\n\n```text\n(.*?)```", re.DOTALL)
 _FILES = re.compile("(configs|examples|benchmarks|tests)/")
 _INLINE = re.compile(r"`((?:python|hf-distca|accelerate|pytest|make|mkdocs) [^`]*)`")
 
@@ -23,6 +24,11 @@ def commands() -> frozenset[str]:
     texts = [(ROOT / page).read_text() for page in PAGES]
     blocks = [line.split(" # ")[0].strip() for text in texts for block in _BASH.findall(text) for line in block.splitlines()]
     return frozenset(command for command in (*blocks, *(found for text in texts for found in _INLINE.findall(text))) if command)
+
+
+def printed(page: str) -> list[tuple[list[str], str]]:
+    """What a page says that commands print: the commands of each block, and the text right below it."""
+    return [(block.splitlines(), text.rstrip()) for block, text in _PRINTED.findall((ROOT / page).read_text())]
 
 
 def on_a_page(command: str) -> str:

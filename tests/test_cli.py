@@ -63,6 +63,8 @@ def test_plan_of_lengths_and_options(tmp_path: Path) -> None:
         2,
         "--head-dim",
         64,
+        "--head-groups",
+        1,
     )
     result = run("plan", file, "-o", output, *map(str, options))
     assert result.exit_code == 0, result.output

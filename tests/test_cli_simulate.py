@@ -79,6 +79,53 @@ def test_a_column_of_a_table_and_standard_input(tmp_path: Path) -> None:
     assert given.exit_code == 0, given.output
 
 
+def test_a_model_is_counted_by_what_it_has(tmp_path: Path) -> None:
+    """A hybrid model, with a number that JSON does not have, beside the same sizes with attention in every layer."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    kinds = {"bamba": {"attn_layer_indices": [9, 18, 27]}, "llama": {}}
+    assumed = []
+    for kind, changes in kinds.items():
+        transformers.AutoConfig.for_model(kind, **sizes, **changes).save_pretrained(tmp_path / kind)
+        options = ("--lengths", lengths(tmp_path, [65536]), *SMALL, "--checkpointing", "none", "--model", tmp_path / kind)
+        result = run("simulate", *options, "--json")
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        assumed += [fact["assumed"] for fact in found["assumptions"] if fact["about"] == "model"]
+    assert "32 layers, bf16; 3 times core attention" in assumed[0]
+    assert "32 layers, bf16; 32 times core attention" in assumed[1]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "t5"}')
+    one_line(run("advise", "--lengths", "equal:64", "--ranks", 2, "--model", tmp_path / "other"), "does not support t5 models")
+
+
+def test_rows_in_lines(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    for rows, column, mean in (
+        ([{"input_ids": [1] * 300, "text": "a"}, {"input_ids": []}, {"input_ids": [2] * 500}], "input_ids", 400),
+        ([{"length": 10}, {"length": 30}], "input_ids", 20),
+        ([{"tokens": 5, "input_ids": [1]}], "tokens", 5),
+    ):
+        file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+        assert documents_of(str(file), column, None).source.split(", ")[1] == f"mean {mean}"
+    for text, message in (
+        ('{"text": "a"}\n{"text": "b"}', "line 1: a row must have 'input_ids' or 'length', it has only 'text'. Name another one"),
+        ('{"input_ids": [1]}\n[1]', "line 2: a row must have 'input_ids' or 'length', it has but [1]"),
+        ('{"input_ids": [1]}\n{"input_ids": "a b"}', "line 2: 'a b' must be an integer"),
+        ("{}\n", "it has only ."),
+        ("{", "line 1: Expecting"),
+        ("", "holds no document lengths"),
+    ):
+        file.write_text(text)
+        one_line(run("advise", "--lengths", file, *SMALL[:6]), message)
+    one_line(run("advise", "--lengths", tmp_path / "none.jsonl", *SMALL[:6]), "No such file")
+    file.rename(tmp_path / "rows.json").write_text('{"text": "a"}\n{"text": "b"}')
+    one_line(
+        run("advise", "--lengths", tmp_path / "rows.json", *SMALL[:6]),
+        "Rows, one a line, are read by advise and simulate, from a .jsonl",
+    )
+
+
 def test_of_a_saved_data_set_only_its_own_files_count(tmp_path: Path) -> None:
     """Beside them `map` leaves what it cached."""
     datasets = pytest.importorskip("datasets")

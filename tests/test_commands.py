@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import scripts
-from pages import ROOT, commands, on_a_page, words_of
+from pages import PAGES, ROOT, commands, on_a_page, printed, words_of
 from test_example import LAUNCH, OTHERS, run_program
 from turns import in_turn
 
@@ -57,7 +57,7 @@ SMALL = {
     "python tests/engines/matrix.py --quick": "--engine FSDP1 --json out.json",
     "python tests/engines/equal_training.py": '--only "Trainer, DDP, 2 ranks" --steps 2 --json out.json',
 }
-# Of those, the ones that take long however small they are; then those that take seconds, which take turns.
+# Of those, the ones that take long however small they are; then those that take seconds, of which a run takes some.
 LONG = {
     "python benchmarks/step_time.py",
     "python benchmarks/overlap.py",
@@ -116,6 +116,12 @@ NOT_HERE = {"bash .ci/run", "make test", "mkdocs serve", *WRITERS, *OF_OTHER_TRA
 NOT_HERE |= {"python tests/cuda_wheel.py tests/kernels tests/runtime tests/test_borrowed.py"}
 
 
+# What is below them on a page was measured; other commands print the same on every machine.
+MEASURED = ["hf-distca profile --ranks 2 --output profile.json"]
+PRINTED = [(page, *shown) for page in PAGES for shown in printed(page) if shown[0] != MEASURED]
+SHOWN = {command for _, block, _ in PRINTED for command in block}
+
+
 @cache
 def named_in_tests() -> frozenset[str]:
     """Commands that a test runs: it gives `words_of` the command, word for word."""
@@ -136,7 +142,10 @@ def run_by_make(target: str) -> list[str]:
 
 
 def is_run(command: str) -> bool:
-    if command in {*SMALL, *COLLECTED, *NOT_HERE} | named_in_tests() or installed(command) is not None:
+    if (
+        command in {*SMALL, *COLLECTED, *NOT_HERE} | named_in_tests() | {one for _, block, _ in PRINTED for one in block}
+        or installed(command) is not None
+    ):
         return True
     if command == "make example":
         return run_by_make("example")[-1] in named_in_tests()
@@ -169,6 +178,19 @@ def installed(command: str) -> list[str] | None:
     """The extras that a command installs the package with; None if it does something else."""
     found = re.fullmatch(r'pip install (?:-c constraints\.txt )?-e (?:\.|"\.\[([\w,]+)\]")', command)
     return None if found is None else (found[1] or "").split(",")
+
+
+@pytest.mark.parametrize(("page", "block", "text"), PRINTED, ids=[f"{page} {block[-1]}" for page, block, _ in PRINTED])
+def test_commands_print_what_the_page_says(page: str, block: list[str], text: str, tmp_path: Path) -> None:
+    """In one folder, one after the other; the text is of the last. It may be only a part of what the command prints."""
+    for command in block[:-1]:
+        run_program(["bash", "-c", on_a_page(command)], tmp_path, 60)
+    lines = scripts.run(words_of(block[-1]), tmp_path).splitlines()
+    assert f"\n{text}\n" in "\n".join(["", *(line.rstrip() for line in lines), ""]), f"{page} says something else"
+
+
+def test_pages_say_what_commands_print() -> None:
+    assert {"docs/api.md", "docs/is_it_worth_it.md"} <= {page for page, *_ in PRINTED}
 
 
 def test_extras_that_pages_install_exist() -> None:

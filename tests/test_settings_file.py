@@ -70,7 +70,7 @@ def test_an_empty_file_has_the_defaults(tmp_path: Path) -> None:
     ("written", "said"),
     [
         ("pingpong: true", "there is no setting 'pingpong'; the nearest is 'ping_pong'."),
-        ("1: true", "there is no setting 1; the nearest is "),
+        ("1: true", "there is no setting 1; there are "),
         ("tolerance: 2", "tolerance=2 must be in [0, 1)"),
         ("tolerance: 1e-2", "tolerance='1e-2' must be a number. YAML takes 1e-2 for text: write 0.01 or 1.0e-2."),
         ("balance: 1", "balance=1 must be True or False."),

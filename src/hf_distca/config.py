@@ -197,8 +197,9 @@ def split_settings(
         raise ConfigError(f"{source}: {values!r:.60} should be names and values of settings, such as `ping_pong: true`.")
     for name in values:
         if name not in known:
-            nearest = get_close_matches(str(name), known, 1, 0.0)[0]
-            raise ConfigError(f"{source}: there is no setting {name!r}; the nearest is {nearest!r}.")
+            nearest = get_close_matches(str(name), known, 1)
+            there = f"the nearest is {nearest[0]!r}" if nearest else f"there are {', '.join(known)}"
+            raise ConfigError(f"{source}: there is no setting {name!r}; {there}.")
     try:
         if values.get("tokens_per_rank") is not None:
             _check_number("tokens_per_rank", values["tokens_per_rank"], _TOKENS_PER_RANK)
@@ -208,10 +209,13 @@ def split_settings(
     return config, {name: values[name] for name in others if name in values}
 
 
+_EXPONENT = " YAML takes 1e-2 for text: write 0.01 or 1.0e-2."
+
+
 def _check_number(name: str, value: Any, numbers: _Range) -> None:
     kind, in_range, expected = numbers
     if isinstance(value, bool) or not isinstance(value, kind):
-        text = " YAML takes 1e-2 for text: write 0.01 or 1.0e-2." if isinstance(value, str) else ""
+        text = "" if not isinstance(value, str) else " It is text: leave its quotes out." if value.isdecimal() else _EXPONENT
         raise ConfigError(f"{name}={value!r} must be a {'whole number' if kind is int else 'number'}.{text}")
     if not in_range(value):
         raise ConfigError(f"{name}={value} must be {expected}.")

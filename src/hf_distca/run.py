@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from errno import ENOEXEC
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -273,11 +274,25 @@ def _set_up(options: Options) -> None:
 
 
 def _become(path: Path, arguments: Sequence[str], options: Options) -> NoReturn:
+    environment = os.environ | {_PYTHONPATH: _python_path(options)}
     try:
-        os.execve(path, [str(path), *arguments], os.environ | {_PYTHONPATH: _python_path(options)})
+        try:
+            os.execve(path, [str(path), *arguments], environment)
+        except OSError as error:
+            shell = which("bash") or which("sh")
+            if error.errno != ENOEXEC or shell is None or not _is_text(path):
+                raise
+            os.execve(shell, [shell, str(path), *arguments], environment)  # as a shell does with a script that names none
     except OSError as error:
         sys.stderr.write(f"hf-distca: {path} cannot be run: {error.strerror}.\n")
         raise SystemExit(2) from None
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a shell would take a file for a script: a program begins with other bytes."""
+    with path.open("rb") as file:
+        first = file.read(256)
+    return b"\0" not in first and not first.startswith(b"\x7fELF")
 
 
 def _python_path(options: Options) -> str:

@@ -49,7 +49,7 @@ ROPES: dict[tuple[str, str], dict[str, Any]] = {
         "head_dim": 16,
     },
 }
-TODAY = in_turn([pytest.param(kind) for kind in ROPES], 3, [("llama", "dynamic")])
+CHOSEN = in_turn([pytest.param(kind) for kind in ROPES], 3, [("llama", "dynamic")])
 _SIZES = {
     "hidden_size": 64,
     "intermediate_size": 48,
@@ -141,14 +141,14 @@ def check(
             assert float((found_grads[name] - grad).norm()) <= 1e-5 * float(grad.norm()) + 1e-12, name
 
 
-@pytest.mark.parametrize("kind", TODAY, ids=" ".join)
+@pytest.mark.parametrize("kind", CHOSEN, ids=" ".join)
 def test_every_rank_rotates_for_the_longest_document_of_the_global_batch(
     rank_pool: Callable[[int], RankPool], kind: tuple[str, str]
 ) -> None:
     check(rank_pool(2), kind, tuple(range(len(BATCHES))))
 
 
-@pytest.mark.parametrize("kind", TODAY, ids=" ".join)
+@pytest.mark.parametrize("kind", CHOSEN, ids=" ".join)
 def test_the_first_batch_alone_is_right(rank_pool: Callable[[int], RankPool], kind: tuple[str, str]) -> None:
     """The forward in which an unprepared model is seen for the first time."""
     check(rank_pool(2), kind, (0,))
@@ -195,7 +195,7 @@ def parts(rank: int, kind: tuple[str, str], cut: bool) -> str:
     return "equal" if torch.allclose(logits, want) else "differs"
 
 
-@pytest.mark.parametrize("kind", TODAY, ids=" ".join)
+@pytest.mark.parametrize("kind", CHOSEN, ids=" ".join)
 def test_documents_in_parts_are_refused_where_nobody_knows_how_long_they_are(
     rank_pool: Callable[[int], RankPool], kind: tuple[str, str]
 ) -> None:

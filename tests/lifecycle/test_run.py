@@ -150,6 +150,8 @@ def test_a_file_has_settings_and_options_and_the_command_line_overrides_it(scrip
     ("written", "words", "said"),
     [
         ("pingpong: true", [], "distca.yaml: there is no setting 'pingpong'; the nearest is 'ping_pong'."),
+        ("nosuch: 1", [], "distca.yaml: there is no setting 'nosuch'; there are balance, "),
+        ('tokens_per_rank: "2048"', [], "tokens_per_rank='2048' must be a whole number. It is text: leave its quotes out."),
         ("token_per_rank: 8", [], "distca.yaml: there is no setting 'token_per_rank'; the nearest is 'tokens_per_rank'."),
         ("tokens_per_rank: many", [], "distca.yaml: tokens_per_rank='many' must be a whole number."),
         ("attn_implementation: sdpa", [], "distca.yaml: attn_implementation='sdpa' must be 'distca'."),
@@ -270,6 +272,17 @@ def test_a_path_is_that_file_and_a_name_is_a_command(tmp_path: Path, monkeypatch
     for word in ("other", "train.sh"):
         with pytest.raises(FileNotFoundError, match=rf"no command '{word}' on the PATH.* The file in this folder is \./{word}\."):
             find_command(word)
+
+
+def test_a_script_that_names_no_shell_runs_in_one(tmp_path: Path) -> None:
+    """As bash runs it, with what holds for the Python processes that it starts."""
+    script = tmp_path / "train.sh"
+    script.write_text(f"echo $1 $BASH_VERSION; {sys.executable} -c 'import sitecustomize as s; print(s.__file__)'; exit 3\n")
+    script.chmod(0o755)
+    done = distca_run("./train.sh", "argument", folder=tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.startswith("argument ")
+    assert "child_start" in done.stdout
 
 
 def test_what_cannot_be_run_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

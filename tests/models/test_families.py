@@ -30,7 +30,7 @@ FAST = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4
 FAST += ("qwen3_next", "nemotron_h", "lfm2", "jamba", "qwen3_moe", "mixtral", "gpt2")
 # Of these, on two ranks: how a layer is cut differs.
 PAIRED = ("llama", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2")
-DAYS = 40
+ONE_IN = 40
 # What attention is called with differs: none of the keyword arguments, and the labels, too.
 CALLED_OTHERWISE = ("nemotron", "gemma3n")
 
@@ -40,7 +40,7 @@ def test_the_table_names_every_type_and_no_other() -> None:
     assert len(WORKING) >= 120
 
 
-@pytest.mark.parametrize("model_type", in_turn(MODEL_TYPES, DAYS, FAST))
+@pytest.mark.parametrize("model_type", in_turn(MODEL_TYPES, ONE_IN, FAST))
 def test_the_table_says_what_running_shows(model_type: str, census: dict[str, Result]) -> None:
     result = census[model_type] = measure(model_type)
     assert result.status != "wrong", result
@@ -67,7 +67,7 @@ def test_documents_over_ranks_are_proven_or_refused() -> None:
     assert not OVER_RANKS & set(families.WHOLE)
 
 
-@pytest.mark.parametrize("model_type", in_turn(WORKING, DAYS, PAIRED + CALLED_OTHERWISE))
+@pytest.mark.parametrize("model_type", in_turn(WORKING, ONE_IN, PAIRED + CALLED_OTHERWISE))
 def test_the_table_says_what_documents_over_two_ranks_show(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
     found = over_ranks(rank_pool(2), measure(model_type))
     assert found == families.WHOLE.get(model_type, "OVER_RANKS")
@@ -109,12 +109,12 @@ def start(model_type: str) -> None:
     check_family(model_type)  # asked by the Trainer's callback, for those that call nothing of ours
 
 
-@pytest.mark.parametrize("model_type", in_turn(WORKING, DAYS, PAIRED))
+@pytest.mark.parametrize("model_type", in_turn(WORKING, ONE_IN, PAIRED))
 def test_two_ranks_equal_each_document_alone(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
     check_two_ranks(rank_pool(2), model_type)
 
 
-@pytest.mark.parametrize("model_type", in_turn(sorted(PING_PONG), DAYS, PAIRED[-2:]))
+@pytest.mark.parametrize("model_type", in_turn(sorted(PING_PONG), ONE_IN, PAIRED[-2:]))
 def test_halves_on_two_ranks_equal_each_document_alone(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
     check_two_ranks(rank_pool(2), model_type, ping_pong=True)
 

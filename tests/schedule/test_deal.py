@@ -30,7 +30,7 @@ SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_he
 CUDA = CostModel.analytic(SHAPE, device_type="cuda")
 PAIRS = CostModel.pairs(SHAPE)
 MODELS = [CUDA, PAIRS, CostModel.analytic(SHAPE, device_type="cpu"), replace(CUDA, window=100), replace(PAIRS, window=4096)]
-PLACEMENTS = Path(__file__).parents[3] / "shared" / "data" / "workloads"
+PLACEMENTS = Path(__file__).parents[2] / "benchmarks" / "placements"
 
 
 @st.composite
@@ -283,6 +283,7 @@ def test_documents_given_as_any_integers() -> None:
         ([128], 2.0, 64, {}, ConfigError, "ranks=2.0"),
         ([128], 2, 0, {}, ConfigError, "tokens_per_rank=0"),
         ([128], 2, True, {}, ConfigError, "tokens_per_rank=True"),
+        ([128], 1, "128", {}, ConfigError, "tokens_per_rank='128' must be a whole number"),
         ([128], 2, 64, {"tile": 0}, ConfigError, "tile=0"),
         ([128], 2, 64, {"ranks_per_node": 0}, ConfigError, "ranks_per_node=0"),
         ([192], 3, 64, {"ranks_per_node": 2}, ConfigError, "ranks_per_node=2 must divide ranks=3"),
@@ -349,10 +350,9 @@ def test_dealing_and_planning_512_ranks_takes_a_fraction_of_a_second() -> None:
     assert min(seconds) < 0.5
 
 
-@pytest.mark.skipif(not PLACEMENTS.is_dir(), reason=f"no placements in {PLACEMENTS}")
 def test_documents_of_real_placements() -> None:
     serial, overlapped = [], []
-    for path in sorted(PLACEMENTS.glob("*.json")):
+    for path in sorted(PLACEMENTS.rglob("*.json")):
         given_layout = read_placement(path)
         held = np.bincount(given_layout.document, weights=given_layout.length)
         lengths, ranks = held[held > 0].astype(np.int64).tolist(), given_layout.world_size
@@ -362,11 +362,10 @@ def test_documents_of_real_placements() -> None:
         serial.append(slowest(balance(layout, CUDA, DistCAConfig())))
         layout = deal(lengths, ranks, tokens, CUDA, overlapped=True)
         overlapped.append(slowest(balance(layout, CUDA, DistCAConfig(ping_pong=True)), overlapped=True))
-    assert np.median(serial) <= 1.12
-    assert np.percentile(serial, 90, method="higher") <= 1.5
-    assert max(serial) <= 2.0
-    assert np.percentile(overlapped, 90, method="higher") <= 1.04
-    assert max(overlapped) <= 1.3
+    assert len(serial) == 9
+    assert np.median(serial) <= 1.1
+    assert max(serial) <= 1.26
+    assert max(overlapped) <= 1.02
 
 
 @given(batches())

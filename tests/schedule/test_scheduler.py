@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +16,10 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, summarize
+from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
 
-PLACEMENTS = Path(__file__).parents[3] / "shared" / "data" / "workloads"
+PLACEMENTS = Path(__file__).parents[2] / "benchmarks" / "placements"
 SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
 PAIRS = CostModel.pairs(SHAPE)
 MODELS = [PAIRS, CostModel.analytic(SHAPE, device_type="cpu"), CostModel.analytic(SHAPE, device_type="cuda")]
@@ -192,21 +192,19 @@ def test_no_cost_per_pair_is_nothing_to_balance() -> None:
     assert not balance(layout, CostModel(SHAPE, kernel, kernel, 1e10), DistCAConfig()).moved
 
 
-def placements() -> list[Path]:
-    return sorted(PLACEMENTS.glob("*.json"))
-
-
-@pytest.mark.skipif(not placements(), reason=f"no placements in {PLACEMENTS}")
-@pytest.mark.parametrize("path", placements(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(PLACEMENTS.rglob("*.json")), ids=lambda path: path.stem)
 def test_real_placements(path: Path) -> None:
-    rows = json.loads(path.read_text())["rank_segments"]
-    layout = Layout.from_segments([[(d, start, end - start) for d, start, end, _ in rank] for rank in rows])
+    layout = read_placement(path)
     begin = time.perf_counter()
     plan = balance(layout, PAIRS, DistCAConfig())
     seconds = time.perf_counter() - begin
     summary = summarize(plan, PAIRS)
     assert summary["pairs_imbalance_after"] <= 1.02
     assert seconds < 2, "about 0.05 s on a free core"
+
+
+def test_six_placements_of_real_documents_are_there() -> None:
+    assert len(list((PLACEMENTS / "public").glob("*.json"))) == 6
 
 
 def test_ranks_of_very_many_documents_are_planned_in_little_time() -> None:

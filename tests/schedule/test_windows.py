@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import layouts
-from test_scheduler import CONFIGS, LONG, MODELS, PAIRS, SHAPE, check_plan, placements, spanning_layout
+from test_scheduler import CONFIGS, LONG, MODELS, PAIRS, PLACEMENTS, SHAPE, check_plan, spanning_layout
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
@@ -19,6 +18,7 @@ from hf_distca.schedule.cost import CostModel, KernelCost, Price
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, summarize
 from hf_distca.schedule.moves import slice_seconds, tail_start
+from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
 
 WINDOWS = st.one_of(st.integers(1, 300), st.sampled_from([512, 1000, 4096]), st.integers(1, 20_000))
@@ -126,13 +126,11 @@ def test_a_window_and_one_rank_or_balance_off() -> None:
         assert plan.digest == Plan.local(plan.layout, 100).digest
 
 
-@pytest.mark.skipif(not placements(), reason="no placements")
 @pytest.mark.parametrize("window", [1024, 4096])
 def test_real_placements(window: int) -> None:
     cost = replace(PAIRS, window=window)
-    for path in placements():
-        rows = json.loads(path.read_text())["rank_segments"]
-        layout = Layout.from_segments([[(d, start, end - start) for d, start, end, _ in rank] for rank in rows])
+    for path in PLACEMENTS.rglob("*.json"):
+        layout = read_placement(path)
         begin = time.perf_counter()
         plan = balance(layout, cost, DistCAConfig())
         assert time.perf_counter() - begin < 2, "about 0.05 s on a free core"

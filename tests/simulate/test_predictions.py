@@ -18,13 +18,15 @@ from hf_distca.simulate.document_lengths import distribution, from_list
 from hf_distca.simulate.hardware import KNOWN_HARDWARE
 from hf_distca.simulate.memory import activation_bytes, fullest
 from hf_distca.simulate.models import KNOWN_MODELS, find_model
-from hf_distca.simulate.predict import best_alternative, best_of, ideal_seconds, predict_step, simulate
+from hf_distca.simulate.predict import Prediction, best_alternative, best_of, ideal_seconds, predict_step, simulate
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import OURS, STRATEGIES, WITH_SERVERS, Strategy
+from hf_distca.simulate.strategies import OURS, POOL, STRATEGIES, WITH_SERVERS, Strategy
 from hf_distca.simulate.timelines import data_parallel, one_forward_one_backward, rank_seconds, same_phase
 from hf_distca.simulate.work import MicroBatchWork
 from turns import in_turn
 
+# Attention in a quarter of the layers, and experts of which a token meets a few.
+HYBRID = replace(find_model("llama-3-8b"), attention_layers=8, weights=40 * 10**9, active=5 * 10**9)
 SINGLE = [name for name in STRATEGIES if name not in ("given-ping-pong", "dealt-ping-pong", *WITH_SERVERS)]
 
 
@@ -64,15 +66,19 @@ def test_a_long_document_is_what_only_sharing_attention_helps(setting: Setting) 
             {"checkpointing": "full"},
             {"ranks": 16, "stages": 2, "micro_batches": 3, "sharding": "zero1"},
             {"model": replace(find_model("llama-3-8b"), window=2048, windowed_layers=16)},
+            {"model": HYBRID, "servers": 2},
         ],
         3,
+        [{"model": HYBRID, "servers": 2}],
     ),
 )
 def test_no_strategy_is_faster_than_the_ideal(setting: Setting, change: dict[str, object]) -> None:
     arranged = replace(setting, **change)
     documents = distribution("prolong", 65536)
     found = simulate(arranged, documents, batches=2, seed=3)
-    assert {one.strategy for one in found} >= {*OURS, "plain", "lpt", "wlb", "all-gather"}
+    assert {one.strategy for one in found} >= {*OURS, "plain", "lpt", "wlb", "all-gather"} | (
+        {*POOL} if arranged.servers else set()
+    )
     ideal = [ideal_seconds(arranged, step) for step in documents.steps(arranged.tokens, arranged.micro_batches, 2, 3)]
     for one in found:
         assert math.isfinite(one.step_seconds)
@@ -130,7 +136,7 @@ def test_equal_documents_are_advised_to_stay_as_they_are(setting: Setting) -> No
     assert not found.worthwhile
     assert found.settings == ()
     assert "gains nothing" in found.text
-    assert "Use packed rows." in found.text
+    assert found.text.endswith("Use packed rows: transformers' DataCollatorWithFlattening, or TRL's packing=True.")
 
 
 def test_a_long_document_is_advised_to_be_dealt(setting: Setting) -> None:
@@ -139,9 +145,48 @@ def test_a_long_document_is_advised_to_be_dealt(setting: Setting) -> None:
     assert found.worthwhile
     assert found.gain is not None
     assert found.gain > 1.02
-    assert any("document_shares" in line for line in found.settings)
     assert "longer than a fair share" in found.text
     assert found.other not in OURS
+    ping_pong = found.ours == "dealt-ping-pong"
+    assert ("hf_distca.configure(hf_distca.DistCAConfig(ping_pong=True))" in found.settings) == ping_pong
+    changes = f"{' --set ping_pong=true' * ping_pong} --tokens-per-rank 32768"
+    assert found.settings[-2:] == (
+        "hf_distca.deal(trainer, tokens_per_rank=32768)",
+        f"# or: hf-distca run --attn-implementation distca{changes} accelerate launch train.py",
+    )
+
+
+def predicted(setting: Setting, **seconds: float) -> list[Prediction]:
+    """Steps that take so long, each in a way that fits and keeps documents whole."""
+    steps = simulate(setting, distribution("equal:2048", 16384), [name.replace("_", "-") for name in seconds], batches=1)
+    return [replace(step, step_seconds=taken, fits=True) for step, taken in zip(steps, seconds.values(), strict=True)]
+
+
+@pytest.mark.parametrize(("gain", "worthwhile"), [(1.03, False), (1.2, True)])
+def test_a_gain_within_the_error_is_called_that(setting: Setting, gain: float, worthwhile: bool) -> None:
+    found = advise(setting, predicted(setting, plain=gain, dealt=1.0))
+    assert found.worthwhile == worthwhile
+    assert ("Predictions are that far off" in found.text) != worthwhile
+    assert found.settings
+
+
+def test_ways_that_no_library_has_are_not_advised(setting: Setting) -> None:
+    found = advise(setting, predicted(setting, plain=1.5, ulysses=1.3, lpt=1.0, dealt=1.0))
+    assert "gains nothing over loader: longest first" in found.text
+    assert "no library for Hugging Face has it; the fastest that one has, Ulysses, takes 1.3 s: 1.30 times" in found.text
+    assert found.settings
+    alone = advise(setting, predicted(setting, lpt=1.0, dealt=1.0))
+    assert "nor another way that fits" in alone.text
+    close = advise(setting, predicted(setting, batch_rebalance=1.05, lpt=1.0, dealt=1.0))
+    assert close.text.endswith('Use loader: batch_rebalance: TrainingArguments(train_sampling_strategy="batch_rebalance").')
+    assert close.settings == ()
+
+
+def test_what_the_trainer_cannot_do_is_not_advised_for_it(setting: Setting) -> None:
+    staged = replace(setting, ranks=16, tensor=2)
+    found = advise(staged, predicted(staged, plain=1.5, dealt=1.0))
+    assert found.settings[-1] == "shares = hf_distca.document_shares(documents, tokens_per_rank=16384, model=model)"
+    assert not any("deal(" in line or "run" in line for line in found.settings)
 
 
 def test_what_fits_nowhere_is_said(setting: Setting) -> None:

@@ -87,6 +87,21 @@ def test_attention_that_is_kept_takes_memory(setting: Setting) -> None:
     assert ours.memory.outputs == 16384 * 32 * (32 * 128 * 2 + 32 * 4)
 
 
+def test_layers_without_attention_keep_no_outputs_of_it(setting: Setting) -> None:
+    """Of attention in a quarter of the layers a quarter waits: outputs, and without checkpointing q, k and v."""
+    model, tokens = setting.model, 16384
+    dense, hybrid = (
+        {way: fullest(replace(setting, model=one, checkpointing=way), tokens) for way in ("selective", "none")}
+        for one in (model, replace(model, attention_layers=model.layers // 4))
+    )
+    assert hybrid["selective"].outputs == pytest.approx(dense["selective"].outputs / 4)
+    of_attention = (
+        setting.shape.query_bytes + setting.shape.key_value_bytes + setting.shape.output_bytes + setting.shape.lse_bytes
+    )
+    less = dense["none"].checkpoints - hybrid["none"].checkpoints
+    assert less == pytest.approx(tokens * model.layers * of_attention * 3 / 4, rel=0.05)
+
+
 def test_with_two_micro_batches_gradients_are_there_when_checkpoints_are(setting: Setting) -> None:
     arranged = replace(setting, checkpointing="full")
     once, twice = fullest(arranged, 16384), fullest(replace(arranged, micro_batches=2), 16384)

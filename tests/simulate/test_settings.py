@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,15 +16,6 @@ from hf_distca.simulate.hardware import find_hardware
 from hf_distca.simulate.models import KNOWN_MODELS, find_model
 from hf_distca.simulate.setting import Setting
 
-LLAMA = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-}
-
 
 @pytest.mark.parametrize(
     ("name", "billions"),
@@ -37,57 +25,18 @@ def test_known_models_have_the_weights_that_their_names_say(name: str, billions:
     assert KNOWN_MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-def test_a_config_file_and_its_folder_are_the_known_shape(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA))
-    for name in (path, tmp_path):
-        assert replace(find_model(str(name)), name="llama-3-8b") == KNOWN_MODELS["llama-3-8b"]
-
-
-def test_layers_with_a_window_are_counted(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    kinds = ["sliding_attention", "full_attention"] * 16
-    path.write_text(json.dumps({"text_config": {**LLAMA, "sliding_window": 4096, "layer_types": kinds}}))
-    assert find_model(str(path)).kinds == ((None, 16), (4096, 16))
-    path.write_text(json.dumps({**LLAMA, "sliding_window": 4096, "use_sliding_window": False}))
-    assert find_model(str(path)).kinds == ((None, 32),)
-
-
-def test_what_a_config_does_not_say_may_be_asked_for(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "narrow", "text_config": {"hidden_size": 4096}}))
-    asked = []
-
-    def defaults(*what: Path | str) -> dict[str, Any]:
-        asked.append(what)
-        return {**LLAMA, "num_attention_heads": 16}
-
-    assert find_model(str(path), defaults).query_heads == 16
-    assert asked == [(path, "narrow")]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "must hold an object"),
-        ('{"hidden_size": 4096}', "'num_attention_heads' as a whole number, it has None"),
-        (json.dumps({**LLAMA, "num_hidden_layers": "32"}), "'num_hidden_layers' as a whole number"),
-        (json.dumps({**LLAMA, "num_attention_heads": 0}), "between 1 and"),
-        (json.dumps({**LLAMA, "num_key_value_heads": 5}), "multiple of key/value heads"),
-        (json.dumps({**LLAMA, "num_local_experts": 8}), "mixture of experts"),
-        (json.dumps({**LLAMA, "text_config": [1]}), "an object as 'text_config', it has"),
-        (json.dumps({**LLAMA, "sliding_window": 0, "layer_types": ["sliding_attention"] * 32}), "a sliding window of 0 keys"),
-        (json.dumps({**LLAMA, "model_type": "gemma9", "sliding_window": 8}), "does not say in which layers"),
-        (json.dumps({**LLAMA, "sliding_window": 8, "layer_types": "sliding_attention"}), "it is 'sliding_attention'"),
-        (json.dumps({**LLAMA, "num_attention_heads": 24, "head_dim": None}), "cannot be divided among 24 heads"),
-    ],
-)
-def test_a_config_that_describes_no_dense_decoder(tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match=message):
-        find_model(str(path))
+def test_layers_without_attention_and_experts_count_as_what_they_are() -> None:
+    dense = KNOWN_MODELS["qwen3-8b"]
+    assert dense.kinds == ((None, 36),)
+    assert (dense.attention_share, dense.active_share) == (1.0, 1.0)
+    hybrid = replace(dense, attention_layers=9, window=64, windowed_layers=3)
+    assert hybrid.kinds == ((None, 6), (64, 3))
+    assert hybrid.attention_share == 0.25
+    experts = replace(dense, weights=4 * dense.parameters, active=18 * dense.dense_parameters)
+    assert experts.active_share == 0.5
+    assert experts.layer_parameters * 36 == pytest.approx(4 * dense.parameters - 2 * 4096 * 151936)
+    with pytest.raises(ConfigError, match="no more layers have a window"):
+        replace(dense, attention_layers=9, window=64, windowed_layers=10)
 
 
 def test_unknown_names_say_which_are_known() -> None:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["documents_of", "read_lengths"]
 
 _TABLES = (".parquet", ".arrow")
+_LINES = (".jsonl", ".ndjson")
+_TOKENS, _LENGTH = "input_ids", "length"  # columns of rows in lines that are looked for
 
 
 def read_lengths(path: Path) -> list[int]:
@@ -25,7 +27,8 @@ def read_lengths(path: Path) -> list[int]:
     try:
         data = json.loads(read(path).decode("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise LayoutError(f"{name} is not JSON: {error}.") from error
+        hint = " Rows, one a line, are read by advise and simulate, from a .jsonl file." * ("Extra data" in str(error))
+        raise LayoutError(f"{name} is not JSON: {error}.{hint}") from error
     except ValueError as error:
         raise LayoutError(f"{name} holds a number of thousands of digits: lengths are below 2**48.") from error
     if not isinstance(data, list):
@@ -44,9 +47,39 @@ def documents_of(text: str, column: str, longest: int | None) -> DocumentSource:
     tables = [path] if path.suffix in _TABLES else _tables(path) if path.is_dir() else []
     if text and (tables or path.is_dir()):
         return from_list(_column(path, tables, column), f"{text}, column {column!r}", longest)
+    if path.suffix in _LINES:
+        return from_list(_lengths_of_rows(path, column), name_of(path), longest)
     if text == "-" or (text and path.exists()) or path.suffix == ".json":
         return from_list(read_lengths(path), name_of(path), longest)
     return distribution(text, 131072 if longest is None else longest)
+
+
+def _lengths_of_rows(path: Path, column: str) -> list[int]:
+    """Tokens of each row of a file that has one a line: lists are counted, numbers taken as they are."""
+    from hf_distca.errors import LayoutError
+    from hf_distca.input_files import check_file
+    from hf_distca.schedule.placement import whole_number
+
+    check_file(path)
+    lengths = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                value = row[_LENGTH if column == _TOKENS and _TOKENS not in row else column]
+                lengths.append(len(value) if isinstance(value, list) else whole_number(value))
+            except (KeyError, TypeError) as error:
+                has = f"only {', '.join(map(repr, row))}" if isinstance(row, dict) else f"but {row!r:.40}"
+                raise LayoutError(
+                    f"{path}, line {number}: a row must have {column!r}{f' or {_LENGTH!r}' * (column == _TOKENS)}, it has {has}. "
+                    "Name another one with --column. Of text, write the lengths to a file: json.dump("
+                    "[len(tokenizer(text).input_ids) for text in texts], file)."
+                ) from error
+            except ValueError as error:
+                raise LayoutError(f"{path}, line {number}: {error}") from error
+    return [length for length in lengths if length != 0]
 
 
 def _tables(folder: Path) -> list[Path]:

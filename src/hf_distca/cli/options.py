@@ -13,12 +13,12 @@ import typer
 if TYPE_CHECKING:
     from hf_distca.schedule.cost import CostModel
 
-__all__ = ["CostName", "Layer", "taking"]
+__all__ = ["Layer", "taking"]
 
 Options = TypeVar("Options")
 Own = ParamSpec("Own")
 
-CostName = Literal["pairs", "cpu", "cuda"]
+_CostName = Literal["pairs", "cpu", "cuda"]
 _LIMIT = 2**31  # what follows counts with 64 bits
 
 
@@ -57,6 +57,7 @@ def _parameter(field: Field[Any], annotation: Any) -> Parameter:
 class Layer:
     """A layer of attention in bfloat16, and the devices and links that run it."""
 
+    cost: Annotated[_CostName, typer.Option(help="What is balanced: seconds on a device, or causal pairs.")] = "cuda"
     tile: Annotated[int, typer.Option(help="Documents are cut at multiples of this where tokens allow.")] = 128
     query_heads: Annotated[int, typer.Option(help="Query heads of a layer.")] = 32
     key_value_heads: Annotated[int, typer.Option(help="Key/value heads of a layer.")] = 8
@@ -75,8 +76,13 @@ class Layer:
     ] = None
     ranks_per_link: Annotated[int, typer.Option(help="Ranks of a node that share a link to other nodes.")] = 1
 
-    def cost_model(self, cost: CostName) -> CostModel:
-        """That of the measured profile, or else the built-in cost model of this name, with the links of the options."""
+    @property
+    def has_seconds(self) -> bool:
+        """Whether figures are seconds of a device; causal pairs are none."""
+        return self.measured is not None or self.cost != "pairs"
+
+    def cost_model(self) -> CostModel:
+        """That of the measured profile, or else the built-in one of `cost`, with the links of the options."""
         from hf_distca.errors import ConfigError
         from hf_distca.schedule.cost import AttentionShape, CostModel
         from hf_distca.schedule.profiles import Profile
@@ -92,10 +98,10 @@ class Layer:
             except ConfigError as error:
                 raise ConfigError(str(error) if self.measured in str(error) else f"{self.measured}: {error}") from error
             model = profile.cost_model(shape, self.window, tile=self.tile)
-        elif cost == "pairs":
+        elif self.cost == "pairs":
             model = CostModel.pairs(shape)
         else:
-            model = CostModel.analytic(shape, device_type=cost, tile=self.tile)
+            model = CostModel.analytic(shape, device_type=self.cost, tile=self.tile)
         links: dict[str, Any] = {}
         for option, rate in (("link_gigabytes", self.link_gigabytes), ("node_gigabytes", self.node_gigabytes)):
             if rate is not None and not 1e-9 <= rate <= 1e9:

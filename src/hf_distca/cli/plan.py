@@ -14,13 +14,10 @@ import typer
 
 from hf_distca.cli.files import check_documents, errors_in_one_line, fail, name_of, read, write
 from hf_distca.cli.lengths import read_lengths
-from hf_distca.cli.options import CostName, Layer, taking
+from hf_distca.cli.options import Layer, taking
 
 if TYPE_CHECKING:
-    from hf_distca.config import DistCAConfig
-    from hf_distca.schedule.cost import CostModel
     from hf_distca.schedule.layout import Layout
-    from hf_distca.schedule.ranks import Ranks
 
 __all__ = ["deal", "plan"]
 
@@ -39,7 +36,6 @@ def plan(
     tolerance: Annotated[float, typer.Option(help="How far a rank may lie from the mean, as a fraction.")] = 0.01,
     min_gain: Annotated[float, typer.Option(help="Smallest gain for which anything is moved, as a fraction.")] = 0.02,
     head_groups: Annotated[int, typer.Option(help="Most head groups of a long document; 1 plans all heads together.")] = 8,
-    cost: Annotated[CostName, typer.Option(help="What is balanced: causal pairs, or seconds on a device.")] = "pairs",
 ) -> None:
     """Plan which rank computes which attention, and write the plan as JSON.
 
@@ -55,7 +51,7 @@ def plan(
 
     with errors_in_one_line():
         config = DistCAConfig(tolerance=tolerance, min_gain=min_gain, tile=layer.tile, head_groups=head_groups)
-        model = layer.cost_model(cost)
+        model = layer.cost_model()
         ranks = Ranks(per_node=layer.ranks_per_node)
         with _said_if_long():
             layout = parse_placement(read(placement), name_of(placement))
@@ -67,7 +63,7 @@ def plan(
         if layer.window is not None:
             # Without, the plan is for layers that see all: no document is longer than the window.
             lines.append(f"{'sliding window':<26} {layer.window} keys{'' if result.window else ', as long as any document'}")
-        lines.append(summary_table(summarize(result, model, ranks), seconds=layer.measured is not None or cost != "pairs"))
+        lines.append(summary_table(summarize(result, model, ranks), seconds=layer.has_seconds))
         write(result.to_json(), "\n".join(lines), output)
 
 
@@ -81,7 +77,6 @@ def deal(
     tokens_per_rank: Annotated[int, typer.Option(help="Tokens of each rank.", show_default=False)],
     output: _Output = None,
     ping_pong: Annotated[bool, typer.Option("--ping-pong", help="Deal two nano-batches that share no document.")] = False,
-    cost: Annotated[CostName, typer.Option(help="What is dealt by: causal pairs, or seconds on a device.")] = "cuda",
 ) -> None:
     """Deal documents to ranks, with equal tokens and about equal attention, and write the placement as JSON.
 
@@ -91,14 +86,16 @@ def deal(
     """
     from hf_distca.config import DistCAConfig
     from hf_distca.errors import ConfigError
+    from hf_distca.schedule.balance import balance
     from hf_distca.schedule.deal import deal as deal_documents
     from hf_distca.schedule.deal import deal_nano_batches
+    from hf_distca.schedule.load import summarize, summary_table
     from hf_distca.schedule.ranks import Ranks
 
     with errors_in_one_line():
         if not 1 <= ranks <= _MOST_RANKS:
             raise ConfigError(f"ranks={ranks} must be a whole number from 1 to {_MOST_RANKS}.")
-        model = layer.cost_model(cost)
+        model = layer.cost_model()
         config = DistCAConfig(tile=layer.tile, ping_pong=ping_pong)
         documents = read_lengths(lengths)
         check_documents(len(documents), lengths)
@@ -113,23 +110,18 @@ def deal(
             for number, layout in enumerate(layouts, 1):
                 if ping_pong:
                     lines.append(f"{'nano-batch':<26} {number}")
-                lines += _dealt(layout, model, config, Ranks(per_node=layer.ranks_per_node))
+                nodes = Ranks(per_node=layer.ranks_per_node)
+                summary = summarize(balance(layout, model, config, nodes), model, nodes)
+                lines += [*_dealt(layout), summary_table(summary, seconds=layer.has_seconds)]
         write(json.dumps(_placement(layouts, documents), separators=(",", ":")), "\n".join(lines), output)
 
 
-def _dealt(layout: Layout, model: CostModel, config: DistCAConfig, ranks: Ranks) -> list[str]:
-    """What there is to say about a layout, and about its plan."""
-    from hf_distca.schedule.balance import balance
-    from hf_distca.schedule.load import summarize, summary_table
-
+def _dealt(layout: Layout) -> list[str]:
+    """What there is to say about a layout."""
     tokens = layout.query_tokens
     equal = f"{tokens.max()} on each rank" if tokens.min() == tokens.max() else f"{tokens.min()} or {tokens.max()} on a rank"
     documents = len(set(layout.document.tolist()))
-    return [
-        f"{'tokens':<26} {equal}",
-        f"{'documents':<26} {documents}, {len(layout.spanning)} of them on several ranks",
-        summary_table(summarize(balance(layout, model, config, ranks), model, ranks)),
-    ]
+    return [f"{'tokens':<26} {equal}", f"{'documents':<26} {documents}, {len(layout.spanning)} of them on several ranks"]
 
 
 def _placement(layouts: tuple[Layout, ...], lengths: list[int]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_distca.schedule.cost import CostModel
     from hf_distca.schedule.profiles import Profile as MeasuredProfile
     from hf_distca.simulate.document_lengths import DocumentSource
+    from hf_distca.simulate.models import ModelShape
     from hf_distca.simulate.predict import Prediction
     from hf_distca.simulate.setting import Setting
 
@@ -28,8 +29,8 @@ class Scale:
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Document lengths: a JSON list, - for standard input, a .parquet file or saved data set, or pretrain, prolong, "
-            "equal:TOKENS, lognormal:MEDIAN:SIGMA.",
+            help="Document lengths: a JSON list, - for standard input, a .jsonl or .parquet file or saved data set, or pretrain, "
+            "prolong, equal:TOKENS, lognormal:MEDIAN:SIGMA.",
             show_default=False,
         ),
     ] = None
@@ -79,7 +80,6 @@ class Scale:
         """The setting that options describe; options out of their ranges are refused."""
         from hf_distca.simulate.hardware import find_hardware
         from hf_distca.simulate.memory import fullest
-        from hf_distca.simulate.models import find_model
         from hf_distca.simulate.setting import Setting
 
         device = find_hardware(self.hardware, self.kernel)
@@ -87,7 +87,7 @@ class Scale:
             device = replace(device, link_gbps=self.link_gbps)
         by_degrees: Literal["fsdp", "zero1"] = "fsdp" if self.tensor == self.stages == 1 else "zero1"
         setting = Setting(
-            find_model(self.model, _with_defaults),
+            _shape_of(self.model),
             device,
             self.ranks,
             self.tokens_per_rank,
@@ -121,10 +121,16 @@ class Scale:
             return setting, documents, simulate(setting, documents, names, batches=self.batches, seed=self.seed, told=bar.update)
 
 
-def _with_defaults(path: Path, kind: str) -> dict[str, object] | None:
-    from hf_distca.doctor.model import with_defaults  # imports transformers, in seconds
+def _shape_of(model: str) -> ModelShape:
+    """A known shape by name, or that of a config.json, given as the file or the folder it is in."""
+    from hf_distca.simulate.models import KNOWN_MODELS, ModelShape, find_model
 
-    return with_defaults(path, kind)
+    path = Path(model)
+    if model.lower() in KNOWN_MODELS or not (path.is_file() or (path / "config.json").is_file()):
+        return find_model(model)
+    from hf_distca.doctor.counting import count_model  # imports transformers, in seconds
+
+    return ModelShape(**asdict(count_model(path)))
 
 
 def _measured(source: Path) -> CostModel | MeasuredProfile:

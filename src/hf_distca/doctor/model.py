@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers import __version__ as transformers_version
 
 from hf_distca.doctor import Finding, State
@@ -18,7 +18,7 @@ from hf_distca.input_files import read_file
 from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop, layer_keys, why_whole
 from hf_distca.kernels import Case, Scores, is_slow, survey
 
-__all__ = ["dtype_of", "family", "kernels", "read_config", "with_defaults"]
+__all__ = ["dtype_of", "family", "kernels", "read_config"]
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -58,32 +58,9 @@ def read_config(name: str, say: Callable[[str], None] = lambda text: None) -> Pr
     return config
 
 
-def with_defaults(path: Path, kind: str) -> dict[str, Any] | None:
-    """What a config.json says of the text model, with the defaults of its family, which the file need not have.
-
-    Args:
-        path: of the file.
-        kind: its model_type.
-
-    Returns:
-        As `PreTrainedConfig.to_dict` has it, with ``layer_types`` where there is a window; None if transformers does not know the
-        family.
-
-    Raises:
-        ConfigError: if values are not as the family's class wants them.
-    """
-    if kind not in CONFIG_MAPPING:
-        return None
-    text = _of_file(path).get_text_config(decoder=True)
-    values: dict[str, Any] = text.to_dict()
-    if values.get("sliding_window") is not None and not values.get("layer_types"):
-        values["layer_types"] = ["sliding_attention"] * text.num_hidden_layers
-    return values
-
-
 def _of_file(path: Path) -> PreTrainedConfig:
     try:
-        data: Any = json.loads(read_file(path))
+        data: Any = json.loads(read_file(path), object_hook=_with_floats)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}.") from error
     except ValueError as error:
@@ -103,6 +80,13 @@ def _of_file(path: Path) -> PreTrainedConfig:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path} is no config that {kind!r} models take: {reason[:300]}") from error
     return config
+
+
+def _with_floats(values: dict[str, Any]) -> Any:
+    """An object of a config, or the number that transformers writes as one, because JSON has no infinity."""
+    if values.keys() == {"__float__"} and values["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(values["__float__"])
+    return values
 
 
 def dtype_of(name: str | None, config: PreTrainedConfig | None, device: torch.device) -> torch.dtype:

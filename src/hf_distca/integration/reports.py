@@ -95,7 +95,8 @@ def summary(done: Tally, session: Session) -> str | None:
         if (before := figures.get(f"distca/imbalance_{kind}_before")) is not None:
             lines.append(f"    {kind:<32}{before:>8.3f}{figures[f'distca/imbalance_{kind}_after']:>8.3f}")
     parts = {
-        "exchanged": f"{figures.get('distca/exchanged_mb_per_layer', 0.0):.3f} MB per layer and micro-batch by the busiest rank",
+        "exchanged": f"{figures.get('distca/exchanged_mb_per_layer', 0.0):.3f} MB per layer and micro-batch by the busiest rank, "
+        "for moved work and for documents on several ranks",
         "planning": f"{figures['distca/planning_ms']:.1f} ms per micro-batch",
         "attention": f"{figures['distca/server_time_share']:.0%} of this rank's time, in kernel {', '.join(session.kernels)}",
     }

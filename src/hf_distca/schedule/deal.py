@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -213,6 +214,9 @@ def _checked(
     lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence[int], tile: int, ranks_per_node: int | None
 ) -> tuple[IntArray, list[int]]:
     """The lengths, and the tokens of each rank."""
+    given: Any = tokens_per_rank
+    if isinstance(given, str):  # a sequence, of digits
+        raise ConfigError(f"tokens_per_rank={tokens_per_rank!r} must be a whole number of at least 1.")
     least = min(tokens_per_rank, default=0) if isinstance(tokens_per_rank, Sequence) else tokens_per_rank
     per_node = 1 if ranks_per_node is None else ranks_per_node
     numbers = {"ranks": ranks, "tokens_per_rank": least, "tile": tile, "ranks_per_node": per_node}

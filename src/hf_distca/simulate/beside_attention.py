@@ -52,7 +52,7 @@ def layer_seconds(setting: Setting, tokens: FloatArray) -> Directions:
     sizes = [(model.hidden, queries + 2 * keys), (queries, model.hidden), (model.hidden, 2 * wide), (wide, model.hidden)]
     elements = 10 * model.hidden / tensor + 2 * (queries + keys) + 3 * wide
     between = tokens * elements * setting.hardware.element_bytes / setting.hardware.memory_rate
-    forward = _products(setting, sizes, tokens) + between
+    forward = _products(setting, sizes, tokens) * model.active_share + between
     return np.stack([forward, 2 * forward])
 
 

@@ -141,7 +141,8 @@ def key_bytes(setting: Setting, degree: int, *, again: bool) -> KeyBytes:
     working = gradients + (degree - 1) * KernelBytes.of(setting.shape).key
     if again or not comes_again(setting, degree):
         return KeyBytes(keys + working, 0.0)
-    return KeyBytes(working, keys * setting.stage_layers * in_flight(setting))
+    layers = setting.stage_layers * setting.model.attention_share
+    return KeyBytes(working, keys * layers * in_flight(setting))
 
 
 def _others_key_bytes(cost: CostModel, rows: SharedRows, degree: int) -> FloatArray:

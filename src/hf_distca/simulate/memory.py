@@ -143,10 +143,10 @@ class _LayerBytes:
         norm = in_float + hidden * (1 if fused else 2)
         qkv = shape.query_bytes + shape.key_value_bytes
         heads = (shape.query_bytes + shape.key_value_bytes / 2) * model.head_norms
-        outputs = shape.output_bytes + shape.lse_bytes
+        outputs = (shape.output_bytes + shape.lse_bytes) * model.attention_share
         return cls(
             input=hidden,
-            attention=norm + qkv + outputs + heads * (1 if fused else (_WIDE / element + 1)),
+            attention=norm + (qkv + heads * (1 if fused else (_WIDE / element + 1))) * model.attention_share + outputs,
             feed_forward=norm + wide * (3 if fused else 4),
             attention_work=hidden + shape.output_bytes + qkv + sum(KernelBytes.of(shape)),
             feed_forward_work=hidden + wide * (1 if fused else 2),

@@ -101,7 +101,7 @@ def _dealt(setting: Setting, devices: Devices, lengths: IntArray, ping_pong: boo
 
 
 def _work(setting: Setting, devices: Devices, placement: Sequence[Layout], counted: float) -> MicroBatchWork:
-    layers, config = setting.model.layers, DistCAConfig(ping_pong=len(placement) > 1)
+    layers, config = setting.model.attending, DistCAConfig(ping_pong=len(placement) > 1)
     tokens = [layout.query_tokens.astype(np.float64) for layout in placement]
     linear = [linear_seconds(setting, count) / layers / devices.linear_speed for count in tokens]
 

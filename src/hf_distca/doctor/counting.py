@@ -1,0 +1,167 @@
+"""`count_model`: the weights and the attention of a model, counted where it is built without memory, on torch's meta device."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from hf_distca.doctor.model import read_config
+from hf_distca.errors import ConfigError, UnsupportedError
+from hf_distca.integration.families import check_family, layer_keys
+
+__all__ = ["ModelCounts", "count_model"]
+
+_ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
+_CALLS = {"diffllama": 2}  # of core attention in a layer, if not one
+_WINDOWS = ("sliding_window", "attention_window_size")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCounts:
+    """What predictions need to know of a model.
+
+    Attributes:
+        name: the file that describes it.
+        hidden, layers, vocabulary: its sizes.
+        query_heads, key_value_heads, head_dim: of layers without a window, if there are any; the width is the mean of those of
+            keys and values.
+        feed_forward: width of the gated feed-forward layer that has as many weights as what a token meets beside attention in
+            the mean layer.
+        tied: whether the output layer shares the embedding's weights.
+        window, windowed_layers: keys that a position sees in layers with a sliding window, and how many have it.
+        head_norms: whether q and k go through norms.
+        attention_layers: how often core attention is computed.
+        weights: all of them.
+        active: those of the layers' matrices that a token meets.
+    """
+
+    name: str
+    hidden: int
+    layers: int
+    query_heads: int
+    key_value_heads: int
+    head_dim: int
+    feed_forward: int
+    vocabulary: int
+    tied: bool
+    window: int | None
+    windowed_layers: int
+    head_norms: bool
+    attention_layers: int
+    weights: int
+    active: int
+
+
+def count_model(path: Path) -> ModelCounts:
+    """Count what the model of a config.json has, of composite models the one that writes text.
+
+    Raises:
+        ConfigError: if there is no such file, distca does not support the model, or it has what is not counted.
+    """
+    config = read_config(str(path))
+    try:
+        check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
+        return _counts(str(path), config)
+    except (ConfigError, UnsupportedError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _counts(name: str, config: PreTrainedConfig) -> ModelCounts:
+    text = config.get_text_config(decoder=True)
+    model = _built(config, text)
+    layers, attention = _layers_of(model, text)
+    windows = [_window(text, layer) for layer, _ in attention]
+    if len(distinct := {window for window in windows if window is not None}) > 1:
+        raise ConfigError(f"its layers have windows of {', '.join(map(str, sorted(distinct)))} keys: only one can be predicted.")
+    shape = layer_keys(text, torch.bfloat16, "cpu")[0].shape
+    active = sum(_met_weights(layer, text) for layer in layers)
+    beside = active - sum(_met_weights(module, text) for _, module in attention)
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return ModelCounts(
+        *(name, text.hidden_size, len(layers)),
+        *(shape.query_heads, shape.key_value_heads, (shape.head_dim + shape.value_head_dim) // 2),
+        feed_forward=max(round(beside / (3 * text.hidden_size * len(layers))), 1),
+        vocabulary=text.vocab_size,
+        tied=output is None or output.weight is embedding.weight,
+        window=min(distinct, default=None),
+        windowed_layers=len(windows) - windows.count(None),
+        head_norms=any(re.fullmatch("q(uery)?_(layer)?norm", child) for child, _ in attention[0][1].named_children()),
+        attention_layers=len(windows) * _CALLS.get(text.model_type, 1),
+        weights=sum(weight.numel() for weight in model.parameters()),
+        active=active,
+    )
+
+
+def _built(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedModel:
+    """The model that writes text, or the whole of it, on the meta device, where weights have sizes alone."""
+    for part in (text, config):
+        try:
+            with torch.device("meta"):
+                model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                    part, attn_implementation="eager"
+                )
+        except Exception as error:  # of models' own code, of any kind
+            reason = " ".join(str(error).split())[:300]
+        else:
+            return model
+    raise ConfigError(f"transformers builds no {config.model_type!r} model that writes text of it: {reason}")
+
+
+def _layers_of(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[list[nn.Module], list[tuple[int, nn.Module]]]:
+    """The decoder's layers, and the modules of causal self-attention, each with the number of its layer."""
+    attending = [
+        (match[1], int(match[2]), module)
+        for name, module in model.named_modules()
+        if getattr(module, "is_causal", False)
+        and "cross" not in name
+        and "encoder_attn" not in name
+        and (match := re.match(r"(.*?)\.(\d+)\.", name))
+    ]
+    stacks = sorted({stack for stack, *_ in attending})
+    if len(stacks) != 1:
+        raise ConfigError(
+            f"{text.model_type!r} models have causal attention in {', '.join(stacks) or 'no layer'}: it is counted in one "
+            "stack of layers. Models that are encoders by default need is_decoder=True."
+        )
+    layers = list(model.get_submodule(stacks[0]).children())
+    if text.num_hidden_layers not in (len(layers), len(attending)):
+        raise ConfigError(
+            f"{text.model_type!r} models run {text.num_hidden_layers} layers, and have {len(layers)}: how often "
+            "each of them runs is not known here."
+        )
+    return layers, [(number, module) for _, number, module in attending]
+
+
+def _window(text: PreTrainedConfig, layer: int) -> int | None:
+    """Keys that a position sees in a layer of attention, None for all before it."""
+    kinds = getattr(text, "layer_types", None)
+    kind = kinds[layer] if kinds else "sliding"
+    if "chunked" in kind:
+        raise ConfigError(f"{text.model_type!r} models attend in chunks, which are not predicted.")
+    if "sliding" not in kind or not getattr(text, "use_sliding_window", True):
+        return None
+    config: Any = text.per_layer_config[layer] if getattr(text, "is_heterogeneous", False) else text
+    return next((value for name in _WINDOWS if isinstance(value := getattr(config, name, None), int)), None)
+
+
+def _met_weights(module: nn.Module, text: PreTrainedConfig) -> int:
+    """Weights of matrices that a token meets; what layers share counts in each of them."""
+    met = 0.0
+    for name, part in module.named_modules(remove_duplicate=False):
+        weights = [weight for weight in part.parameters(recurse=False) if weight.dim() > 1]
+        if "Expert" in type(part).__name__ and weights:
+            used = next((value for option in _ACTIVE_EXPERTS if isinstance(value := getattr(text, option, None), int)), None)
+            if used is None or max(weight.dim() for weight in weights) < 3:
+                raise ConfigError(f"{text.model_type!r} models do not say how many experts they have, and a token meets.")
+            met += sum(weight.numel() * min(used / len(weight), 1.0) for weight in weights)
+        elif re.search(r"(?<!shared_)experts\.\d+$", name):
+            raise ConfigError(f"{text.model_type!r} models have their experts in a list, which is not counted.")
+        elif not isinstance(part, nn.Embedding):
+            met += sum(weight.numel() for weight in weights)
+    return round(met)
