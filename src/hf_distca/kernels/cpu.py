@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, Self
-from weakref import WeakKeyDictionary
 
 import torch
 
 from hf_distca.borrowed import cpu_attention, cpu_attention_backward
-from hf_distca.kernels.base import Case, Grads, Operands, Outputs, Saved, Scores, TaskBatch
+from hf_distca.kernels.base import Case, Grads, Operands, Outputs, Saved, Scores, TaskBatch, without_gradients
 from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype, pad_last
 
 __all__ = ["CpuKernel"]
@@ -80,10 +80,12 @@ class _Work(NamedTuple):
     Attributes:
         tasks: what is computed.
         uncovered: query rows that no task has, those behind the last task until the end of the pool.
+        lengths: of whole documents that lie one after another, from row 0 and key 0 on; None for all other batches.
     """
 
     tasks: list[_Task]
     uncovered: list[slice]
+    lengths: list[int] | None
 
     @classmethod
     def of(cls, tasks: TaskBatch, scores: Scores) -> Self:
@@ -92,7 +94,14 @@ class _Work(NamedTuple):
         for start, rows in sorted(zip(tasks.query_start, tasks.query_length, strict=True)):
             uncovered += [slice(end, start)] if start > end else []
             end = start + rows
-        return cls(list(_each(tasks, scores)), [*uncovered, slice(end, None)])
+        each = list(_each(tasks, scores))
+        starts = accumulate((task.rows for task in each), initial=0)
+        # With a window that hides keys, what is computed are blocks of rows.
+        packed = len(each) == len(tasks) and all(
+            task == (start, task.rows, start, task.rows) and scores.window_within(task.keys) is None
+            for task, start in zip(each, starts, strict=False)
+        )
+        return cls(each, [*uncovered, slice(end, None)], [task.rows for task in each] if packed else None)
 
     def room(self, rows: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Room for what tasks give for each of the rows of a query pool, which is of this shape; 0 where there is no task."""
@@ -101,19 +110,15 @@ class _Work(NamedTuple):
             room[uncovered].zero_()
         return room
 
-    def is_all_of(self, pools: Operands) -> bool:
-        """Whether the only task is a document that is all there is in the pools: its results need no copies."""
-        sizes = {len(pools.q_THD), len(pools.k_TKD)}
-        return len(self.tasks) == 1 and sizes == {self.tasks[0].rows} == {self.tasks[0].keys}
+    def is_all_of(self, pools: Operands | Saved) -> bool:
+        """Whether documents that lie one after another are all there is in the pools. The results of one need no copies."""
+        return self.lengths is not None and pools.q_THD.shape[0] == pools.k_TKD.shape[0] == sum(self.lengths)
 
 
 class CpuKernel:
     """Exact attention on the CPU, without copies of keys and values, and without masks where there is no window."""
 
     name: ClassVar[str] = "cpu"
-
-    def __init__(self) -> None:
-        self._work: WeakKeyDictionary[TaskBatch, dict[int | None, _Work]] = WeakKeyDictionary()
 
     def unsupported(self, case: Case) -> str | None:
         """Runs on CPUs in float64, float32, bfloat16 and float16, with any head dimensions and windows, without softcap."""
@@ -125,37 +130,51 @@ class CpuKernel:
             return "torch's fused CPU kernel has no softcap"
         return None
 
-    @torch.no_grad()
+    @without_gradients
     def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
         """See `Kernel.forward`."""
         check_pools(pools, tasks)
         q_THD, value_width, work = pools.q_THD, pools.v_TKV.shape[2], self._work_of(tasks, scores)
-        views = _Pools(*map(_heads_first, _padded(pools)))
-        if work.is_all_of(pools):
+        views, documents = _Pools(*map(_heads_first, _padded(pools))), work.is_all_of(pools)
+        if documents and len(work.tasks) == 1:
             o_BHTD, lse_BHT = _FORWARD(*views, 0.0, True, attn_mask=None, scale=scores.scale)
             return Outputs(_tokens_first(o_BHTD, value_width).contiguous(), _tokens_first(lse_BHT).contiguous())
         o_THV = work.room(q_THD, q_THD.shape[1], value_width)
         lse_TH = work.room(q_THD, q_THD.shape[1], dtype=accumulation_dtype(q_THD.dtype))
         o_whole, lse_whole = _heads_first(o_THV), _heads_first(lse_TH)
+        if documents:
+            for q, k, v, o, lse in _by_document(work, *views, o_whole, lse_whole):
+                o_BHTD, lse_BHT = _FORWARD(q, k, v, 0.0, True, attn_mask=None, scale=scores.scale)
+                o.copy_(o_BHTD[..., :value_width])
+                lse.copy_(lse_BHT)
+            return Outputs(o_THV, lse_TH)
         for task in work.tasks:
             o_BHTD, lse_BHT = _forward_task(views, task, scores)
             o_whole.narrow(2, task.row, task.rows).copy_(o_BHTD[..., :value_width])
             lse_whole.narrow(2, task.row, task.rows).copy_(lse_BHT)
         return Outputs(o_THV, lse_TH)
 
-    @torch.no_grad()
+    @without_gradients
     def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
         """See `Kernel.backward`."""
+        check_pools(pools, tasks)
         operands = pools.operands
-        check_pools(operands, tasks)
         work, padded = self._work_of(tasks, scores), _padded(operands)
         width = padded[0].shape[2]
-        views = _Pools(*map(_heads_first, padded))
+        views, documents = _Pools(*map(_heads_first, padded)), work.is_all_of(pools)
         saved = _Saved(*map(_heads_first, (pad_last(pools.do_THV, width), pad_last(pools.o_THV, width), pools.lse_TH)))
-        if work.is_all_of(operands):
+        if documents and len(work.tasks) == 1:
             do_BHTD, o_BHTD, lse_BHT = saved
             grads = _BACKWARD(do_BHTD, *views, o_BHTD, lse_BHT, 0.0, True, attn_mask=None, scale=scores.scale)
             return Grads(*(_tokens_first(dx, x.shape[2]) for dx, x in zip(grads, operands, strict=True)))
+        if documents:
+            sums = [x.new_empty((*x.shape[:2], width)) for x in operands]
+            for do, o, lse, q, k, v, *totals in _by_document(work, *saved, *views, *map(_heads_first, sums)):
+                for total, dx in zip(
+                    totals, _BACKWARD(do, q, k, v, o, lse, 0.0, True, attn_mask=None, scale=scores.scale), strict=True
+                ):
+                    total.copy_(dx)
+            return Grads(*(dx if width == x.shape[2] else dx[..., : x.shape[2]] for dx, x in zip(sums, operands, strict=True)))
         dtype = key_gradient_dtype(tasks, pools.k_TKD.dtype)
         # A key is in several blocks of a window, so its gradient is a sum even where no task shares it.
         summed = dtype if scores.window is None else accumulation_dtype(dtype)
@@ -168,21 +187,27 @@ class CpuKernel:
         return Grads(dq_THD, dk_TKD.to(dtype), dv_TKV.to(dtype))
 
     def _work_of(self, tasks: TaskBatch, scores: Scores) -> _Work:
-        by_window = self._work.setdefault(tasks, {})
-        if scores.window not in by_window:
-            by_window[scores.window] = _Work.of(tasks, scores)
-        return by_window[scores.window]
+        work: _Work | None = tasks.derived.get((self, scores.window))
+        if work is None:
+            work = tasks.derived[self, scores.window] = _Work.of(tasks, scores)
+        return work
+
+
+def _by_document(work: _Work, *of_all_BHT: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Of each of the documents that lie one after another, what it has of several tensors: views."""
+    return zip(*(x.split_with_sizes(work.lengths, 2) for x in of_all_BHT), strict=True)
 
 
 def _heads_first(x_THD: torch.Tensor) -> torch.Tensor:
     """(1, H, T, ...), a view."""
-    return x_THD.transpose(0, 1).unsqueeze(0)
+    return x_THD[None].transpose(1, 2)
 
 
-def _padded(pools: Operands) -> list[torch.Tensor]:
+def _padded(pools: Operands) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v in one width."""
-    width = max(pools.q_THD.shape[2], pools.v_TKV.shape[2])
-    return [pad_last(x, width) for x in pools]
+    q, k, v = pools
+    width = max(q.shape[2], v.shape[2])
+    return pad_last(q, width), pad_last(k, width), pad_last(v, width)
 
 
 def _tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.Tensor:

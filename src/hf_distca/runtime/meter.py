@@ -64,10 +64,12 @@ class Meter:
 
     def count(self, **counts: float) -> None:
         """Add to counters, by their names, of this meter and of the whole."""
-        for name, count in counts.items():
-            setattr(self, name, getattr(self, name) + count)
-        if self.whole is not None:
-            self.whole.count(**counts)
+        meter: Meter | None = self
+        while meter is not None:
+            counters = meter.__dict__
+            for name in counts:
+                counters[name] += counts[name]
+            meter = meter.whole
 
     def span(self, name: str, begin: Mark, end: Mark, *, backward: bool = False) -> None:
         """Count what took from one moment to another: "server", or "pack", "wait" and "unpack" of an exchange.
