@@ -19,6 +19,8 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch._C import _autograd
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.decorators import skip
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -55,11 +57,14 @@ __all__ = [
     "forbid_saved_tensor_hooks",
     "group_in_store",
     "group_of_members",
+    "has_dispatch_modes",
     "has_partial_state",
     "in_backward",
+    "is_compiling_calls",
     "is_of_package",
     "is_policy_mode",
     "kept_rows",
+    "leave_uncompiled",
     "let_names_pass",
     "loaded_mesh",
     "names_of_groups",
@@ -91,6 +96,18 @@ dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
 push_dispatch_mode = _python_dispatch._push_mode
 pop_dispatch_mode = _python_dispatch._pop_mode
 without_dispatch_modes = _python_dispatch._disable_current_modes
+
+
+# Whether the thread has any.
+has_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+# Marks a function that is neither compiled nor part of what is, at no cost where nothing is compiled; what it calls may be.
+leave_uncompiled = skip
+
+
+def is_compiling_calls() -> bool:
+    """Whether functions that are called now would be compiled, or looked for among those that were."""
+    return get_eval_frame_callback() is not None
 
 
 def in_backward() -> bool:

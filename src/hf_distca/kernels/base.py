@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -20,20 +20,17 @@ __all__ = ["Case", "Grads", "Kernel", "Operands", "Outputs", "Saved", "Scores", 
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
-Owner = TypeVar("Owner")
 
 
-def without_gradients(
-    method: Callable[Concatenate[Owner, Given], Result],
-) -> Callable[Concatenate[Owner, Given], Result]:
-    """A method that records no gradients. Layers call it where none are recorded: to ask first takes less time."""
+def without_gradients(method: Callable[Given, Result]) -> Callable[Given, Result]:
+    """A method that records no gradients. Layers call it where none are recorded, and to ask first takes less time."""
 
     @wraps(method)
-    def call(self: Owner, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
         if not torch.is_grad_enabled():
-            return method(self, *args, **kwargs)
+            return method(*args, **kwargs)
         with torch.no_grad():
-            return method(self, *args, **kwargs)
+            return method(*args, **kwargs)
 
     return call
 

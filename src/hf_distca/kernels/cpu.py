@@ -80,12 +80,12 @@ class _Work(NamedTuple):
     Attributes:
         tasks: what is computed.
         uncovered: query rows that no task has, those behind the last task until the end of the pool.
-        lengths: of whole documents that lie one after another, from row 0 and key 0 on; None for all other batches.
+        lengths: of whole documents that lie one after another, from row 0 and key 0 on; none for all other batches.
     """
 
     tasks: list[_Task]
     uncovered: list[slice]
-    lengths: list[int] | None
+    lengths: list[int]
 
     @classmethod
     def of(cls, tasks: TaskBatch, scores: Scores) -> Self:
@@ -101,18 +101,18 @@ class _Work(NamedTuple):
             task == (start, task.rows, start, task.rows) and scores.window_within(task.keys) is None
             for task, start in zip(each, starts, strict=False)
         )
-        return cls(each, [*uncovered, slice(end, None)], [task.rows for task in each] if packed else None)
+        return cls(each, [*uncovered, slice(end, None)], [task.rows for task in each] if packed else [])
 
     def room(self, rows: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Room for what tasks give for each of the rows of a query pool, which is of this shape; 0 where there is no task."""
-        room = rows.new_empty((len(rows), *shape), dtype=dtype)
+        room = rows.new_empty((rows.shape[0], *shape), dtype=dtype)
         for uncovered in self.uncovered:
             room[uncovered].zero_()
         return room
 
     def is_all_of(self, pools: Operands | Saved) -> bool:
         """Whether documents that lie one after another are all there is in the pools. The results of one need no copies."""
-        return self.lengths is not None and pools.q_THD.shape[0] == pools.k_TKD.shape[0] == sum(self.lengths)
+        return bool(self.lengths) and pools.q_THD.shape[0] == pools.k_TKD.shape[0] == sum(self.lengths)
 
 
 class CpuKernel:
@@ -135,19 +135,19 @@ class CpuKernel:
         """See `Kernel.forward`."""
         check_pools(pools, tasks)
         q_THD, value_width, work = pools.q_THD, pools.v_TKV.shape[2], self._work_of(tasks, scores)
-        views, documents = _Pools(*map(_heads_first, _padded(pools))), work.is_all_of(pools)
-        if documents and len(work.tasks) == 1:
-            o_BHTD, lse_BHT = _FORWARD(*views, 0.0, True, attn_mask=None, scale=scores.scale)
+        padded, documents = _padded(pools.q_THD, pools.k_TKD, pools.v_TKV), work.is_all_of(pools)
+        if documents and len(work.lengths) == 1:
+            o_BHTD, lse_BHT = _FORWARD(*map(_heads_first, padded), 0.0, True, attn_mask=None, scale=scores.scale)
             return Outputs(_tokens_first(o_BHTD, value_width).contiguous(), _tokens_first(lse_BHT).contiguous())
         o_THV = work.room(q_THD, q_THD.shape[1], value_width)
         lse_TH = work.room(q_THD, q_THD.shape[1], dtype=accumulation_dtype(q_THD.dtype))
-        o_whole, lse_whole = _heads_first(o_THV), _heads_first(lse_TH)
         if documents:
-            for q, k, v, o, lse in _by_document(work, *views, o_whole, lse_whole):
+            for q, k, v, o, lse in _by_document(work.lengths, *padded, o_THV, lse_TH):
                 o_BHTD, lse_BHT = _FORWARD(q, k, v, 0.0, True, attn_mask=None, scale=scores.scale)
                 o.copy_(o_BHTD[..., :value_width])
                 lse.copy_(lse_BHT)
             return Outputs(o_THV, lse_TH)
+        views, o_whole, lse_whole = _Pools(*map(_heads_first, padded)), _heads_first(o_THV), _heads_first(lse_TH)
         for task in work.tasks:
             o_BHTD, lse_BHT = _forward_task(views, task, scores)
             o_whole.narrow(2, task.row, task.rows).copy_(o_BHTD[..., :value_width])
@@ -158,31 +158,31 @@ class CpuKernel:
     def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
         """See `Kernel.backward`."""
         check_pools(pools, tasks)
-        operands = pools.operands
-        work, padded = self._work_of(tasks, scores), _padded(operands)
-        width = padded[0].shape[2]
-        views, documents = _Pools(*map(_heads_first, padded)), work.is_all_of(pools)
-        saved = _Saved(*map(_heads_first, (pad_last(pools.do_THV, width), pad_last(pools.o_THV, width), pools.lse_TH)))
-        if documents and len(work.tasks) == 1:
-            do_BHTD, o_BHTD, lse_BHT = saved
-            grads = _BACKWARD(do_BHTD, *views, o_BHTD, lse_BHT, 0.0, True, attn_mask=None, scale=scores.scale)
+        do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
+        operands, work, padded = (q_THD, k_TKD, v_TKV), self._work_of(tasks, scores), _padded(q_THD, k_TKD, v_TKV)
+        width, documents = padded[0].shape[2], work.is_all_of(pools)
+        saved = pad_last(do_THV, width), pad_last(o_THV, width), lse_TH
+        if documents and len(work.lengths) == 1:
+            do_BHTD, o_BHTD, lse_BHT, *views_BHTD = map(_heads_first, (*saved, *padded))
+            grads = _BACKWARD(do_BHTD, *views_BHTD, o_BHTD, lse_BHT, 0.0, True, attn_mask=None, scale=scores.scale)
             return Grads(*(_tokens_first(dx, x.shape[2]) for dx, x in zip(grads, operands, strict=True)))
         if documents:
-            sums = [x.new_empty((*x.shape[:2], width)) for x in operands]
-            for do, o, lse, q, k, v, *totals in _by_document(work, *saved, *views, *map(_heads_first, sums)):
-                for total, dx in zip(
-                    totals, _BACKWARD(do, q, k, v, o, lse, 0.0, True, attn_mask=None, scale=scores.scale), strict=True
-                ):
-                    total.copy_(dx)
-            return Grads(*(dx if width == x.shape[2] else dx[..., : x.shape[2]] for dx, x in zip(sums, operands, strict=True)))
+            dq_THD, dk_TKD, dv_TKD = totals = [torch.empty_like(x) for x in padded]
+            for do, o, lse, q, k, v, dq, dk, dv in _by_document(work.lengths, *saved, *padded, *totals):
+                grads = _BACKWARD(do, q, k, v, o, lse, 0.0, True, attn_mask=None, scale=scores.scale)
+                dq.copy_(grads[0])
+                dk.copy_(grads[1])
+                dv.copy_(grads[2])
+            return Grads(dq_THD[..., : q_THD.shape[2]], dk_TKD[..., : k_TKD.shape[2]], dv_TKD[..., : v_TKV.shape[2]])
+        views, seen = _Pools(*map(_heads_first, padded)), _Saved(*map(_heads_first, saved))
         dtype = key_gradient_dtype(tasks, pools.k_TKD.dtype)
         # A key is in several blocks of a window, so its gradient is a sum even where no task shares it.
         summed = dtype if scores.window is None else accumulation_dtype(dtype)
         sums = [work.room(pools.q_THD, pools.q_THD.shape[1], width)]
         sums += [x.new_zeros((*x.shape[:2], width), dtype=summed) for x in padded[1:]]
-        totals = _Pools(*map(_heads_first, sums))
+        grads_BHTD = _Pools(*map(_heads_first, sums))
         for task in work.tasks:
-            _backward_task(totals, views, saved, task, scores)
+            _backward_task(grads_BHTD, views, seen, task, scores)
         dq_THD, dk_TKD, dv_TKV = (dx[..., : x.shape[2]] for dx, x in zip(sums, operands, strict=True))
         return Grads(dq_THD, dk_TKD.to(dtype), dv_TKV.to(dtype))
 
@@ -193,9 +193,9 @@ class CpuKernel:
         return work
 
 
-def _by_document(work: _Work, *of_all_BHT: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Of each of the documents that lie one after another, what it has of several tensors: views."""
-    return zip(*(x.split_with_sizes(work.lengths, 2) for x in of_all_BHT), strict=True)
+def _by_document(lengths: list[int], *of_all_TH: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Of each of the documents that lie one after another, what it has of several tensors, heads before tokens: views."""
+    return zip(*[x[None].transpose(1, 2).split_with_sizes(lengths, 2) for x in of_all_TH], strict=True)
 
 
 def _heads_first(x_THD: torch.Tensor) -> torch.Tensor:
@@ -203,11 +203,13 @@ def _heads_first(x_THD: torch.Tensor) -> torch.Tensor:
     return x_THD[None].transpose(1, 2)
 
 
-def _padded(pools: Operands) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _padded(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v in one width."""
-    q, k, v = pools
-    width = max(q.shape[2], v.shape[2])
-    return pad_last(q, width), pad_last(k, width), pad_last(v, width)
+    width = q_THD.shape[2]
+    if v_TKV.shape[2] == width and q_THD.stride(2) == k_TKD.stride(2) == v_TKV.stride(2) == 1:
+        return q_THD, k_TKD, v_TKV
+    width = max(width, v_TKV.shape[2])
+    return pad_last(q_THD, width), pad_last(k_TKD, width), pad_last(v_TKV, width)
 
 
 def _tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.Tensor:
