@@ -12,9 +12,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.borrowed import (
+    compiler_of_calls,
     dispatch_modes,
     has_dispatch_modes,
-    is_compiling_calls,
     is_policy_mode,
     leave_uncompiled,
     without_dispatch_modes,
@@ -50,7 +50,7 @@ def _unseen(attend: Callable[..., Any]) -> Callable[..., Any]:
     @leave_uncompiled
     @wraps(attend)
     def ask(*args: Any, **kwargs: Any) -> Any:
-        return (unseen if is_compiling_calls() or has_dispatch_modes() else attend)(*args, **kwargs)
+        return (unseen if compiler_of_calls() is not None or has_dispatch_modes() else attend)(*args, **kwargs)
 
     return ask
 
@@ -141,7 +141,7 @@ def _first_of_alike(
     said: tuple[float | None, int | None, float | None],
     kwargs: dict[str, Any],
 ) -> AlikeLayers:
-    """What layers have in common that are called like this one, the first of them: their plan, which it may have to ask for.
+    """Find out what layers have in common that are called like this one, the first of them: a plan, a kernel.
 
     Args:
         module, handle, kwargs: as in `distca_attention`.
@@ -229,7 +229,7 @@ def _attend_to_cache(module: torch.nn.Module, inputs: Inputs, mask: CachedMask, 
 
 
 def _check_cached(module: torch.nn.Module, mask: torch.Tensor | None, documents: object) -> CachedMask:
-    """The mask of a batch that is read with a cache, if it is one.
+    """Check that a mask which is no handle is that of a batch that is read with a cache, and return it.
 
     Packed documents are refused in such a batch: its cache is full before training, as in prefix tuning.
     """

@@ -65,7 +65,7 @@ class Work:
 
 
 class AlikeLayers(NamedTuple):
-    """What all layers of a micro-batch have in common that are called alike, made for the first of them.
+    """All that layers of a micro-batch have in common which are called alike, made for the first of them.
 
     Attributes:
         work: their plan, taken up.

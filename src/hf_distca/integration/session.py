@@ -271,31 +271,28 @@ class Session:
         return Work(group, route, _keep(documents, device), plan.window, meter, nano, OutputStore(), name, serial)
 
     def server(self, work: Work, query: torch.Tensor, shape: AttentionShape, scores: Scores) -> AttentionServer:
-        """What runs the tasks of layers of this shape and these scores, which compute in the dtype of `query`."""
+        """A server for the tasks of layers of this shape and these scores, which compute in the dtype of `query`."""
         with work.group.reporting(f"choosing a kernel for {work.name}"):
             kernel = self.kernel(query, (shape.head_dim, shape.value_head_dim), scores, shape.ratio)
-        return AttentionServer(kernel, scores, work.meter)
+            return AttentionServer(kernel, scores, work.meter)
 
     def attend(self, work: Work, server: AttentionServer, module: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
         """Core attention of one layer for this rank's tokens; `server` runs the tasks of all layers like it."""
         group, route, number = work.group, work.route, next(work.numbers)
         outputs = None if work.outputs is None else work.outputs.of(module, inputs)
-        if group.watch is None and self.trace is None:  # alone: nobody waits, nobody is told
+        if group.watch is None and self.trace is None:  # nobody waits for this rank, and nobody is told
             return core_attention(inputs, Call(route, group, server, outputs))
         group.raise_pending()
         place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
-        reporting = partial(group.reporting, f"computing {place}")
-        meter = work.meter if self.trace is None else self.trace.meter(work.meter, work.nano, number + 1)
-        server, layer = AttentionServer(server.kernel, server.scores, meter, reporting), None
-        if route.exchanges:
-            group = group.at(place, route.forward_exchanges)
+        meter, layer = work.meter if self.trace is None else self.trace.meter(work.meter, work.nano, number + 1), None
+        server = AttentionServer(server.kernel, server.scores, meter, partial(group.reporting, f"computing {place}"))
+        group = group.at(place, route.forward_exchanges) if route.exchanges else group
         if group.lead is not None:
-            told = {"dtype": inputs.q_THD.dtype, "scale": server.scores.scale, "softcap": server.scores.softcap}
-            layer = {"work": work.serial, "place": place, **told}
+            layer = {"work": work.serial, "place": place, "dtype": inputs.q_THD.dtype}
         try:
             return core_attention(inputs, Call(route, group, server, outputs, layer))
         except Exception:
-            with reporting():
+            with server.reporting():
                 raise
 
     @contextmanager

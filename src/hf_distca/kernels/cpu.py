@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 
@@ -30,8 +30,7 @@ from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradien
 
 __all__ = ["CpuKernel"]
 
-_FORWARD: Any = cpu_attention()
-_BACKWARD: Any = cpu_attention_backward()
+_FORWARD, _BACKWARD = cpu_attention, cpu_attention_backward
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # Query rows a masked call, which computes that many scores a row beside its window. Time a pair of a 16K document, over that
@@ -94,14 +93,14 @@ class _Work(NamedTuple):
         for start, rows in sorted(zip(tasks.query_start, tasks.query_length, strict=True)):
             uncovered += [slice(end, start)] if start > end else []
             end = start + rows
-        each = list(_each(tasks, scores))
-        starts = accumulate((task.rows for task in each), initial=0)
+        parts = list(_each(tasks, scores))
+        starts = accumulate((task.rows for task in parts), initial=0)
         # With a window that hides keys, what is computed are blocks of rows.
-        packed = len(each) == len(tasks) and all(
+        packed = len(parts) == len(tasks) and all(
             task == (start, task.rows, start, task.rows) and scores.window_within(task.keys) is None
-            for task, start in zip(each, starts, strict=False)
+            for task, start in zip(parts, starts, strict=False)
         )
-        return cls(each, [*uncovered, slice(end, None)], [task.rows for task in each] if packed else [])
+        return cls(parts, [*uncovered, slice(end, None)], [task.rows for task in parts] if packed else [])
 
     def room(self, rows: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Room for what tasks give for each of the rows of a query pool, which is of this shape; 0 where there is no task."""

@@ -125,7 +125,7 @@ class Call:
     Attributes:
         route, group, server: this rank's route, the attention group of the route, and what runs the tasks.
         stored: where the outputs are kept for a recompute; None to keep nothing.
-        layer: what servers of a pool must know of the layer; None without a pool.
+        layer: what servers of a pool must know of the layer beside its scores; None without a pool.
         recalled: the outputs in a recompute that finds them there: nothing is launched and no kernel runs.
         backward: whether backward has begun.
     """
@@ -154,8 +154,11 @@ class Call:
     def tell(self, step: str) -> None:
         """Let the servers of a pool take a step of this call, or of its backward once that has begun."""
         if self.layer is not None and self.group.lead is not None:
-            layer = {**self.layer, "backward": self.backward} if step == "begin" else {}
-            self.group.lead.tell(step, {"call": id(self), **layer})
+            said: dict[str, Any] = {"call": id(self)}
+            if step == "begin":
+                scores = self.server.scores
+                said |= {**self.layer, "scale": scores.scale, "softcap": scores.softcap, "backward": self.backward}
+            self.group.lead.tell(step, said)
 
     def hand_on(self, tensors: Operands | Outputs | Saved | Grads, pending: Pending | None) -> None:
         """Hold this rank's own tensors and the exchange under way for the next autograd function."""
