@@ -16,12 +16,18 @@ elsewhere, which is more exchange than documents of a corpus make.
 replaced by ones that only make tensors of the right shapes. The time of making them is taken off, and for sdpa that of a run of
 autograd, too, so that distca is charged a little too much. sdpa gets one sequence of as many tokens. Times with the real kernels
 are beside it: how many documents there are shows in distca's kernel.
+
+*Calls*: Python calls, of functions and built-in ones (`cProfile`), that one more layer adds to a step of a small Llama on one rank,
+forward and backward, and those that a step of one layer has beyond that: with distca, with a bare call of torch's attention, and
+the difference. They do not depend on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import math
+import pstats
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -35,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, LlamaConfig
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_distca.agreement.announce import (
@@ -294,6 +300,55 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
     return {**found, "beyond sdpa": ours - theirs}
 
 
+def bare(
+    _module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _mask: None,
+    *,
+    scaling: float,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function with nothing around torch's; it sees all tokens as one document."""
+    output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("bare", bare)
+AttentionMaskInterface.register("bare", lambda **_: None)
+
+
+def calls_of_a_step(attention_name: str, layers: int, documents: tuple[int, ...]) -> int:
+    """Python calls of a forward and backward, in one thread, of a Llama with so many layers."""
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 8}
+    model = LlamaModel(LlamaConfig(**shape, num_hidden_layers=layers, attn_implementation=attention_name)).train()
+    positions = torch.cat([torch.arange(length) for length in documents])[None]
+    batch: dict[str, Any] = {"input_ids": torch.zeros_like(positions), "position_ids": positions, "use_cache": False}
+    if attention_name == "distca":
+        batch["distca_documents"] = PackedDocuments(documents)
+    with torch.autograd.set_multithreading_enabled(False):
+        for _ in range(3):  # the first ones fill caches
+            profile = cProfile.Profile()
+            profile.enable()
+            model(**batch).last_hidden_state.sum().backward()
+            profile.disable()
+    return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+
+def calls(documents: int, tokens: int = 512) -> dict[str, float]:
+    """Python calls that attention adds to a step, by layer and besides."""
+    found: dict[str, float] = {}
+    for name in ("distca", "bare"):
+        one, few, many = (calls_of_a_step(name, layers, (tokens // documents,) * documents) for layers in (1, 2, 6))
+        found[f"{name}: a layer"] = (many - few) / 4
+        found[f"{name}: a step besides"] = one - found[f"{name}: a layer"]
+    return {
+        **found,
+        **{f"beyond bare: {of}": found[f"distca: {of}"] - found[f"bare: {of}"] for of in ("a layer", "a step besides")},
+    }
+
+
 def in_rounds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Median microseconds of each of several runs. In a round each runs several times, so that its code and data are in cache."""
     milliseconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -339,6 +394,7 @@ def main() -> None:
         "machine": describe(),
         "setting": {"threads": 1, **{name: value for name, value in vars(arguments).items() if name != "json"}},
         "alone, us": by_number(arguments.documents, lambda n: alone(n, arguments.tokens_alone, arguments.repeats, session)),
+        "calls": by_number(arguments.documents, calls),
         "planning, ms": by(lambda ranks: planning(ranks, arguments)),
         "layers, ms": by(lambda ranks: layers(ranks, arguments, "long tail")),
         "layers of one by one, ms": by(lambda ranks: layers(ranks, arguments, "one by one")),

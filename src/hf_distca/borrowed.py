@@ -1,9 +1,8 @@
 """Everything that distca takes from torch, transformers, accelerate and datasets without their promise to keep it.
 
 No other file of the package has a private name of theirs, so here is what to look at when a new version of one comes out.
-tests/test_borrowed.py holds that, and that each name is there and does what is said here; tests/oldest.sh does so with the
-oldest versions that the package allows. Each block says in which versions its names were seen. What does not need
-transformers does not import it.
+tests/test_borrowed.py holds that, and that each name is there and does what is said here; tests/oldest.sh does so with the oldest
+versions that the package allows. Each block says in which versions its names were seen. transformers is imported where needed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,10 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 from torch._C import _autograd
+from torch._C import _len_torch_dispatch_stack as has_dispatch_modes
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler_of_calls
+from torch._dynamo.decorators import skip as leave_uncompiled
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -43,6 +45,7 @@ __all__ = [
     "changed_flash_attention",
     "changes_in_place",
     "checkpoints_itself",
+    "compiler_of_calls",
     "copy_each",
     "count_shifted_targets",
     "cpu_attention",
@@ -55,11 +58,13 @@ __all__ = [
     "forbid_saved_tensor_hooks",
     "group_in_store",
     "group_of_members",
+    "has_dispatch_modes",
     "has_partial_state",
     "in_backward",
     "is_of_package",
     "is_policy_mode",
     "kept_rows",
+    "leave_uncompiled",
     "let_names_pass",
     "loaded_mesh",
     "names_of_groups",
@@ -86,7 +91,8 @@ top_saved_tensor_hooks = _autograd._top_saved_tensors_default_hooks
 push_saved_tensor_hooks = _autograd._push_saved_tensors_default_hooks
 pop_saved_tensor_hooks = _autograd._pop_saved_tensors_default_hooks
 
-# The dispatch modes of a thread.
+# The dispatch modes of a thread, beside `has_dispatch_modes`. `compiler_of_calls` is None where nothing that is called would be
+# compiled; `leave_uncompiled` marks a function that never is, but what it calls, at no cost where nothing is.
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
 push_dispatch_mode = _python_dispatch._push_mode
 pop_dispatch_mode = _python_dispatch._pop_mode
@@ -118,14 +124,9 @@ def is_policy_mode(mode: TorchDispatchMode) -> bool:
     return isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
 
 
-def cpu_attention() -> Any:
-    """The operation under sdpa on CPUs, which also returns the log-sum-exp."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-def cpu_attention_backward() -> Any:
-    """Its backward."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+# The operation under sdpa on CPUs, which also returns the log-sum-exp, and its backward.
+cpu_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+cpu_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def cuda_attention() -> Any:
@@ -317,8 +318,7 @@ def let_names_pass(names: frozenset[str]) -> None:
 def is_of_package(function: Callable[..., Any]) -> bool:
     """Whether a function of a modeling module that has a fallback in torch runs that of a package (fla, mamba-ssm, ...).
 
-    Kernels that transformers loads from the hub do not count: they are put in its place later. Seen in 5.18.0 and 5.23.0, and as
-    a module in kernels 0.17.2.
+    Kernels that transformers loads from the hub do not count: they come later. Seen in 5.18.0, 5.23.0, and in kernels 0.17.2.
     """
     decorated = getattr(type(function), "forward", function)  # with `kernels` installed it is a module
     while (closure := getattr(decorated, "__closure__", None)) is not None:

@@ -97,6 +97,7 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
     handle = AttentionHandle(1, length)
     key = handle.key(AttentionShape(4, 2, 16, 16, 4), "cpu", None)
     work = session.work_for(handle, {"distca_documents": packed}, q, key, training=True)
+    server = session.server(work, q, key.shape, Scores(0.25))
     leaves = [t[0].transpose(0, 1).contiguous().requires_grad_() for t in (q, k, v)]
 
     def forbidden(*args: object, **kwargs: object) -> None:
@@ -107,7 +108,7 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
         one.start()
     try:
         with _Operations() as operations:
-            session.attend(work, torch.nn.Module(), Inputs(*leaves), Scores(0.25)).sum().backward()
+            session.attend(work, server, torch.nn.Module(), Inputs(*leaves)).sum().backward()
     finally:
         for one in readers:
             one.stop()

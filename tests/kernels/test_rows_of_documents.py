@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import weakref
 from typing import Any
 
 import torch
@@ -71,12 +71,12 @@ def test_what_is_derived_from_a_batch_goes_with_it() -> None:
     kernel = CpuKernel()
     pools = random_pools(documents, SHAPES["GQA"], torch.float32)
     run_kernel(kernel, pools, tasks, PLAIN)
-    work = next(iter(kernel._work.values()))[None]
+    derived, held = dict(tasks.derived), weakref.ref(tasks)
+    assert derived
     run_kernel(kernel, pools, tasks, PLAIN)
-    assert next(iter(kernel._work.values()))[None] is work
-    del tasks, work
-    gc.collect()
-    assert len(kernel._work) == 0
+    assert all(tasks.derived[key] is one for key, one in derived.items())
+    del tasks
+    assert held() is None
 
 
 def test_tasks_are_checked_once() -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial, wraps
+from typing import Any, NoReturn
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.borrowed import dispatch_modes, is_policy_mode, without_dispatch_modes
+from hf_distca.borrowed import (
+    compiler_of_calls,
+    dispatch_modes,
+    has_dispatch_modes,
+    is_policy_mode,
+    leave_uncompiled,
+    without_dispatch_modes,
+)
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import EQUAL, FAMILIES
-from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask
+from hf_distca.integration.handle import AlikeLayers, AttentionHandle, CachedMask, ForeignMask
 from hf_distca.integration.recurrent_rows import RECURRENT_ROWS
 from hf_distca.integration.session import current_session
 from hf_distca.kernels import Scores
@@ -23,14 +31,28 @@ from hf_distca.schedule.cost import AttentionShape
 __all__ = ["distca_attention"]
 
 
-# Selective checkpointing (a `context_fn` with a policy) numbers the operations of a layer in the first forward and finds what it
-# saved by these numbers in the recompute. The recompute of distca runs no kernel, no exchange and no planning, so the numbers
-# would shift, and later operations of the layer would get each other's results. Nothing is lost: distca keeps its outputs itself.
-@contextmanager
-def _unseen_by_policies() -> Iterator[None]:
-    """Run without dispatch modes where a checkpointing policy is among them."""
-    with without_dispatch_modes() if any(map(is_policy_mode, dispatch_modes())) else nullcontext():
-        yield
+def _unseen(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention that neither compilers nor checkpointing policies see. Where neither is at work, that takes two questions.
+
+    Compiled, the exchanges would be traced with the shapes of one micro-batch: the graph breaks here instead.
+
+    Selective checkpointing (a `context_fn` with a policy) numbers the operations of a layer in the first forward and finds what
+    it saved by these numbers in the recompute. The recompute of distca runs no kernel, no exchange and no planning, so the
+    numbers would shift, and later operations of the layer would get each other's results. Nothing is lost: distca keeps its
+    outputs itself.
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        with without_dispatch_modes() if any(map(is_policy_mode, dispatch_modes())) else nullcontext():
+            return attend(*args, **kwargs)
+
+    @leave_uncompiled
+    @wraps(attend)
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        return (unseen if compiler_of_calls() is not None or has_dispatch_modes() else attend)(*args, **kwargs)
+
+    return ask
 
 
 # Keyword arguments that reach attention functions and do not change the maths of causal attention within documents: of models,
@@ -51,9 +73,7 @@ _LOSSES |= {"skip_logits", "fused_lm_head", "accum_dtype"}
 _HARMLESS = _MODELS | _LOADERS | _LOSSES
 
 
-# Compiled, the exchanges would be traced with the shapes of one micro-batch: the graph breaks here instead.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-@_unseen_by_policies()
+@_unseen
 def distca_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -89,29 +109,66 @@ def distca_attention(
     if isinstance(attention_mask, ForeignMask):
         attention_mask.refuse()
     _check_arguments(module, dropout, kwargs)
-    sink_H = None if s_aux is None else _sink(module, s_aux, query.shape[1])
-    if isinstance(attention_mask, CachedMask):
-        _check_cached(module, kwargs.get("distca_documents"))
+    states, sink_H = (query, key, value), None if s_aux is None else _sink(module, s_aux, query.shape[1])
+    if not isinstance(attention_mask, AttentionHandle):
+        cached = _check_cached(module, attention_mask, kwargs.get("distca_documents"))
         scores = _scores(query, scaling, None, softcap)  # the mask has the window already
-        return _attend_to_cache(module, Inputs(query, key, value, sink_H=sink_H), attention_mask, scores), None
-    handle = _check_handle(module, query, key, value, attention_mask)
+        return _attend_to_cache(module, Inputs(*states, sink_H=sink_H), cached, scores), None
+    handle = attention_mask
+    if sliding_window is not None:
+        _check_window(module, sliding_window)
+    # All else that must be found out or checked is the same in layers that are called with the same.
+    autocast = torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(query.device.type)
+    told = (type(module), scaling, sliding_window, softcap, query.device, autocast)
+    called = (*told, query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype)
+    layers = handle.alike.get(called)
+    if layers is None:
+        layers = handle.alike[called] = _first_of_alike(module, states, handle, (scaling, sliding_window, softcap), kwargs)
+    dtype, keep = layers.dtype, layers.work.keep
+    q_THD, k_TKD, v_TKV = _as_rows(query, dtype, keep), _as_rows(key, dtype, keep), _as_rows(value, dtype, keep)
+    context = None if handle.handover is None else handle.handover.context(layers.work.nano, k_TKD, v_TKV)
+    inputs = Inputs(q_THD, k_TKD, v_TKV, sink_H, *(context or ()))
+    o_THV = layers.attend(module, inputs)
+    if o_THV.dtype != value.dtype:
+        o_THV = o_THV.to(value.dtype)
+    return _as_batch(o_THV, query, keep), None
+
+
+def _first_of_alike(
+    module: torch.nn.Module,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    handle: AttentionHandle,
+    said: tuple[float | None, int | None, float | None],
+    kwargs: dict[str, Any],
+) -> AlikeLayers:
+    """Find out what layers have in common that are called like this one, the first of them: a plan, a kernel.
+
+    Args:
+        module, handle, kwargs: as in `distca_attention`.
+        states: query, key and value as transformers lays them out.
+        said: scaling, sliding window and softcap.
+    """
+    query, key, value = states
+    scaling, window, softcap = said
+    _check_states(module, states, handle)
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        _refuse_weights(module)
     session, dtype = current_session(), _common_dtype(query, key, value)
     shape = AttentionShape(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], dtype.itemsize)
-    which = handle.key(shape, query.device.type, _window(module, sliding_window))
+    which = handle.key(shape, query.device.type, window)
     work = handle.work.get(which)
     if work is None:
         work = session.work_for(handle, kwargs, query.to(dtype), which, training=module.training)
     scores = _scores(query, scaling, work.window, softcap)
-    q_THD, k_TKD, v_TKV = (_as_rows(states, dtype, work.keep) for states in (query, key, value))
-    context = None if handle.handover is None else handle.handover.context(work.nano, k_TKD, v_TKV)
-    o_THV = session.attend(work, module, Inputs(q_THD, k_TKD, v_TKV, sink_H, *(context or ())), scores)
-    return _as_batch(o_THV, query, work.keep).to(value.dtype), None
+    if (attend := work.attend) is not None:
+        return AlikeLayers(work, dtype, lambda module, inputs: attend(module, inputs, scores))
+    return AlikeLayers(work, dtype, partial(session.attend, work, session.server(work, query.to(dtype), shape, scores)))
 
 
-def _window(module: torch.nn.Module, window: object) -> int | None:
-    if window is None or (isinstance(window, int) and not isinstance(window, bool) and window >= 1):
-        return window
-    raise UnsupportedError(f"{type(module).__name__} passes sliding_window={window!r}: it must be a whole number of keys >= 1.")
+def _check_window(module: torch.nn.Module, window: object) -> None:
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        name = type(module).__name__
+        raise UnsupportedError(f"{name} passes sliding_window={window!r}: it must be a whole number of keys >= 1.")
 
 
 def _scores(query: torch.Tensor, scaling: float | None, window: int | None, softcap: float | None) -> Scores:
@@ -129,7 +186,9 @@ def _sink(module: torch.nn.Module, s_aux: torch.Tensor, heads: int) -> torch.Ten
 
 def _as_rows(states_BHLD: torch.Tensor, dtype: torch.dtype, keep: torch.Tensor | None) -> torch.Tensor:
     """What transformers lays out as (batch, heads, length, width), as rows of tokens without padding: (tokens, heads, width)."""
-    rows_THD = states_BHLD.to(dtype).transpose(1, 2).flatten(0, 1)
+    if states_BHLD.dtype != dtype:
+        states_BHLD = states_BHLD.to(dtype)
+    rows_THD = states_BHLD.transpose(1, 2).flatten(0, 1)
     return rows_THD if keep is None else rows_THD.index_select(0, keep)
 
 
@@ -169,36 +228,35 @@ def _attend_to_cache(module: torch.nn.Module, inputs: Inputs, mask: CachedMask, 
     return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous()
 
 
-def _check_cached(module: torch.nn.Module, documents: object) -> None:
-    """Refuse packed documents in a batch that is read with a cache: one that is full before training, as in prefix tuning."""
-    if isinstance(documents, PackedDocuments) and (documents.starts is not None or len(documents.lengths) > 1):
-        raise UnsupportedError(
-            f"{type(module).__name__} has {len(documents.lengths)} packed documents (distca_documents) and a key/value cache, in "
-            "which each would see the others. Give the model use_cache=False and no past_key_values; in place of prefix tuning "
-            "use another adapter, such as LoRA."
-        )
+def _check_cached(module: torch.nn.Module, mask: torch.Tensor | None, documents: object) -> CachedMask:
+    """Check that a mask which is no handle is that of a batch that is read with a cache, and return it.
 
-
-def _check_handle(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    handle: AttentionHandle | torch.Tensor | None,
-) -> AttentionHandle:
+    Packed documents are refused in such a batch: its cache is full before training, as in prefix tuning.
+    """
     name = type(module).__name__
-    if handle is None:
+    if mask is None:
         raise UnsupportedError(
             f"{name} called distca without the handle of its mask function: the model does not build its mask with "
             'create_causal_mask, so documents and padding are unknown. Use attn_implementation="sdpa" for it.'
         )
-    if isinstance(handle, torch.Tensor):
+    if not isinstance(mask, CachedMask):
         raise UnsupportedError(
-            f"{name} got a ready-made attention mask of shape {tuple(handle.shape)}; distca takes documents from position_ids "
+            f"{name} got a ready-made attention mask of shape {tuple(mask.shape)}; distca takes documents from position_ids "
             'and padding from a 2-D attention_mask. Leave the mask out, or use attn_implementation="sdpa".'
         )
+    if isinstance(documents, PackedDocuments) and (documents.starts is not None or len(documents.lengths) > 1):
+        raise UnsupportedError(
+            f"{name} has {len(documents.lengths)} packed documents (distca_documents) and a key/value cache, in "
+            "which each would see the others. Give the model use_cache=False and no past_key_values; in place of prefix tuning "
+            "use another adapter, such as LoRA."
+        )
+    return mask
+
+
+def _check_states(module: torch.nn.Module, states: Sequence[torch.Tensor], handle: AttentionHandle) -> None:
+    name, (query, key, value) = type(module).__name__, states
     if (
-        any(tensor.dim() != 4 for tensor in (query, key, value))
+        any(tensor.dim() != 4 for tensor in states)
         or query.shape[::2] != (handle.batch_size, handle.length)
         or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3])
         or key.shape[:3] != value.shape[:3]
@@ -210,29 +268,39 @@ def _check_handle(
         )
     if query.shape[2] != key.shape[2]:
         raise UnsupportedError(f"{name} has {query.shape[2]} query and {key.shape[2]} key positions without a cache.")
-    return handle
 
 
 def _check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
-    name = type(module).__name__
+    """Check what may differ between layers that are called alike."""
     if dropout and module.training:
-        setting = _dropout_setting(getattr(module, "config", None), dropout)
+        name, setting = type(module).__name__, _dropout_setting(getattr(module, "config", None), dropout)
         raise UnsupportedError(f"{name} has attention dropout {dropout}: set {setting}=0.0 in the model's config.")
-    if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
-        raise UnsupportedError(f'{name} is asked for output_attentions: attn_implementation="eager" has weights to return.')
+    if kwargs.get("output_attentions"):
+        _refuse_weights(module)
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
+        name = type(module).__name__
         raise UnsupportedError(f'{name} is not causal: use attn_implementation="sdpa" for bidirectional attention.')
+    if unknown := kwargs.keys() - _HARMLESS:
+        _check_unknown(module, {name: kwargs[name] for name in unknown})
+
+
+def _refuse_weights(module: torch.nn.Module) -> NoReturn:
+    name = type(module).__name__
+    raise UnsupportedError(f'{name} is asked for output_attentions: attn_implementation="eager" has weights to return.')
+
+
+def _check_unknown(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
+    """Check arguments of which it is not known that they leave attention as it is."""
     # What the attention of a proven family passes by itself was seen when it was compared. A switch beside that came with the
     # call of the model, and is for somebody else, such as the loss. Numbers and tensors may change what attention computes.
     proven = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", "")) in EQUAL
     passing = (bool, str, torch.dtype) if proven else ()
-    unknown = {k for k, v in kwargs.items() if k not in _HARMLESS and v is not None and v is not False}
-    if unknown := {k for k in unknown if not isinstance(kwargs[k], passing)}:
+    if unknown := {k for k, v in arguments.items() if v is not None and v is not False and not isinstance(v, passing)}:
         raise UnsupportedError(
-            f"{name} passes {', '.join(sorted(unknown))} to attention, and distca does not know what that does there. If it is "
-            'for the loss, keep it out of the call of the model. Else use attn_implementation="eager" (or "sdpa", where it knows '
-            "the argument)."
+            f"{type(module).__name__} passes {', '.join(sorted(unknown))} to attention, and distca does not know what that does "
+            "there. If it is for the loss, keep it out of the call of the model. Else use "
+            'attn_implementation="eager" (or "sdpa", where it knows the argument).'
         )
 
 

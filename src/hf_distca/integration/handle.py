@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 
@@ -30,7 +30,7 @@ from hf_distca.schedule.layout import Layout
 if TYPE_CHECKING:
     from hf_distca.integration.nano_batches import Handover, NanoBatches
 
-__all__ = ["AttentionHandle", "CachedMask", "ForeignMask", "MaskInfo", "Work"]
+__all__ = ["AlikeLayers", "AttentionHandle", "CachedMask", "ForeignMask", "MaskInfo", "Work"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +62,20 @@ class Work:
     serial: int = 0
     numbers: Iterator[int] = field(default_factory=itertools.count)
     attend: Callable[[torch.nn.Module, Inputs, Scores], torch.Tensor] | None = None
+
+
+class AlikeLayers(NamedTuple):
+    """All that layers of a micro-batch have in common which are called alike, made for the first of them.
+
+    Attributes:
+        work: their plan, taken up.
+        dtype: which they compute in.
+        attend: what computes the attention of one of them, a module, of its inputs.
+    """
+
+    work: Work
+    dtype: torch.dtype
+    attend: Callable[[torch.nn.Module, Inputs], torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +117,7 @@ class AttentionHandle:
     Attributes:
         alone: as in `mask`; a pipeline schedule sets it for what it plans by itself.
         work: filled by the first layer of each kind: some models tell the window only to the attention function.
+        alike: the same with all else that layers have in common, by what tells their calls apart.
         group: the ranks that take part, once that was asked.
         documents: those of the batch, once they were read, or of the nano-batch.
         segmented: whether the model's recurrent layers, if it has any, run along their segments.
@@ -118,6 +133,7 @@ class AttentionHandle:
         self.batch_size, self.length, self.mask = batch_size, length, mask or MaskInfo()
         self.alone = self.mask.alone
         self.work: dict[PlanKey, Work] = {}
+        self.alike: dict[tuple[object, ...], AlikeLayers] = {}
         self.group: AttentionGroup | None = None
         self.documents: Documents | None = None
         self.segmented = False

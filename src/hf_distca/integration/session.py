@@ -39,6 +39,7 @@ from hf_distca.runtime.group import AttentionGroup, Members
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
+from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
 
@@ -269,31 +270,30 @@ class Session:
         group.tell("use_plan", plan=planned.serial, work=serial)
         return Work(group, route, _keep(documents, device), plan.window, meter, nano, OutputStore(), name, serial)
 
-    def attend(self, work: Work, module: torch.nn.Module, inputs: Inputs, scores: Scores) -> torch.Tensor:
-        """Core attention of one layer for this rank's tokens."""
-        if work.attend is not None:
-            return work.attend(module, inputs, scores)
-        number = next(work.numbers)
-        work.group.raise_pending()
-        place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
-        group = work.group.at(place, work.route.forward_exchanges)
-        reporting = partial(group.reporting, f"computing {place}")
+    def server(self, work: Work, query: torch.Tensor, shape: AttentionShape, scores: Scores) -> AttentionServer:
+        """A server for the tasks of layers of this shape and these scores, which compute in the dtype of `query`."""
+        with work.group.reporting(f"choosing a kernel for {work.name}"):
+            kernel = self.kernel(query, (shape.head_dim, shape.value_head_dim), scores, shape.ratio)
+            return AttentionServer(kernel, scores, work.meter)
+
+    def attend(self, work: Work, server: AttentionServer, module: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
+        """Core attention of one layer for this rank's tokens; `server` runs the tasks of all layers like it."""
+        group, route, number = work.group, work.route, next(work.numbers)
         outputs = None if work.outputs is None else work.outputs.of(module, inputs)
-        q_THD, k_TKD, v_TKV = inputs.q_THD, inputs.k_TKD, inputs.v_TKV
-        meter = work.meter if self.trace is None else self.trace.meter(work.meter, work.nano, number + 1)
-        with reporting():
-            kernel = self.kernel(q_THD, (q_THD.shape[-1], v_TKV.shape[-1]), scores, q_THD.shape[1] // k_TKD.shape[1])
-            server = AttentionServer(kernel, scores, meter, reporting)
-            layer = None
-            if group.lead is not None:
-                layer = {
-                    "work": work.serial,
-                    "place": place,
-                    "dtype": q_THD.dtype,
-                    "scale": scores.scale,
-                    "softcap": scores.softcap,
-                }
-            return core_attention(inputs, Call(work.route, group, server, outputs, layer))
+        if group.watch is None and self.trace is None:  # nobody waits for this rank, and nobody is told
+            return core_attention(inputs, Call(route, group, server, outputs))
+        group.raise_pending()
+        place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
+        meter, layer = work.meter if self.trace is None else self.trace.meter(work.meter, work.nano, number + 1), None
+        server = AttentionServer(server.kernel, server.scores, meter, partial(group.reporting, f"computing {place}"))
+        group = group.at(place, route.forward_exchanges) if route.exchanges else group
+        if group.lead is not None:
+            layer = {"work": work.serial, "place": place, "dtype": inputs.q_THD.dtype}
+        try:
+            return core_attention(inputs, Call(route, group, server, outputs, layer))
+        except Exception:
+            with server.reporting():
+                raise
 
     @contextmanager
     def _reporting(self, group: AttentionGroup, doing: str) -> Iterator[None]:

@@ -7,16 +7,32 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from hf_distca.errors import KernelError
 
-__all__ = ["Case", "Grads", "Kernel", "Operands", "Outputs", "Saved", "Scores", "TaskBatch"]
+__all__ = ["Case", "Grads", "Kernel", "Operands", "Outputs", "Saved", "Scores", "TaskBatch", "without_gradients"]
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def without_gradients(method: Callable[Given, Result]) -> Callable[Given, Result]:
+    """A method that records no gradients. Layers call it where none are recorded, and to ask first takes less time."""
+
+    @wraps(method)
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        if not torch.is_grad_enabled():
+            return method(*args, **kwargs)
+        with torch.no_grad():
+            return method(*args, **kwargs)
+
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +92,16 @@ class TaskBatch:
     sees one key less (causal, aligned bottom right), so ``key_length >= query_length >= 1``. With a window of
     w keys a row sees the last w of those only; keys before ``key_start`` do not exist for it. Query rows of different tasks
     never overlap. Keys may: several slices of a document share one copy of its prefix.
+
+    What kernels derive from the tasks, such as their calls, they keep in `derived`, each under a key of its own: all layers and
+    both directions of a micro-batch run the same batches.
     """
 
     query_start: Sequence[int]
     query_length: Sequence[int]
     key_start: Sequence[int]
     key_length: Sequence[int]
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.query_start)

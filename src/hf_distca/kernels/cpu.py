@@ -19,19 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, Self
-from weakref import WeakKeyDictionary
+from itertools import accumulate
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 
 from hf_distca.borrowed import cpu_attention, cpu_attention_backward
-from hf_distca.kernels.base import Case, Grads, Operands, Outputs, Saved, Scores, TaskBatch
+from hf_distca.kernels.base import Case, Grads, Operands, Outputs, Saved, Scores, TaskBatch, without_gradients
 from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype, pad_last
 
 __all__ = ["CpuKernel"]
 
-_FORWARD: Any = cpu_attention()
-_BACKWARD: Any = cpu_attention_backward()
+_FORWARD, _BACKWARD = cpu_attention, cpu_attention_backward
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # Query rows a masked call, which computes that many scores a row beside its window. Time a pair of a 16K document, over that
@@ -80,10 +79,12 @@ class _Work(NamedTuple):
     Attributes:
         tasks: what is computed.
         uncovered: query rows that no task has, those behind the last task until the end of the pool.
+        lengths: of whole documents that lie one after another, from row 0 and key 0 on; none for all other batches.
     """
 
     tasks: list[_Task]
     uncovered: list[slice]
+    lengths: list[int]
 
     @classmethod
     def of(cls, tasks: TaskBatch, scores: Scores) -> Self:
@@ -92,28 +93,31 @@ class _Work(NamedTuple):
         for start, rows in sorted(zip(tasks.query_start, tasks.query_length, strict=True)):
             uncovered += [slice(end, start)] if start > end else []
             end = start + rows
-        return cls(list(_each(tasks, scores)), [*uncovered, slice(end, None)])
+        parts = list(_each(tasks, scores))
+        starts = accumulate((task.rows for task in parts), initial=0)
+        # With a window that hides keys, what is computed are blocks of rows.
+        packed = len(parts) == len(tasks) and all(
+            task == (start, task.rows, start, task.rows) and scores.window_within(task.keys) is None
+            for task, start in zip(parts, starts, strict=False)
+        )
+        return cls(parts, [*uncovered, slice(end, None)], [task.rows for task in parts] if packed else [])
 
     def room(self, rows: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Room for what tasks give for each of the rows of a query pool, which is of this shape; 0 where there is no task."""
-        room = rows.new_empty((len(rows), *shape), dtype=dtype)
+        room = rows.new_empty((rows.shape[0], *shape), dtype=dtype)
         for uncovered in self.uncovered:
             room[uncovered].zero_()
         return room
 
-    def is_all_of(self, pools: Operands) -> bool:
-        """Whether the only task is a document that is all there is in the pools: its results need no copies."""
-        sizes = {len(pools.q_THD), len(pools.k_TKD)}
-        return len(self.tasks) == 1 and sizes == {self.tasks[0].rows} == {self.tasks[0].keys}
+    def is_all_of(self, pools: Operands | Saved) -> bool:
+        """Whether documents that lie one after another are all there is in the pools. The results of one need no copies."""
+        return bool(self.lengths) and pools.q_THD.shape[0] == pools.k_TKD.shape[0] == sum(self.lengths)
 
 
 class CpuKernel:
     """Exact attention on the CPU, without copies of keys and values, and without masks where there is no window."""
 
     name: ClassVar[str] = "cpu"
-
-    def __init__(self) -> None:
-        self._work: WeakKeyDictionary[TaskBatch, dict[int | None, _Work]] = WeakKeyDictionary()
 
     def unsupported(self, case: Case) -> str | None:
         """Runs on CPUs in float64, float32, bfloat16 and float16, with any head dimensions and windows, without softcap."""
@@ -125,64 +129,86 @@ class CpuKernel:
             return "torch's fused CPU kernel has no softcap"
         return None
 
-    @torch.no_grad()
+    @without_gradients
     def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
         """See `Kernel.forward`."""
         check_pools(pools, tasks)
         q_THD, value_width, work = pools.q_THD, pools.v_TKV.shape[2], self._work_of(tasks, scores)
-        views = _Pools(*map(_heads_first, _padded(pools)))
-        if work.is_all_of(pools):
-            o_BHTD, lse_BHT = _FORWARD(*views, 0.0, True, attn_mask=None, scale=scores.scale)
+        padded, documents = _padded(pools.q_THD, pools.k_TKD, pools.v_TKV), work.is_all_of(pools)
+        if documents and len(work.lengths) == 1:
+            o_BHTD, lse_BHT = _FORWARD(*map(_heads_first, padded), 0.0, True, attn_mask=None, scale=scores.scale)
             return Outputs(_tokens_first(o_BHTD, value_width).contiguous(), _tokens_first(lse_BHT).contiguous())
         o_THV = work.room(q_THD, q_THD.shape[1], value_width)
         lse_TH = work.room(q_THD, q_THD.shape[1], dtype=accumulation_dtype(q_THD.dtype))
-        o_whole, lse_whole = _heads_first(o_THV), _heads_first(lse_TH)
+        if documents:
+            for q, k, v, o, lse in _by_document(work.lengths, *padded, o_THV, lse_TH):
+                o_BHTD, lse_BHT = _FORWARD(q, k, v, 0.0, True, attn_mask=None, scale=scores.scale)
+                o.copy_(o_BHTD[..., :value_width])
+                lse.copy_(lse_BHT)
+            return Outputs(o_THV, lse_TH)
+        views, o_whole, lse_whole = _Pools(*map(_heads_first, padded)), _heads_first(o_THV), _heads_first(lse_TH)
         for task in work.tasks:
             o_BHTD, lse_BHT = _forward_task(views, task, scores)
             o_whole.narrow(2, task.row, task.rows).copy_(o_BHTD[..., :value_width])
             lse_whole.narrow(2, task.row, task.rows).copy_(lse_BHT)
         return Outputs(o_THV, lse_TH)
 
-    @torch.no_grad()
+    @without_gradients
     def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
         """See `Kernel.backward`."""
-        operands = pools.operands
-        check_pools(operands, tasks)
-        work, padded = self._work_of(tasks, scores), _padded(operands)
-        width = padded[0].shape[2]
-        views = _Pools(*map(_heads_first, padded))
-        saved = _Saved(*map(_heads_first, (pad_last(pools.do_THV, width), pad_last(pools.o_THV, width), pools.lse_TH)))
-        if work.is_all_of(operands):
-            do_BHTD, o_BHTD, lse_BHT = saved
-            grads = _BACKWARD(do_BHTD, *views, o_BHTD, lse_BHT, 0.0, True, attn_mask=None, scale=scores.scale)
+        check_pools(pools, tasks)
+        do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
+        operands, work, padded = (q_THD, k_TKD, v_TKV), self._work_of(tasks, scores), _padded(q_THD, k_TKD, v_TKV)
+        width, documents = padded[0].shape[2], work.is_all_of(pools)
+        saved = pad_last(do_THV, width), pad_last(o_THV, width), lse_TH
+        if documents and len(work.lengths) == 1:
+            do_BHTD, o_BHTD, lse_BHT, *views_BHTD = map(_heads_first, (*saved, *padded))
+            grads = _BACKWARD(do_BHTD, *views_BHTD, o_BHTD, lse_BHT, 0.0, True, attn_mask=None, scale=scores.scale)
             return Grads(*(_tokens_first(dx, x.shape[2]) for dx, x in zip(grads, operands, strict=True)))
+        if documents:
+            dq_THD, dk_TKD, dv_TKD = totals = [torch.empty_like(x) for x in padded]
+            for do, o, lse, q, k, v, dq, dk, dv in _by_document(work.lengths, *saved, *padded, *totals):
+                grads = _BACKWARD(do, q, k, v, o, lse, 0.0, True, attn_mask=None, scale=scores.scale)
+                dq.copy_(grads[0])
+                dk.copy_(grads[1])
+                dv.copy_(grads[2])
+            return Grads(dq_THD[..., : q_THD.shape[2]], dk_TKD[..., : k_TKD.shape[2]], dv_TKD[..., : v_TKV.shape[2]])
+        views, seen = _Pools(*map(_heads_first, padded)), _Saved(*map(_heads_first, saved))
         dtype = key_gradient_dtype(tasks, pools.k_TKD.dtype)
         # A key is in several blocks of a window, so its gradient is a sum even where no task shares it.
         summed = dtype if scores.window is None else accumulation_dtype(dtype)
         sums = [work.room(pools.q_THD, pools.q_THD.shape[1], width)]
         sums += [x.new_zeros((*x.shape[:2], width), dtype=summed) for x in padded[1:]]
-        totals = _Pools(*map(_heads_first, sums))
+        grads_BHTD = _Pools(*map(_heads_first, sums))
         for task in work.tasks:
-            _backward_task(totals, views, saved, task, scores)
+            _backward_task(grads_BHTD, views, seen, task, scores)
         dq_THD, dk_TKD, dv_TKV = (dx[..., : x.shape[2]] for dx, x in zip(sums, operands, strict=True))
         return Grads(dq_THD, dk_TKD.to(dtype), dv_TKV.to(dtype))
 
     def _work_of(self, tasks: TaskBatch, scores: Scores) -> _Work:
-        by_window = self._work.setdefault(tasks, {})
-        if scores.window not in by_window:
-            by_window[scores.window] = _Work.of(tasks, scores)
-        return by_window[scores.window]
+        work: _Work | None = tasks.derived.get((self, scores.window))
+        if work is None:
+            work = tasks.derived[self, scores.window] = _Work.of(tasks, scores)
+        return work
+
+
+def _by_document(lengths: list[int], *of_all_TH: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Of each of the documents that lie one after another, what it has of several tensors, heads before tokens: views."""
+    return zip(*[x[None].transpose(1, 2).split_with_sizes(lengths, 2) for x in of_all_TH], strict=True)
 
 
 def _heads_first(x_THD: torch.Tensor) -> torch.Tensor:
     """(1, H, T, ...), a view."""
-    return x_THD.transpose(0, 1).unsqueeze(0)
+    return x_THD[None].transpose(1, 2)
 
 
-def _padded(pools: Operands) -> list[torch.Tensor]:
+def _padded(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v in one width."""
-    width = max(pools.q_THD.shape[2], pools.v_TKV.shape[2])
-    return [pad_last(x, width) for x in pools]
+    width = q_THD.shape[2]
+    if v_TKV.shape[2] == width and q_THD.stride(2) == k_TKD.stride(2) == v_TKV.stride(2) == 1:
+        return q_THD, k_TKD, v_TKV
+    width = max(width, v_TKV.shape[2])
+    return pad_last(q_THD, width), pad_last(k_TKD, width), pad_last(v_TKV, width)
 
 
 def _tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.Tensor:

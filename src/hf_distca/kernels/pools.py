@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import pad
 
 from hf_distca.errors import KernelError
-from hf_distca.kernels.base import Operands, TaskBatch
+from hf_distca.kernels.base import Operands, Saved, TaskBatch
 
 __all__ = ["accumulation_dtype", "check_pools", "key_gradient_dtype", "pad_last"]
 
@@ -21,22 +21,26 @@ def key_gradient_dtype(tasks: TaskBatch, dtype: torch.dtype) -> torch.dtype:
     return accumulation_dtype(dtype) if tasks.shares_keys else dtype
 
 
-def check_pools(pools: Operands, tasks: TaskBatch) -> None:
+def check_pools(pools: Operands | Saved, tasks: TaskBatch) -> None:
     """Refuse pools that do not fit together or that are shorter than the tasks say.
 
     A kernel that takes raw offsets reads foreign memory when a task ends outside its pool, so this is checked on the host.
     """
-    q_THD, k_TKD, v_TKV = pools
-    shapes = f"q {tuple(q_THD.shape)}, k {tuple(k_TKD.shape)}, v {tuple(v_TKV.shape)}"
-    if q_THD.dim() != 3 or k_TKD.dim() != 3 or v_TKV.dim() != 3:
-        raise KernelError(f"Pools must have the dimensions (tokens, heads, head dim), got {shapes}.")
-    if q_THD.shape[2] != k_TKD.shape[2] or k_TKD.shape[:2] != v_TKV.shape[:2]:
-        raise KernelError(f"q and k must agree in head dim, k and v in tokens and heads, got {shapes}.")
-    if q_THD.shape[1] % max(k_TKD.shape[1], 1):
-        raise KernelError(f"Query heads must be a multiple of key/value heads, got {shapes}.")
+    # Layers of a kind have the same shapes: those that fit were seen to fit.
+    shapes = q, k, v = pools.q_THD.shape, pools.k_TKD.shape, pools.v_TKV.shape
+    if tasks.derived.get(check_pools) == shapes:
+        return
+    said = f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
+    if not len(q) == len(k) == len(v) == 3:
+        raise KernelError(f"Pools must have the dimensions (tokens, heads, head dim), got {said}.")
+    if q[2] != k[2] or k[:2] != v[:2]:
+        raise KernelError(f"q and k must agree in head dim, k and v in tokens and heads, got {said}.")
+    if q[1] % max(k[1], 1):
+        raise KernelError(f"Query heads must be a multiple of key/value heads, got {said}.")
     rows, keys = tasks.needs
-    if rows > q_THD.shape[0] or keys > k_TKD.shape[0]:
-        raise KernelError(_misfit(q_THD.shape[0], k_TKD.shape[0], tasks))
+    if rows > q[0] or keys > k[0]:
+        raise KernelError(_misfit(q[0], k[0], tasks))
+    tasks.derived[check_pools] = shapes
 
 
 def _misfit(rows: int, keys: int, tasks: TaskBatch) -> str:

@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 
-from hf_distca.kernels.base import Case, Grads, Operands, Outputs, Saved, Scores, TaskBatch
+from hf_distca.kernels.base import Case, Grads, Operands, Outputs, Saved, Scores, TaskBatch, without_gradients
 from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype, pad_last
 
 __all__ = ["Sequences", "VarlenKernel", "VarlenOp", "to_device"]
@@ -98,7 +97,9 @@ class _OpCall:
 
     def within(self, scores: Scores) -> Scores:
         """`scores` without a window that hides no key in this call: ops run plain causal attention faster."""
-        return replace(scores, window=scores.window_within(self.sequences.max_keys))
+        if scores.window is None or scores.window < self.sequences.max_keys:
+            return scores
+        return replace(scores, window=None)
 
 
 class VarlenKernel:
@@ -106,7 +107,6 @@ class VarlenKernel:
 
     def __init__(self, op: VarlenOp, name: str = "varlen") -> None:
         self._op, self.name = op, name
-        self._calls: WeakKeyDictionary[TaskBatch, dict[torch.device, tuple[_OpCall, ...]]] = WeakKeyDictionary()
 
     def unsupported(self, case: Case) -> str | None:
         """None: the op decides."""
@@ -130,56 +130,64 @@ class VarlenKernel:
             ends[call] = start + tasks.key_length[task]
         return calls
 
-    @torch.no_grad()
+    @without_gradients
     def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
         """See `Kernel.forward`."""
         check_pools(pools, tasks)
         q_THD, k_TKD, v_TKV = pools
         value_width, width = v_TKV.shape[2], _width(q_THD, v_TKV)
-        padded = tuple(pad_last(x, width) for x in (q_THD, k_TKD, v_TKV))
+        padded = Operands(pad_last(q_THD, width), pad_last(k_TKD, width), pad_last(v_TKV, width))
         calls = self._calls_of(tasks, q_THD.device)
-        whole = len(calls) == 1 and calls[0].rows.covers(q_THD)
-        if not whole:
-            o_THV = q_THD.new_zeros(*q_THD.shape[:2], value_width)
-            lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=accumulation_dtype(q_THD.dtype))
+        if len(calls) == 1 and calls[0].rows.covers(q_THD):
+            # Packed documents lie in the order of the call.
+            keys, taken = calls[0].keys, padded
+            if not keys.covers(k_TKD):
+                taken = Operands(padded.q_THD, keys.take(padded.k_TKD), keys.take(padded.v_TKV))
+            o, lse = self._op.forward(taken, calls[0].sequences, calls[0].within(scores))
+            return Outputs(_narrowed(o, value_width).contiguous(), lse.contiguous())
+        o_THV = q_THD.new_zeros(*q_THD.shape[:2], value_width)
+        lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=accumulation_dtype(q_THD.dtype))
         for call in calls:
             taken = Operands(call.rows.take(padded[0]), call.keys.take(padded[1]), call.keys.take(padded[2]))
             o, lse = self._op.forward(taken, call.sequences, call.within(scores))
-            if whole:
-                return Outputs(o[..., :value_width].contiguous(), lse.contiguous())
-            call.rows.put(o_THV, o[..., :value_width])
+            call.rows.put(o_THV, _narrowed(o, value_width))
             call.rows.put(lse_TH, lse)
         return Outputs(o_THV, lse_TH)
 
-    @torch.no_grad()
+    @without_gradients
     def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
         """See `Kernel.backward`."""
-        check_pools(pools.operands, tasks)
-        _, q_THD, _, lse_TH, k_TKD, v_TKV = pools
-        width = _width(q_THD, v_TKV)
-        padded = Saved(*(x if x is lse_TH else pad_last(x, width) for x in pools))
+        check_pools(pools, tasks)
+        do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
+        key_width, value_width, width = q_THD.shape[2], v_TKV.shape[2], _width(q_THD, v_TKV)
+        rows = pad_last(do_THV, width), pad_last(q_THD, width), pad_last(o_THV, width), lse_TH
+        padded = Saved(*rows, pad_last(k_TKD, width), pad_last(v_TKV, width))
         calls = self._calls_of(tasks, q_THD.device)
-        whole = len(calls) == 1 and calls[0].rows.covers(q_THD) and calls[0].keys.covers(k_TKD)
-        if not whole:
-            dtype = key_gradient_dtype(tasks, k_TKD.dtype)
-            dq_THD, dk_TKD, dv_TKV = q_THD.new_zeros(q_THD.shape), *(x.new_zeros(x.shape, dtype=dtype) for x in (k_TKD, v_TKV))
+        if len(calls) == 1 and calls[0].rows.covers(q_THD) and calls[0].keys.covers(k_TKD):
+            taken = padded._replace(do_THV=padded.do_THV.contiguous(), o_THV=padded.o_THV.contiguous())
+            dq, dk, dv = self._op.backward(taken, calls[0].sequences, calls[0].within(scores))
+            return Grads(_narrowed(dq, key_width), _narrowed(dk, key_width), _narrowed(dv, value_width))
+        dtype = key_gradient_dtype(tasks, k_TKD.dtype)
+        dq_THD, dk_TKD, dv_TKV = q_THD.new_zeros(q_THD.shape), *(x.new_zeros(x.shape, dtype=dtype) for x in (k_TKD, v_TKV))
         for call in calls:
             do, q, o, lse = (call.rows.take(x) for x in padded.query_rows)
             taken = Saved(do.contiguous(), q, o.contiguous(), lse, *(call.keys.take(x) for x in padded.key_rows))
-            grads = self._op.backward(taken, call.sequences, call.within(scores))
-            dq, dk, dv = (dx[..., : x.shape[2]] for dx, x in zip(grads, (q_THD, k_TKD, v_TKV), strict=True))
-            if whole:
-                return Grads(dq, dk, dv)
-            call.rows.put(dq_THD, dq)
-            call.keys.add(dk_TKD, dk)
-            call.keys.add(dv_TKV, dv)
+            dq, dk, dv = self._op.backward(taken, call.sequences, call.within(scores))
+            call.rows.put(dq_THD, _narrowed(dq, key_width))
+            call.keys.add(dk_TKD, _narrowed(dk, key_width))
+            call.keys.add(dv_TKV, _narrowed(dv, value_width))
         return Grads(dq_THD, dk_TKD, dv_TKV)
 
     def _calls_of(self, tasks: TaskBatch, device: torch.device) -> tuple[_OpCall, ...]:
-        on_device = self._calls.setdefault(tasks, {})
-        if device not in on_device:
-            on_device[device] = tuple(_op_call(tasks, members, device) for members in self.split(tasks))
-        return on_device[device]
+        calls: tuple[_OpCall, ...] | None = tasks.derived.get((self, device))
+        if calls is None:
+            calls = tasks.derived[self, device] = tuple(_op_call(tasks, members, device) for members in self.split(tasks))
+        return calls
+
+
+def _narrowed(x: torch.Tensor, width: int) -> torch.Tensor:
+    """The first columns of the last dimension."""
+    return x if x.shape[-1] == width else x[..., :width]
 
 
 def _width(q_THD: torch.Tensor, v_TKV: torch.Tensor) -> int:

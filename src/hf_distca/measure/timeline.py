@@ -106,12 +106,12 @@ class Trace:
 
     def _seconds(self, mark: Mark) -> float:
         origin = self._origin
-        if isinstance(mark, torch.cuda.Event) and isinstance(origin, torch.cuda.Event):
-            mark.synchronize()
-            return float(origin.elapsed_time(mark)) / 1e3
-        if isinstance(mark, torch.cuda.Event) or not isinstance(origin, float):
+        if isinstance(mark, float) and isinstance(origin, float):
+            return mark - origin
+        if isinstance(mark, float) or origin is None or isinstance(origin, float):
             raise TypeError("a trace holds the marks of one kind of device")
-        return mark - origin
+        mark.synchronize()
+        return float(origin.elapsed_time(mark)) / 1e3
 
 
 class _CallMeter(Meter):

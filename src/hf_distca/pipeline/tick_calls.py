@@ -239,7 +239,7 @@ class KindFinder:
 
     def _attend(self, work: Work, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores) -> torch.Tensor:
         self.kinds.append(LayerKind.of(key, inputs, scores))
-        return self.session.attend(work, module, inputs, scores)
+        return self.session.attend(work, self.session.server(work, inputs.q_THD, key.shape, scores), module, inputs)
 
 
 class StageAttention:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 
@@ -78,11 +78,11 @@ class Inputs(NamedTuple):
     def operands(self) -> Operands:
         """Queries, and keys and values with their context in front."""
         if self.context_k_TKD is None or self.context_v_TKV is None:
-            return Operands(*self[:3])
+            return Operands(self.q_THD, self.k_TKD, self.v_TKV)
         return Operands(self.q_THD, torch.cat([self.context_k_TKD, self.k_TKD]), torch.cat([self.context_v_TKV, self.v_TKV]))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: to make one takes four times as long then
 class AttentionServer:
     """A rank in its role of running CA-tasks, with one kernel. Keeps nothing between calls.
 
@@ -90,7 +90,7 @@ class AttentionServer:
         kernel: the attention kernel.
         scores: scale, window and softcap of the layer.
         meter: where kernel seconds are counted.
-        reporting: a context for kernel calls, which tells other ranks of an exception.
+        reporting: a context that tells other ranks of an exception; entered when a kernel raises one.
     """
 
     kernel: Kernel
@@ -103,13 +103,18 @@ class AttentionServer:
         device, backward = pools.q_THD.device, isinstance(pools, Saved)
         self.meter.count(kernel_calls=1, backward_calls=int(backward))
         begin = now(device)
-        # Kernels compute in the dtypes that they are given, and in wider ones: the user's autocast is not for them.
         kernel = beside_messages(self.kernel) if beside else self.kernel
-        with self.reporting(), torch.autocast(device.type, enabled=False):
-            if isinstance(pools, Saved):
-                results: Outputs | Grads = kernel.backward(pools, tasks, self.scores)
+        compute: Callable[..., Outputs | Grads] = kernel.backward if backward else kernel.forward
+        try:
+            # Kernels compute in the dtypes that they are given, and in wider ones: the user's autocast is not for them.
+            if torch.is_autocast_enabled(device.type):
+                with torch.autocast(device.type, enabled=False):
+                    results = compute(pools, tasks, self.scores)
             else:
-                results = kernel.forward(pools, tasks, self.scores)
+                results = compute(pools, tasks, self.scores)
+        except Exception:
+            with self.reporting():
+                raise
         self.meter.span("server", begin, now(device), backward=backward)
         return results
 
@@ -120,7 +125,7 @@ class Call:
     Attributes:
         route, group, server: this rank's route, the attention group of the route, and what runs the tasks.
         stored: where the outputs are kept for a recompute; None to keep nothing.
-        layer: what servers of a pool must know of the layer; None without a pool.
+        layer: what servers of a pool must know of the layer beside its scores; None without a pool.
         recalled: the outputs in a recompute that finds them there: nothing is launched and no kernel runs.
         backward: whether backward has begun.
     """
@@ -149,8 +154,11 @@ class Call:
     def tell(self, step: str) -> None:
         """Let the servers of a pool take a step of this call, or of its backward once that has begun."""
         if self.layer is not None and self.group.lead is not None:
-            layer = {**self.layer, "backward": self.backward} if step == "begin" else {}
-            self.group.lead.tell(step, {"call": id(self), **layer})
+            said: dict[str, Any] = {"call": id(self)}
+            if step == "begin":
+                scores = self.server.scores
+                said |= {**self.layer, "scale": scores.scale, "softcap": scores.softcap, "backward": self.backward}
+            self.group.lead.tell(step, said)
 
     def hand_on(self, tensors: Operands | Outputs | Saved | Grads, pending: Pending | None) -> None:
         """Hold this rank's own tensors and the exchange under way for the next autograd function."""
@@ -200,10 +208,18 @@ class Call:
             second.first = first
         return second
 
+    @overload
+    def run_local(self, home: Operands) -> Outputs: ...
+
+    @overload
+    def run_local(self, home: Saved) -> Grads: ...
+
     def run_local(self, home: Operands | Saved) -> Outputs | Grads:
         """Run this rank's own tasks, which wait for no message. Returns results of all its tokens, in rows of head groups."""
-        wave, groups = self.route.local_wave, self.route.groups
-        results = in_groups(self._run(home, self.route.local_tasks), groups)
+        wave, groups, results = self.route.local_wave, self.route.groups, self._run(home, self.route.local_tasks)
+        if groups == 1 and wave is None:
+            return results
+        results = in_groups(results, groups)
         if wave is None:
             return results
         pools = self._run(self._pools(wave, in_groups(home, groups), None), wave.arrived)

@@ -25,8 +25,8 @@ Shape suffixes: T tokens, H query heads, K key/value heads, D head dim, V value 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -41,6 +41,18 @@ from hf_distca.runtime.pingpong import take_turns
 __all__ = ["core_attention"]
 
 _Optional = torch.Tensor | None
+_Backward = Callable[..., tuple[_Optional, ...]]
+
+
+def _once_differentiable(backward: _Backward) -> _Backward:
+    """The same as torch's `once_differentiable`, asked for only where a graph of backward is recorded."""
+    recorded: _Backward = once_differentiable(backward)
+
+    @wraps(backward)
+    def call(ctx: Any, *grads: Any) -> tuple[_Optional, ...]:
+        return recorded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return call
 
 
 def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
@@ -60,8 +72,10 @@ def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
             "core attention runs while a CUDA graph is captured: a replay would repeat the plan of this batch for all others. "
             "Capture only code between attention layers, or nothing."
         )
-    recalled = int(call.recalled is not None)
-    call.server.meter.count(calls=1 - recalled, recalls=recalled)
+    if call.recalled is None:
+        call.server.meter.count(calls=1)
+    else:
+        call.server.meter.count(recalls=1)
     if not call.exchanges:
         o_THV = _apply(_Unmoved, call, *inputs)
         take_turns()  # to the other nano-batch, whose messages have had time to travel
@@ -91,7 +105,7 @@ class _Dispatch(torch.autograd.Function):
         return inputs.q_THD.new_zeros(())
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, _anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
         call.tell("finish")
@@ -108,7 +122,7 @@ class _Serve(torch.autograd.Function):
         return anchor.clone()
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
         _serve(call, *call.take(Saved))
@@ -133,7 +147,7 @@ class _Return(torch.autograd.Function):
         return _finish(ctx, call, Inputs(*tensors), partial(_collect_outputs, call))
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
         call, inputs, saved = _begin_backward(ctx, do_THV)
         # If only sinks are trained, q, k and v need no gradient: `_Serve.backward` never runs, and nobody would take a dispatch.
@@ -151,7 +165,7 @@ class _Unmoved(torch.autograd.Function):
         return _finish(ctx, call, inputs, lambda: call.run_local(inputs.operands))
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
         call, inputs, saved = _begin_backward(ctx, do_THV)
         grads = joined_groups(call.run_local(saved), call.route.groups)
@@ -160,7 +174,9 @@ class _Unmoved(torch.autograd.Function):
 
 def _input_gradients(grads: Sequence[torch.Tensor], context: int, d_sink_H: _Optional = None) -> tuple[_Optional, ...]:
     """Gradients of `Inputs` with so many tokens of context."""
-    dq_THD, dk_TKD, dv_TKV = (grad.to(grads[0].dtype) for grad in grads)
+    dq_THD, dk_TKD, dv_TKV = grads
+    if dq_THD.dtype != dk_TKD.dtype or dq_THD.dtype != dv_TKV.dtype:  # sums are wide
+        dk_TKD, dv_TKV = dk_TKD.to(dq_THD.dtype), dv_TKV.to(dq_THD.dtype)
     if not context:
         return dq_THD, dk_TKD, dv_TKV, d_sink_H, None, None
     return dq_THD, dk_TKD[context:], dv_TKV[context:], d_sink_H, dk_TKD[:context], dv_TKV[:context]
@@ -171,10 +187,12 @@ def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tenso
     return result
 
 
-def _finish(ctx: Any, call: Call, inputs: Inputs, compute: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor:
+def _finish(ctx: Any, call: Call, inputs: Inputs, compute: Callable[[], Outputs]) -> torch.Tensor:
     """Save a call for backward, and its outputs for a recompute; in a recompute that finds them, take those. Returns o_THV."""
     if call.recalled is None:
-        outputs = _with_sink(*joined_groups(Outputs(*compute()), call.route.groups), inputs.sink_H)
+        outputs = joined_groups(compute(), call.route.groups)
+        if inputs.sink_H is not None:
+            outputs = _with_sink(outputs, inputs.sink_H)
         if call.stored is not None:
             call.stored.keep(*outputs)
     else:
@@ -193,10 +211,9 @@ def _begin_backward(ctx: Any, do_THV: torch.Tensor) -> tuple[Call, Inputs, Saved
     return ctx.call, inputs, Saved(do_THV.contiguous(), q_THD, o_THV, lse_TH, k_TKD, v_TKV)
 
 
-def _with_sink(o_THV: torch.Tensor, lse_TH: torch.Tensor, sink_H: _Optional) -> Outputs:
+def _with_sink(outputs: Outputs, sink_H: torch.Tensor) -> Outputs:
     """Outputs with the weight of the sinks taken away."""
-    if sink_H is None:
-        return Outputs(o_THV, lse_TH)
+    o_THV, lse_TH = outputs
     merged_TH = torch.logaddexp(lse_TH, sink_H.to(lse_TH.dtype))
     return Outputs((o_THV * (lse_TH - merged_TH).exp().unsqueeze(-1)).to(o_THV.dtype), merged_TH)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_distca.borrowed import changes_in_place, in_backward
+from hf_distca.borrowed import changes_in_place, in_backward, top_saved_tensor_hooks
 from hf_distca.errors import UnsupportedError
 from hf_distca.runtime.saved_tensors import Hooks, SavedTensors
 
@@ -40,8 +40,11 @@ class OutputStore:
 
     def of(self, module: torch.nn.Module, inputs: Sequence[torch.Tensor | None]) -> LayerOutputs | None:
         """The place of one attention module with these inputs in the forward that runs; None if no recompute can follow it."""
+        recorded = torch.is_grad_enabled() and not in_backward()
+        if recorded and top_saved_tensor_hooks(True) is None:
+            return None
         saved = SavedTensors.current()
-        if torch.is_grad_enabled() and not in_backward():
+        if recorded:
             # What is saved is dropped only by the hooks of a checkpoint. Reentrant ones run forward without gradients.
             trained = any(tensor is not None and tensor.requires_grad for tensor in inputs)
             if not (trained and saved.recomputed):

@@ -153,11 +153,17 @@ class Route:
         """Derive the route of `rank`. `waves` are those of the plan."""
         if waves is not None:
             plan = waves.plan
-        number, count = (None, 1) if waves is None else (waves.number, waves.count)
+        number, count = (None, int(plan.moved)) if waves is None else (waves.number, waves.count * plan.moved)
         local_tasks, shares, local = share_of(plan, rank, number, count)
         groups = plan.layout.groups
         built, local_wave = (_wave(share, groups) for share in shares), None if local is None else _wave(local, groups)
-        return cls(_batch(local_tasks), tuple(built), plan.moved, groups, local_wave)
+        return cls(_batch(local_tasks), tuple(built) or (_empty_wave(),), plan.moved, groups, local_wave)
+
+
+def _empty_wave() -> Wave:
+    """A wave in which nothing travels and nothing is served."""
+    nothing = Rows((), {})
+    return Wave(nothing, nothing, (), KeyPool((), nothing), TaskBatch((), (), (), ()))
 
 
 def _wave(share: WaveShare, groups: int) -> Wave:
