@@ -48,6 +48,7 @@ def _one_hopper(monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]) ->
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(kernels, "wrong", lambda kernel, case: None)
+    monkeypatch.setattr(kernels, "compile_reason", lambda kernel, case: None)
 
 
 def test_auto_on_cpu() -> None:
@@ -247,6 +248,19 @@ def test_a_kernel_that_is_wrong_beside_messages_is_not_taken(
     reason = "its check on cuda:0 raised TypeError: unexpected keyword argument 'sm_margin'"
     monkeypatch.setattr(kernels, "wrong", lambda kernel, case: reason if "beside" in kernel.name else None)
     assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
+
+
+@pytest.mark.usefixtures("_one_hopper")
+def test_a_kernel_whose_variants_do_not_compile_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
+) -> None:
+    monkeypatch.setattr(flash, "_installed", lambda: None)
+    packages["flash_attn.cute.interface"] = object()
+    reason = "it cannot be compiled on cuda:0 (RuntimeError: no compiler)"
+    monkeypatch.setattr(kernels, "compile_reason", lambda kernel, case: reason if kernel is flash.FLASH_ATTN_4 else None)
+    assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
+    with pytest.raises(KernelError, match=r"'flash_attn_4' cannot run .*: it cannot be compiled on cuda:0 \(RuntimeError"):
+        select("flash_attn_4", CUDA, torch.bfloat16, 64, 64, PLAIN)
 
 
 @pytest.mark.usefixtures("_one_hopper")

@@ -15,6 +15,7 @@ from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.flash import CUDA, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4, beside_messages, import_error
 from hf_distca.kernels.plain_torch import ReferenceKernel
+from hf_distca.kernels.variants import compile_reason, compiling_ahead
 
 __all__ = ["Case", "Kernel", "Scores", "TaskBatch", "is_slow", "runnable", "select_kernel", "survey", "why_not"]
 
@@ -65,7 +66,7 @@ def _selected(name: KernelName, case: Case, first: str | None, _deterministic: b
     candidates.sort(key=lambda kernel: kernel.name != first)
     refused: list[str] = []
     for kernel in candidates:
-        reason = why_not(kernel, case)
+        reason = why_not(kernel, case) or compile_reason(kernel, case)
         if reason is None:
             _announce(kernel.name, case, refused, automatic=automatic)
             return kernel
@@ -98,8 +99,9 @@ def why_not(kernel: Kernel, case: Case) -> str | None:
 @lru_cache(maxsize=256)
 def _checked(kernel: Kernel, case: Case, _deterministic: bool) -> str | None:
     """What the check of a kernel on a GPU found, also beside messages. What it raises, such as a lack of memory, is not kept."""
-    reasons = (wrong(variant, case) for variant in dict.fromkeys((kernel, beside_messages(kernel))))
-    return next((reason for reason in reasons if reason is not None), None)
+    with compiling_ahead():
+        reasons = (wrong(variant, case) for variant in dict.fromkeys((kernel, beside_messages(kernel))))
+        return next((reason for reason in reasons if reason is not None), None)
 
 
 def survey(case: Case) -> list[tuple[str, str | None]]:
