@@ -24,7 +24,7 @@ from hf_distca.kernels.base import Operands, Saved
 from hf_distca.kernels.flash import AtenFlash
 from hf_distca.kernels.varlen import Sequences
 
-OP = StrictVarlenOp()
+OP = StrictVarlenOp(takes_gaps=True)
 KERNELS = (flash.CUDA, efficient.EFFICIENT, flash.FLASH_ATTN, flash.FLASH_ATTN_3, flash.FLASH_ATTN_3_BESIDE, flash.FLASH_ATTN_4)
 BACKWARD = torch.ops.aten._efficient_attention_backward
 

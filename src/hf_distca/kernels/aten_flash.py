@@ -19,6 +19,8 @@ class AtenFlash:
     needs to be kept from forward.
     """
 
+    takes_gaps = torch.version.hip is None
+
     def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
         """See `VarlenOp.forward`."""
         flags = {"dropout_p": 0.0, "is_causal": True, "return_debug_mask": False}

@@ -108,6 +108,8 @@ class _Package:
 class _PackageFlash:
     """`VarlenOp` over the functions of a package."""
 
+    takes_gaps = True
+
     def __init__(self, package: _Package) -> None:
         self._package = package
 
