@@ -25,7 +25,15 @@ from hf_distca.kernels.flash import AtenFlash
 from hf_distca.kernels.varlen import Sequences
 
 OP = StrictVarlenOp(takes_gaps=True)
-KERNELS = (flash.CUDA, efficient.EFFICIENT, flash.FLASH_ATTN, flash.FLASH_ATTN_3, flash.FLASH_ATTN_3_BESIDE, flash.FLASH_ATTN_4)
+KERNELS = (
+    flash.CUDA,
+    efficient.EFFICIENT,
+    flash.FLASH_ATTN,
+    flash.FLASH_ATTN_3,
+    flash.FLASH_ATTN_3_BESIDE,
+    flash.FLASH_ATTN_3_HUB,
+    flash.FLASH_ATTN_4,
+)
 BACKWARD = torch.ops.aten._efficient_attention_backward
 
 
@@ -293,6 +301,7 @@ class Interface4(Interface3):
         "flash_attn 2.8.3",
         "flash_attn_3",
         "flash_attn_3 beside messages",
+        "kernels-community/flash-attn3",
         "flash_attn_4",
     ]
 )
@@ -303,6 +312,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
     modules = {
         "flash_attn.flash_attn_interface": functions,
         "flash_attn_interface": Interface3(16 if "beside" in request.param else 0),
+        "kernels-community/flash-attn3": Interface3(),
         "flash_attn.cute.interface": Interface4(),
     }
     monkeypatch.setattr(flash, "_module", modules.__getitem__)

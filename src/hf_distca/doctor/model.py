@@ -16,7 +16,7 @@ from hf_distca.doctor import Finding, State
 from hf_distca.errors import ConfigError, DistCAError, UnsupportedError
 from hf_distca.input_files import read_file
 from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop, layer_keys, why_whole
-from hf_distca.kernels import Case, Scores, is_slow, survey
+from hf_distca.kernels import Case, Scores, faster_kernel, is_slow, survey
 
 __all__ = ["dtype_of", "family", "kernels", "read_config", "with_defaults"]
 
@@ -188,6 +188,8 @@ def _case(named: str, asked: Case) -> Iterator[Finding]:
         todo = f"{case}: only a slow kernel fits. {'; '.join(f'{name}: {reason}' for name, reason in before)}"
         if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
             todo = f"{case}: train in bfloat16 or float16 (bf16=True or fp16=True), for which there are fast kernels"
+    elif (faster := faster_kernel(running, device)) is not None:
+        todo = f"{case}: {faster}"
     yield Finding(
         "kernels", case, f"kernel {running!r}", State.bad if running is None else State.note if slow else State.good, todo
     )

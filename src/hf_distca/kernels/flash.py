@@ -1,12 +1,13 @@
-"""Flash attention for GPUs: what torch's CUDA wheels have inside, and three packages, where they are installed.
+"""Flash attention for GPUs: what torch's CUDA wheels have inside, three packages where they are installed, one of a hub.
 
 All compute sequences of several lengths in one call, below their autograd layer. What differs is where the functions are, what
 their arguments are called, and what they cannot run: a row of `_Package` each.
 
 FlashAttention 3 and 4 are called directly. torch's own way to them, `torch.nn.attention.activate_flash_attention_impl`, changes
 what the whole process runs, `sdpa` of other models included, and knows no softcap; for FlashAttention 4 it takes two results from
-a forward that gives five (flash-attn-4 4.0.0b36, torch 2.11 and 2.13). Both rows are written against the packages' sources
-(commit 01afd16, and 4.0.0b36) and have not run yet: `hf_distca.kernels.check` compares them on the device before they are taken.
+a forward that gives five (flash-attn-4 4.0.0b36, torch 2.11 and 2.13). FlashAttention 4 has run on an H100; the rows of
+FlashAttention 3 are written against its sources (commit 01afd16, and commit 5f632e2 of kernels-community) and have not run yet.
+`hf_distca.kernels.check` compares each on the device before it is taken.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -33,6 +34,7 @@ __all__ = [
     "FLASH_ATTN",
     "FLASH_ATTN_3",
     "FLASH_ATTN_3_BESIDE",
+    "FLASH_ATTN_3_HUB",
     "FLASH_ATTN_4",
     "INTERFACE_4",
     "AtenFlash",
@@ -50,6 +52,8 @@ _FOURTH = (9, 10, 11, 12)  # major compute capabilities whose backward FlashAtte
 _MESSAGE_MULTIPROCESSORS = 16
 _BLOCKS = 512  # rows, more than the two blocks of 192 and 128 that FlashAttention 4 takes as one at most
 _INTERFACE_3, INTERFACE_4 = "flash_attn_interface", "flash_attn.cute.interface"
+_INTERFACE_3_IN_PACKAGE = "flash_attn_3.flash_attn_interface"  # where wheels have it
+_HUB_3 = "kernels-community/flash-attn3"  # of the package `kernels`, which downloads it
 
 
 def unsupported_by_flash(case: Case) -> str | None:
@@ -187,8 +191,12 @@ def _module(name: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of compilers: there is nothing to do about them
+            if name == _HUB_3:
+                return import_module("kernels").get_kernel(name, version=1).flash_attn_interface
             return import_module(name)
     except Exception as error:
+        if name == _INTERFACE_3 and not isinstance(other := _module(_INTERFACE_3_IN_PACKAGE), Exception):
+            return other
         return error
 
 
@@ -231,12 +239,12 @@ def _no_flash_attn(case: Case) -> str | None:
     return unsupported_by_flash(case)
 
 
-def _no_flash_attn_3(case: Case) -> str | None:
+def _no_flash_attn_3(case: Case, module: str = _INTERFACE_3) -> str | None:
     if (reason := unsupported_by_flash(case)) is not None:
         return reason
     if torch.cuda.get_device_capability(case.device)[0] != 9:
         return f"FlashAttention 3 is for Hopper GPUs (compute capability 9), {case.device} is none"
-    if (error := import_error()) is not None:
+    if (error := import_error(module)) is not None:
         return f"FlashAttention 3 cannot be imported ({type(error).__name__}: {error})"
     return None
 
@@ -271,7 +279,7 @@ class _FlashKernel(VarlenKernel):
 CUDA = _FlashKernel("cuda", AtenFlash(), _no_aten)
 # The package flash-attn; head dimensions up to 256.
 FLASH_ATTN = _FlashKernel("flash_attn", _PackageFlash(_FLASH_ATTN), _no_flash_attn)
-# flash_attn_interface, built from the folder hopper of the sources: Hopper GPUs. Not run yet.
+# FlashAttention 3, from wheels of the PyTorch index or built from the folder hopper of the sources: Hopper GPUs. Not run yet.
 FLASH_ATTN_3 = _FlashKernel("flash_attn_3", _PackageFlash(_FLASH_ATTN_3), _no_flash_attn_3)
 # The same beside messages.
 FLASH_ATTN_3_BESIDE = _FlashKernel(
@@ -279,7 +287,11 @@ FLASH_ATTN_3_BESIDE = _FlashKernel(
     _PackageFlash(replace(_FLASH_ATTN_3, options={"sm_margin": _MESSAGE_MULTIPROCESSORS})),
     _no_flash_attn_3,
 )
-# flash-attn-4, which compiles its kernels as they are needed: Hopper, and Blackwell with widths up to 128 and 256. Not run yet.
+# The same from a hub, only where it is asked for.
+FLASH_ATTN_3_HUB = _FlashKernel(
+    _HUB_3, _PackageFlash(replace(_FLASH_ATTN_3, module=_HUB_3)), partial(_no_flash_attn_3, module=_HUB_3)
+)
+# flash-attn-4, which compiles its kernels (`hf_distca.kernels.variants`): Hopper, and Blackwell with widths up to 128 and 256.
 FLASH_ATTN_4 = _FlashKernel("flash_attn_4", _PackageFlash(_FLASH_ATTN_4), _no_flash_attn_4)
 
 
