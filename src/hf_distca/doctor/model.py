@@ -183,13 +183,11 @@ def _case(named: str, asked: Case) -> Iterator[Finding]:
     case = f"{named}, {str(dtype).removeprefix('torch.')} on {device.type}"
     before = [(name, reason) for name, reason in looked_at if reason is not None]
     slow = running is not None and is_slow(running, dtype) and len(looked_at) > 1
-    todo = None
+    todo = f"{case}: {faster}" if running and (faster := faster_kernel(running, device)) else None
     if running is None or slow:
         todo = f"{case}: only a slow kernel fits. {'; '.join(f'{name}: {reason}' for name, reason in before)}"
         if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
             todo = f"{case}: train in bfloat16 or float16 (bf16=True or fp16=True), for which there are fast kernels"
-    elif (faster := faster_kernel(running, device)) is not None:
-        todo = f"{case}: {faster}"
     yield Finding(
         "kernels", case, f"kernel {running!r}", State.bad if running is None else State.note if slow else State.good, todo
     )
