@@ -1,4 +1,4 @@
-"""Shipped profiles of GPUs against published timings, cell by cell: those that they are fitted to, and others kept aside.
+"""Shipped profiles of GPUs against timings, published and our own, cell by cell: those that they are fitted to, and others.
 
     python benchmarks/published_timings.py --json
     python benchmarks/published_timings.py --write src/hf_distca/schedule/profiles_data   # fits them anew
@@ -9,10 +9,14 @@ of 1K (which show the launch), 4K and 16K. Kept aside: packed rows of other leng
 told apart: packed documents and single ones differ in tiles, bytes and flops alone. With ``--profiles`` it also reads a folder
 with ``attention_forward_fa2_h100_packed.psv`` of hao-ai-lab/DistCA: equal documents of 32K tokens in all, down to 32 tokens each.
 
+Our own are of an H100: whole documents, and batches of slices of 128 rows and more. Every second one is fitted to, the others are
+kept aside. With FlashAttention 4, NVIDIA's of an H200 are fitted to as well. One slice alone in its call leaves part of the GPU
+idle, which the model has no term for: its timings are shown apart, and neither fitted to nor among the errors.
+
 What a call takes besides its tasks is what the GPU waits for the host, so it depends on how calls are timed. MagiAttention's
 program asks the driver for the memory in use between the two events of a call (magi_attention/benchmarking/bench.py): the GPU
 waits in each. That of flash-attention 2 issues 30 calls, and waits once (benchmarks/benchmark_flash_attention.py). In triton's
-do_bench, by which flash-attention 3 and 4 are timed, the GPU has other work while the host issues a call.
+do_bench, by which flash-attention 3 and 4 are timed, the GPU has other work while the host issues a call, and so it has in ours.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ from output import add_json_option, put_out
 from packed_documents import SOURCE as PACKED_SOURCE
 from packed_documents import packed_rows
 
+Counts = npt.NDArray[np.float64]
 K = 1024
 DRAWN = 200  # packed rows of each length
 FITTED_PACKED = (K, 4 * K, 16 * K)
@@ -79,13 +84,51 @@ FA4_FORWARD = (("dense", 1418), ("varlen", 1388))
 FA4_BACKWARD = (("dense", 1123), ("dense, 2 CTAs", 1208), ("varlen", 1081))
 
 
+# NVIDIA's of an H200: two causal sequences of each length, 64 query heads, 8 key heads (cuDNN front end, llama3.1, 2026-09-28).
+H200 = {2 * K: (522, 446), 4 * K: (619, 558), 8 * K: (675, 629), 16 * K: (702, 606), 32 * K: (638, 610)}
+NVIDIA_H200 = "NVIDIA/cudnn-frontend, benchmark/attention_training/results/llama3.1/h200/llama3.1_20260928_130009.csv"
+# Ours, of one H100 (80 GB HBM3, 700 W) on 2026-11-26 with torch 2.11: 32 query heads, 8 key heads of 128, bfloat16. Whole
+# documents of a length, 16K tokens or one of them in all; slices of so many rows behind 8K others, 16K rows in all; one slice
+# alone with 64K keys; and so many equal tasks of rows and keys. Batches of rows that are no whole tiles, which plans cut at the
+# ends of documents only, are shown only: backward has other tiles than forward. Left out are slices of 64 rows, and batches of
+# documents of 128 and 512 tokens, whose calls take less than half a millisecond: there the host was timed.
+OURS = "one H100 80GB HBM3, 2026-11-26, torch 2.11, flash-attn-4 4.0.0b36: every second of whole documents and batches of slices"
+LLAMA = AttentionShape(32, 8, 128, 128, 2)
+WHOLE = {
+    "h100_flash_attn_2": {2 * K: (281, 199), 8 * K: (338, 285), 32 * K: (343, 322), 64 * K: (354, 324)},
+    "h100_flash_attn_4": {2 * K: (500, 378), 8 * K: (656, 557), 32 * K: (686, 599), 64 * K: (645, 605)},
+}
+SLICES = {
+    "h100_flash_attn_2": ([301, 342, 357, 335, 338, 332, 345, 330], [146, 201, 245, 282, 291, 298, 312, 307]),
+    "h100_flash_attn_4": ([623, 650, 656, 662, 631, 669, 633, 650], [180, 283, 384, 473, 543, 538, 537, 581]),
+}
+ALONE = {
+    "h100_flash_attn_2": ([74, 146, 293, 357, 343, 336, 344, 333], [154, 204, 256, 288, 292, 314, 310, 314]),
+    "h100_flash_attn_4": ([193, 381, 702, 679, 660, 640, 579, 660], [111, 200, 336, 448, 541, 564, 572, 607]),
+}
+BATCHES = {
+    (32, 512, 1536): (306, 208),
+    (15, 1024, 66560): (354, 274),
+    (8, 2048, 3072): (324, 253),
+    (1, 32768, 40960): (352, 312),
+    (15, 128, 65664): (334, 149),
+    (2, 8192, 16384): (335, 315),
+    (7, 192, 131264): (212, 184),
+    (1, 65536, 68608): (338, 318),
+    (7, 1536, 132608): (332, 296),
+    (4, 4096, 4096): (319, 257),
+}
+ROWS = [128 * 2**n for n in range(8)]
+FITTED = (*CHARTS, "h100_flash_attn_4")  # profiles, but that of A100
+
+
 class Cell(NamedTuple):
-    """A published figure.
+    """A published figure, or one of ours.
 
     Attributes:
         profile, direction: which kernel; "both" for forward and backward together.
         timing, tokens: what was timed, in words, and tokens of a row, or of a sequence where they are equal.
-        fitted: whether the profile is fitted to it.
+        fitted: whether the profile is fitted to it; None if it is shown only.
         tflops: published, in 10**12 flops a second.
         counts: columns call, bytes, flops and flops of seen pairs of drawn calls, forward and backward: shape (2, calls, 4).
         in_a_row: calls that are timed together, of which the first waits for the host; 0 where none does.
@@ -95,9 +138,9 @@ class Cell(NamedTuple):
     direction: str
     timing: str
     tokens: int
-    fitted: bool
+    fitted: bool | None
     tflops: float
-    counts: npt.NDArray[np.float64]
+    counts: Counts
     in_a_row: int = 0
 
     @property
@@ -124,18 +167,16 @@ class Cell(NamedTuple):
         return self.modelled(costs) / self.seconds - 1
 
 
-def counts(shape: AttentionShape, lengths: npt.ArrayLike, *, causal: bool = True) -> npt.NDArray[np.float64]:
-    """A call for these sequences, as `Cell.counts`: shape (2, 1, 4)."""
-    length = np.asarray(lengths)
-    _, moved, flops = CostModel.analytic(shape).counts(length, length).sum(axis=1).T
-    seen = (
-        (causal_pairs(length, length) if causal else length.astype(np.float64) ** 2).sum() * shape.pair_flops * np.array([1, 2.5])
-    )
+def counts(shape: AttentionShape, rows: npt.ArrayLike, keys: npt.ArrayLike | None = None, *, causal: bool = True) -> Counts:
+    """A call for tasks of so many rows and keys, or for whole sequences, as `Cell.counts`: shape (2, 1, 4)."""
+    n, m = np.asarray(rows), np.asarray(rows if keys is None else keys)
+    _, moved, flops = CostModel.analytic(shape).counts(n, m).sum(axis=1).T
+    seen = (causal_pairs(n, m) if causal else n.astype(np.float64) * m).sum() * shape.pair_flops * np.array([1, 2.5])
     return np.stack([np.ones(2), moved, flops if causal else seen, seen], axis=1)[:, None]
 
 
 @cache
-def packed_counts(tokens: int) -> npt.NDArray[np.float64]:
+def packed_counts(tokens: int) -> Counts:
     return np.concatenate([counts(GQA, row) for row in packed_rows(tokens, DRAWN)], axis=1)
 
 
@@ -171,6 +212,31 @@ def other_cells(folder: Path | None) -> list[Cell]:
     return cells
 
 
+def our_cells() -> list[Cell]:
+    """Those of an H100, and of an H200; every second of ours is fitted to."""
+    cells = []
+
+    def add(profile: str, timing: str, tasks: tuple[int, int, int], fitted: bool | None, figures: Sequence[int]) -> None:
+        shape = LLAMA if timing != "H200" else GQA
+        drawn = counts(shape, np.full(tasks[0], tasks[1]), np.full(tasks[0], tasks[2]))
+        drawn[..., 0] = 0  # no call waits for the host
+        for direction, tflops in zip(("forward", "backward"), figures, strict=True):
+            cells.append(Cell(profile, direction, timing, tasks[1], fitted, tflops, drawn))
+
+    for profile, whole in WHOLE.items():
+        for place, (length, figures) in enumerate(whole.items()):
+            add(profile, "ours, whole", (max(1, 16 * K // length), length, length), place % 2 == 0, figures)
+        for place, (rows, *figures) in enumerate(zip(ROWS, *SLICES[profile], strict=True)):
+            add(profile, "ours, slices", (16 * K // rows, rows, rows + 8 * K), place % 2 == 0, figures)
+        for rows, *figures in zip(ROWS, *ALONE[profile], strict=True):
+            add(profile, "ours, alone", (1, rows, 64 * K), None, figures)
+    for place, (tasks, figures) in enumerate(BATCHES.items()):
+        add("h100_flash_attn_2", "ours, batches", tasks, None if tasks[1] % 128 else place % 2 == 0, figures)
+    for length, figures in H200.items():
+        add("h100_flash_attn_4", "H200", (2, length, length), True, figures)
+    return cells
+
+
 def memory_rate(profile: str) -> float:
     """What the simulator takes the memory of the profile's device to reach, in bytes a second."""
     return find_hardware(profile.partition("_")[0]).memory_rate
@@ -194,13 +260,14 @@ def fit(cells: list[Cell], way: int) -> KernelCost:
         np.array([cell.counts[way, :, :3].mean(axis=0) for cell in cells]),
         np.array([cell.seconds for cell in cells]),
     )
-    shortest = np.sort(seconds)[:4]
+    waiting = np.array([cell.in_a_row > 0 for cell in cells])
+    shortest = np.sort(seconds[waiting])[:4]
     found = []
     for floor in (0.0, *np.unique(np.sqrt(np.outer(shortest, shortest)))):
-        above = seconds > floor
+        above = (seconds > floor) | ~waiting
         for _ in range(4):  # which timings are above it depends on the fit to them
             cost = fit_with_memory(means[above], seconds[above], memory_rate(cells[0].profile))
-            above = cost.call_seconds + means @ cost.coefficients > floor
+            above = (cost.call_seconds + means @ cost.coefficients > floor) | ~waiting
         cost = replace(cost, least_seconds=float(floor))
         found.append((sum(cell.error((cost, cost)) ** 2 for cell in cells), cost))
     return min(found, key=lambda pair: pair[0])[1]
@@ -223,14 +290,14 @@ def scaled(rates: KernelRates, cells: list[Cell]) -> KernelRates:
 def fitted(cells: list[Cell]) -> dict[str, KernelRates]:
     """The rates of each profile."""
     found = {}
-    for profile in (*CHARTS, "a100_flash_attn_2"):
+    for profile in (*FITTED, "a100_flash_attn_2"):
         mine = [cell for cell in cells if cell.profile == profile and cell.fitted]
-        if profile in CHARTS:
+        if profile in FITTED:
             directions = [fit([cell for cell in mine if cell.ways == [way]], way) for way in (0, 1)]
             found[profile] = KernelRates(profile.partition("_")[2], 2, 128, 128, *directions)
         else:
             found[profile] = scaled(found["h100_flash_attn_2"], mine)
-        others = [cell for cell in cells if cell.profile == profile and not cell.fitted]
+        others = [cell for cell in cells if cell.profile == profile and cell.fitted is False]
         rates = found[profile]
         errors = {**dict(summary(rates, mine, "fitted_")), **dict(summary(rates, others, ""))}
         found[profile] = replace(rates, errors=errors, fitted=len(mine), kept_aside=len(others))
@@ -238,10 +305,11 @@ def fitted(cells: list[Cell]) -> dict[str, KernelRates]:
 
 
 def summary(rates: KernelRates, cells: list[Cell], which: str) -> Iterable[tuple[str, float]]:
-    """Median and largest size of errors in each direction; timings of both together count in both."""
+    """Median, 90th percentile and largest size of errors in each direction; timings of both together count in both."""
     for way, direction in enumerate(("forward", "backward")):
         sizes = [abs(cell.error((rates.forward, rates.backward))) for cell in cells if way in cell.ways]
         yield f"{which}{direction}_median", round(statistics.median(sizes), 4)
+        yield f"{which}{direction}_90", round(float(np.percentile(sizes, 90)), 4)
         yield f"{which}{direction}_largest", round(max(sizes), 4)
 
 
@@ -282,11 +350,13 @@ def profile_of(name: str, rates: KernelRates) -> Profile:
     if device == "a100":
         forward = "rates of h100_flash_attn_2, bytes and flops scaled: only forward and backward together are published"
     kernel = f"{FLASH}; {forward}" if device == "a100" else f"{MAGI}; {forward}; packed rows drawn from {PACKED_SOURCE}"
+    if name in WHOLE:
+        kernel = f"{OURS}; {kernel if name in CHARTS else f'{NVIDIA_H200}; {forward}'}"
     return Profile(
         name=name,
         device="cuda",
         processor=PROCESSORS[device],
-        date="2026-11-25",
+        date="2026-11-26" if name in WHOLE else "2026-11-25",
         versions={},
         made_by="python benchmarks/published_timings.py --write src/hf_distca/schedule/profiles_data",
         kernels=(rates,),
@@ -303,12 +373,13 @@ def show(result: dict[str, Any]) -> None:
     rows: dict[tuple[str, ...], list[str]] = {}
     for cell in result["cells"]:
         key = (cell["profile"], cell["direction"], cell["timing"])
-        rows.setdefault(key, []).append(f"{cell['error']:+.0%}{'*' if cell['fitted'] else ''}")
+        mark = {True: "*", False: "", None: "-"}[cell["fitted"]]
+        rows.setdefault(key, []).append(f"{cell['error']:+.0%}{mark}")
     for key, errors in rows.items():
         table.add_row(*key, " ".join(errors))
     Console(width=140).print(table)
     print("all-gathers on 8 H200, MiB:", ", ".join(f"{cell['mebibytes']} {cell['error']:+.0%}" for cell in result["links"]))
-    print("* fitted to. Largest of those, and largest and median of the others:")
+    print("* fitted to, - one task alone, shown only. Errors of those fitted to, and of the others:")
     for name, found in result["profiles"].items():
         print(name, found["errors"])
 
@@ -319,11 +390,11 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="fit the profiles, and write them into this folder")
     add_json_option(parser)
     arguments = parser.parse_args()
-    cells = [*chart_cells(), *other_cells(arguments.profiles)]
+    cells = [*chart_cells(), *our_cells(), *other_cells(arguments.profiles)]
     if arguments.write is None:
-        found = {name: Profile.load(name).kernels[0] for name in (*CHARTS, "a100_flash_attn_2")}
+        found = {name: Profile.load(name).kernels[0] for name in (*FITTED, "a100_flash_attn_2")}
     else:
-        found = fitted([*chart_cells(), *other_cells(None)])
+        found = fitted([*chart_cells(), *our_cells(), *other_cells(None)])
         for name, rates in found.items():
             (arguments.write / f"{name}.json").write_text(profile_of(name, rates).to_json() + "\n", encoding="utf-8")
     costs = {name: (rates.forward, rates.backward) for name, rates in found.items()}

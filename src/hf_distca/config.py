@@ -19,7 +19,9 @@ from hf_distca.schedule.profiles import Profile
 
 __all__ = ["CostSource", "DistCAConfig", "KernelName", "is_built_in", "parse_values", "read_values", "split_settings"]
 
-KernelName = Literal["auto", "reference", "cpu", "cuda", "efficient", "flash_attn", "flash_attn_3", "flash_attn_4"]
+KernelName = Literal[
+    "auto", "reference", "cpu", "cuda", "efficient", "flash_attn", "flash_attn_3", "kernels-community/flash-attn3", "flash_attn_4"
+]
 _BUILT_IN_COSTS = ("analytic", "calibrated")
 if TYPE_CHECKING:
     CostSource = str | Path | CostModel | Profile

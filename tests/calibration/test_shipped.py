@@ -19,6 +19,8 @@ from ranks import RankPool
     [
         ("NVIDIA H100 80GB HBM3", "cuda", "h100_flash_attn_2"),
         ("NVIDIA H200", "flash_attn_3", "h100_flash_attn_3"),
+        ("NVIDIA H200", "flash_attn_4", "h100_flash_attn_4"),
+        ("NVIDIA H100 80GB HBM3", "kernels-community/flash-attn3", "h100_flash_attn_3"),
         ("NVIDIA A100-SXM4-80GB", "flash_attn", "a100_flash_attn_2"),
         ("NVIDIA GB200", "flash_attn_4", "b200_flash_attn_4"),
         ("NVIDIA B200", "cuda", None),  # nobody published timings

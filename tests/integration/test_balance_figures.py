@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from test_parity import PAIRS, model_for
 from test_trainer import FIGURES
 
 import hf_distca
+from hf_distca.integration import reports
 from hf_distca.integration.reports import Metrics
 from ranks import RankPool
 from tiny_runs import rows
@@ -79,3 +81,13 @@ def alone(rank: int) -> list[int]:
 
 def test_a_rank_may_read_alone(rank_pool: Callable[[int], RankPool]) -> None:
     assert rank_pool(2)(alone, timeout=60) == [[0, 1, 2, 3], [3]]
+
+
+def test_late_compiles_are_a_figure_if_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_distca.configure()
+    before = hf_distca.metrics()
+    ran = replace(before, balance=replace(before.balance, micro_batches=1))
+    assert "distca/late_compiles" not in (ran - before).figures()
+    monkeypatch.setattr(reports, "late_compiles", lambda: before.late_compiles + 2)
+    later = replace(hf_distca.metrics(), balance=ran.balance)
+    assert (later - before).figures()["distca/late_compiles"] == 2

@@ -15,7 +15,10 @@ from hf_distca.kernels.varlen import Sequences
 
 
 class StrictVarlenOp:
-    def __init__(self) -> None:
+    """Rows without keys keep NaN for outputs, as some ops leave anything there."""
+
+    def __init__(self, *, takes_gaps: bool = False) -> None:
+        self.takes_gaps = takes_gaps
         self.calls: list[dict[str, torch.Tensor]] = []
         self.windows: list[int | None] = []
 
@@ -61,6 +64,8 @@ class StrictVarlenOp:
         self.calls.append({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse})
         self.windows.append(scores.window)
         dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
+        for rows, keys in _pieces(sequences, empty=True):
+            dq[rows], dk[keys], dv[keys] = 0, 0, 0
         for rows, keys in _pieces(sequences):
             logits, slope = _logits(q[rows], k[keys], scores)
             p = (logits - lse[:, rows, None]).exp()
@@ -71,8 +76,7 @@ class StrictVarlenOp:
             dv[keys] = _summed(torch.einsum("hqk,qhd->khd", p, do[rows].to(p.dtype)), v)
         return dq, dk, dv
 
-    @staticmethod
-    def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scores: Scores) -> None:
+    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scores: Scores) -> None:
         assert q.shape[2] == k.shape[2] == v.shape[2]
         assert q.shape[2] % 8 == 0
         assert q.shape[1] % k.shape[1] == 0
@@ -87,17 +91,21 @@ class StrictVarlenOp:
             assert cu.is_contiguous()
             assert cu[0] == 0
             assert cu[-1] == pool.shape[0]
-            assert cu.diff().min() >= 1
+            assert cu.diff().min() >= (0 if self.takes_gaps else 1)
             assert type(longest) is int
             assert longest == cu.diff().max()
         assert scores.window is None or 1 <= scores.window < sequences.max_keys
-        assert (sequences.cu_rows.diff() <= sequences.cu_keys.diff()).all()
+        rows, keys = sequences.cu_rows.diff(), sequences.cu_keys.diff()
+        assert ((rows <= keys) | (keys == 0)).all()
+        assert (rows + keys > 0).all()
 
 
-def _pieces(sequences: Sequences) -> Iterator[tuple[slice, slice]]:
+def _pieces(sequences: Sequences, *, empty: bool = False) -> Iterator[tuple[slice, slice]]:
+    """Rows and keys of sequences that have both, or of those that have not."""
     rows, keys = sequences.cu_rows.tolist(), sequences.cu_keys.tolist()
     for i in range(len(rows) - 1):
-        yield slice(rows[i], rows[i + 1]), slice(keys[i], keys[i + 1])
+        if (rows[i] == rows[i + 1] or keys[i] == keys[i + 1]) == empty:
+            yield slice(rows[i], rows[i + 1]), slice(keys[i], keys[i + 1])
 
 
 def _wide(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

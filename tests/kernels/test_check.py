@@ -149,3 +149,22 @@ def test_training_does_not_notice() -> None:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class LeftGaps(StrictVarlenOp):
+    """Writes no gradients where a sequence has no rows, or no keys."""
+
+    def differentiate(self, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, sequences: Sequences, scores: Scores) -> Any:
+        grads = super().differentiate(do, q, k, v, o, lse, sequences, scores)
+        rows, keys = sequences.cu_rows.diff(), sequences.cu_keys.diff()
+        for grad, lengths, empty in zip(grads, (rows, keys, keys), (keys == 0, rows == 0, rows == 0), strict=True):
+            grad[empty.repeat_interleave(lengths)] = 1.0
+        return grads
+
+
+def test_an_op_that_takes_no_gaps_is_found() -> None:
+    case = Case(CPU, torch.float32, 32, 32, PLAIN)
+    assert wrong(VarlenKernel(StrictVarlenOp(takes_gaps=True)), case) is None
+    assert wrong(VarlenKernel(LeftGaps()), case) is None, "tasks are gathered"
+    reason = wrong(VarlenKernel(LeftGaps(takes_gaps=True)), case)
+    assert all(f"{name} with gaps by" in str(reason) for name in ("dq", "dk", "dv"))

@@ -24,8 +24,16 @@ from hf_distca.kernels.base import Operands, Saved
 from hf_distca.kernels.flash import AtenFlash
 from hf_distca.kernels.varlen import Sequences
 
-OP = StrictVarlenOp()
-KERNELS = (flash.CUDA, efficient.EFFICIENT, flash.FLASH_ATTN, flash.FLASH_ATTN_3, flash.FLASH_ATTN_3_BESIDE, flash.FLASH_ATTN_4)
+OP = StrictVarlenOp(takes_gaps=True)
+KERNELS = (
+    flash.CUDA,
+    efficient.EFFICIENT,
+    flash.FLASH_ATTN,
+    flash.FLASH_ATTN_3,
+    flash.FLASH_ATTN_3_BESIDE,
+    flash.FLASH_ATTN_3_HUB,
+    flash.FLASH_ATTN_4,
+)
 BACKWARD = torch.ops.aten._efficient_attention_backward
 
 
@@ -218,8 +226,12 @@ def package(version: tuple[int, int, int]) -> dict[str, Callable[..., Any]]:
     return {"_flash_attn_varlen_forward": forward, "_flash_attn_varlen_backward": backward}
 
 
-def sizes(options: dict[str, Any]) -> Sequences:
-    return Sequences(*(options.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")))
+def sizes(options: dict[str, Any], least: int = 0) -> Sequences:
+    """Lengths of a call. What is said of the longest is at least so much, a bound which that package does not compute by."""
+    rows, keys, *said = (options.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
+    longest = [int(cu.diff().max()) for cu in (rows, keys)]
+    assert said == [max(length, least) for length in longest]
+    return Sequences(rows, keys, *longest)
 
 
 class Interface3:
@@ -259,13 +271,20 @@ class Interface4(Interface3):
     def _flash_attn_fwd(self, **options: Any) -> tuple[Any, ...]:
         assert options.keys() <= set(FLASH_ATTN_4["_flash_attn_fwd"])
         assert options.pop("return_lse") is True
-        return *OP.attend(*self._pools(options), sizes(options), self._scores(self._limits(options), "causal")), None, None, None
+        return (
+            *OP.attend(*self._pools(options), sizes(options, 512), self._scores(self._limits(options), "causal")),
+            None,
+            None,
+            None,
+        )
 
     def _flash_attn_bwd(self, **options: Any) -> tuple[Any, ...]:
         assert options.keys() <= set(FLASH_ATTN_4["_flash_attn_bwd"])
         assert options.pop("deterministic") is False
         do, o, lse = (options.pop(name) for name in ("dout", "out", "lse"))
-        return OP.differentiate(do, *self._pools(options), o, lse, sizes(options), self._scores(self._limits(options), "causal"))
+        return OP.differentiate(
+            do, *self._pools(options), o, lse, sizes(options, 512), self._scores(self._limits(options), "causal")
+        )
 
     @staticmethod
     def _limits(options: dict[str, Any]) -> dict[str, Any]:
@@ -282,6 +301,7 @@ class Interface4(Interface3):
         "flash_attn 2.8.3",
         "flash_attn_3",
         "flash_attn_3 beside messages",
+        "kernels-community/flash-attn3",
         "flash_attn_4",
     ]
 )
@@ -292,6 +312,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
     modules = {
         "flash_attn.flash_attn_interface": functions,
         "flash_attn_interface": Interface3(16 if "beside" in request.param else 0),
+        "kernels-community/flash-attn3": Interface3(),
         "flash_attn.cute.interface": Interface4(),
     }
     monkeypatch.setattr(flash, "_module", modules.__getitem__)

@@ -1,19 +1,22 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
 
 import hf_distca.kernels as kernels
-from hf_distca.config import KernelName
+from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.errors import KernelError
 from hf_distca.kernels import Case, Kernel, Scores, flash, runnable, select_kernel
 from hf_distca.kernels.flash import unsupported_by_flash
 
-SELECTED = kernels._selected
+SELECTED, MODULE = kernels._selected, flash._module
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 PLAIN, WINDOW, BOTH = Scores(0.1), Scores(0.1, window=7), Scores(0.1, window=7, softcap=30.0)
 
@@ -48,6 +51,7 @@ def _one_hopper(monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]) ->
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(kernels, "wrong", lambda kernel, case: None)
+    monkeypatch.setattr(kernels, "compile_reason", lambda kernel, case: None)
 
 
 def test_auto_on_cpu() -> None:
@@ -92,8 +96,8 @@ def test_a_named_kernel() -> None:
             "triton",
             CPU,
             torch.float32,
-            "no kernel 'triton'; choose one of 'auto', 'flash_attn_3', 'flash_attn_4', 'flash_attn', 'cuda', 'efficient', 'cpu', "
-            "'reference'",
+            "no kernel 'triton'; choose one of 'auto', 'flash_attn_4', 'flash_attn_3', 'kernels-community/flash-attn3', "
+            "'flash_attn', 'cuda', 'efficient', 'cpu', 'reference'",
         ),
     ],
 )
@@ -152,7 +156,7 @@ def test_every_kernel_has_a_name_that_can_be_set() -> None:
 
 
 @pytest.mark.usefixtures("_one_hopper", "_new_log")
-def test_says_what_flash_attention_3_would_do(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_says_what_flash_attention_4_would_do(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "_installed", lambda: None)
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN)
@@ -161,25 +165,35 @@ def test_says_what_flash_attention_3_would_do(caplog: pytest.LogCaptureFixture, 
         monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
         select("auto", CUDA, torch.bfloat16, 64, 64, WINDOW)
     hopper, ampere, active = (record.getMessage() for record in caplog.records)
-    assert hopper.endswith("; FlashAttention 3 (flash_attn_interface) is made for this GPU, and is taken where it is installed")
-    assert "FlashAttention 3 (" not in ampere
+    assert "; FlashAttention 4 is made for Hopper GPUs" in hopper
+    assert hopper.endswith("is taken where it is installed: pip install flash-attn-4")
+    assert "FlashAttention 4 is made" not in ampere
     assert active.endswith(", which is FA3 since torch.nn.attention.activate_flash_attention_impl was called")
 
 
 @pytest.mark.usefixtures("_one_hopper", "_new_log")
+def test_says_it_beside_the_package_flash_attn_too(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "_installed", lambda: (2, 8, 3))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    with caplog.at_level(logging.INFO, logger="hf_distca"):
+        assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "flash_attn"
+    assert "FlashAttention 4 is made for Blackwell GPUs" in caplog.text
+
+
+@pytest.mark.usefixtures("_one_hopper", "_new_log")
 @pytest.mark.parametrize("case", ["named", "slower", "wrong"])
-def test_says_nothing_of_flash_attention_3_where_it_would_not_be_taken(
+def test_says_nothing_of_flash_attention_4_where_it_is_installed(
     case: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
 ) -> None:
     monkeypatch.setattr(flash, "_installed", lambda: None)
     if case != "named":
-        packages["flash_attn_interface"] = object()
+        packages["flash_attn.cute.interface"] = object()
     if case == "wrong":
-        monkeypatch.setattr(kernels, "wrong", lambda kernel, case: "wrong" if kernel.name == "flash_attn_3" else None)
+        monkeypatch.setattr(kernels, "wrong", lambda kernel, case: "wrong" if kernel.name == "flash_attn_4" else None)
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         name, first = ("cuda", None) if case == "named" else ("auto", "cuda" if case == "slower" else None)
         assert select(name, CUDA, torch.bfloat16, 64, 64, PLAIN, first=first).name == "cuda"
-    assert "is made for this GPU" not in caplog.text
+    assert "is made for" not in caplog.text
 
 
 @pytest.mark.usefixtures("_one_hopper")
@@ -190,24 +204,65 @@ def test_newer_flash_attentions_come_first_where_they_run(monkeypatch: pytest.Mo
         return select("auto", CUDA, torch.bfloat16, width, width, scores, first=first).name
 
     assert chosen() == "flash_attn"
-    packages["flash_attn.cute.interface"] = object()
-    assert chosen() == "flash_attn_4"
     packages["flash_attn_interface"] = object()
-    assert chosen() == chosen(BOTH) == "flash_attn_3"
+    assert chosen() == "flash_attn_3"
+    packages["flash_attn.cute.interface"] = packages["kernels-community/flash-attn3"] = object()
+    assert chosen() == chosen(BOTH) == "flash_attn_4"
     assert [kernel.name for kernel in runnable(Case(CUDA, torch.bfloat16, 64, 64, PLAIN))] == [
-        "flash_attn_3",
         "flash_attn_4",
+        "flash_attn_3",
         "flash_attn",
         "cuda",
         "efficient",
     ]
     assert chosen(first="cuda") == "cuda"
-    assert chosen(BOTH, first="cuda") == "flash_attn_3", "where the first one does not run, the order decides"
+    assert chosen(BOTH, first="cuda") == "flash_attn_4", "where the first one does not run, the order decides"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert chosen() == chosen(width=256) == "flash_attn_4"
     assert chosen(width=192) == "flash_attn", "not among the head dimensions of FlashAttention 4 there"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert chosen() == "flash_attn"
+
+
+def test_flash_attention_3_goes_by_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built from its sources it is a module, from wheels it is in a package."""
+    functions = object()
+
+    def imported(name: str) -> object:
+        if name != "flash_attn_3.flash_attn_interface":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return functions
+
+    monkeypatch.setattr(flash, "import_module", imported)
+    flash._module.cache_clear()
+    try:
+        assert flash._module("flash_attn_interface") is functions
+        assert str(flash.import_error("flash_attn.cute.interface")) == "No module named 'flash_attn.cute.interface'"
+        monkeypatch.setattr(flash, "import_module", import_module)
+        flash._module.cache_clear()
+        assert str(flash.import_error()) == "No module named 'flash_attn_interface'"
+    finally:
+        flash._module.cache_clear()
+
+
+@pytest.mark.usefixtures("_one_hopper")
+def test_flash_attention_3_comes_from_the_hub_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, asked, functions = "kernels-community/flash-attn3", [], object()
+
+    def get_kernel(repository: str, *, version: int) -> object:
+        asked.append((repository, version))
+        return SimpleNamespace(flash_attn_interface=functions)
+
+    hub = {"kernels": SimpleNamespace(get_kernel=get_kernel)}
+    monkeypatch.setattr(flash, "import_module", hub.__getitem__)
+    monkeypatch.setattr(flash, "_installed", lambda: None)
+    monkeypatch.setattr(flash, "_module", cache(MODULE.__wrapped__))
+    assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
+    assert not asked, "nothing is downloaded unasked"
+    assert select(name, CUDA, torch.bfloat16, 64, 64, BOTH) is flash.FLASH_ATTN_3_HUB
+    assert flash._module(name) is functions
+    assert asked == [(name, 1)]
+    assert DistCAConfig(kernel=name).kernel == name
 
 
 @pytest.mark.usefixtures("_one_hopper", "_new_log")
@@ -231,7 +286,7 @@ def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
             assert select("auto", CUDA, torch.bfloat16, 64, 64, Scores(0.3, window=99)).name == "flash_attn_3"
     beside = "flash_attn_3 beside messages"
     assert checked == [("flash_attn_3", False), ("cuda", False), ("flash_attn_3", True), (beside, True)]
-    assert "(flash_attn_3: its results on cuda:0 are wrong: dq by 0.3; flash_attn_4: " in caplog.records[0].getMessage()
+    assert "flash_attn_3: its results on cuda:0 are wrong: dq by 0.3; flash_attn: " in caplog.records[0].getMessage()
     with pytest.raises(KernelError, match=r"'flash_attn_3' cannot run .*: its results on cuda:0 are wrong: dq by 0.3. Set"):
         select("flash_attn_3", CUDA, torch.bfloat16, 64, 64, PLAIN)
     assert select("reference", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "reference"
@@ -247,6 +302,19 @@ def test_a_kernel_that_is_wrong_beside_messages_is_not_taken(
     reason = "its check on cuda:0 raised TypeError: unexpected keyword argument 'sm_margin'"
     monkeypatch.setattr(kernels, "wrong", lambda kernel, case: reason if "beside" in kernel.name else None)
     assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
+
+
+@pytest.mark.usefixtures("_one_hopper")
+def test_a_kernel_whose_variants_do_not_compile_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
+) -> None:
+    monkeypatch.setattr(flash, "_installed", lambda: None)
+    packages["flash_attn.cute.interface"] = object()
+    reason = "it cannot be compiled on cuda:0 (RuntimeError: no compiler)"
+    monkeypatch.setattr(kernels, "compile_reason", lambda kernel, case: reason if kernel is flash.FLASH_ATTN_4 else None)
+    assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
+    with pytest.raises(KernelError, match=r"'flash_attn_4' cannot run .*: it cannot be compiled on cuda:0 \(RuntimeError"):
+        select("flash_attn_4", CUDA, torch.bfloat16, 64, 64, PLAIN)
 
 
 @pytest.mark.usefixtures("_one_hopper")
@@ -317,13 +385,13 @@ def test_warns_of_the_reference_on_a_gpu(caplog: pytest.LogCaptureFixture, monke
         select("reference", CUDA, torch.float64, 64, 64, PLAIN)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 3 + ["INFO"] * 3
     both_ways, types, softcap, width = (record.getMessage() for record in caplog.records[:4])
-    assert "far slower than flash attention (flash_attn_3: it computes in bfloat16" in types
+    assert "far slower than flash attention (flash_attn_4: it computes in bfloat16" in types
     assert types.endswith("To speed it up, train in bfloat16 or float16 (bf16=True or fp16=True).")
     assert "bf16=True" in both_ways
     assert both_ways.endswith("and install flash-attn, a fast kernel with softcap (pip install flash-attn).")
     assert "cuda: torch's flash attention has no softcap" in softcap
     assert "bf16=True" not in softcap
-    assert "runs in kernel 'efficient' (flash_attn_3: head dimensions go up to 256" in width
+    assert "runs in kernel 'efficient' (flash_attn_4: head dimensions go up to 256" in width
 
 
 def test_kernels_are_asked_once_a_case(monkeypatch: pytest.MonkeyPatch) -> None:

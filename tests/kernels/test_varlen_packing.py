@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from dense_attention import CASES, PLAIN, SHAPES, Case, case, random_cases, random_pools, run_kernel
+from dense_attention import CASES, PLAIN, SHAPES, Case, case, exact, random_cases, random_pools, relative_error, run_kernel
 from hypothesis import given
 from hypothesis import strategies as st
 from strict_varlen_op import StrictVarlenOp
@@ -42,6 +42,28 @@ def test_tasks_with_gaps_are_gathered() -> None:
     pools, found = calls(case((0, 5, 0, 9), (8, 5, 20, 9)))
     assert [call["q"].shape[0] for call in found] == [10, 10]
     assert torch.equal(found[0]["k"], torch.cat([pools["k"][:9], pools["k"][20:29]]))
+
+
+@pytest.mark.parametrize("scores", [PLAIN, Scores(0.1, window=7)], ids=["plain", "window"])
+def test_gaps_are_sequences_where_the_op_takes_them(scores: Scores) -> None:
+    """The call is over the whole pools, though neither rows nor keys lie one after another, and rows of no task get 0."""
+    op, gapped = StrictVarlenOp(takes_gaps=True), Case(TaskBatch((2, 9), (5, 9), (0, 20), (8, 9)), 25, 31)
+    pools = random_pools(gapped, SHAPES["GQA"], torch.float64)
+    results, expected = run_kernel(VarlenKernel(op), pools, gapped.tasks, scores), exact(pools, gapped.tasks, scores)
+    assert len(op.calls) == 2
+    assert all(call[name].data_ptr() == pools[name].data_ptr() for call in op.calls for name in "qkv")
+    for name, value in results.items():
+        assert relative_error(value, expected[name]) <= 1e-12, name
+    for name in ("o", "lse", "dq"):
+        assert not results[name][[0, 1, 7, 8, *range(18, 25)]].any()
+
+
+@given(case=random_cases())
+def test_random_batches_with_gaps_are_exact(case: Case) -> None:
+    pools = random_pools(case, SHAPES["GQA"], torch.float64)
+    expected = exact(pools, case.tasks, PLAIN)
+    for name, value in run_kernel(VarlenKernel(StrictVarlenOp(takes_gaps=True)), pools, case.tasks, PLAIN).items():
+        assert relative_error(value, expected[name]) <= 1e-10, name
 
 
 @pytest.mark.parametrize(

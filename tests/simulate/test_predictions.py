@@ -132,7 +132,7 @@ def test_in_any_setting_no_strategy_is_faster_than_the_ideal_or_fails(seed: int)
 
 def test_equal_documents_are_advised_to_stay_as_they_are(setting: Setting) -> None:
     narrow = replace(setting, checkpointing="full")
-    found = advise(narrow, simulate(narrow, distribution("equal:2048", 16384), batches=1))
+    found = advise(narrow, simulate(narrow, distribution("equal:1024", 16384), batches=1))
     assert not found.worthwhile
     assert found.settings == ()
     assert "gains nothing" in found.text
@@ -191,7 +191,7 @@ def test_what_the_trainer_cannot_do_is_not_advised_for_it(setting: Setting) -> N
 
 def test_what_fits_nowhere_is_said(setting: Setting) -> None:
     full = replace(setting, tokens_per_rank=2**20)
-    found = advise(full, simulate(full, distribution("equal:2048", 16384), batches=1))
+    found = advise(full, simulate(full, distribution("equal:1024", 16384), batches=1))
     assert not found.worthwhile
     assert "does not fit" in found.text
 

@@ -51,6 +51,7 @@ def test_unknown_names_say_which_are_known() -> None:
     [
         ("h100", None, "h100_flash_attn_2"),
         ("h200", "flash_attn_3", "h100_flash_attn_3"),
+        ("h200", "flash_attn_4", "h100_flash_attn_4"),
         ("a100", None, "a100_flash_attn_2"),
         ("B200", None, "b200_flash_attn_4"),
         ("gb200", "flash_attn_4", "b200_flash_attn_4"),

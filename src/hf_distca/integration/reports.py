@@ -14,6 +14,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.history import Tally
 from hf_distca.integration.processes import say
 from hf_distca.integration.session import Session, current_session
+from hf_distca.kernels.variants import late_compiles
 from hf_distca.measure.timeline import Trace
 
 __all__ = ["Metrics", "metrics", "sum_up", "summary", "trace", "why_nothing_moved"]
@@ -30,6 +31,7 @@ class Metrics:
         elapsed_seconds: that have passed.
         since: when they began, by `time.perf_counter`.
         state_bytes: that this rank sent to others for recurrent layers, forward and backward.
+        late_compiles: functions of kernels that this process compiled when a step needed them, not before the first one.
     """
 
     balance: Tally = field(default_factory=Tally)
@@ -37,6 +39,7 @@ class Metrics:
     elapsed_seconds: float = 0.0
     since: float = 0.0
     state_bytes: int = 0
+    late_compiles: int = 0
 
     def __sub__(self, earlier: Metrics) -> Metrics:
         if earlier.since != self.since:
@@ -47,6 +50,7 @@ class Metrics:
             self.elapsed_seconds - earlier.elapsed_seconds,
             self.since,
             self.state_bytes - earlier.state_bytes,
+            self.late_compiles - earlier.late_compiles,
         )
 
     def figures(self) -> dict[str, float]:
@@ -54,6 +58,8 @@ class Metrics:
         figures = self.balance.figures()
         if self.state_bytes and self.balance.micro_batches:
             figures["distca/states_mb"] = self.state_bytes / self.balance.micro_batches / 1e6
+        if self.late_compiles and self.balance.micro_batches:
+            figures["distca/late_compiles"] = self.late_compiles
         return figures
 
 
@@ -61,8 +67,8 @@ def metrics(*, gather: bool = False) -> Metrics:
     """What was planned and measured since `configure`, as sums that reading does not change.
 
     For logs of your own: ``before = metrics()``, and later ``(metrics(gather=True) - before).figures()``. All ranks see the same
-    figures, but for ``distca/planning_ms``, ``distca/server_time_share`` and ``distca/states_mb``, which are of this rank. With
-    one rank or another attention implementation there are none.
+    figures, but for ``distca/planning_ms``, ``distca/server_time_share``, ``distca/states_mb`` and ``distca/late_compiles``,
+    which are of this rank. With one rank or another attention implementation there are none.
 
     Args:
         gather: let ranks tell each other first what they measured, so that all micro-batches up to here are in the sums. This
@@ -77,7 +83,8 @@ def metrics(*, gather: bool = False) -> Metrics:
     if gather:
         session.gather()
     since, meter = session.started, session.meter
-    return Metrics(session.planner.history.total, meter.seconds, time.perf_counter() - since, since, meter.state_bytes)
+    elapsed = time.perf_counter() - since
+    return Metrics(session.planner.history.total, meter.seconds, elapsed, since, meter.state_bytes, late_compiles())
 
 
 def summary(done: Tally, session: Session) -> str | None:

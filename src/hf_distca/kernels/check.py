@@ -18,6 +18,8 @@ __all__ = ["wrong"]
 # Slices that share keys, a slice with a long context, whole documents, rows that no task covers; longer and shorter than a tile.
 # Tasks of a call lie one after another, which makes it one of views, or do not, which makes it one of gathered copies.
 _TASKS = TaskBatch((0, 131, 331, 130, 401), (130, 200, 60, 1, 150), (0, 0, 330, 330, 620), (130, 330, 290, 290, 150))
+# Documents in order with rows and keys between them that belong to no task: a call of the whole pools.
+_GAPS = TaskBatch((0, 150, 420), (90, 200, 1), (20, 110, 500), (90, 320, 170))
 _ROWS, _KEYS = 560, 770
 _SCALE = 0.7  # of 1 / sqrt(head dim): no kernel's own
 _WINDOW = 100  # keys: it hides some of those tasks' keys
@@ -67,9 +69,12 @@ def wrong(kernel: Kernel, case: Case) -> str | None:
 
 def _results(kernel: Kernel, pools: list[torch.Tensor], scores: Scores) -> dict[str, torch.Tensor]:
     q_THD, k_TKD, v_TKV, do_THV = pools
-    outputs = kernel.forward(Operands(q_THD, k_TKD, v_TKV), _TASKS, scores)
-    grads = kernel.backward(Saved(do_THV, q_THD, *outputs, k_TKD, v_TKV), _TASKS, scores)
-    return dict(zip(("o", "lse", "dq", "dk", "dv"), (*outputs, *grads), strict=True))
+    results: list[torch.Tensor] = []
+    for tasks in (_TASKS, _GAPS):
+        outputs = kernel.forward(Operands(q_THD, k_TKD, v_TKV), tasks, scores)
+        results += *outputs, *kernel.backward(Saved(do_THV, q_THD, *outputs, k_TKD, v_TKV), tasks, scores)
+    names = ("o", "lse", "dq", "dk", "dv")
+    return dict(zip((*names, *(f"{name} with gaps" for name in names)), results, strict=True))
 
 
 def _error(results: torch.Tensor, expected: torch.Tensor) -> float:

@@ -36,6 +36,8 @@ class AtenEfficient:
     second query head, and so on. All calls use the same k and v, without copies.
     """
 
+    takes_gaps = False
+
     def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
         """See `VarlenOp.forward`."""
         q_THD, k_TKD, v_TKD = map(_aligned, pools)

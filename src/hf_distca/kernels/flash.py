@@ -1,20 +1,23 @@
-"""Flash attention for GPUs: what torch's CUDA wheels have inside, and three packages, where they are installed.
+"""Flash attention for GPUs: what torch's CUDA wheels have inside, three packages where they are installed, one of a hub.
 
 All compute sequences of several lengths in one call, below their autograd layer. What differs is where the functions are, what
 their arguments are called, and what they cannot run: a row of `_Package` each.
 
 FlashAttention 3 and 4 are called directly. torch's own way to them, `torch.nn.attention.activate_flash_attention_impl`, changes
 what the whole process runs, `sdpa` of other models included, and knows no softcap; for FlashAttention 4 it takes two results from
-a forward that gives five (flash-attn-4 4.0.0b36, torch 2.11 and 2.13). Both rows are written against the packages' sources
-(commit 01afd16, and 4.0.0b36) and have not run yet: `hf_distca.kernels.check` compares them on the device before they are taken.
+a forward that gives five (flash-attn-4 4.0.0b36, torch 2.11 and 2.13). FlashAttention 4 has run on an H100; the rows of
+FlashAttention 3 are written against its sources (commit 01afd16, and commit 5f632e2 of kernels-community) and have not run yet.
+`hf_distca.kernels.check` compares each on the device before it is taken.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -22,7 +25,7 @@ from typing import Any
 
 import torch
 
-from hf_distca.borrowed import cuda_attention, cuda_attention_backward
+from hf_distca.kernels.aten_flash import AtenFlash
 from hf_distca.kernels.base import Case, Grads, Kernel, Operands, Outputs, Saved, Scores
 from hf_distca.kernels.varlen import Sequences, VarlenKernel, VarlenOp
 
@@ -31,7 +34,9 @@ __all__ = [
     "FLASH_ATTN",
     "FLASH_ATTN_3",
     "FLASH_ATTN_3_BESIDE",
+    "FLASH_ATTN_3_HUB",
     "FLASH_ATTN_4",
+    "INTERFACE_4",
     "AtenFlash",
     "beside_messages",
     "import_error",
@@ -45,7 +50,10 @@ _FOURTH = (9, 10, 11, 12)  # major compute capabilities whose backward FlashAtte
 # That FlashAttention 3, whose blocks stay to the end, leaves to messages. NCCL takes one for each channel of an all-to-all; torch
 # and its options neither tell nor bound how many (https://github.com/NVIDIA/nccl/issues/1598, where it had 16). Not measured yet.
 _MESSAGE_MULTIPROCESSORS = 16
-_INTERFACE_3, _INTERFACE_4 = "flash_attn_interface", "flash_attn.cute.interface"
+_BLOCKS = 512  # rows, more than the two blocks of 192 and 128 that FlashAttention 4 takes as one at most
+_INTERFACE_3, INTERFACE_4 = "flash_attn_interface", "flash_attn.cute.interface"
+_INTERFACE_3_IN_PACKAGE = "flash_attn_3.flash_attn_interface"  # where wheels have it
+_HUB_3 = "kernels-community/flash-attn3"  # of the package `kernels`, which downloads it
 
 
 def unsupported_by_flash(case: Case) -> str | None:
@@ -73,34 +81,6 @@ def unsupported_by_flash(case: Case) -> str | None:
     return None
 
 
-class AtenFlash:
-    """`VarlenOp` over ``aten::_flash_attention_forward`` and ``aten::_flash_attention_backward``.
-
-    The forward returns the output, the log-sum-exp and then, in a number that differs between releases, what backward needs to
-    repeat dropout. Without dropout backward ignores these, so placeholders of the right dtype take their place and nothing
-    needs to be kept from forward.
-    """
-
-    def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
-        """See `VarlenOp.forward`."""
-        flags = {"dropout_p": 0.0, "is_causal": True, "return_debug_mask": False}
-        o_THD, lse_HT, *_ = cuda_attention()(*pools, *sequences, **flags, scale=scores.scale, **self._window(scores))
-        return Outputs(o_THD, lse_HT.T)
-
-    def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
-        """See `VarlenOp.backward`."""
-        do_THD, q_THD, o_THD, lse_TH, k_TKD, v_TKD = pools
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
-        unused = torch.empty(0, dtype=torch.uint64, device=q_THD.device)
-        tensors = (do_THD, q_THD, k_TKD, v_TKD, o_THD, lse_TH.T.contiguous())
-        options = {"scale": scores.scale, **self._window(scores)}
-        return Grads(*cuda_attention_backward()(*tensors, *sequences, 0.0, True, rng_state, unused, **options))
-
-    def _window(self, scores: Scores) -> dict[str, int]:
-        """The op counts the keys to the left of a row's own; without these arguments it hides none."""
-        return {} if scores.window is None else {"window_size_left": scores.window - 1, "window_size_right": 0}
-
-
 @dataclass(frozen=True)
 class _Package:
     """How the functions of a package are called.
@@ -113,6 +93,8 @@ class _Package:
         forward_options, backward_options: arguments that one of them takes.
         lse: what backward calls the log-sum-exp.
         in_place: whether backward writes the gradients to tensors that it is given; else it returns them.
+        least_longest: what is said of the longest sequence of a call at least. It bounds loops; a package that compiles has
+            other kernels for sequences of one block, which this leaves out.
     """
 
     module: str
@@ -124,10 +106,13 @@ class _Package:
     backward_options: Mapping[str, Any] = field(default_factory=dict)
     lse: str = "softmax_lse"
     in_place: bool = True
+    least_longest: int = 0
 
 
 class _PackageFlash:
     """`VarlenOp` over the functions of a package."""
+
+    takes_gaps = True
 
     def __init__(self, package: _Package) -> None:
         self._package = package
@@ -164,7 +149,9 @@ class _PackageFlash:
         one_argument = self._package.module == _FLASH_ATTN.module and (_installed() or _OLDEST) < (2, 7)
         window = {"window_size": (left, right)} if one_argument else {"window_size_left": left, "window_size_right": right}
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        lengths = dict(zip(names, sequences, strict=True))
+        least = self._package.least_longest
+        longest = max(sequences.max_rows, least), max(sequences.max_keys, least)
+        lengths = dict(zip(names, (*sequences[:2], *longest), strict=True))
         scale = {"softmax_scale": scores.scale, "softcap": scores.softcap or 0.0}
         return {**self._package.options, **lengths, **scale, **window}
 
@@ -184,7 +171,7 @@ _FLASH_ATTN_3 = _Package(
     backward_options={"is_causal": True},
 )
 _FLASH_ATTN_4 = _Package(
-    _INTERFACE_4,
+    INTERFACE_4,
     "_flash_attn_fwd",
     "_flash_attn_bwd",
     no_limit=None,
@@ -192,15 +179,24 @@ _FLASH_ATTN_4 = _Package(
     forward_options={"return_lse": True},
     lse="lse",
     in_place=False,
+    least_longest=_BLOCKS,
 )
 
 
 @cache
 def _module(name: str) -> Any:
     """A package's module, or what importing it raised. Only on first use: it loads CUDA libraries or a compiler."""
+    if name == INTERFACE_4:  # what it compiles stays on disk for the next process, unless that was forbidden
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     try:
-        return import_module(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of compilers: there is nothing to do about them
+            if name == _HUB_3:
+                return import_module("kernels").get_kernel(name, version=1).flash_attn_interface
+            return import_module(name)
     except Exception as error:
+        if name == _INTERFACE_3 and not isinstance(other := _module(_INTERFACE_3_IN_PACKAGE), Exception):
+            return other
         return error
 
 
@@ -243,12 +239,12 @@ def _no_flash_attn(case: Case) -> str | None:
     return unsupported_by_flash(case)
 
 
-def _no_flash_attn_3(case: Case) -> str | None:
+def _no_flash_attn_3(case: Case, module: str = _INTERFACE_3) -> str | None:
     if (reason := unsupported_by_flash(case)) is not None:
         return reason
     if torch.cuda.get_device_capability(case.device)[0] != 9:
         return f"FlashAttention 3 is for Hopper GPUs (compute capability 9), {case.device} is none"
-    if (error := import_error()) is not None:
+    if (error := import_error(module)) is not None:
         return f"FlashAttention 3 cannot be imported ({type(error).__name__}: {error})"
     return None
 
@@ -262,7 +258,7 @@ def _no_flash_attn_4(case: Case) -> str | None:
     width = max(case.head_dim, case.value_head_dim)
     if major != 9 and 128 < width <= 248:
         return f"FlashAttention 4 has head dimensions up to 128 and 256 on {case.device}, not {width}"
-    if (error := import_error(_INTERFACE_4)) is not None:
+    if (error := import_error(INTERFACE_4)) is not None:
         return f"flash-attn-4 cannot be imported ({type(error).__name__}: {error})"
     return None
 
@@ -283,7 +279,7 @@ class _FlashKernel(VarlenKernel):
 CUDA = _FlashKernel("cuda", AtenFlash(), _no_aten)
 # The package flash-attn; head dimensions up to 256.
 FLASH_ATTN = _FlashKernel("flash_attn", _PackageFlash(_FLASH_ATTN), _no_flash_attn)
-# flash_attn_interface, built from the folder hopper of the sources: Hopper GPUs. Not run yet.
+# FlashAttention 3, from wheels of the PyTorch index or built from the folder hopper of the sources: Hopper GPUs. Not run yet.
 FLASH_ATTN_3 = _FlashKernel("flash_attn_3", _PackageFlash(_FLASH_ATTN_3), _no_flash_attn_3)
 # The same beside messages.
 FLASH_ATTN_3_BESIDE = _FlashKernel(
@@ -291,7 +287,11 @@ FLASH_ATTN_3_BESIDE = _FlashKernel(
     _PackageFlash(replace(_FLASH_ATTN_3, options={"sm_margin": _MESSAGE_MULTIPROCESSORS})),
     _no_flash_attn_3,
 )
-# flash-attn-4, which compiles its kernels as they are needed: Hopper, and Blackwell with widths up to 128 and 256. Not run yet.
+# The same from a hub, only where it is asked for.
+FLASH_ATTN_3_HUB = _FlashKernel(
+    _HUB_3, _PackageFlash(replace(_FLASH_ATTN_3, module=_HUB_3)), partial(_no_flash_attn_3, module=_HUB_3)
+)
+# flash-attn-4, which compiles its kernels (`hf_distca.kernels.variants`): Hopper, and Blackwell with widths up to 128 and 256.
 FLASH_ATTN_4 = _FlashKernel("flash_attn_4", _PackageFlash(_FLASH_ATTN_4), _no_flash_attn_4)
 
 

@@ -1,7 +1,7 @@
 """`balance`: which attention server computes which query rows.
 
 1. Weigh the plan that moves nothing; if no plan can gain enough, that is it.
-2. Choose the documents that may be split by heads (`schedule.heads`).
+2. Choose the documents that may be split by heads, and the grid that rows are cut on (`schedule.heads`).
 3. Set levels that ranks should end at (`schedule.greedy`).
 4. Even out: slices move until ranks are at their levels (`schedule.moves`).
 5. Let servers pass keys on where that makes the slowest rank earlier (`schedule.relays`).
@@ -20,7 +20,7 @@ import numpy as np
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import CostModel, FloatArray, Price
 from hf_distca.schedule.greedy import Bound, Greedy, Levels
-from hf_distca.schedule.heads import Heads
+from hf_distca.schedule.heads import Heads, cut_grid
 from hf_distca.schedule.layout import BoolArray, Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.moves import Prices
@@ -120,6 +120,9 @@ class _Tries:
         cost, config, seconds = self.cost, self.config, self.unmoved.compute_seconds
         price, free = Price.of(cost, config.tile), math.isinf(cost.exchange_bytes_per_second)
         heads = Heads.of(self.layout, price, cost, seconds, config.head_groups)
+        if config.max_transient_bytes is None:  # which may allow no more than a tile of rows
+            tolerated = config.tolerance * self.ranks.level(seconds.tolist())
+            price = price._replace(grid=cut_grid(price, heads, self.layout.longest, tolerated))
         same, levels = Prices(price, price), self._levels(seconds, _FINEST)
         bound = Bound.of(config.max_transient_bytes, TransientBytes.of(cost.shape))
         alone = replace(self.ranks, per_node=None)

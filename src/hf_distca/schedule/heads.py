@@ -1,8 +1,12 @@
-"""Which documents are split by heads: each group of key/value heads, with the query heads that read them, goes its own way.
+"""How documents may be cut: by heads, each group of key/value heads with the query heads that read them; and at which rows.
 
 A slice of query rows needs all keys before it, however few its rows are. Of one head group of `groups` it needs a part of them:
 for as many seconds it has `groups` times as many rows, each with a part of the bytes, so that the bytes of queries stay what they
 are and those of keys are divided. Attention of a head depends on no other head, so nothing has to be merged.
+
+Backward reads and writes every key of a slice, however few its rows are: with FlashAttention 4 on an H100, slices of 128 rows
+have a third of the rate of whole documents, those of 1K rows four fifths. So rows are cut on a grid of several tiles where ranks
+have so much to compute that they can still be evened out.
 """
 
 from __future__ import annotations
@@ -16,13 +20,18 @@ import numpy.typing as npt
 from hf_distca.schedule.cost import CostModel, FloatArray, Price
 from hf_distca.schedule.layout import Layout
 
-__all__ = ["WHOLE", "Heads", "possible_groups"]
+__all__ = ["WHOLE", "Heads", "cut_grid", "possible_groups"]
 
 # The part of the mean seconds of a rank that a server typically lacks.
 _TYPICAL = 0.25
 # Groups where that is enough, and the part of the mean seconds that the keys of a group may travel for it to be.
 _USUAL = 4
 _TRAVEL = 0.4
+# The part of the seconds of its pairs that the keys of a slice may take for it to be long enough; tiles that always are; and how
+# many times the tolerance a slice may take: ranks are evened out by many, most of them from earlier in a document.
+_OF_PAIRS = 0.125
+_LONG = 8
+_TIMES_TOLERATED = 4
 # Numbers of documents are multiplied by that of the groups.
 _LARGEST = 2**56
 
@@ -67,6 +76,21 @@ class Heads(NamedTuple):
         long[layout.place[layout.end >= length]] = True
         given[layout.place[seconds[layout.rank] > mean]] = True
         return cls(groups, long & given)
+
+
+def cut_grid(price: Price, heads: Heads, longest: int, tolerated: float) -> int:
+    """Rows at whose multiples documents are cut: the grid of the price, doubled until slices are long enough for their keys.
+
+    Args:
+        price: of tasks.
+        heads: how documents may be split: slices of some of the heads take less.
+        longest: rows of the longest document, whose last rows take longest.
+        tolerated: seconds by which ranks may differ from their mean.
+    """
+    grid, most = price.grid, _TIMES_TOLERATED * min(heads.groups, _USUAL) * tolerated
+    while grid < _LONG * price.tile and price.key > _OF_PAIRS * price.pair * grid and 2 * grid * price.pair * longest <= most:
+        grid *= 2
+    return grid
 
 
 def possible_groups(heads: int, most: int) -> list[int]:

@@ -28,10 +28,12 @@ _SHIPPED = "profiles_data"
 _LEAST_RATE = 1.0  # a second
 _MOST_SECONDS = 1e6
 _MOST = 2**31  # of a width or a tile
-# By a word of a GPU's name, the device whose timings stand for it; by the name of a kernel, what it runs. No timings of kernels
-# on an H200 are published; its multiprocessors are those of an H100.
+# By a word of a GPU's name, the device whose timings stand for it; by the name of a kernel, what it runs. The multiprocessors of
+# an H200 are those of an H100.
 _GPUS = {"A100": "a100", "H100": "h100", "H200": "h100", "GH200": "h100", "B200": "b200", "GB200": "b200"}
-_KERNELS = {"cuda": "flash_attn_2", "flash_attn": "flash_attn_2", "flash_attn_3": "flash_attn_3", "flash_attn_4": "flash_attn_4"}
+_KERNELS = {"cuda": "flash_attn_2", "flash_attn": "flash_attn_2", "flash_attn_4": "flash_attn_4"} | dict.fromkeys(
+    ("flash_attn_3", "kernels-community/flash-attn3"), "flash_attn_3"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,9 @@ import numpy as np
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.cost import CostModel, Price
 from hf_distca.schedule.greedy import Levels
+from hf_distca.schedule.heads import WHOLE, cut_grid
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import CATask, Plan
@@ -286,9 +287,11 @@ def reference_plan(layout: Layout, cost: CostModel, config: DistCAConfig) -> Pla
         both = [sum(pair) for pair in zip(compute, exchange, strict=True)]
         tries.append((both, max(config.tolerance, _FINEST_WITH_EXCHANGE), served))
     groups, documents = head_groups(layout, cost, compute, config.head_groups)
+    heads = WHOLE._replace(groups=groups)
+    grid = cut_grid(Price.of(cost, config.tile), heads, layout.longest, config.tolerance * mean)
     best = unmoved
     for work, tolerance, served in tries:
-        pieces = Evening(unmoved_pieces(layout, groups, documents), work, tolerance, served, cost).even_out(config.tile)
+        pieces = Evening(unmoved_pieces(layout, groups, documents), work, tolerance, served, cost).even_out(grid)
         load = relieve(PlanLoad(plan_of(layout, pieces, groups), cost, overlapped=config.ping_pong))
         enough = unmoved.slowest_seconds - load.slowest_seconds >= config.min_gain * unmoved.slowest_seconds
         if enough and load.slowest_seconds < best.slowest_seconds:

@@ -1,0 +1,41 @@
+"""The flash attention that torch's CUDA wheels have inside."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_distca.borrowed import cuda_attention, cuda_attention_backward
+from hf_distca.kernels.base import Grads, Operands, Outputs, Saved, Scores
+from hf_distca.kernels.varlen import Sequences
+
+__all__ = ["AtenFlash"]
+
+
+class AtenFlash:
+    """`VarlenOp` over ``aten::_flash_attention_forward`` and ``aten::_flash_attention_backward``.
+
+    The forward returns the output, the log-sum-exp and then, in a number that differs between releases, what backward needs to
+    repeat dropout. Without dropout backward ignores these, so placeholders of the right dtype take their place and nothing
+    needs to be kept from forward.
+    """
+
+    takes_gaps = torch.version.hip is None
+
+    def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
+        """See `VarlenOp.forward`."""
+        flags = {"dropout_p": 0.0, "is_causal": True, "return_debug_mask": False}
+        o_THD, lse_HT, *_ = cuda_attention()(*pools, *sequences, **flags, scale=scores.scale, **self._window(scores))
+        return Outputs(o_THD, lse_HT.T)
+
+    def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
+        """See `VarlenOp.backward`."""
+        do_THD, q_THD, o_THD, lse_TH, k_TKD, v_TKD = pools
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
+        unused = torch.empty(0, dtype=torch.uint64, device=q_THD.device)
+        tensors = (do_THD, q_THD, k_TKD, v_TKD, o_THD, lse_TH.T.contiguous())
+        options = {"scale": scores.scale, **self._window(scores)}
+        return Grads(*cuda_attention_backward()(*tensors, *sequences, 0.0, True, rng_state, unused, **options))
+
+    def _window(self, scores: Scores) -> dict[str, int]:
+        """The op counts the keys to the left of a row's own; without these arguments it hides none."""
+        return {} if scores.window is None else {"window_size_left": scores.window - 1, "window_size_right": 0}

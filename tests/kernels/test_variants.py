@@ -1,0 +1,227 @@
+"""Nothing is compiled after the first step: a stand-in of FlashAttention 4 that counts, and the keys of the installed one."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from uncompiled import uncompiled
+
+import hf_distca.kernels as kernels
+from hf_distca.config import DistCAConfig
+from hf_distca.kernels import Case, Scores, TaskBatch, flash, variants
+from hf_distca.kernels.base import Operands, Saved
+from hf_distca.runtime.route import Route
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import Layout
+
+CPU = torch.device("cpu")
+LLAMA = Case(CPU, torch.bfloat16, 128, 128, Scores(0.1), 4)
+CASES = {
+    "plain": LLAMA,
+    "window": LLAMA._replace(scores=Scores(0.1, window=700)),
+    "window of less than a block, softcap": LLAMA._replace(scores=Scores(0.1, window=5, softcap=30.0)),
+    "narrow heads": LLAMA._replace(head_dim=64, value_head_dim=64, ratio=1),
+    "widths that differ": LLAMA._replace(head_dim=72),
+    "wide heads with a window": LLAMA._replace(head_dim=256, value_head_dim=256, scores=Scores(0.1, window=700)),
+}
+BLOCK = 128
+
+
+class Interface:
+    """FlashAttention 4's functions with keys as 4.0.0b36 has them, for what calls of one kind of layers differ in."""
+
+    BIN_BATCH_SEARCH_THRESH = 256
+
+    def __init__(self, warning: str | None = None) -> None:
+        def compiled(cache: dict[Any, None], options: dict[str, Any], *blocks: str) -> None:
+            q, k, v = (options[name] for name in "qkv")
+            long = len(options["cu_seqlens_q"]) - 1 > self.BIN_BATCH_SEARCH_THRESH
+            single = [options[name] <= BLOCK for name in blocks]
+            kind = q.dtype, q.shape[2], v.shape[2], q.shape[1] // k.shape[1], options["softcap"], options.get("deterministic")
+            if (key := (*kind, options["window_size_left"] is None, long, *single)) not in cache and warning is not None:
+                warnings.warn(warning, UserWarning, stacklevel=2)
+            cache[key] = None
+
+        def forward(**options: Any) -> tuple[Any, ...]:
+            compiled(forward.compile_cache.cache, options, "max_seqlen_q")
+            q, v = options["q"], options["v"]
+            return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1::-1], dtype=torch.float32)
+
+        def backward(**options: Any) -> tuple[Any, ...]:
+            compiled(backward.compile_cache.cache, options, "max_seqlen_q", "max_seqlen_k")
+            return tuple(torch.empty_like(options[name]) for name in "qkv")
+
+        forward.compile_cache, backward.compile_cache = SimpleNamespace(cache={}), SimpleNamespace(cache={})
+        self._flash_attn_fwd, self._flash_attn_bwd = forward, backward
+
+
+def installed() -> Path:
+    try:
+        return Path(str(distribution("flash-attn-4").locate_file("flash_attn/cute")))
+    except PackageNotFoundError:
+        return pytest.skip("flash-attn-4 is not installed: the stand-in has its keys")
+
+
+@pytest.fixture
+def take(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Makes an object the package, with nothing compiled in this process yet."""
+
+    def taken(module: Any) -> None:
+        monkeypatch.setattr(flash, "_module", lambda name: module)
+        monkeypatch.setitem(sys.modules, flash.INTERFACE_4, module)
+        monkeypatch.setattr(variants, "_ahead", 0)
+
+    variants._compile_reason.cache_clear()
+    return taken
+
+
+@pytest.fixture(params=["stand-in", 90, 100])
+def package(request: pytest.FixtureRequest, take: Callable[[Any], None]) -> Iterator[Any]:
+    """The stand-in, then the installed package for Hopper and for Blackwell GPUs."""
+    with ExitStack() as stack:
+        module = Interface() if request.param == "stand-in" else stack.enter_context(uncompiled(installed(), request.param))
+        take(module)
+        stack.enter_context(FakeTensorMode())  # the package launches nothing there
+        yield module
+
+
+def attend(case: Case, tasks: TaskBatch, rows: int, keys: int, key_heads: int = 2) -> None:
+    """One layer of tasks, forward and backward."""
+    heads = case.ratio * key_heads
+    q, do = (torch.empty(rows, heads, n, dtype=case.dtype) for n in (case.head_dim, case.value_head_dim))
+    k, v = (torch.empty(keys, key_heads, n, dtype=case.dtype) for n in (case.head_dim, case.value_head_dim))
+    outputs = flash.FLASH_ATTN_4.forward(Operands(q, k, v), tasks, case.scores)
+    flash.FLASH_ATTN_4.backward(Saved(do, q, *outputs, k, v), tasks, case.scores)
+
+
+def run(case: Case, lengths: list[list[int]]) -> None:
+    """What the ranks of a plan call in a layer: their own tasks, and those that arrive, by heads as well."""
+    layout, shape = Layout.from_lengths(lengths), AttentionShape(4 * case.ratio, 4, case.head_dim, case.value_head_dim, 2)
+    cost = replace(CostModel.analytic(shape, device_type="cuda"), window=case.scores.window)
+    plan = balance(layout, cost, DistCAConfig(min_gain=0.0))
+    for rank in range(plan.layout.world_size):
+        route = Route.build(plan, rank)
+        tokens = int(plan.layout.query_tokens[rank] + plan.layout.context_tokens[rank])
+        batches = [(route.local_tasks, tokens, tokens, 4)]
+        for wave in (*([] if route.local_wave is None else [route.local_wave]), *route.waves):
+            rows, keys = wave.own_rows + sum(wave.queries.receive.values()), sum(piece.rows for piece in wave.pool.pieces)
+            batches.append((wave.arrived, rows, keys, 4 // route.groups))
+        for batch in batches:
+            if len(batch[0]):
+                attend(case, *batch)
+
+
+def one_call(lengths: tuple[int, ...], keys: int = 0) -> tuple[TaskBatch, int, int]:
+    """Documents one after another, whose last rows alone are tasks where `keys` come before them."""
+    starts, key_starts = ([sum(n + more for n in lengths[:i]) for i in range(len(lengths))] for more in (0, keys))
+    tasks = TaskBatch(starts, lengths, key_starts, [n + keys for n in lengths])
+    return tasks, sum(lengths), sum(lengths) + keys * len(lengths)
+
+
+DOCUMENTS = st.one_of(st.integers(1, 3), st.integers(1, 300), st.integers(1, 40_000))
+RANKS = st.lists(st.lists(DOCUMENTS, min_size=1, max_size=5), min_size=1, max_size=4)
+MANY = st.tuples(st.integers(250, 300), st.integers(1, 3))
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_plans_of_random_layouts_compile_nothing_more(case: Case) -> None:
+    assert variants.compile_reason(flash.FLASH_ATTN_4, case) is None
+
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(RANKS, MANY)
+    def check(lengths: list[list[int]], many: tuple[int, int]) -> None:
+        run(case, lengths)
+        run(case, [[40_000], [many[1]] * many[0]])
+        assert variants.late_compiles() == 0
+
+    check()
+    for tasks in (
+        one_call((1,)),
+        one_call((128,)),
+        one_call((64, 1)),
+        one_call((1,), 127),
+        one_call((1,) * 300),
+        one_call((1,), 9000),
+    ):
+        for key_heads in (1, 2, 8):
+            attend(case, *tasks, key_heads)
+    assert variants.late_compiles() == 0
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("left_out", ["windows", "long calls", "blocks"])
+def test_each_kind_of_variant_has_to_be_foreseen(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one of them, something is compiled in a step."""
+    case = CASES["window"]
+    if left_out == "long calls":
+        monkeypatch.setattr(variants, "_sequences", lambda: (2,))
+    if left_out == "blocks":
+        monkeypatch.setattr(flash.FLASH_ATTN_4._op, "_package", flash.replace(flash._FLASH_ATTN_4, least_longest=0))
+    variants.compile_variants(flash.FLASH_ATTN_4, CASES["plain"] if left_out == "windows" else case)
+    attend(case, *one_call((900,)))
+    attend(case, *one_call((900,) * 2 + (1,) * 300))
+    attend(case, *one_call((1,)))
+    assert variants.late_compiles() > 0
+
+
+def test_ahead_is_said_and_counted_and_warnings_are_not(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, take: Callable[[Any], None]
+) -> None:
+    take(Interface(warning="a compiler's own"))
+    monkeypatch.setattr(kernels, "_said", set())
+    with caplog.at_level(logging.INFO, logger="hf_distca"):
+        for _ in range(2):
+            assert variants.compile_reason(flash.FLASH_ATTN_4, CASES["window"]) is None
+    begin, end = (record.getMessage() for record in caplog.records)
+    named = "heads of 128, 4 query heads a key head, with window"
+    assert begin == f"kernel 'flash_attn_4' compiles its variants for {named}, on all ranks at once"
+    assert "compiled or loaded 8 functions for heads of 128" in end
+    assert variants.late_compiles() == 0
+    with pytest.warns(UserWarning, match="a compiler's own"):
+        attend(CASES["narrow heads"], *one_call((10,)))
+    assert variants.late_compiles() == 2
+
+
+def test_variants_that_cannot_be_compiled_are_a_reason(take: Callable[[Any], None]) -> None:
+    interface = Interface()
+    plain = interface._flash_attn_bwd
+
+    def backward(**options: Any) -> Any:
+        if len(options["cu_seqlens_q"]) > 100:
+            raise RuntimeError("no table")
+        return plain(**options)
+
+    interface._flash_attn_bwd = backward
+    take(interface)
+    assert variants.compile_reason(flash.FLASH_ATTN_4, LLAMA) == "it cannot be compiled on cpu (RuntimeError: no table)"
+    assert variants.compile_reason(flash.CUDA, LLAMA) is None
+
+
+@pytest.mark.parametrize(("set_before", "expected"), [(None, "1"), ("0", "0")])
+def test_the_cache_on_disk_is_asked_for_before_the_import(
+    set_before: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, seen = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", []
+    monkeypatch.setenv(name, "")  # so that it is as before afterwards
+    monkeypatch.delenv(name)
+    if set_before is not None:
+        monkeypatch.setenv(name, set_before)
+    monkeypatch.setattr(flash, "import_module", lambda module: seen.append(flash.os.environ[name]))
+    flash._module.__wrapped__(flash.INTERFACE_4)
+    assert seen == [expected]
