@@ -13,12 +13,14 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, Iter
 from accelerate.utils import DistributedType
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
-from hf_distca.data.collator import IGNORED_LABEL, PackingCollator
+from hf_distca.data.collator import PackingCollator
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.document_shares import shares_of
 from hf_distca.integration.families import why_whole
+from hf_distca.integration.first_gradient import watch_gradient
+from hf_distca.integration.first_loss import is_watched, watch_first_losses
 from hf_distca.integration.loading import distca_configs
 from hf_distca.integration.session import current_session
 
@@ -134,7 +136,7 @@ def check_step(call: MaskCall, dealt: Dealt) -> None:
     """Refuse what `check_loader` refuses in the first forward with a share, for those who have no `DistCACallback`.
 
     Raises:
-        UnsupportedError: as `check_loader`; by the second forward's backward, if the loss reads `labels`.
+        UnsupportedError: as `check_loader`; in backward, if the loss of a loop without a Trainer reads `labels`.
     """
     *_, model = call.models()
     trainer = call.trainer
@@ -149,7 +151,9 @@ def check_step(call: MaskCall, dealt: Dealt) -> None:
         elif model.training:
             check_sharing(trainer, dealt.ranks)
     if model.training and dealt.ranks > 1:
-        _watch_loss(model)
+        watch_first_losses()
+        if not is_watched(trainer):
+            watch_gradient(model)
         _warn_of_routers(model, dealt.ranks)
     known.add(model.training)
 
@@ -163,29 +167,6 @@ def _warn_of_routers(model: PreTrainedModel, ranks: int) -> None:
             "router_aux_loss_coef=%s counts %d times. Divide it by %d, or set output_router_logits=False.",
             *(config.model_type, ranks, getattr(config, "router_aux_loss_coef", None), ranks, ranks),
         )
-
-
-def _watch_loss(model: PreTrainedModel) -> None:
-    """Refuse a loss that gives the logits of a share no gradient, until one does: it reads `labels`, which are empty there."""
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def watch(_: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        logits, targets = getattr(output, "logits", None), kwargs.get("shift_labels")
-        if targets is not None and isinstance(logits, torch.Tensor) and logits.requires_grad:
-            logits.register_hook(lambda gradient: look(gradient, targets))  # type: ignore[no-untyped-call]
-
-    def look(gradient: torch.Tensor | None, targets: torch.Tensor) -> None:
-        # DDP gives what it found unused none: under autocast the loss reads a float32 copy that accelerate makes of outputs.
-        if gradient is None or gradient.any():
-            hook.remove()
-        elif (targets != IGNORED_LABEL).any():
-            raise UnsupportedError(
-                f"the loss of {type(model).__name__} gives its logits no gradient, though shift_labels has targets: it reads "
-                "`labels`, which are -100 in shares, as they could not be shifted where documents are cut. Read `shift_labels`, "
-                "which are shifted already."
-            )
-
-    hook = model.register_forward_hook(watch, with_kwargs=True)
 
 
 def _wrong_reading(loader: Any, shares: Shares | StreamedShares) -> Wrong:
