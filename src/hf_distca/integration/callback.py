@@ -16,7 +16,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import calling_trainer
 from hf_distca.integration.checks import check_loader
-from hf_distca.integration.first_loss import watch_first_losses
+from hf_distca.integration.dealt_trainers import follow_trainers
 from hf_distca.integration.loading import distca_configs, prepare
 from hf_distca.integration.record import Recorder
 from hf_distca.integration.reports import Metrics, metrics, sum_up, trace, why_given_up, why_nothing_moved
@@ -89,7 +89,7 @@ class DistCACallback(TrainerCallback):
                 shares would not come to every rank, or not give the loss of whole documents.
         """
         model, trainer = kwargs.get("model"), calling_trainer(self)
-        watch_first_losses()
+        follow_trainers()
         check_loader(kwargs.get("train_dataloader"), model=model, args=args, trainer=trainer)
         self._apply_settings()
         self._take_place(trainer)

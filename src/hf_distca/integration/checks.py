@@ -17,10 +17,11 @@ from hf_distca.data.collator import PackingCollator
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.dealt_trainers import follow_trainers
 from hf_distca.integration.document_shares import shares_of
 from hf_distca.integration.families import why_whole
 from hf_distca.integration.first_gradient import watch_gradient
-from hf_distca.integration.first_loss import is_watched, watch_first_losses
+from hf_distca.integration.first_loss import is_watched
 from hf_distca.integration.loading import distca_configs
 from hf_distca.integration.session import current_session
 
@@ -151,7 +152,7 @@ def check_step(call: MaskCall, dealt: Dealt) -> None:
         elif model.training:
             check_sharing(trainer, dealt.ranks)
     if model.training and dealt.ranks > 1:
-        watch_first_losses()
+        follow_trainers()
         if not is_watched(trainer):
             watch_gradient(model)
         _warn_of_routers(model, dealt.ranks)

@@ -10,11 +10,10 @@ All of it is done in the first micro-batch that a Trainer trains on, before its 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -26,7 +25,7 @@ from hf_distca.errors import UnsupportedError
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["NoticedTensor", "is_watched", "watch_first_losses"]
+__all__ = ["NoticedTensor", "is_watched", "train_watched", "wrapped"]
 
 TARGETS, ITEMS = "shift_labels", "num_items_in_batch"
 Place = tuple[Any, int]  # a node of a graph, and which of its outputs: DDP has one node for all that a model returns
@@ -190,48 +189,41 @@ def is_watched(trainer: object) -> bool:
     return trainer in _watched
 
 
-@cache
-def _watch() -> None:
-    from transformers import Trainer
+def train_watched(trainer: Trainer, step: Callable[..., torch.Tensor], inputs: Any) -> torch.Tensor:
+    """Run a training step of a Trainer, and look at its loss if it is the first on a share of several ranks.
 
-    step = Trainer.training_step
+    Args:
+        trainer, inputs: whose step it is, and its micro-batch.
+        step: the step, which needs no arguments.
 
-    @wraps(step)
-    def watched_step(trainer: Trainer, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if trainer in _watched or not _is_cut(inputs):
-            return step(trainer, model, inputs, *args, **kwargs)
-        _watched.add(trainer)
-        with _watching(trainer):
-            return step(trainer, model, inputs, *args, **kwargs)
-
-    Trainer.training_step = watched_step  # type: ignore[method-assign, assignment]
-
-
-def watch_first_losses() -> None:
-    """Have every Trainer of this process refuse a wrong loss in its first micro-batch; nothing where nobody imported it yet."""
-    if "transformers.trainer" in sys.modules:
-        _watch()
-
-
-def _is_cut(inputs: Any) -> bool:
+    Raises:
+        UnsupportedError: if the loss is not made of the targets of all ranks.
+    """
     packed = inputs.get("distca_documents") if isinstance(inputs, Mapping) else None
-    return isinstance(packed, PackedDocuments) and packed.dealt is not None and packed.dealt.ranks > 1
-
-
-@contextmanager
-def _watching(trainer: Trainer) -> Iterator[None]:
-    """Look at the next loss that a Trainer computes."""
-    own = trainer.__dict__.get("compute_loss")  # set on this Trainer rather than written in its class
-    trainer.compute_loss = partial(_compute_watched, trainer, trainer.compute_loss)  # type: ignore[method-assign]
+    cut = isinstance(packed, PackedDocuments) and packed.dealt is not None and packed.dealt.ranks > 1
+    if not cut or trainer in _watched:
+        return step()
+    _watched.add(trainer)
     try:
-        yield
+        with wrapped(trainer, "compute_loss", partial(_compute_watched, trainer)):
+            return step()
     except BaseException:
         _watched.discard(trainer)
         raise
+
+
+@contextmanager
+def wrapped(owner: object, name: str, around: Callable[..., Any]) -> Iterator[None]:
+    """Put a function around a method of one object: it gets the method before its arguments."""
+    method, own = getattr(owner, name), vars(owner).get(name)
+    setattr(owner, name, wraps(method)(partial(around, method)))
+    try:
+        yield
     finally:
-        del trainer.compute_loss
-        if own is not None:
-            trainer.compute_loss = own  # type: ignore[method-assign]
+        if own is None:
+            delattr(owner, name)
+        else:  # it was set on this object rather than written in its class
+            setattr(owner, name, own)
 
 
 def _compute_watched(
