@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,10 +19,19 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset, disable_progress_bars
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, modeling_utils
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    modeling_utils,
+)
 
 import hf_distca
 from checkpointed import ARGUMENT
+from hf_distca.integration import processes
 from pages import ROOT, words_of
 from ranks import RankPool
 from tiny_runs import COMMON, VOCABULARY, documents, losses, settings, tiny_llama
@@ -134,25 +144,6 @@ def test_one_line_trains_as_one_process_does(rank_pool: Callable[[int], RankPool
     assert rank_pool(2)(train, 2, "distca", name)[0] == pytest.approx(expected, rel=1e-5)
 
 
-# What users do by default: autocast to bfloat16, and DDP as the Trainer sets it up without activation checkpointing.
-HALF = {"bf16": True, "ddp_find_unused_parameters": None}
-
-
-def train_half(rank: int, ranks: int, implementation: str, changes: dict[str, Any]) -> list[float]:
-    hf_distca.configure(settings(cost_model="analytic"))
-    trainer = make(Trainer, implementation, rows(), {**HALF, **changes})
-    hf_distca.deal(trainer, TOKENS // ranks).train()
-    return losses(trainer)[::2]
-
-
-@pytest.mark.parametrize("steps", [1, 2], ids=["plain", "accumulation"])
-def test_half_precision_trains_as_one_process_does(rank_pool: Callable[[int], RankPool], steps: int) -> None:
-    changes = {"gradient_accumulation_steps": steps}
-    expected = train_half(0, 1, "sdpa", changes)
-    assert len(expected) == STEPS
-    assert rank_pool(2)(train_half, 2, "distca", changes)[0] == pytest.approx(expected, rel=4e-3)
-
-
 def test_masks_and_packing_change_nothing_but_what_they_should() -> None:
     assert one_process("targets of masks") != pytest.approx(one_process("plain"), rel=1e-3)
     assert one_process("packed rows") == pytest.approx(one_process("targets of masks"), rel=1e-6)
@@ -163,13 +154,112 @@ def test_what_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     hf_distca.deal(trainer, TOKENS)
     said = [line for line in capfd.readouterr().err.splitlines() if "." in line][-3:]
     assert said == [
-        "distca deals 10 documents of 642 tokens, the longest of 200, to 1 rank with 96 tokens each.",
+        "distca deals 10 documents of 642 tokens, the longest of 200, to 1 rank with 96 tokens each. "
+        "Targets: 632; 1 of the documents have none.",
         "An epoch has 6 global batches of 96 tokens, 2 in each optimizer step.",
         "Documents longer than a rank holds: 2. Longer than a global batch, and therefore cut: 2.",
     ]
     assert sum(isinstance(callback, hf_distca.DistCACallback) for callback in trainer.callback_handler.callbacks) == 1
     with pytest.raises(hf_distca.ConfigError, match="dealt already"):
         hf_distca.deal(trainer, TOKENS)
+
+
+def said_by(capfd: pytest.CaptureFixture[str], data: Any, **changes: Any) -> str:
+    hf_distca.deal(make(Trainer, "distca", data, changes), TOKENS)
+    return capfd.readouterr().err
+
+
+def test_targets_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "Targets: 322; 1 of the documents have none." in said_by(capfd, rows(completion_mask=masks()))
+    many = Dataset.from_dict({"input_ids": [[1, 2, 3, 4]] * 600, "labels": [[-100, 2, 3, -100]] * 600})
+    assert "Targets: 50% of the tokens of 256 documents.\n" in said_by(capfd, many)
+
+
+def test_documents_without_a_target_are_refused_or_said(caplog: pytest.LogCaptureFixture) -> None:
+    nothing = rows(labels=[[-100] * length for length in LENGTHS])
+    with pytest.raises(hf_distca.ConfigError, match="none of the 642 tokens of 10 documents is a target: labels are -100"):
+        hf_distca.deal(make(Trainer, "distca", nothing, {}), TOKENS)
+    # Of many, not all are looked at: number 1 is not.
+    many = Dataset.from_dict({"input_ids": [[1, 2]] * 600, "labels": [[-100, 2 if n == 1 else -100] for n in range(600)]})
+    hf_distca.deal(make(Trainer, "distca", many, {}), TOKENS)
+    assert "none of the 512 tokens of 256 documents is a target, which were looked at among 600" in caplog.text
+
+
+def test_a_stream_says_what_is_known_of_it(capfd: pytest.CaptureFixture[str]) -> None:
+    lines = said_by(capfd, stream(), gradient_accumulation_steps=2).splitlines()[-3:]
+    assert lines[0] == "distca deals a stream of documents to 1 rank with 96 tokens each."
+    assert lines[1].startswith("Global batches have 96 tokens, 2 in each optimizer step, and take documents as they come")
+
+
+def of_my_own(features: Any) -> Any:
+    raise AssertionError("it is called")
+
+
+class OfMyOwn(DataCollatorWithPadding):
+    pass
+
+
+def mlm() -> Any:
+    token = tokenizer()
+    token.mask_token = "2"
+    return DataCollatorForLanguageModeling(token)
+
+
+# Collators, and what a refusal names; None for those that read rows as they are read here.
+COLLATORS: dict[str, tuple[Callable[[], Any], str | None]] = {
+    "a function": (lambda: of_my_own, "of_my_own"),
+    "of arguments": (lambda: partial(of_my_own), "of_my_own"),
+    "a subclass": (lambda: OfMyOwn(tokenizer()), "OfMyOwn"),
+    "random masks": (mlm, r"DataCollatorForLanguageModeling\(mlm=True\)"),
+    "language modeling": (lambda: DataCollatorForLanguageModeling(tokenizer(), mlm=False), None),
+    "flattening": (DataCollatorWithFlattening, None),
+    "by default": (lambda: None, None),
+    "packing": (hf_distca.PackingCollator, None),
+}
+
+
+@pytest.mark.parametrize("name", COLLATORS)
+def test_a_collator_that_may_mean_more_is_refused(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    collator, named = COLLATORS[name]
+    trainers = [make(Trainer, "distca", rows(), {}) for _ in range(2)]
+    for trainer in trainers:
+        trainer.data_collator = collator() or trainer.data_collator
+    processes.warn_once.cache_clear()
+    if named is None:
+        hf_distca.deal(trainers[0], TOKENS)
+        assert "in the place of" not in caplog.text
+    else:
+        with pytest.raises(hf_distca.UnsupportedError, match=rf'replaces the data_collator, and {named} .*collator="replace"'):
+            hf_distca.deal(trainers[0], TOKENS)
+        hf_distca.deal(trainers[1], TOKENS, collator="replace").train()
+        assert re.search(f"puts PackingCollator in the place of {named}, which is not called", caplog.text)
+
+
+def test_a_pad_token_that_ends_documents_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    trainer, token = make(Trainer, "distca", rows(), {}), tokenizer()
+    token.pad_token = token.eos_token
+    trainer.data_collator = DataCollatorForLanguageModeling(token, mlm=False)
+    processes.warn_once.cache_clear()
+    hf_distca.deal(trainer, TOKENS)
+    assert "would leave out all targets that are token 1, which pads and ends documents alike" in caplog.text
+
+
+class OwnOrder(Trainer):
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return torch.utils.data.RandomSampler(self.train_dataset)
+
+
+def test_an_order_of_rows_is_replaced_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    processes.warn_once.cache_clear()
+    hf_distca.deal(make(Trainer, "distca", rows(), {"train_sampling_strategy": "group_by_length"}), TOKENS)
+    assert "hf_distca.deal replaces train_sampling_strategy='group_by_length'" in caplog.text
+    with pytest.raises(hf_distca.UnsupportedError, match="RandomSampler reads them in an order of its own"):
+        hf_distca.deal(make(OwnOrder, "distca", rows(), {}), TOKENS).train()
+
+
+def test_a_word_that_is_none_is_refused() -> None:
+    with pytest.raises(hf_distca.ConfigError, match="collator='mine' is none of 'check', 'replace'"):
+        hf_distca.deal(make(Trainer, "distca", rows(), {}), TOKENS, collator="mine")  # type: ignore[arg-type]
 
 
 def refuse(rank: int, changes: dict[str, Any]) -> str:

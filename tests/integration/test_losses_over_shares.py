@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import Trainer
+from transformers import Trainer, default_data_collator
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hf_distca
 from checkpointed import ARGUMENT
 from hf_distca.data.global_batches import GlobalBatches
 from ranks import RankPool
-from tiny_runs import PAIRS, documents, losses, make_trainer, settings
+from tiny_runs import PAIRS, documents, losses, make_trainer, settings, tiny_llama
 
 LENGTHS = (200, 7, 1, 33, 90, 64, 12, 150, 5, 80)
 TOKENS = 96  # of a global batch, on any number of ranks: two documents are longer
@@ -148,6 +148,15 @@ class DividesByItself(Trainer):
         return loss / int(num_items_in_batch) * self.accelerator.num_processes
 
 
+class NamedArguments(Trainer):
+    """It hands on what it knows of a batch."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"]).logits
+        loss = cross_entropy(logits.flatten(0, 1).float(), targets_in(inputs).flatten(), reduction="sum")
+        return loss * self.accelerator.num_processes / num_items_in_batch
+
+
 def targets_in(inputs: Any) -> torch.Tensor:
     targets = inputs.get("shift_labels")
     if targets is None:  # of one process that has whole documents
@@ -183,6 +192,7 @@ CASES: dict[str, tuple[type[Trainer], dict[str, Any], str | None]] = {
     "the model's mean": (OwnMean, {}, "OwnMean.compute_loss is not divided by `num_items_in_batch`"),
     "the model's mean, number read": (LogsTheNumber, {}, "LogsTheNumber.compute_loss is not divided by `num_items_in_batch`"),
     "mean of shift_labels": (OwnMeanOfShifted, {}, "OwnMeanOfShifted.compute_loss is not divided by `num_items_in_batch`"),
+    "named arguments": (NamedArguments, {}, "called with input_ids and position_ids, and dealt batches have more than that"),
     "the model's part": (Undone, {}, "Undone.compute_loss is the model's as it is"),
 }
 # Autocast to bfloat16 is what users have, and DDP as the Trainer sets it up.
@@ -279,6 +289,76 @@ def test_a_loss_over_shares_is_that_of_one_process_or_refused(
             if cell != ("refused" if named else "equal") or (named and named not in found[ranks]):
                 wrong.append((case, ranks, found[ranks]))
     assert not wrong
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_evaluation_of_shares_is_checked_before_training(watched: bool) -> None:
+    hf_distca.configure(settings())
+    shares = hf_distca.document_shares(documents(*LENGTHS), TOKENS, shapes=[(PAIRS.shape, None)], ranks=1, device="cpu")
+    changes = {
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "per_device_eval_batch_size": 8,
+        "train_sampling_strategy": "sequential",
+    }
+    trainer = make_trainer("distca", shares, config=settings(), eval_dataset={"some": shares}, max_steps=4, **changes)
+    if not watched:
+        trainer.remove_callback(hf_distca.DistCACallback)
+    with pytest.raises(hf_distca.UnsupportedError, match=r"batches of 8\. Set per_device_eval_batch_size=1\."):
+        trainer.train()
+    assert not trainer.state.global_step
+
+
+def test_shares_without_their_collator_are_refused_by_name() -> None:
+    hf_distca.configure(settings())
+    shares = hf_distca.document_shares(documents(*LENGTHS), TOKENS, shapes=[(PAIRS.shape, None)], ranks=1, device="cpu")
+    trainer = make_trainer("distca", shares, config=settings(), max_steps=1, train_sampling_strategy="sequential")
+    trainer.data_collator = default_data_collator
+    with pytest.raises(hf_distca.UnsupportedError, match=r"default_data_collator cannot make batches .*PackingCollator"):
+        trainer.train()
+
+
+class Loop:
+    """A loop of one's own on two ranks, whose loss has a form."""
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+
+    def loss(self, model: Any, batch: dict[str, Any], items: torch.Tensor) -> torch.Tensor:
+        outputs = model(**batch, num_items_in_batch=items, use_cache=False)
+        if self.form == "the model's":
+            return outputs.loss
+        if self.form == "of weight 0":
+            losses = cross_entropy(outputs.logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="none")
+            return (losses * 0).sum() / items
+        logits, targets = outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+        return cross_entropy(logits, targets, reduction="sum") / items
+
+
+def run_loop(rank: int, ranks: int, form: str, half: bool) -> str:
+    hf_distca.configure(settings())
+    shares = hf_distca.document_shares(
+        documents(*LENGTHS), TOKENS // ranks, shapes=[(PAIRS.shape, None)], ranks=ranks, device="cpu", config=settings()
+    )
+    model = tiny_llama("distca")
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    for step in range(2):
+        batch = hf_distca.PackingCollator()([shares[ranks * step + rank]])
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = Loop(form).loss(wrapped, batch, torch.tensor(90))
+        try:
+            loss.backward()
+        except hf_distca.UnsupportedError as error:
+            return str(error)
+        assert type(batch["shift_labels"]) is torch.Tensor, "nothing stays"
+    return "trained"
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["the model's", "of weight 0", "of labels"])
+def test_losses_of_loops_of_ones_own(rank_pool: Callable[[int], RankPool], form: str, half: bool) -> None:
+    for found in rank_pool(2)(run_loop, 2, form, half):
+        assert ("gives its logits no gradient" in found) if form == "of labels" else found == "trained"
 
 
 def metrics(prediction: Any) -> dict[str, float]:

@@ -23,6 +23,7 @@ from hf_distca.integration.families import why_whole
 from hf_distca.integration.first_gradient import watch_gradient
 from hf_distca.integration.first_loss import is_watched
 from hf_distca.integration.loading import distca_configs
+from hf_distca.integration.replaced import name_of, package_of
 from hf_distca.integration.session import current_session
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from hf_distca.agreement.dealt import Dealt
     from hf_distca.integration.callers import MaskCall
 
-__all__ = ["check_dealing", "check_loader", "check_sharing", "check_step"]
+__all__ = ["check_dealing", "check_evaluation", "check_loader", "check_sharing", "check_step"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -74,6 +75,23 @@ def check_loader(
         *(_wrong_evaluation(trainer) if evaluating and ranks > 1 else ()),
     )
     _refuse(f"a data set of shares for {ranks} {'ranks' if ranks > 1 else 'rank'}", wrong)
+
+
+def check_evaluation(trainer: Trainer) -> None:
+    """Refuse evaluation sets of shares that a Trainer would not evaluate as one process does, before it trains.
+
+    Raises:
+        UnsupportedError: says what was seen, and what to set.
+    """
+    given = trainer.eval_dataset
+    for dataset in given.values() if isinstance(given, dict) else (given,):
+        shares = shares_of(dataset)
+        if shares is None:
+            continue
+        rows, ranks = trainer.args.per_device_eval_batch_size, shares.dealing.ranks
+        wrong = [] if rows == 1 else [f"evaluation would take batches of {rows}. Set per_device_eval_batch_size=1."]
+        wrong += _wrong_evaluation(trainer) if ranks > 1 else ()
+        _refuse(f"an eval_dataset of shares for {ranks} {'ranks' if ranks > 1 else 'rank'}", wrong)
 
 
 def check_sharing(trainer: Trainer, ranks: int) -> None:
@@ -149,6 +167,7 @@ def check_step(call: MaskCall, dealt: Dealt) -> None:
         loader = handler.train_dataloader if model.training else handler.eval_dataloader
         if loader is not None and shares_of(loader) is not None:
             check_loader(loader, model=trainer.model, args=trainer.args, trainer=trainer, evaluating=not model.training)
+            check_evaluation(trainer)
         elif model.training:
             check_sharing(trainer, dealt.ranks)
     if model.training and dealt.ranks > 1:
@@ -177,7 +196,14 @@ def _wrong_reading(loader: Any, shares: Shares | StreamedShares) -> Wrong:
             "batches come as workers finish them: ranks would hold shares of different global batches. Set "
             "dataloader_in_order=True."
         )
-    columns = getattr(getattr(loader, "collate_fn", None), "signature_columns", None)  # all that the Trainer leaves in
+    collator = getattr(loader, "collate_fn", None)
+    inner = getattr(collator, "data_collator", collator)  # the Trainer wraps it to drop columns
+    if package_of(inner) in {"transformers", "trl"} or name_of(inner) == "default_collate":
+        yield (
+            f"{name_of(inner)} cannot make batches of them. Set data_collator=hf_distca.PackingCollator() in the Trainer, or "
+            "collate_fn=hf_distca.PackingCollator() in a DataLoader."
+        )
+    columns = getattr(collator, "signature_columns", None)  # all that the Trainer leaves in
     if columns is not None and (dropped := sorted(_NEEDED - set(columns))):
         yield f"the Trainer drops {', '.join(dropped)} from them. Set TrainingArguments(remove_unused_columns=False)."
     batches, shard, processes = _read_by(loader)

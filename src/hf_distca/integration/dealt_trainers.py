@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_distca.borrowed import count_shifted_targets
 from hf_distca.integration.dealt_evaluation import evaluate_by_targets
 from hf_distca.integration.first_loss import train_watched
 
@@ -25,6 +26,7 @@ __all__ = ["follow_trainers"]
 
 def follow_trainers() -> None:
     """Have Trainers do on dealt documents what one process does; nothing while nobody has imported them."""
+    count_shifted_targets()
     if "transformers.trainer" in sys.modules:
         _follow()
 

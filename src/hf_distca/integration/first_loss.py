@@ -65,12 +65,12 @@ class NoticedTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch. What comes of it is noticed, too, if it has the same values, and else a plain tensor."""
         call: Callable[..., Any] = super().__torch_function__
-        found, noticed = call(func, types, args, kwargs or {}), list(_noticed((args, kwargs)))
+        result, noticed = call(func, types, args, kwargs or {}), list(_noticed((args, kwargs)))
         if getattr(func, "__name__", "") in _QUIET:
-            return cls.of(found, noticed[0].notice) if isinstance(found, torch.Tensor) and noticed else found
+            return cls.of(result, noticed[0].notice) if isinstance(result, torch.Tensor) and noticed else result
         for tensor in noticed:
             tensor.notice()
-        return type(found)(map(_plain, found)) if isinstance(found, (tuple, list)) else _plain(found)
+        return type(result)(map(_plain, result)) if isinstance(result, (tuple, list)) else _plain(result)
 
 
 def _noticed(values: Any) -> Iterator[NoticedTensor]:
@@ -90,12 +90,14 @@ class _Watch:
     """What a `compute_loss` does with the targets of a batch and with their number.
 
     Attributes:
+        ids: the tokens of the batch.
         read: which of the two it read itself.
-        made: places in the graph of what models made of targets that they were given, and if they were given the number, too.
+        places: in the graph, of what models made of targets that they were given, and if they were given the number, too.
     """
 
+    ids: torch.Tensor | None
     read: set[str] = field(default_factory=set)
-    made: list[tuple[Place, bool]] = field(default_factory=list)
+    places: list[tuple[Place, bool]] = field(default_factory=list)
 
     def notice(self, value: Any, name: str) -> Any:
         """The value, noticed when it is read; what cannot be noticed counts as read."""
@@ -111,6 +113,7 @@ class _Watch:
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def begin(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            self._check_call((*args, *kwargs.values()), kwargs)
             calls.append({name: value for name, value in kwargs.items() if isinstance(value, NoticedTensor)})
             return tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
 
@@ -118,7 +121,7 @@ class _Watch:
         def end(_: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
             given = calls.pop()
             if TARGETS in given:
-                self.made += [(place, ITEMS in given) for place in _places_of_targets(output)]
+                self.places += [(place, ITEMS in given) for place in _places_of_targets(output)]
 
         hooks = [model.register_forward_pre_hook(begin, with_kwargs=True) for model in models]
         hooks += [model.register_forward_hook(end) for model in models]
@@ -128,10 +131,18 @@ class _Watch:
             for hook in hooks:
                 hook.remove()
 
+    def _check_call(self, values: Iterable[Any], named: Mapping[str, Any]) -> None:
+        if named.get("distca_documents") is None and any(value is self.ids for value in values):
+            others = ", ".join(sorted(named.keys() - {"input_ids"})) or "nothing else"
+            raise UnsupportedError(
+                f"the model is called with input_ids and {others}, and dealt batches have more than that: distca_documents say "
+                "which documents the tokens are of, and on which ranks the rest is. Call model(**inputs)."
+            )
+
     def wrong(self, loss: torch.Tensor) -> str | None:
         """What is wrong with the loss of one of several ranks; None if nothing is."""
         reached = _reached(loss)
-        used = {place: divided for place, divided in self.made if place in reached}
+        used = {place: divided for place, divided in self.places if place in reached}
         if not used and TARGETS not in self.read:
             return (
                 "is not made of `shift_labels`: it reads `labels`, which are -100 in shares, as they could not be shifted where "
@@ -215,30 +226,30 @@ def train_watched(trainer: Trainer, step: Callable[..., torch.Tensor], inputs: A
 @contextmanager
 def wrapped(owner: object, name: str, around: Callable[..., Any]) -> Iterator[None]:
     """Put a function around a method of one object: it gets the method before its arguments."""
-    method, own = getattr(owner, name), vars(owner).get(name)
+    method, before = getattr(owner, name), vars(owner).get(name)
     setattr(owner, name, wraps(method)(partial(around, method)))
     try:
         yield
     finally:
-        if own is None:
+        if before is None:
             delattr(owner, name)
         else:  # it was set on this object rather than written in its class
-            setattr(owner, name, own)
+            setattr(owner, name, before)
 
 
 def _compute_watched(
     trainer: Trainer, compute_loss: Callable[..., Any], model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """The loss of the Trainer's own `compute_loss`, unless it is refused."""
-    watch, inner = _Watch(), trainer.accelerator.unwrap_model(model)
+    watch, inner = _Watch(inputs.get("input_ids")), trainer.accelerator.unwrap_model(model)
     inputs[TARGETS] = watch.notice(inputs.get(TARGETS), TARGETS)
     kwargs[ITEMS] = watch.notice(kwargs.get(ITEMS), ITEMS)
     with watch.calls_of({model, inner}):
-        found = compute_loss(model, inputs, *args, **kwargs)
-    loss = found[0] if isinstance(found, tuple) else found
+        result = compute_loss(model, inputs, *args, **kwargs)
+    loss = result[0] if isinstance(result, tuple) else result
     if isinstance(loss, torch.Tensor) and loss.grad_fn is not None and (wrong := watch.wrong(loss)) is not None:
         raise UnsupportedError(f"the loss of {_name(trainer)} {wrong}")
-    return found
+    return result
 
 
 def _name(trainer: Trainer) -> str:
