@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from datasets import Dataset, disable_progress_bars
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -60,10 +61,14 @@ def make_model(ranks: int, implementation: str, way: str) -> Any:
     from transformers.distributed import DistributedConfig
 
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        return AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation=implementation, distributed_config=DistributedConfig(fsdp_size=ranks)
-        ).train()
+        folders = [folder]  # only rank 0 writes
+        dist.broadcast_object_list(folders)
+        model.save_pretrained(folders[0])
+        dist.barrier()
+        options = {"attn_implementation": implementation, "distributed_config": DistributedConfig(fsdp_size=ranks)}
+        loaded = AutoModelForCausalLM.from_pretrained(folders[0], **options).train()
+        dist.barrier()
+        return loaded
 
 
 def make_trainer(kind: type[Trainer], ranks: int, implementation: str, way: str) -> Trainer:

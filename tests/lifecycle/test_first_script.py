@@ -109,7 +109,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import hf_distca
 
 name, tokens = "model", {tokens}
-documents = Dataset.from_dict({{"input_ids": [[2 + (7 * i + j * j) % 50 for j in range(length)] for i, length in enumerate({lengths})]}})
+texts = [[2 + (7 * i + j * j) % 50 for j in range(length)] for i, length in enumerate({lengths})]
+documents = Dataset.from_dict({{"input_ids": texts}})
 args = TrainingArguments("out", max_steps=4, bf16=True, use_cpu=True, report_to="none", save_strategy="no", logging_steps=1)
 """
 LOOP = """
@@ -127,10 +128,11 @@ if accelerator.is_main_process:
     open("logged.json", "w").write(json.dumps(trained))
 torch.distributed.destroy_process_group()
 """
-MIXIN = """
+CLASS = """
 {block}
 model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="distca")
 trainer = MyTrainer(model=model, args=args, train_dataset=documents, data_collator=hf_distca.PackingCollator())
+{deal}
 trainer.train()
 """
 
@@ -143,7 +145,13 @@ def script_with(page: str, word: str) -> str:
         (shares,) = (block for block in blocks_of(page) if "DataLoader(" in block)
         return given + LOOP.format(shares=shares.replace("16384", "tokens"), loop=block.rstrip())
     return (
-        given + (block if "Trainer(\n" in block else MIXIN.format(block=block)) + REPORT.replace(', float(row["grad_norm"])', "")
+        given
+        + (
+            block
+            if "Trainer(\n" in block
+            else CLASS.format(block=block, deal="hf_distca.deal(trainer, tokens)" if "loss" in word else "")
+        )
+        + REPORT
     )
 
 
@@ -153,6 +161,7 @@ def script_with(page: str, word: str) -> str:
     [
         ("docs/long_documents.md", "accelerator.prepare"),
         ("docs/long_documents.md", "shares_tokens"),
+        ("docs/long_documents.md", "def compute_loss"),
         ("docs/getting_started.md", "data_collator=hf_distca.PackingCollator()"),
         ("docs/getting_started.md", "DistCATrainerMixin"),
     ],
