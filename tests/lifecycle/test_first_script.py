@@ -144,15 +144,10 @@ def script_with(page: str, word: str) -> str:
     if word == "accelerator.prepare":
         (shares,) = (block for block in blocks_of(page) if "DataLoader(" in block)
         return given + LOOP.format(shares=shares.replace("16384", "tokens"), loop=block.rstrip())
-    return (
-        given
-        + (
-            block
-            if "Trainer(\n" in block
-            else CLASS.format(block=block, deal="hf_distca.deal(trainer, tokens)" if "loss" in word else "")
-        )
-        + REPORT
-    )
+    if "Trainer(\n" in block:
+        return given + block + REPORT
+    deal = "hf_distca.deal(trainer, tokens)" if "loss" in word else ""
+    return given + CLASS.format(block=block, deal=deal) + REPORT
 
 
 @pytest.mark.timeout(200)
