@@ -108,8 +108,8 @@ def is_in_model() -> bool:
 
 
 def is_compiled() -> bool:
-    """Whether compiled code led here."""
-    return any(frame.f_globals.get("__name__", "").startswith("torch._dynamo") for frame in _callers(inspect.currentframe()))
+    """Whether compiled code led here: what it resumes after a break, as at every attention, has a name of its own."""
+    return any("torch_dynamo_resume" in frame.f_code.co_name for frame in _callers(inspect.currentframe()))
 
 
 def calling_trainer(callback: TrainerCallback) -> Trainer | None:
