@@ -52,7 +52,7 @@ _QUIET = {
 class NoticedTensor(torch.Tensor):
     """A tensor that calls `notice`, which is set on it, when its values are read."""
 
-    notice: Callable[[], object] = bool
+    notice: Callable[[], object] = bool  # which does nothing
 
     @classmethod
     def of(cls, tensor: torch.Tensor, notice: Callable[[], object]) -> NoticedTensor:
@@ -242,7 +242,8 @@ def _compute_watched(
 ) -> Any:
     """The loss of the Trainer's own `compute_loss`, unless it is refused."""
     watch, inner = _Watch(inputs.get("input_ids")), trainer.accelerator.unwrap_model(model)
-    inputs[TARGETS] = watch.notice(inputs.get(TARGETS), TARGETS)
+    if TARGETS in inputs:
+        inputs[TARGETS] = watch.notice(inputs[TARGETS], TARGETS)
     kwargs[ITEMS] = watch.notice(kwargs.get(ITEMS), ITEMS)
     with watch.calls_of({model, inner}):
         result = compute_loss(model, inputs, *args, **kwargs)

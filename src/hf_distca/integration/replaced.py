@@ -14,15 +14,24 @@ __all__ = ["Collators", "check_collator", "name_of", "package_of", "warn_of_orde
 
 Collators = Literal["check", "replace"]
 
-# Collators of transformers and TRL that make of rows what is read of rows here: ids, labels, masks, lengths, positions.
+# Collators that make of rows what is read of rows here (ids, labels, masks, lengths, positions), by the package that has them.
 _STOCK = {
-    "DataCollatorForLanguageModeling",
-    "DataCollatorForSeq2Seq",
-    "DataCollatorForVisionLanguageModeling",
-    "DataCollatorWithFlattening",
-    "DataCollatorWithPadding",
-    "DefaultDataCollator",
-    "default_data_collator",
+    "transformers": {
+        "DataCollatorForLanguageModeling",
+        "DataCollatorForSeq2Seq",
+        "DataCollatorWithFlattening",
+        "DataCollatorWithPadding",
+        "DefaultDataCollator",
+        "default_data_collator",
+    },
+    "trl": {"DataCollatorForLanguageModeling", "DataCollatorForVisionLanguageModeling"},
+    "llamafactory": {"MultiModalDataCollatorForSeq2Seq", "SFTDataCollatorWith4DAttentionMask"},
+    "axolotl": {
+        "BatchSamplerDataCollatorForSeq2Seq",
+        "DataCollatorForSeq2Seq",
+        "V2BatchSamplerDataCollatorForSeq2Seq",
+    },
+    "hf_distca": {"PackingCollator"},
 }
 
 
@@ -38,11 +47,10 @@ def check_collator(trainer: Trainer, collator: Collators) -> None:
     """
     given: Any = trainer.data_collator
     name, package = name_of(given), package_of(given)
-    if package == "hf_distca":
-        return
     masks_at_random = getattr(given, "mlm", False)
-    if package in {"transformers", "trl"} and name in _STOCK and not masks_at_random:
-        _warn_of_padding(given, name)
+    if name in _STOCK.get(package, ()) and not masks_at_random:
+        if package == "transformers":
+            _warn_of_padding(given, name)
         return
     said = f"{name}(mlm=True)" if masks_at_random else name
     if collator == "replace":
