@@ -103,6 +103,8 @@ def difference(pool: Callable[..., list[list[float]]], ranks: int, way: str) -> 
     return max(abs(ours / theirs - 1) for ours, theirs in zip(found, expected, strict=True))
 
 
+# peft asks transformers for what it has renamed, and the compiler torch for what it has replaced.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 FEW = ["DDP", "accumulation", "FSDP2, ping-pong, accumulation"]
 
 
@@ -133,3 +135,35 @@ def test_a_loss_of_labels_is_refused_under_every_engine(rank_pool: Callable[[int
     for message, step, logged in rank_pool(2)(train_on_nothing, 2, way):
         assert "OfLabels.compute_loss is not made of `shift_labels`" in message
         assert (step, logged) == (0, [])
+
+
+def start_zero(stage: int) -> dict[str, Any]:
+    """DeepSpeed in a running world, without an extension that it would compile; what the Trainer is told of it."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    names = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
+    zero = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
+    return {**dict.fromkeys(names, "auto"), "bf16": {"enabled": "auto"}, **zero}
+
+
+def train_by_zero(rank: int, ranks: int, stage: int) -> list[float]:
+    WAYS["ZeRO"] = ({"deepspeed": start_zero(stage)}, {})
+    message, step, logged = train_on_nothing(rank, ranks, "ZeRO")
+    assert "is not made of `shift_labels`" in message
+    assert (step, logged) == (0, [])
+    return train(rank, ranks, "distca", "ZeRO")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_in_half_precision_trains_and_refuses(stage: int) -> None:
+    pytest.importorskip("deepspeed", reason='needs pip install -e ".[deepspeed]"')
+    pool = RankPool(2)  # of its own: DeepSpeed stays
+    try:
+        found = pool(train_by_zero, 2, stage)[0]
+    finally:
+        pool.close()
+    assert found == pytest.approx(one_process("DDP"), rel=2e-2)  # weights are in half precision, too
