@@ -148,6 +148,16 @@ class DividesByItself(Trainer):
         return loss / int(num_items_in_batch) * self.accelerator.num_processes
 
 
+class OfNoTargets(Trainer):
+    """As distillation does, here from a teacher who knows nothing; means over tokens, of which ranks have equally many."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            assert self.accelerator.unwrap_model(model)(**inputs).loss is not None
+        inputs.pop("labels")
+        return -model(**inputs).logits.float().log_softmax(-1).mean()
+
+
 class NamedArguments(Trainer):
     """It hands on what it knows of a batch."""
 
@@ -178,6 +188,7 @@ CASES: dict[str, tuple[type[Trainer], dict[str, Any], str | None]] = {
     "compute_loss of weight 0": (GivesWeightZero, {}, None),
     "compute_loss with another term": (WithAnotherTerm, {}, None),
     "compute_loss of the model's mean": (DividesByItself, {}, None),
+    "compute_loss of no targets": (OfNoTargets, {}, None),
     "activation checkpointing": (WithAnotherTerm, {ARGUMENT: True}, None),
     "accumulation": (Plain, {"gradient_accumulation_steps": 2}, None),
     "label smoothing": (Plain, {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 shifts `labels`"),
@@ -203,7 +214,8 @@ ALL: list[Case] = list(product(CASES, PRECISIONS, (True, False)))
 # The three that people write get each combination in every run.
 COMMON_ONES = ("compute_loss of labels, after the model", "compute_loss of labels, popped", "the model's mean")
 FEW = [case for case in ALL if case[0] in COMMON_ONES or (case[1:] == ("bfloat16", False) and CASES[case[0]][2])]
-FEW += [(name, "bfloat16", True) for name in ("model's loss", "compute_loss of weight 0", "compute_loss with another term")]
+RIGHT = ("model's loss", "compute_loss of weight 0", "compute_loss with another term", "compute_loss of no targets")
+FEW += [(name, "bfloat16", True) for name in RIGHT]
 Outcome = list[float] | str
 
 

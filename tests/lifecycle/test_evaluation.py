@@ -184,9 +184,11 @@ def mean_over_targets(numbers: tuple[int, ...] = tuple(range(len(EVALUATED)))) -
 def test_loss_of_dealt_evaluation_is_the_mean_over_targets(rank_pool: Callable[[int], RankPool]) -> None:
     pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
     cases = list(product(KINDS, FORMS))
-    by_ranks = {1: [evaluate(0, 1, cases)], **{ranks: rank_pool(ranks)(evaluate, ranks, cases) for ranks in (2, 3)}}
+    by_ranks = {1: [evaluate(0, 1, cases)], 2: rank_pool(2)(evaluate, 2, cases)}
+    by_ranks[3] = rank_pool(3)(evaluate, 3, [case for case in cases if case[1] == "float32"])
     print()  # noqa: T201
-    for (ranks, found), (kind, form) in product(by_ranks.items(), cases):
+    for ranks, (kind, form) in ((ranks, case) for ranks, found in by_ranks.items() for case in found[0]):
+        found = by_ranks[ranks]
         print(f"{ranks} ranks, {kind}, {form}: {found[0][kind, form]}, by hand {mean_over_targets()}")  # noqa: T201
         for of_rank in found:
             metrics, tolerance = of_rank[kind, form], 1e-2 if form == "bfloat16" else 1e-6

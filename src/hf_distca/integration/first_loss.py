@@ -4,6 +4,8 @@
 a loss must come from ``shift_labels`` and be divided by ``num_items_in_batch``. Its value does not tell: other terms and weights
 change it as well. What it was made of does: whether the values of these tensors were read, and whether the graph of the loss
 leads to what a model made of ``shift_labels``. No copy of the logits is looked at, so precision and wrappers do not matter.
+A loss of no targets at all, as of a teacher's logits, is left alone: ranks have equally many tokens, so their means are that of
+all.
 
 All of it is done in the first micro-batch that a Trainer trains on, before its backward, on every rank alike. Nothing stays.
 """
@@ -21,13 +23,14 @@ import torch
 
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.callers import is_in_model
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 __all__ = ["NoticedTensor", "is_watched", "train_watched", "wrapped"]
 
-TARGETS, ITEMS = "shift_labels", "num_items_in_batch"
+TARGETS, LABELS, ITEMS = "shift_labels", "labels", "num_items_in_batch"
 Place = tuple[Any, int]  # a node of a graph, and which of its outputs: DDP has one node for all that a model returns
 # What a model returns that does not depend on targets. Anything else may.
 _FREE = {
@@ -91,20 +94,26 @@ class _Watch:
 
     Attributes:
         ids: the tokens of the batch.
-        read: which of the two it read itself.
+        read: which of them it read itself.
         places: in the graph, of what models made of targets that they were given, and if they were given the number, too.
+        wrong_places: the same of what models made of labels alone.
     """
 
     ids: torch.Tensor | None
     read: set[str] = field(default_factory=set)
     places: list[tuple[Place, bool]] = field(default_factory=list)
+    wrong_places: list[Place] = field(default_factory=list)
 
     def notice(self, value: Any, name: str) -> Any:
         """The value, noticed when it is read; what cannot be noticed counts as read."""
         if isinstance(value, torch.Tensor):
-            return NoticedTensor.of(value, partial(self.read.add, name))
+            return NoticedTensor.of(value, partial(self._add, name))
         self.read.add(name)
         return value
+
+    def _add(self, name: str) -> None:
+        if not is_in_model():  # another one, such as a teacher
+            self.read.add(name)
 
     @contextmanager
     def calls_of(self, models: Iterable[torch.nn.Module]) -> Iterator[None]:
@@ -122,6 +131,8 @@ class _Watch:
             given = calls.pop()
             if TARGETS in given:
                 self.places += [(place, ITEMS in given) for place in _places_of_targets(output)]
+            elif LABELS in given:
+                self.wrong_places += _places_of_targets(output)
 
         hooks = [model.register_forward_pre_hook(begin, with_kwargs=True) for model in models]
         hooks += [model.register_forward_hook(end) for model in models]
@@ -144,10 +155,12 @@ class _Watch:
         reached = _reached(loss)
         used = {place: divided for place, divided in self.places if place in reached}
         if not used and TARGETS not in self.read:
+            if LABELS not in self.read and reached.isdisjoint(self.wrong_places):
+                return None
             return (
                 "is not made of `shift_labels`: it reads `labels`, which are -100 in shares, as they could not be shifted where "
-                "documents are cut, or no targets at all. Hand shift_labels to the model under this name and use its loss, or "
-                "read shift_labels, which are shifted already."
+                "documents are cut. Hand shift_labels to the model under this name and use its loss, or read shift_labels, which "
+                "are shifted already."
             )
         bare = _place(loss) in used
         if not any(used.values()) and (bare or ITEMS not in self.read):
@@ -242,8 +255,8 @@ def _compute_watched(
 ) -> Any:
     """The loss of the Trainer's own `compute_loss`, unless it is refused."""
     watch, inner = _Watch(inputs.get("input_ids")), trainer.accelerator.unwrap_model(model)
-    if TARGETS in inputs:
-        inputs[TARGETS] = watch.notice(inputs[TARGETS], TARGETS)
+    for name in {TARGETS, LABELS} & inputs.keys():
+        inputs[name] = watch.notice(inputs[name], name)
     kwargs[ITEMS] = watch.notice(kwargs.get(ITEMS), ITEMS)
     with watch.calls_of({model, inner}):
         result = compute_loss(model, inputs, *args, **kwargs)
