@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,10 +19,19 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset, disable_progress_bars
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, modeling_utils
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    modeling_utils,
+)
 
 import hf_distca
 from checkpointed import ARGUMENT
+from hf_distca.integration import processes
 from pages import ROOT, words_of
 from ranks import RankPool
 from tiny_runs import COMMON, VOCABULARY, documents, losses, settings, tiny_llama
@@ -144,13 +154,112 @@ def test_what_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     hf_distca.deal(trainer, TOKENS)
     said = [line for line in capfd.readouterr().err.splitlines() if "." in line][-3:]
     assert said == [
-        "distca deals 10 documents of 642 tokens, the longest of 200, to 1 rank with 96 tokens each.",
+        "distca deals 10 documents of 642 tokens, the longest of 200, to 1 rank with 96 tokens each. "
+        "Targets: 632; 1 of the documents have none.",
         "An epoch has 6 global batches of 96 tokens, 2 in each optimizer step.",
         "Documents longer than a rank holds: 2. Longer than a global batch, and therefore cut: 2.",
     ]
     assert sum(isinstance(callback, hf_distca.DistCACallback) for callback in trainer.callback_handler.callbacks) == 1
     with pytest.raises(hf_distca.ConfigError, match="dealt already"):
         hf_distca.deal(trainer, TOKENS)
+
+
+def said_by(capfd: pytest.CaptureFixture[str], data: Any, **changes: Any) -> str:
+    hf_distca.deal(make(Trainer, "distca", data, changes), TOKENS)
+    return capfd.readouterr().err
+
+
+def test_targets_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "Targets: 322; 1 of the documents have none." in said_by(capfd, rows(completion_mask=masks()))
+    many = Dataset.from_dict({"input_ids": [[1, 2, 3, 4]] * 600, "labels": [[-100, 2, 3, -100]] * 600})
+    assert "Targets: 50% of the tokens of 256 documents.\n" in said_by(capfd, many)
+
+
+def test_documents_without_a_target_are_refused_or_said(caplog: pytest.LogCaptureFixture) -> None:
+    nothing = rows(labels=[[-100] * length for length in LENGTHS])
+    with pytest.raises(hf_distca.ConfigError, match="none of the 642 tokens of 10 documents is a target: labels are -100"):
+        hf_distca.deal(make(Trainer, "distca", nothing, {}), TOKENS)
+    # Of many, not all are looked at: number 1 is not.
+    many = Dataset.from_dict({"input_ids": [[1, 2]] * 600, "labels": [[-100, 2 if n == 1 else -100] for n in range(600)]})
+    hf_distca.deal(make(Trainer, "distca", many, {}), TOKENS)
+    assert "none of the 512 tokens of 256 documents is a target, which were looked at among 600" in caplog.text
+
+
+def test_a_stream_says_what_is_known_of_it(capfd: pytest.CaptureFixture[str]) -> None:
+    lines = said_by(capfd, stream(), gradient_accumulation_steps=2).splitlines()[-3:]
+    assert lines[0] == "distca deals a stream of documents to 1 rank with 96 tokens each."
+    assert lines[1].startswith("Global batches have 96 tokens, 2 in each optimizer step, and take documents as they come")
+
+
+def of_my_own(features: Any) -> Any:
+    raise AssertionError("it is called")
+
+
+class OfMyOwn(DataCollatorWithPadding):
+    pass
+
+
+def mlm() -> Any:
+    token = tokenizer()
+    token.mask_token = "2"
+    return DataCollatorForLanguageModeling(token)
+
+
+# Collators, and what a refusal names; None for those that read rows as they are read here.
+COLLATORS: dict[str, tuple[Callable[[], Any], str | None]] = {
+    "a function": (lambda: of_my_own, "of_my_own"),
+    "of arguments": (lambda: partial(of_my_own), "of_my_own"),
+    "a subclass": (lambda: OfMyOwn(tokenizer()), "OfMyOwn"),
+    "random masks": (mlm, r"DataCollatorForLanguageModeling\(mlm=True\)"),
+    "language modeling": (lambda: DataCollatorForLanguageModeling(tokenizer(), mlm=False), None),
+    "flattening": (DataCollatorWithFlattening, None),
+    "by default": (lambda: None, None),
+    "packing": (hf_distca.PackingCollator, None),
+}
+
+
+@pytest.mark.parametrize("name", COLLATORS)
+def test_a_collator_that_may_mean_more_is_refused(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    collator, named = COLLATORS[name]
+    trainers = [make(Trainer, "distca", rows(), {}) for _ in range(2)]
+    for trainer in trainers:
+        trainer.data_collator = collator() or trainer.data_collator
+    processes.warn_once.cache_clear()
+    if named is None:
+        hf_distca.deal(trainers[0], TOKENS)
+        assert "in the place of" not in caplog.text
+    else:
+        with pytest.raises(hf_distca.UnsupportedError, match=rf'replaces the data_collator, and {named} .*collator="replace"'):
+            hf_distca.deal(trainers[0], TOKENS)
+        hf_distca.deal(trainers[1], TOKENS, collator="replace").train()
+        assert re.search(f"puts PackingCollator in the place of {named}, which is not called", caplog.text)
+
+
+def test_a_pad_token_that_ends_documents_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    trainer, token = make(Trainer, "distca", rows(), {}), tokenizer()
+    token.pad_token = token.eos_token
+    trainer.data_collator = DataCollatorForLanguageModeling(token, mlm=False)
+    processes.warn_once.cache_clear()
+    hf_distca.deal(trainer, TOKENS)
+    assert "would leave out all targets that are token 1, which pads and ends documents alike" in caplog.text
+
+
+class OwnOrder(Trainer):
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return torch.utils.data.RandomSampler(self.train_dataset)
+
+
+def test_an_order_of_rows_is_replaced_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    processes.warn_once.cache_clear()
+    hf_distca.deal(make(Trainer, "distca", rows(), {"train_sampling_strategy": "group_by_length"}), TOKENS)
+    assert "hf_distca.deal replaces train_sampling_strategy='group_by_length'" in caplog.text
+    with pytest.raises(hf_distca.UnsupportedError, match="RandomSampler reads them in an order of its own"):
+        hf_distca.deal(make(OwnOrder, "distca", rows(), {}), TOKENS).train()
+
+
+def test_a_word_that_is_none_is_refused() -> None:
+    with pytest.raises(hf_distca.ConfigError, match="collator='mine' is none of 'check', 'replace'"):
+        hf_distca.deal(make(Trainer, "distca", rows(), {}), TOKENS, collator="mine")  # type: ignore[arg-type]
 
 
 def refuse(rank: int, changes: dict[str, Any]) -> str:
@@ -211,6 +320,8 @@ TRL: dict[str, tuple[dict[str, Any], Callable[[], Dataset]]] = {
     "prompt and completion": ({"max_length": None}, texts),
     "packing": ({"max_length": 64, "packing": True}, texts),
     "LoRA": ({"max_length": None}, texts),
+    "dft": ({"max_length": None, "loss_type": "dft"}, texts),
+    "bfloat16": ({"max_length": None, "bf16": True, "ddp_find_unused_parameters": None}, texts),
     OFFLOADED: ({"max_length": None, **OFFLOADING}, texts),
 }
 
@@ -243,7 +354,34 @@ def test_trl(rank_pool: Callable[[int], RankPool], name: str) -> None:
     pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
     skip_before_offloading(name)
     expected = train_trl(0, 1, "sdpa", name)
-    assert rank_pool(2)(train_trl, 2, "distca", name)[0] == pytest.approx(expected, rel=1e-5)
+    tolerance = 2e-2 if TRL[name][0].get("bf16") else 1e-5  # norms of gradients are in it
+    assert rank_pool(2)(train_trl, 2, "distca", name)[0] == pytest.approx(expected, rel=tolerance)
+
+
+# What `SFTConfig` says of targets, and the data.
+OF_TRL: dict[str, tuple[dict[str, Any], Callable[[], Dataset]]] = {
+    "completions": ({}, texts),
+    "prompts, too": ({"completion_only_loss": False}, texts),
+    "padding-free": ({"padding_free": True}, texts),
+    "packed": ({"packing": True, "max_length": 64}, texts),
+    "labels": ({}, lambda: rows(labels=[[-100] * 3 + ids[3:] for ids in documents(*LENGTHS)])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
+@pytest.mark.parametrize("name", OF_TRL)
+def test_targets_are_those_of_the_collator_of_trl(name: str) -> None:
+    pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
+    from trl import SFTConfig, SFTTrainer
+
+    changes, data = OF_TRL[name]
+    args = SFTConfig(**{**COMMON, "output_dir": tempfile.mkdtemp(), "bf16": False, "max_length": None, **changes})
+    trainer = SFTTrainer(tiny_llama("distca"), args, train_dataset=data(), processing_class=tokenizer())
+    columns = {"input_ids", "labels", "seq_lengths"}  # those that TRL leaves in
+    rows_of_trl = [{name: row[name] for name in columns & row.keys()} for row in trainer.train_dataset]
+    theirs = sum(int((trainer.data_collator([row])["labels"][:, 1:] != -100).sum()) for row in rows_of_trl)
+    shares = hf_distca.deal(trainer, 1024, fill="whole").train_dataset
+    assert sum(int((share["shift_labels"] != -100).sum()) for share in shares) == theirs
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")

@@ -1,18 +1,24 @@
-"""Evaluation, prediction and generation around the steps of a training run."""
+"""Evaluation, prediction and generation around the steps of a training run; the loss of dealt evaluation sets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import TrainerCallback
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 
 import hf_distca
 from ranks import RankPool
-from tiny_runs import dispatches, losses, make_trainer, rows, settings, tiny_llama
+from tiny_runs import COMMON, VOCABULARY, dispatches, documents, losses, make_trainer, rows, settings, tiny_llama
 from turns import in_turn
 
 
@@ -102,3 +108,93 @@ def generate_in_training_mode(rank: int, ping_pong: bool) -> tuple[int, list[int
 def test_one_rank_generates_with_a_model_in_training_mode(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
     for alone, trained in rank_pool(2)(generate_in_training_mode, ping_pong):
         assert alone == 0 < trained
+
+
+# Tokens of documents, and how many at their ends are targets: ranks have few or many, one batch has none, and the last is padded.
+EVALUATED = ((190, 100), (90, 2), (80, 0), (200, 0), (30, 20), (70, 1), (7, 3))
+TOKENS = 240  # of a global batch, on any number of ranks
+KINDS, FORMS = ("Trainer", "SFTTrainer"), ("float32", "bfloat16", "of two sets", "with metrics")
+
+
+def evaluation_set(numbers: Iterable[int] = range(len(EVALUATED))) -> Dataset:
+    texts = documents(*(length for length, _ in EVALUATED), seed=1)
+    labels = [
+        [-100] * (len(ids) - targets) + ids[len(ids) - targets :] for ids, (_, targets) in zip(texts, EVALUATED, strict=True)
+    ]
+    return Dataset.from_list([{"input_ids": texts[number], "labels": labels[number]} for number in numbers])
+
+
+def count_right(prediction: Any) -> dict[str, float]:
+    kept = prediction.label_ids != -100
+    right = prediction.predictions.argmax(-1) == prediction.label_ids
+    return {"right": float((right & kept).sum()), "targets": float(kept.sum())}
+
+
+def evaluate(rank: int, ranks: int, cases: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, float]]:
+    return {case: evaluate_one(ranks, *case) for case in cases}
+
+
+def evaluate_one(ranks: int, kind: str, form: str) -> dict[str, float]:
+    hf_distca.configure(settings(cost_model="analytic"))
+    warnings.simplefilter("ignore", FutureWarning)  # TRL's own
+    args = {**COMMON, "output_dir": tempfile.gettempdir(), "bf16": form == "bfloat16"}
+    args["prediction_loss_only"] = form != "with metrics"
+    if form == "with metrics" and kind == "Trainer":
+        args["label_names"] = ["shift_labels"]
+    sets: Any = {"first": evaluation_set(range(3)), "second": evaluation_set()} if form == "of two sets" else evaluation_set()
+    model = sharp_llama("distca")
+    if kind == "Trainer":
+        trainer = Trainer(model, TrainingArguments(**args), train_dataset=evaluation_set(), eval_dataset=sets)
+    else:
+        from trl import SFTConfig, SFTTrainer
+
+        words = models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0")
+        token = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="0", eos_token="1")
+        config = SFTConfig(**args, max_length=None)
+        trainer = SFTTrainer(model, config, train_dataset=evaluation_set(), eval_dataset=sets, processing_class=token)
+    if form == "with metrics" and kind == "Trainer":
+        trainer.compute_metrics = count_right
+    found = hf_distca.deal(trainer, TOKENS // ranks, evaluation=True).evaluate()
+    assert not vars(trainer).keys() & {"compute_loss", "prediction_step"}, "nothing stays"
+    return {name: value for name, value in found.items() if name.endswith(("loss", "right", "targets"))}
+
+
+def sharp_llama(implementation: str) -> Any:
+    """With losses that differ from token to token."""
+    model = tiny_llama(implementation)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8 if parameter.dim() > 1 else 1)
+    return model
+
+
+@cache
+def mean_over_targets(numbers: tuple[int, ...] = tuple(range(len(EVALUATED)))) -> float:
+    """By hand, in float64."""
+    model, total, count = sharp_llama("sdpa").double(), 0.0, 0
+    for row in evaluation_set(numbers):
+        ids, targets = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"][1:])
+        logits = model(input_ids=ids).logits[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum").detach())
+        count += int((targets != -100).sum())
+    return total / count
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_loss_of_dealt_evaluation_is_the_mean_over_targets(rank_pool: Callable[[int], RankPool]) -> None:
+    pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
+    cases = list(product(KINDS, FORMS))
+    by_ranks = {1: [evaluate(0, 1, cases)], 2: rank_pool(2)(evaluate, 2, cases)}
+    by_ranks[3] = rank_pool(3)(evaluate, 3, [case for case in cases if case[1] == "float32"])
+    print()  # noqa: T201
+    for ranks, (kind, form) in ((ranks, case) for ranks, found in by_ranks.items() for case in found[0]):
+        found = by_ranks[ranks]
+        print(f"{ranks} ranks, {kind}, {form}: {found[0][kind, form]}, by hand {mean_over_targets()}")  # noqa: T201
+        for of_rank in found:
+            metrics, tolerance = of_rank[kind, form], 1e-2 if form == "bfloat16" else 1e-6
+            if form == "of two sets":
+                assert metrics["eval_first_loss"] == pytest.approx(mean_over_targets((0, 1, 2)), rel=tolerance)
+                metrics["eval_loss"] = metrics["eval_second_loss"]
+            assert metrics["eval_loss"] == pytest.approx(mean_over_targets(), rel=tolerance)
+            if "eval_targets" in metrics:
+                assert metrics["eval_targets"] == sum(targets for _, targets in EVALUATED)

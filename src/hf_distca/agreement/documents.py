@@ -261,10 +261,10 @@ class TokenBatch:
         rest = np.flatnonzero((column == 0) & (position > 0))
         if training and not span_ranks and len(rest):
             raise UnsupportedError(
-                f"row {row[rest[0]]} of a training batch begins at position {position[rest[0]]}: another tool seems to have cut "
-                "sequences over ranks (context parallelism, Ulysses, sequence parallelism), and distca would take the rest for a "
-                "document of its own. Switch that off; or set DistCAConfig(documents_span_ranks=True) if the ranks of the "
-                "attention group hold the parts."
+                f"row {row[rest[0]]} of a training batch begins at position {position[rest[0]]}, and there are no "
+                "distca_documents. Dealt batches have more than input_ids: call model(**inputs). Else another tool may have cut "
+                "sequences over ranks (context parallelism, Ulysses), and distca would take the rest for a document of its own. "
+                "Switch that off; or set DistCAConfig(documents_span_ranks=True) if ranks of the attention group hold the parts."
             )
         step, gap = np.diff(position), np.diff(token)
         # Two neighbours belong together if they are in one row and the position counts on: over all tokens, or over real ones.

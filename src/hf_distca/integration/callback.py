@@ -15,7 +15,8 @@ from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, T
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import calling_trainer
-from hf_distca.integration.checks import check_loader
+from hf_distca.integration.checks import check_evaluation, check_loader
+from hf_distca.integration.dealt_trainers import follow_trainers
 from hf_distca.integration.loading import distca_configs, prepare
 from hf_distca.integration.record import Recorder
 from hf_distca.integration.reports import Metrics, metrics, sum_up, trace, why_given_up, why_nothing_moved
@@ -88,8 +89,11 @@ class DistCACallback(TrainerCallback):
                 shares would not come to every rank, or not give the loss of whole documents.
         """
         model, trainer = kwargs.get("model"), calling_trainer(self)
+        follow_trainers()
         check_loader(kwargs.get("train_dataloader"), model=model, args=args, trainer=trainer)
         self._apply_settings()
+        if trainer is not None:
+            check_evaluation(trainer)
         self._take_place(trainer)
         if model is not None:
             prepare(model)

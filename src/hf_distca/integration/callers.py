@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # importing it brings in peft and, through that, what must no
     from transformers import Trainer
     from transformers.trainer_callback import TrainerCallback
 
-__all__ = ["MaskCall", "calling_trainer", "given_documents"]
+__all__ = ["MaskCall", "calling_trainer", "given_documents", "given_to_model", "is_compiled", "is_in_model"]
 
 _STEPS = ("training_step", "prediction_step")
 
@@ -90,11 +90,26 @@ class MaskCall:
 
 def given_documents(frame: FrameType | None = None) -> Any:
     """What the innermost model that has it, above a frame or the caller, was given as ``distca_documents``; None if none was."""
+    return given_to_model("distca_documents", frame)
+
+
+def given_to_model(name: str, frame: FrameType | None = None) -> Any:
+    """What the innermost model that has it, above a frame or the caller, was given under a name; None if none was."""
     for model in _of_models(frame):
         for value in model.f_locals.values():
-            if isinstance(value, dict) and value.get("distca_documents") is not None:
-                return value["distca_documents"]
+            if isinstance(value, dict) and value.get(name) is not None:
+                return value[name]
     return None
+
+
+def is_in_model() -> bool:
+    """Whether the forward of a model led here."""
+    return next(_of_models(None), None) is not None
+
+
+def is_compiled() -> bool:
+    """Whether compiled code led here: what it resumes after a break, as at every attention, has a name of its own."""
+    return any("torch_dynamo_resume" in frame.f_code.co_name for frame in _callers(inspect.currentframe()))
 
 
 def calling_trainer(callback: TrainerCallback) -> Trainer | None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 from transformers import Trainer
@@ -23,7 +23,9 @@ from hf_distca.integration.callback import DistCACallback
 from hf_distca.integration.checks import check_dealing
 from hf_distca.integration.document_shares import document_shares, shares_of
 from hf_distca.integration.processes import say
+from hf_distca.integration.replaced import Collators, check_collator, warn_of_order
 from hf_distca.integration.session import current_session
+from hf_distca.integration.targets import Targets, sample_targets
 from hf_distca.schedule.layout import IntArray
 
 __all__ = ["deal", "deal_before_training"]
@@ -35,7 +37,13 @@ AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 
 def deal(
-    trainer: AnyTrainer, tokens_per_rank: int, *, evaluation: bool = False, fill: Fill = "cut", longer: Longer = "cut"
+    trainer: AnyTrainer,
+    tokens_per_rank: int,
+    *,
+    evaluation: bool = False,
+    fill: Fill = "cut",
+    longer: Longer = "cut",
+    collator: Collators = "check",
 ) -> AnyTrainer:
     """Deal the documents of a Trainer to its ranks, so that they may be longer than one rank holds.
 
@@ -54,6 +62,8 @@ def deal(
         evaluation: whether to deal the evaluation set, too: in its own order, and with all ranks evaluating together.
         fill: ``"cut"`` to fill global batches to the token, ``"whole"`` for whole documents and some padding.
         longer: whether documents that are longer than a global batch are cut (``"cut"``) or refused (``"refuse"``).
+        collator: ``"replace"`` to replace a collator of your own, too. Otherwise it is refused, as it may say which tokens are
+            targets; those of transformers and TRL read rows as they are read here.
 
     Returns:
         The same Trainer.
@@ -70,6 +80,9 @@ def deal(
             f"the train_dataset of this {type(trainer).__name__} is {'dealt already' if rows is not None else None}: give "
             "hf_distca.deal a Trainer with documents, once."
         )
+    if collator not in get_args(Collators):
+        raise ConfigError(f"collator={collator!r} is none of {', '.join(map(repr, get_args(Collators)))}.")
+    check_collator(trainer, collator)
     config = _callback_of(trainer, evaluation).config or current_session().config
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     make = partial(document_shares, tokens_per_rank=tokens_per_rank, model=trainer.model, dtype=dtype, config=config)
@@ -83,10 +96,13 @@ def deal(
     check_dealing(trainer, shares.dealing.ranks, evaluation)
     if evaluation:
         _deal_evaluation(trainer, partial(make, seed=None, fill="whole", longer=longer))
+    targets = None if not known else sample_targets(documents, len(known["lengths"]))
+    warn_of_order(trainer)
     _read_shares(trainer, dataset)
-    if isinstance(shares, Shares) and trainer.is_world_process_zero():
-        _say(known["lengths"], shares, args.gradient_accumulation_steps)
-        _warn_if_cut(int(known["lengths"].max()), args)
+    if trainer.is_world_process_zero():
+        say(_words(shares, known.get("lengths"), targets, args.gradient_accumulation_steps))
+        if known:
+            _warn_if_cut(int(known["lengths"].max()), args)
     return trainer
 
 
@@ -170,13 +186,21 @@ def _read_shares(trainer: Trainer, shares: Any) -> None:
         propagate_args_to_deepspeed(trainer.accelerator, args, auto_find_batch_size=True)  # type: ignore[no-untyped-call]
 
 
-def _say(lengths: IntArray, shares: Shares, accumulation: int) -> None:
+def _words(shares: Shares | StreamedShares, lengths: IntArray | None, targets: Targets | None, accumulation: int) -> str:
+    """What is dealt, in three lines; of a stream, what is known of it."""
     dealing = shares.dealing
-    longer, spanning = int((lengths > dealing.tokens).sum()), int((lengths > dealing.tokens_per_rank).sum())
+    ranks = f"{dealing.ranks} {'ranks' if dealing.ranks > 1 else 'rank'} with {dealing.tokens_per_rank:,} tokens each"
     together = "" if accumulation == 1 else f", {accumulation} in each optimizer step"
-    say(
-        f"distca deals {len(lengths):,} documents of {lengths.sum():,} tokens, the longest of {lengths.max():,}, to "
-        f"{dealing.ranks} {'ranks' if dealing.ranks > 1 else 'rank'} with {dealing.tokens_per_rank:,} tokens each.\n"
+    if lengths is None or targets is None or not isinstance(shares, Shares):
+        return (
+            f"distca deals a stream of documents to {ranks}.\n"
+            f"Global batches have {dealing.tokens:,} tokens{together}, and take documents as they come, which are not shuffled.\n"
+            "Documents are cut where a global batch is full; how many they are, and how long, is not known."
+        )
+    longer, spanning = int((lengths > dealing.tokens).sum()), int((lengths > dealing.tokens_per_rank).sum())
+    return (
+        f"distca deals {len(lengths):,} documents of {lengths.sum():,} tokens, the longest of {lengths.max():,}, to {ranks}. "
+        f"{targets}.\n"
         f"An epoch has {len(shares.batches):,} global batches of {dealing.tokens:,} tokens{together}.\n"
         f"Documents longer than a rank holds: {spanning:,}. Longer than a global batch, and therefore cut: {longer:,}."
     )

@@ -15,13 +15,14 @@ from accelerate.utils import get_int_from_env, parse_flag_from_env
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing, Placement
-from hf_distca.borrowed import count_shifted_targets, has_partial_state
+from hf_distca.borrowed import has_partial_state
 from hf_distca.config import DistCAConfig
 from hf_distca.data.global_batches import Fill, GlobalBatches, Longer
 from hf_distca.data.reading import document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import ConfigError
+from hf_distca.integration.dealt_trainers import follow_trainers
 from hf_distca.integration.families import known_cost, layer_keys
 from hf_distca.integration.session import current_session
 from hf_distca.runtime.members import launched_per_node
@@ -108,7 +109,7 @@ def document_shares(
         ranks = config.group_size or config.group_ranks(_launched_processes())
     device_type = torch.device(_training_device() if device is None else device).type
     ranks_per_node = launched_per_node(ranks) if launched else ranks_per_node
-    count_shifted_targets()
+    follow_trainers()
     keys = _given_keys(shapes, device_type) if shapes is not None else layer_keys(model, dtype or _mixed_dtype(), device_type)
     dealing = Dealing(ranks, tokens_per_rank, {key: known_cost(key, config) for key in keys}, config, ranks_per_node, placement)
     dealing.layouts(np.array([ranks * tokens_per_rank]))  # what is wrong with these numbers is raised here, not in a worker

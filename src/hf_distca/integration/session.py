@@ -250,7 +250,7 @@ class Session:
                 raise
             raise UnsupportedError(
                 "a document that spans ranks met a model in evaluation mode, where each rank works alone: "
-                "set DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
+                "call model.train() to train, or set DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
             ) from error
         handle.check(layout)
         plan = Plan.local(layout, None if key.window is None or key.window >= layout.longest else key.window)

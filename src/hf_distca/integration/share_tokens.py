@@ -14,6 +14,7 @@ from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.dealt_trainers import follow_trainers
 from hf_distca.integration.session import Session, current_session
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel
@@ -51,6 +52,7 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
         LayoutError: if a batch does not hold the documents that it says.
         DistCADesyncError: if not all ranks call it, with as many batches.
     """
+    follow_trainers()
     session = current_session()
     group = session.trainers
     if group.size == 1 or not batches:

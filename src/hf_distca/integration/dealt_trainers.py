@@ -1,0 +1,57 @@
+"""Trainers on dealt documents: their first loss is looked at, and the losses of their evaluations are means over targets.
+
+It holds for every Trainer of the process, as people who make shares themselves need not tell distca which one trains on them. Of
+the two methods that are wrapped, both public, subclasses call the base: TRL's do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from functools import cache, partial, wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_distca.borrowed import count_shifted_targets
+from hf_distca.integration.dealt_evaluation import evaluate_by_targets
+from hf_distca.integration.first_loss import train_watched
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+    from transformers.trainer_utils import EvalLoopOutput
+
+__all__ = ["follow_trainers"]
+
+
+def follow_trainers() -> None:
+    """Have Trainers do on dealt documents what one process does; nothing while nobody has imported them."""
+    count_shifted_targets()
+    if "transformers.trainer" in sys.modules:
+        _follow()
+
+
+@cache
+def _follow() -> None:
+    from transformers import Trainer
+
+    from hf_distca.integration.document_shares import shares_of
+
+    step, loop = Trainer.training_step, Trainer.evaluation_loop
+    parameters = inspect.signature(loop)
+
+    @wraps(step)
+    def training_step(self: Trainer, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return train_watched(self, partial(step, self, model, inputs, *args, **kwargs), inputs)
+
+    @wraps(loop)
+    def evaluation_loop(self: Trainer, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        run = partial(loop, self, dataloader, *args, **kwargs)
+        if shares_of(dataloader) is None:
+            return run()
+        given = parameters.bind(self, dataloader, *args, **kwargs)
+        given.apply_defaults()
+        return evaluate_by_targets(self, run, given.arguments["metric_key_prefix"])
+
+    Trainer.training_step = training_step  # type: ignore[method-assign]
+    Trainer.evaluation_loop = evaluation_loop  # type: ignore[method-assign]

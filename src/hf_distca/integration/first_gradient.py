@@ -1,0 +1,64 @@
+"""The first gradient of logits of a share, refused if it is nothing: for loops without a Trainer whose loss could be looked at.
+
+A loss of `labels`, which are -100 in shares, gives logits no gradient. So does one that gives all documents of a share the weight
+0, and that is right: it has read ``shift_labels``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_distca.data.collator import IGNORED_LABEL
+from hf_distca.errors import UnsupportedError
+from hf_distca.integration.callers import given_to_model, is_compiled, is_in_model
+from hf_distca.integration.first_loss import NoticedTensor
+
+__all__ = ["watch_gradient"]
+
+
+def watch_gradient(model: PreTrainedModel) -> None:
+    """Refuse a loss that gives the logits of a share no gradient, though it has targets that nobody read, until one does.
+
+    The logits are those that leave the output embedding: whatever copies of them the model, accelerate or a loss makes, gradients
+    come back to these. A fused loss has none; it takes ``shift_labels`` from the model.
+    """
+    head: torch.nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def watch(_: torch.nn.Module, args: Any, logits: Any) -> None:
+        targets = given_to_model("shift_labels")
+        if isinstance(targets, torch.Tensor) and isinstance(logits, torch.Tensor) and logits.requires_grad:
+            read: list[bool] = []
+            if not is_compiled():  # else the tensor would be traced
+                _notice(targets, read)
+            logits.register_hook(lambda gradient: look(gradient, targets, read))  # type: ignore[no-untyped-call]
+
+    def look(gradient: torch.Tensor | None, targets: torch.Tensor, read: list[bool]) -> None:
+        if isinstance(targets, NoticedTensor):
+            targets.__class__ = torch.Tensor  # type: ignore[assignment]
+        if read or (gradient is not None and gradient.any()):
+            hook.remove()
+        elif (targets != IGNORED_LABEL).any():
+            raise UnsupportedError(
+                f"the loss of {type(model).__name__} gives its logits no gradient, though shift_labels has targets: it reads "
+                "`labels`, which are -100 in shares, as they could not be shifted where documents are cut. Read `shift_labels`, "
+                "which are shifted already."
+            )
+
+    if head is not None:
+        hook = head.register_forward_hook(watch)
+
+
+def _notice(targets: torch.Tensor, read: list[bool]) -> None:
+    """Notice when this very tensor is read, by whoever has it, but for the model that makes its own loss of it."""
+
+    def notice() -> None:
+        if not is_in_model():
+            read.append(True)
+
+    if type(targets) is torch.Tensor:
+        targets.__class__ = NoticedTensor
+        targets.notice = notice  # type: ignore[attr-defined]

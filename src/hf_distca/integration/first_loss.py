@@ -1,0 +1,272 @@
+"""The first loss of a Trainer on dealt documents: refused if it is made of something else than the loss of one process is.
+
+`labels` of shares are -100, as they could not be shifted where documents are cut, and ranks have different numbers of targets. So
+a loss must come from ``shift_labels`` and be divided by ``num_items_in_batch``. Its value does not tell: other terms and weights
+change it as well. What it was made of does: whether the values of these tensors were read, and whether the graph of the loss
+leads to what a model made of ``shift_labels``. No copy of the logits is looked at, so precision and wrappers do not matter.
+A loss of no targets at all, as of a teacher's logits, is left alone: ranks have equally many tokens, so their means are that of
+all.
+
+All of it is done in the first micro-batch that a Trainer trains on, before its backward, on every rank alike. Nothing stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+
+from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.errors import UnsupportedError
+from hf_distca.integration.callers import is_in_model
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+__all__ = ["NoticedTensor", "is_watched", "train_watched", "wrapped"]
+
+TARGETS, LABELS, ITEMS = "shift_labels", "labels", "num_items_in_batch"
+Place = tuple[Any, int]  # a node of a graph, and which of its outputs: DDP has one node for all that a model returns
+# What a model returns that does not depend on targets. Anything else may.
+_FREE = {
+    "attentions",
+    "aux_loss",
+    "hidden_states",
+    "last_hidden_state",
+    "logits",
+    "past_key_values",
+    "router_logits",
+    "z_loss",
+}
+# Torch functions that hand values on without looking at them, or ask for a shape.
+_QUIET = {
+    *("__format__", "__get__", "__getitem__", "__hash__", "__len__", "__repr__", "__set__", "__setitem__"),
+    *("clone", "contiguous", "cpu", "cuda", "detach", "dim", "element_size", "expand", "flatten", "get_device", "int"),
+    *("is_contiguous", "is_floating_point", "is_pinned", "long", "ndimension", "numel", "pin_memory", "ravel", "record_stream"),
+    *("reshape", "size", "squeeze", "storage_offset", "stride", "to", "type", "unsqueeze", "untyped_storage", "view", "view_as"),
+}
+
+
+class NoticedTensor(torch.Tensor):
+    """A tensor that calls `notice`, which is set on it, when its values are read."""
+
+    notice: Callable[[], object] = bool  # which does nothing
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, notice: Callable[[], object]) -> NoticedTensor:
+        """The same values, noticed."""
+        noticed = tensor.as_subclass(cls)
+        noticed.notice = notice
+        return noticed
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch. What comes of it is noticed, too, if it has the same values, and else a plain tensor."""
+        call: Callable[..., Any] = super().__torch_function__
+        result, noticed = call(func, types, args, kwargs or {}), list(_noticed((args, kwargs)))
+        if getattr(func, "__name__", "") in _QUIET:
+            return cls.of(result, noticed[0].notice) if isinstance(result, torch.Tensor) and noticed else result
+        for tensor in noticed:
+            tensor.notice()
+        return type(result)(map(_plain, result)) if isinstance(result, (tuple, list)) else _plain(result)
+
+
+def _noticed(values: Any) -> Iterator[NoticedTensor]:
+    if isinstance(values, NoticedTensor):
+        yield values
+    elif isinstance(values, (tuple, list, dict)):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _noticed(value)
+
+
+def _plain(value: Any) -> Any:
+    return value.as_subclass(torch.Tensor) if isinstance(value, NoticedTensor) else value
+
+
+@dataclass(eq=False)
+class _Watch:
+    """What a `compute_loss` does with the targets of a batch and with their number.
+
+    Attributes:
+        ids: the tokens of the batch.
+        read: which of them it read itself.
+        places: in the graph, of what models made of targets that they were given, and if they were given the number, too.
+        wrong_places: the same of what models made of labels alone.
+    """
+
+    ids: torch.Tensor | None
+    read: set[str] = field(default_factory=set)
+    places: list[tuple[Place, bool]] = field(default_factory=list)
+    wrong_places: list[Place] = field(default_factory=list)
+
+    def notice(self, value: Any, name: str) -> Any:
+        """The value, noticed when it is read; what cannot be noticed counts as read."""
+        if isinstance(value, torch.Tensor):
+            return NoticedTensor.of(value, partial(self._add, name))
+        self.read.add(name)
+        return value
+
+    def _add(self, name: str) -> None:
+        if not is_in_model():  # another one, such as a teacher
+            self.read.add(name)
+
+    @contextmanager
+    def calls_of(self, models: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """Note calls of models, which get plain tensors: what they read is not read by who calls them."""
+        calls: list[dict[str, Any]] = []
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def begin(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            self._check_call((*args, *kwargs.values()), kwargs)
+            calls.append({name: value for name, value in kwargs.items() if isinstance(value, NoticedTensor)})
+            return tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def end(_: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            given = calls.pop()
+            if TARGETS in given:
+                self.places += [(place, ITEMS in given) for place in _places_of_targets(output)]
+            elif LABELS in given:
+                self.wrong_places += _places_of_targets(output)
+
+        hooks = [model.register_forward_pre_hook(begin, with_kwargs=True) for model in models]
+        hooks += [model.register_forward_hook(end) for model in models]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _check_call(self, values: Iterable[Any], named: Mapping[str, Any]) -> None:
+        if named.get("distca_documents") is None and any(value is self.ids for value in values):
+            others = ", ".join(sorted(named.keys() - {"input_ids"})) or "nothing else"
+            raise UnsupportedError(
+                f"the model is called with input_ids and {others}, and dealt batches have more than that: distca_documents say "
+                "which documents the tokens are of, and on which ranks the rest is. Call model(**inputs)."
+            )
+
+    def wrong(self, loss: torch.Tensor) -> str | None:
+        """What is wrong with the loss of one of several ranks; None if nothing is."""
+        reached = _reached(loss)
+        used = {place: divided for place, divided in self.places if place in reached}
+        if not used and TARGETS not in self.read:
+            if LABELS not in self.read and reached.isdisjoint(self.wrong_places):
+                return None
+            return (
+                "is not made of `shift_labels`: it reads `labels`, which are -100 in shares, as they could not be shifted where "
+                "documents are cut. Hand shift_labels to the model under this name and use its loss, or read shift_labels, which "
+                "are shifted already."
+            )
+        bare = _place(loss) in used
+        if not any(used.values()) and (bare or ITEMS not in self.read):
+            return (
+                "is not divided by `num_items_in_batch`, the number of targets of all ranks: each rank would divide by its own "
+                "number, and ranks differ. Hand num_items_in_batch to the model, or take super().compute_loss(model, inputs, "
+                "num_items_in_batch=num_items_in_batch)."
+            )
+        if bare:
+            return (
+                "is the model's as it is: a sum divided by the targets of all ranks, over which gradients are averaged then. "
+                "Multiply it by self.accelerator.num_processes, or take super().compute_loss(model, inputs, "
+                "num_items_in_batch=num_items_in_batch)."
+            )
+        return None
+
+
+def _places_of_targets(output: Any) -> list[Place]:
+    """Where the graph has what may depend on targets of all that a model returned."""
+    if isinstance(output, Mapping):
+        values = [value for name, value in output.items() if name not in _FREE]
+    elif isinstance(output, (tuple, list)):
+        values = [value for value in output[:1] if isinstance(value, torch.Tensor) and not value.dim()]
+    else:
+        values = [output]
+    return [_place(value) for value in values if isinstance(value, torch.Tensor) and value.grad_fn is not None]
+
+
+def _place(value: torch.Tensor) -> Place:
+    return value.grad_fn, value.output_nr
+
+
+def _reached(loss: torch.Tensor) -> set[Place]:
+    """The places in the graph to which a loss leads."""
+    reached = {_place(loss)}
+    ahead = list(reached)
+    while ahead:
+        node, _ = ahead.pop()
+        following = {place for place in node.next_functions if place[0] is not None} - reached
+        reached |= following
+        ahead += following
+    return reached
+
+
+_watched: WeakSet[Trainer] = WeakSet()  # Trainers whose first loss was looked at, or is
+
+
+def is_watched(trainer: object) -> bool:
+    """Whether the loss of a Trainer was found right, or is looked at now."""
+    return trainer in _watched
+
+
+def train_watched(trainer: Trainer, step: Callable[..., torch.Tensor], inputs: Any) -> torch.Tensor:
+    """Run a training step of a Trainer, and look at its loss if it is the first on a share of several ranks.
+
+    Args:
+        trainer, inputs: whose step it is, and its micro-batch.
+        step: the step, which needs no arguments.
+
+    Raises:
+        UnsupportedError: if the loss is not made of the targets of all ranks.
+    """
+    packed = inputs.get("distca_documents") if isinstance(inputs, Mapping) else None
+    cut = isinstance(packed, PackedDocuments) and packed.dealt is not None and packed.dealt.ranks > 1
+    if not cut or trainer in _watched:
+        return step()
+    _watched.add(trainer)
+    try:
+        with wrapped(trainer, "compute_loss", partial(_compute_watched, trainer)):
+            return step()
+    except BaseException:
+        _watched.discard(trainer)
+        raise
+
+
+@contextmanager
+def wrapped(owner: object, name: str, around: Callable[..., Any]) -> Iterator[None]:
+    """Put a function around a method of one object: it gets the method before its arguments."""
+    method, before = getattr(owner, name), vars(owner).get(name)
+    setattr(owner, name, wraps(method)(partial(around, method)))
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:  # it was set on this object rather than written in its class
+            setattr(owner, name, before)
+
+
+def _compute_watched(
+    trainer: Trainer, compute_loss: Callable[..., Any], model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The loss of the Trainer's own `compute_loss`, unless it is refused."""
+    watch, inner = _Watch(inputs.get("input_ids")), trainer.accelerator.unwrap_model(model)
+    for name in {TARGETS, LABELS} & inputs.keys():
+        inputs[name] = watch.notice(inputs[name], name)
+    kwargs[ITEMS] = watch.notice(kwargs.get(ITEMS), ITEMS)
+    with watch.calls_of({model, inner}):
+        result = compute_loss(model, inputs, *args, **kwargs)
+    loss = result[0] if isinstance(result, tuple) else result
+    if isinstance(loss, torch.Tensor) and loss.grad_fn is not None and (wrong := watch.wrong(loss)) is not None:
+        raise UnsupportedError(f"the loss of {_name(trainer)} {wrong}")
+    return result
+
+
+def _name(trainer: Trainer) -> str:
+    """Whose loss it is: the class that has this compute_loss, or the Trainer's."""
+    owner = next((kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind)), type(trainer))
+    return f"{owner.__name__}.compute_loss"

@@ -1,0 +1,97 @@
+"""What `deal` replaces in a Trainer, said by name: a collator that may have meant other targets, and an order of rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from hf_distca.errors import UnsupportedError
+from hf_distca.integration.processes import warn_once
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+__all__ = ["Collators", "check_collator", "name_of", "package_of", "warn_of_order"]
+
+Collators = Literal["check", "replace"]
+
+# Collators that make of rows what is read of rows here (ids, labels, masks, lengths, positions), by the package that has them.
+_STOCK = {
+    "transformers": {
+        "DataCollatorForLanguageModeling",
+        "DataCollatorForSeq2Seq",
+        "DataCollatorWithFlattening",
+        "DataCollatorWithPadding",
+        "DefaultDataCollator",
+        "default_data_collator",
+    },
+    "trl": {"DataCollatorForLanguageModeling", "DataCollatorForVisionLanguageModeling"},
+    "llamafactory": {"MultiModalDataCollatorForSeq2Seq", "SFTDataCollatorWith4DAttentionMask"},
+    "axolotl": {
+        "BatchSamplerDataCollatorForSeq2Seq",
+        "DataCollatorForSeq2Seq",
+        "V2BatchSamplerDataCollatorForSeq2Seq",
+    },
+    "hf_distca": {"PackingCollator"},
+}
+
+
+def check_collator(trainer: Trainer, collator: Collators) -> None:
+    """Refuse to replace a collator that may say which tokens are targets, or drop or change some.
+
+    Args:
+        trainer: whose ``data_collator`` is to be replaced.
+        collator: ``"replace"`` to replace any, and say which.
+
+    Raises:
+        UnsupportedError: names the collator, and what to do.
+    """
+    given: Any = trainer.data_collator
+    name, package = name_of(given), package_of(given)
+    masks_at_random = getattr(given, "mlm", False)
+    if name in _STOCK.get(package, ()) and not masks_at_random:
+        if package == "transformers":
+            _warn_of_padding(given, name)
+        return
+    said = f"{name}(mlm=True)" if masks_at_random else name
+    if collator == "replace":
+        warn_once("hf_distca.deal puts PackingCollator in the place of %s, which is not called any more.", said)
+        return
+    raise UnsupportedError(
+        f"hf_distca.deal replaces the data_collator, and {said} is none whose rows are read as it reads them: what it masks, "
+        "drops or changes would be lost. Do in the data set what it does: rows may have labels with -100, completion_mask or "
+        'assistant_masks. If nothing is lost, say hf_distca.deal(..., collator="replace").'
+    )
+
+
+def _warn_of_padding(collator: Any, name: str) -> None:
+    """Say that a collator of transformers takes no token of padding's kind for a target, where documents end in such."""
+    tokenizer = getattr(collator, "tokenizer", None) if name == "DataCollatorForLanguageModeling" else None
+    pad = getattr(tokenizer, "pad_token_id", None)
+    if pad is not None and pad == getattr(tokenizer, "eos_token_id", None):
+        warn_once(
+            "%s would leave out all targets that are token %d, which pads and ends documents alike; dealt, they are trained on. "
+            "Give rows labels with -100 there if they should not be.",
+            *(name, pad),
+        )
+
+
+def warn_of_order(trainer: Trainer) -> None:
+    """Say which order of rows is replaced, if it is not the usual one."""
+    strategy = trainer.args.train_sampling_strategy
+    if strategy not in {"random", "sequential"}:
+        warn_once(
+            "hf_distca.deal replaces train_sampling_strategy=%r: documents are dealt in an order of their own, shuffled by seed "
+            "and epoch, and every rank gets the same number of tokens.",
+            strategy,
+        )
+
+
+def name_of(collator: Any) -> str:
+    """The name of a function or of what it was made of, else of a class."""
+    return str(getattr(getattr(collator, "func", collator), "__name__", type(collator).__name__))
+
+
+def package_of(collator: Any) -> str:
+    """The package that a function or a class is of; a subclass of one's own is of another."""
+    module = getattr(collator, "__module__", None) if hasattr(collator, "__name__") else type(collator).__module__
+    return str(module).partition(".")[0]

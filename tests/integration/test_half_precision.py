@@ -1,0 +1,169 @@
+"""What users do by default: dealt documents in bfloat16, and DDP as the Trainer sets it up; compared with one process.
+
+`pytest -s -m slow` on this file prints how far losses are from those of one process under transformers' own attention.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from datasets import Dataset, disable_progress_bars
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import hf_distca
+from checkpointed import ARGUMENT
+from ranks import RankPool
+from tiny_runs import COMMON, documents, losses, settings, tiny_llama
+
+LENGTHS = (200, 7, 1, 33, 90, 64, 12, 150, 5, 80)
+TOKENS, STEPS = 96, 6  # of a global batch, on any number of ranks: two documents are longer
+TOLERANCE = 4e-3
+
+# How documents are trained on: what the Trainer and what distca is told.
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "DDP": ({}, {}),
+    "accumulation": ({"gradient_accumulation_steps": 2}, {}),
+    "ping-pong": ({}, {"ping_pong": True}),
+    "checkpointing": ({ARGUMENT: True}, {}),
+    "FSDP2": ({}, {}),
+    "FSDP2, ping-pong, accumulation": ({"gradient_accumulation_steps": 2}, {"ping_pong": True}),
+    "LoRA": ({}, {}),
+    "compiled": ({"torch_compile": True}, {}),
+    "evaluation": ({"eval_strategy": "steps", "eval_steps": 2}, {}),
+}
+
+
+class OfLabels(Trainer):
+    """A loss that trains on nothing."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        labels = inputs["labels"]
+        logits = model(**inputs).logits[:, :-1].flatten(0, 1).float()
+        return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+
+def make_model(ranks: int, implementation: str, way: str) -> Any:
+    model = tiny_llama(implementation)
+    if way == "LoRA":
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(1)
+        return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    if not way.startswith("FSDP2") or ranks == 1:
+        return model
+    from transformers.distributed import DistributedConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]  # only rank 0 writes
+        dist.broadcast_object_list(folders)
+        model.save_pretrained(folders[0])
+        dist.barrier()
+        options = {"attn_implementation": implementation, "distributed_config": DistributedConfig(fsdp_size=ranks)}
+        loaded = AutoModelForCausalLM.from_pretrained(folders[0], **options).train()
+        dist.barrier()
+        return loaded
+
+
+def make_trainer(kind: type[Trainer], ranks: int, implementation: str, way: str) -> Trainer:
+    disable_progress_bars()
+    torch._dynamo.reset()
+    changes, said = WAYS[way]
+    hf_distca.configure(settings(cost_model="analytic", **said))
+    unset = {"bf16": True, "ddp_find_unused_parameters": None}
+    rate = {"learning_rate": 1e-2, "adam_epsilon": 1e-2}  # rounding of tiny gradients does not grow
+    args = TrainingArguments(**{**COMMON, "output_dir": tempfile.gettempdir(), "max_steps": STEPS, **unset, **rate, **changes})
+    rows = Dataset.from_dict({"input_ids": documents(*LENGTHS)})
+    trainer = kind(make_model(ranks, implementation, way), args, train_dataset=rows, eval_dataset=rows)
+    return hf_distca.deal(trainer, TOKENS // ranks, evaluation=way == "evaluation")
+
+
+def train(rank: int, ranks: int, implementation: str, way: str) -> list[float]:
+    trainer = make_trainer(Trainer, ranks, implementation, way)
+    trainer.train()
+    names = ("loss", "eval_loss")
+    return [float(row[name]) for row in trainer.state.log_history for name in names if name in row]
+
+
+@cache
+def one_process(way: str) -> list[float]:
+    """LoRA and compiled models are compared with themselves; all others with the same model as it is."""
+    return train(0, 1, "sdpa", way)
+
+
+def difference(pool: Callable[..., list[list[float]]], ranks: int, way: str) -> float:
+    found, expected = pool(train, ranks, "distca", way)[0], one_process(way)
+    assert len(found) == len(expected) >= STEPS
+    return max(abs(ours / theirs - 1) for ours, theirs in zip(found, expected, strict=True))
+
+
+# peft asks transformers for what it has renamed, and the compiler torch for what it has replaced.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+FEW = ["DDP", "accumulation", "FSDP2, ping-pong, accumulation"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", [way if way in FEW else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
+def test_half_precision_trains_as_one_process_does(rank_pool: Callable[[int], RankPool], way: str) -> None:
+    assert difference(rank_pool(2), 2, way) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_half_precision_on_more_ranks(rank_pool: Callable[[int], RankPool]) -> None:
+    found = {(way, ranks): difference(rank_pool(ranks), ranks, way) for way, ranks in product(WAYS, (2, 3)) if way != "compiled"}
+    print("", *(f"{way}, {ranks} ranks: {value:.1e}" for (way, ranks), value in found.items()), sep="\n")  # noqa: T201
+    assert max(found.values()) <= TOLERANCE
+
+
+def train_on_nothing(rank: int, ranks: int, way: str) -> tuple[str, int, list[float]]:
+    trainer = make_trainer(OfLabels, ranks, "distca", way)
+    with pytest.raises(hf_distca.UnsupportedError) as refused:
+        trainer.train()
+    return str(refused.value), trainer.state.global_step, losses(trainer)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", [way if way == "FSDP2" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
+def test_a_loss_of_labels_is_refused_under_every_engine(rank_pool: Callable[[int], RankPool], way: str) -> None:
+    for message, step, logged in rank_pool(2)(train_on_nothing, 2, way):
+        assert "OfLabels.compute_loss is not made of `shift_labels`" in message
+        assert (step, logged) == (0, [])
+
+
+def start_zero(stage: int) -> dict[str, Any]:
+    """DeepSpeed in a running world, without an extension that it would compile; what the Trainer is told of it."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    names = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
+    zero = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
+    return {**dict.fromkeys(names, "auto"), "bf16": {"enabled": "auto"}, **zero}
+
+
+def train_by_zero(rank: int, ranks: int, stage: int) -> list[float]:
+    WAYS["ZeRO"] = ({"deepspeed": start_zero(stage)}, {})
+    message, step, logged = train_on_nothing(rank, ranks, "ZeRO")
+    assert "is not made of `shift_labels`" in message
+    assert (step, logged) == (0, [])
+    return train(rank, ranks, "distca", "ZeRO")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_in_half_precision_trains_and_refuses(stage: int) -> None:
+    pytest.importorskip("deepspeed", reason='needs pip install -e ".[deepspeed]"')
+    pool = RankPool(2)  # of its own: DeepSpeed stays
+    try:
+        found = pool(train_by_zero, 2, stage)[0]
+    finally:
+        pool.close()
+    assert found == pytest.approx(one_process("DDP"), rel=2e-2)  # weights are in half precision, too
