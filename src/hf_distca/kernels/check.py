@@ -25,7 +25,7 @@ _SOFTCAP = 1.0  # below many of the scores
 _KEY_HEADS = 2
 # Bound of the relative error of a result (norms), in units in the last place of its dtype. In half precision an exact kernel is
 # off by one rounding of each result. In float32 its sums are rounded, too: it is off by up to 4 units, and by more where a GPU
-# puts a product together from products of fewer bits.
+# puts a product together from products of fewer bits. Truth is float64: where TF32 is on, float32 products have 10 bits.
 _UNITS, _UNITS_OF_FLOAT32 = 2.0, 16.0
 
 
@@ -55,7 +55,6 @@ def wrong(kernel: Kernel, case: Case) -> str | None:
         pools = [random(size).to(device, dtype).transpose(0, 1) for size in (*sizes, (heads, _ROWS, value_head_dim))]
         with torch.autocast(device.type, enabled=False):
             results = _results(kernel, pools, seen)
-            # In float64: where TF32 is on, factors of a float32 product are rounded to 10 bits, and exact kernels would seem wrong.
             expected = _results(ReferenceKernel(), [pool.double() for pool in pools], seen)
         errors = {name: _error(results[name], expected[name]) for name in expected}
     except torch.OutOfMemoryError:
