@@ -223,7 +223,7 @@ def checksum(weight: torch.Tensor | None) -> int:
     bits = local.detach().contiguous().view(_BITS[local.element_size()]).flatten()
     factors = torch.arange(1, min(len(bits), _CHUNK) + 1, device=bits.device) * _ODD
     factors = (factors ^ (factors >> 29)) * _ODD
-    sums = torch.stack([(part * factors[: len(part)]).sum() for part in bits.split(_CHUNK)])
+    sums = torch.stack([(part * factors[: len(part)]).sum() for part in torch.split(bits, _CHUNK)])
     digest = hashlib.sha256(sums.cpu().numpy().tobytes()).digest()
     return 1 + int.from_bytes(digest[:8], "big") % ((1 << 60) - 1)
 
