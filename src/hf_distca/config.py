@@ -75,7 +75,7 @@ class DistCAConfig:
             `CostModel` of your own, whose shape is replaced by that of the layer at hand.
         measured_rates: correct the cost model by what ranks measure while they train, give slower ranks less, and move less or
             nothing where exchanges turn out to take longer than they gain. Off, plans depend on the documents alone, as they
-            do with a `CostModel` of your own, which is taken as it is.
+            do with a `CostModel` of your own, which is taken as it is, and where torch uses deterministic algorithms.
         documents_span_ranks: read position ids that start above 0 as the continuation of another rank's document. Off, every
             run of positions is a document of its own, as it is for transformers.
         balance_evaluation: let ranks share attention also while the model is in evaluation mode. Only where every rank

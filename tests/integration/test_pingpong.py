@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from test_parity import LENGTHS, PAIRS, model_for, oracle, relative, summed_loss, tokens_of
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import hf_distca
 from checkpointed import checkpoint_layers
@@ -57,15 +59,27 @@ def configure(**settings: Any) -> None:
     hf_distca.configure(config)
 
 
-def step(rank: int, placement: str, reentrant: bool | None, use_cache: bool, **settings: Any) -> tuple[Any, ...]:
-    """Loss and gradients summed over ranks, logits of this rank's documents, and counts."""
+def step(
+    rank: int, placement: str, reentrant: bool | None, use_cache: bool, around: bool | None = None, **settings: Any
+) -> tuple[Any, ...]:
+    """Loss and gradients summed over ranks, logits of this rank's documents, and counts.
+
+    Of layers, or `around` the whole model, a checkpoint is reentrant or not, or is not there.
+    """
     configure(kernel="reference", **settings)
     rows = PLACEMENTS[placement][rank]
     model = model_for(2, "distca", torch.float64)
     if reentrant is not None:
         checkpoint_layers(model, use_reentrant=reentrant)
         model.enable_input_require_grads()
-    logits = model(**batch_of(rows), use_cache=use_cache).logits
+    batch = batch_of(rows)
+    if around is None:
+        logits = model(**batch, use_cache=use_cache).logits
+    else:
+        embedded = model.get_input_embeddings()(batch.pop("input_ids"))
+        embedded.requires_grad_()
+        whole = partial(model, use_cache=use_cache, **batch)
+        logits = checkpoint(lambda x: whole(inputs_embeds=x).logits, embedded, use_reentrant=around)
     pieces, losses = {}, [logits.sum() * 0]
     for place, row in enumerate(rows):
         at = 0
@@ -103,6 +117,28 @@ def test_halves_are_exact(rank_pool: Callable[[int], RankPool], placement: str, 
     assert counts[0][1:] == counts[1][1:] == counts[2][1:]
     # Per layer, two halves; each with a dispatch and a return forward and backward, recomputed or not.
     assert counts[0][1:3] == [2 * 2 * 2, 2 * 2 * 2]
+
+
+def checkpointed_whole(rank: int, ping_pong: bool, layers: bool | None, around: bool | None) -> tuple[Any, ...]:
+    return step(rank, "skewed", layers, False, around, ping_pong=ping_pong)
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+@pytest.mark.parametrize(("layers", "around"), [(None, False), (False, False), (None, True)], ids=str)
+def test_a_checkpoint_may_be_around_the_whole_model(
+    rank_pool: Callable[[int], RankPool], ping_pong: bool, layers: bool | None, around: bool
+) -> None:
+    """Exact; and unless it is reentrant, the mask that the recompute makes is that of the forward: nothing is repeated."""
+    pool = rank_pool(3)
+    loss, _, grads = oracle(tuple(range(7)), 2, torch.float64)
+    plain = [counts[1:] for *_, counts, _ in pool(checkpointed_whole, ping_pong, None, None)]
+    results = pool(checkpointed_whole, ping_pong, layers, around)
+    for total, _, rank_grads, _, _ in results:
+        assert total == pytest.approx(loss, rel=1e-9)
+        for name, grad in rank_grads.items():
+            assert relative(grad, grads[name]) <= 1e-9, name
+    if not around:
+        assert [counts[1:] for *_, counts, _ in results] == plain
 
 
 def bounded_step(rank: int, reentrant: bool | None, ping_pong: bool, bound: int | None) -> tuple[Any, ...]:

@@ -24,6 +24,7 @@ import hf_distca
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.history import History, Tally
 from hf_distca.agreement.planned import Planned
+from hf_distca.agreement.rates import Costs
 from hf_distca.integration.record import Recorder
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.rows import RECORD_NAME, PlanRow, Row, RunRow, StepsRow, WarningRow, read_row
@@ -158,7 +159,7 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
 ) -> None:
     """Kinds of layers have plans of the same tokens; a rank of half the speed takes twice as long."""
     history, ranks = History(), Ranks(speeds=(0.5, 1.25))
-    planner = SimpleNamespace(progress=SimpleNamespace(number=0), history=history)
+    planner = SimpleNamespace(progress=SimpleNamespace(number=0, costs=Costs()), history=history)
     session: Any = SimpleNamespace(planner=planner, ranks=2, nodes=1, config=settings(), kernels=["cpu"])
     recorder = Recorder(tmp_path, session, every_plan=True)
     recorder.begin(TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), 0, None)
@@ -236,7 +237,7 @@ def test_warnings_are_seen_while_they_are_recorded(rank_pool: Callable[[int], Ra
 
 
 def test_the_record_names_no_folder(tmp_path: Path) -> None:
-    planner = SimpleNamespace(progress=SimpleNamespace(number=0), history=History())
+    planner = SimpleNamespace(progress=SimpleNamespace(number=0, costs=Costs()), history=History())
     session: Any = SimpleNamespace(planner=planner, ranks=2, nodes=1, config=settings(), kernels=["cpu"])
     arguments = TrainingArguments(str(tmp_path / "run"), use_cpu=True, report_to="none")
     recorder = Recorder(tmp_path / "run", session, every_plan=True)

@@ -15,10 +15,13 @@ from hf_distca.kernels.varlen import Sequences
 
 
 class StrictVarlenOp:
-    """Rows without keys keep NaN for outputs, as some ops leave anything there."""
+    """Rows without keys keep NaN for outputs, as some ops leave anything there.
 
-    def __init__(self, *, takes_gaps: bool = False) -> None:
-        self.takes_gaps = takes_gaps
+    With `window_from_first_key`, backward counts rows from the first key to find a window, and from the last to be causal.
+    """
+
+    def __init__(self, *, takes_gaps: bool = False, window_from_first_key: bool = False) -> None:
+        self.takes_gaps, self.window_from_first_key = takes_gaps, window_from_first_key
         self.calls: list[dict[str, torch.Tensor]] = []
         self.windows: list[int | None] = []
 
@@ -67,7 +70,7 @@ class StrictVarlenOp:
         for rows, keys in _pieces(sequences, empty=True):
             dq[rows], dk[keys], dv[keys] = 0, 0, 0
         for rows, keys in _pieces(sequences):
-            logits, slope = _logits(q[rows], k[keys], scores)
+            logits, slope = _logits(q[rows], k[keys], scores, window_from_first_key=self.window_from_first_key)
             p = (logits - lse[:, rows, None]).exp()
             dp = torch.einsum("qhd,khd->hqk", do[rows].to(p.dtype), _wide(v[keys], q))
             ds = p * (dp - (do[rows].to(p.dtype) * o[rows].to(p.dtype)).sum(-1).T[:, :, None]) * slope
@@ -112,7 +115,9 @@ def _wide(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1).to(torch.promote_types(q.dtype, torch.float32))
 
 
-def _logits(q: torch.Tensor, k: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+def _logits(
+    q: torch.Tensor, k: torch.Tensor, scores: Scores, *, window_from_first_key: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What goes into the softmax, and its derivative by the product of q and k."""
     logits = torch.einsum("qhd,khd->hqk", _wide(q, q), _wide(k, q)) * scores.scale
     slope = torch.full_like(logits, scores.scale)
@@ -122,7 +127,9 @@ def _logits(q: torch.Tensor, k: torch.Tensor, scores: Scores) -> tuple[torch.Ten
         logits = logits * scores.softcap
     rows, keys = logits.shape[1:]
     age = torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)
-    hidden = (age < 0) if scores.window is None else (age < 0) | (age > scores.window - 1)
+    hidden = age < 0
+    if scores.window is not None:
+        hidden |= age - (keys - rows if window_from_first_key else 0) > scores.window - 1
     return logits.masked_fill(hidden, float("-inf")), slope
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from strict_varlen_op import StrictVarlenOp
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_distca.kernels import Case, Scores
 from hf_distca.kernels.check import wrong
@@ -65,6 +66,21 @@ class TopLeft(StrictVarlenOp):
         return o, lse
 
 
+class Tf32(TorchDispatchMode):
+    """Tensor cores of a GPU with TF32 on: factors of a product of float32 matrices are rounded to 10 bits."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        products = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm)
+        if function.overloadpacket in products:
+            args = [self._rounded(x) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in args]
+        return function(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _rounded(x: torch.Tensor) -> torch.Tensor:
+        mantissa, exponent = torch.frexp(x)
+        return torch.ldexp((mantissa * 2**11).round() / 2**11, exponent)
+
+
 def halved(scores: Scores) -> Scores:
     return replace(scores, scale=scores.scale / 2)
 
@@ -90,6 +106,16 @@ def test_right_kernels_pass(dtype: torch.dtype, widths: tuple[int, int], scores:
     assert wrong(VarlenKernel(StrictVarlenOp()), Case(CPU, dtype, *widths, scores)) is None
     if scores.softcap is None:
         assert wrong(CpuKernel(), Case(CPU, dtype, *widths, scores)) is None
+
+
+@pytest.mark.parametrize("scores", [PLAIN, WINDOW])
+def test_an_exact_float32_kernel_passes_where_tf32_is_on(scores: Scores) -> None:
+    case = Case(CPU, torch.float32, 64, 64, scores)
+    with Tf32():
+        assert wrong(CpuKernel(), case) is None
+        reason = wrong(ReferenceKernel(), case)  # whose own products are those of TF32
+    assert reason is not None
+    assert reason.startswith("its results on cpu are wrong: o by 0.000")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`Costs`: the cost models that ranks plan with, and corrections of them by what the ranks measured.
 
 Every rank learns from the same figures in the same order, so all of them have the same corrections: nothing is exchanged for it.
+Figures are times, which differ from run to run. Where torch is told to compute deterministically, nothing is learned of them.
 Sums run in a fixed order and results are rounded, so that no processor finds others than the next.
 
 - **The kernel.** A cost model adds up seconds for tasks, for bytes and for flops. Each of the three gets a factor, fitted to the
@@ -18,9 +19,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
+import torch
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.planned import Observation, Planned, observed
@@ -28,7 +30,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
 from hf_distca.schedule.ranks import ALIKE, Ranks
 
-__all__ = ["Correction", "Costs"]
+__all__ = ["Correction", "Costs", "is_corrected"]
 
 # Layers of one kind, by shape and type of device, have one cost model, whatever their windows are.
 Kind = tuple[AttentionShape, str]
@@ -123,6 +125,13 @@ class Costs(dict[Kind, CostModel]):
         return Ranks(speeds if speeds is not None and len(speeds) == count else None, per_node)
 
     @property
+    def learned(self) -> dict[str, object]:
+        """What is known by measurement: factors on seconds by words for a kind of layer, speeds of ranks; empty if nothing is."""
+        factors = {_said_of_kind(kind): fitted.correction for kind, fitted in self._fitted.items()}
+        known: dict[str, object] = {kind: asdict(factor) for kind, factor in factors.items() if factor != Correction()}
+        return known if self.measured.speeds is None else {**known, "speeds": list(self.measured.speeds)}
+
+    @property
     def slower(self) -> float | None:
         """How much longer attention took with exchanges than without, as a fraction, if they were given up for it."""
         return max((fitted.slower for fitted in self._fitted.values() if fitted.slower is not None), default=None)
@@ -130,7 +139,7 @@ class Costs(dict[Kind, CostModel]):
     def learn(self, plans: Sequence[Planned], config: DistCAConfig) -> list[str]:
         """Correct rates by what was measured of each micro-batch and kind of layer, and say in words what has changed."""
         changes: list[str] = []
-        if not config.measured_rates or isinstance(config.cost_model, CostModel):  # a user's own model is meant as it is
+        if not is_corrected(config):
             return changes
         together: dict[tuple[int, PlanKey], list[Planned]] = {}
         for plan in plans:
@@ -222,6 +231,12 @@ class Costs(dict[Kind, CostModel]):
         return changes
 
 
+def is_corrected(config: DistCAConfig) -> bool:
+    """Whether cost models follow what ranks measure: a user's own one is meant as it is, and times do not repeat."""
+    given = isinstance(config.cost_model, CostModel)
+    return config.measured_rates and not given and not torch.are_deterministic_algorithms_enabled()
+
+
 def _speeds(estimated: Sequence[FloatArray], samples: Sequence[Observation]) -> FloatArray:
     """(ranks,) how fast each rank is against the others: what it was estimated to take / what it took.
 
@@ -272,6 +287,12 @@ def _sum(values: FloatArray) -> float:
 def _rounded(value: float) -> float:
     """To three digits: the last bits differ between processors, and ranks must have the same."""
     return float(f"{value:.3g}")
+
+
+def _said_of_kind(kind: Kind) -> str:
+    shape, device = kind
+    width = shape.head_dim if shape.head_dim == shape.value_head_dim else f"{shape.head_dim} and {shape.value_head_dim}"
+    return f"{shape.query_heads}:{shape.key_value_heads} heads of {width}, {shape.element_bytes} bytes, {device}"
 
 
 def _said_of(ranks: Ranks) -> str:

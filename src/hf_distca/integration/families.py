@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.config import DistCAConfig
+from hf_distca.config import CostSource, DistCAConfig
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.processes import warn_once
 from hf_distca.schedule.cost import AttentionShape, CostModel
@@ -34,6 +34,7 @@ __all__ = [
     "check_parts",
     "known_cost",
     "layer_keys",
+    "source_of_rates",
     "warn_of_family",
     "warn_of_packing",
     "why_unsegmented",
@@ -242,6 +243,12 @@ def known_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
     if isinstance(config.cost_model, Profile):
         return config.cost_model.cost_model(key.shape, key.window, tile=config.tile)
     return replace(CostModel.analytic(key.shape, device_type=key.device, tile=config.tile), window=key.window)
+
+
+def source_of_rates(config: DistCAConfig) -> CostSource:
+    """Where rates come from at first: the `cost_model` of the settings, unless it is timed and times are not to count."""
+    timed = config.cost_model == "calibrated"
+    return "analytic" if timed and torch.are_deterministic_algorithms_enabled() else config.cost_model
 
 
 def _key(config: Any, kind: str | None, element_bytes: int, device: str) -> PlanKey | None:

@@ -21,6 +21,7 @@ from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMas
 from hf_distca.integration.loading import check_untouched
 from hf_distca.integration.nano_batches import cut_layers
 from hf_distca.integration.positions import check_positions, see_longest
+from hf_distca.integration.recomputed_masks import handle_of_forward
 from hf_distca.integration.session import current_session
 
 __all__ = ["distca_mask"]
@@ -70,7 +71,7 @@ def distca_mask(
         # in their first forward, but their mask is made before.
         recomputes=torch.is_grad_enabled(),
     )
-    return AttentionHandle(sizes["batch_size"], length, _with_caller(info, config))
+    return handle_of_forward(AttentionHandle(sizes["batch_size"], length, _with_caller(info, config)))
 
 
 def _with_caller(info: MaskInfo, config: PreTrainedConfig | None) -> MaskInfo:

@@ -25,7 +25,17 @@ from hf_distca.agreement.history import PlannedMicroBatch, Tally
 from hf_distca.agreement.planned import Planned
 from hf_distca.integration.loading import distca_configs
 from hf_distca.integration.session import Session
-from hf_distca.run_report.rows import RECORD_NAME, PerRank, PlanPart, PlanRow, Row, RunRow, StepsRow, WarningRow, write_row
+from hf_distca.run_report.rows import (
+    RECORD_NAME,
+    PerRank,
+    PlanPart,
+    PlanRow,
+    Row,
+    RunRow,
+    StepsRow,
+    WarningRow,
+    write_row,
+)
 
 __all__ = ["Recorder"]
 
@@ -95,7 +105,8 @@ class Recorder(logging.Filter):
             rows.append(self._plan_row(self._worst[1]))
             self._worst = None
         number = loss if isinstance(loss, float) and math.isfinite(loss) else None
-        rows.append(StepsRow(step, asdict(tally), _per_rank(ranks), number, list(self._session.kernels)))
+        kernels, rates = list(self._session.kernels), self._session.planner.progress.costs.learned
+        rows.append(StepsRow(step, asdict(tally), _per_rank(ranks), number, kernels, rates))
         self._write(rows)
 
     def stop(self) -> None:

@@ -25,7 +25,7 @@ from hf_distca.agreement.planner import Planner, current_world
 from hf_distca.borrowed import loaded_mesh
 from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
-from hf_distca.integration.families import known_cost
+from hf_distca.integration.families import known_cost, source_of_rates
 from hf_distca.integration.handle import AttentionHandle, Work
 from hf_distca.integration.processes import check_pool, data_parallel_group, find_members, said_if_long, size_of_groups
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
@@ -320,15 +320,15 @@ class Session:
         if (key.shape, key.device) in self.planner.progress.costs:
             return
         cost = known_cost(key._replace(window=None), self.config)
-        widths = key.shape.head_dim, key.shape.value_head_dim
-        if self.config.cost_model == "analytic" and query.device.type == "cuda":
+        widths, source = (key.shape.head_dim, key.shape.value_head_dim), source_of_rates(self.config)
+        if source == "analytic" and query.device.type == "cuda":
             kernel = self.kernel(query, widths, Scores(1.0), key.shape.ratio)
             if (profile := shipped_profile(query.device, kernel, group)) is not None:
                 cost = profile.cost_model(key.shape, tile=self.config.tile)
-        if self.config.cost_model == "calibrated":
+        if source == "calibrated":
             if self.config.kernel == "auto" and key.device == "cuda":
-                names = get_args(KernelName)
                 with said_if_long("comparing attention kernels before the first plan"):
+                    names = get_args(KernelName)
                     self._fastest[query.dtype, widths] = fastest(key.shape, names, query.dtype, query.device, group)
             kernel = self.kernel(query, widths, Scores(1.0), key.shape.ratio)
             with said_if_long(f"timing the attention kernel {kernel.name!r} before the first plan"):

@@ -1,7 +1,12 @@
 """Memory-efficient attention (arXiv 2112.05682) of torch's CUDA wheels, for cases that flash attention does not support.
 
-It takes head dimensions of any width, float32, and GPUs before Ampere. It is written against the sources of torch 2.13 and has
-not run on a GPU yet: `hf_distca.kernels.check` compares it with plain torch on the device before its first use.
+It takes head dimensions of any width, float32, and GPUs before Ampere. `hf_distca.kernels.check` compares it with plain torch on
+the device before its first use. On an H100, whole documents and slices without a window were right in torch 2.11.
+
+In backward the op masks a window as if the first row of a sequence were at its first key, where it is causal from the last one.
+Both agree where a sequence has as many rows as keys. So a slice gets a row in front for each key that it has more. These rows are
+0, and so is what they add to the gradients. With a window of w keys there are at most w - 1 of them: for a slice of w rows,
+backward computes 1.5 times as many pairs of a row and a key, and for one of w / 4 rows three times as many.
 
 Shape suffixes beyond those of `base`: B sequences of a call, M rows of the longest one, rounded up to 32; log-sum-exps come and
 go as (B, H, M). In backward, infinity in rows behind a sequence's last one gives them no weight.
@@ -51,6 +56,8 @@ class AtenEfficient:
 
     def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
         """See `VarlenOp.backward`."""
+        if scores.window is not None and len(pools.q_THD) != len(pools.k_TKD):
+            return self._backward_of_slices(pools, sequences, scores)
         do_THD, q_THD, o_THD, lse_TH, k_TKD, v_TKD = (x if x is pools.lse_TH else _aligned(x) for x in pools)
         sequence_count, longest = len(sequences.cu_rows) - 1, _padded(sequences.max_rows)
         lse_RH = lse_TH.new_full((sequence_count * longest, lse_TH.shape[1]), math.inf)
@@ -69,6 +76,16 @@ class AtenEfficient:
             for total, grad in zip(sums, grads[1:3], strict=True):
                 total.add_(grad[0])
         return Grads(_together(dq), sums[0].to(k_TKD.dtype), sums[1].to(v_TKD.dtype))
+
+    def _backward_of_slices(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
+        """Gradients of sequences with a window, of which some have more keys than rows: these get rows of 0 in front."""
+        row, sequence = _rows_of(sequences, len(pools.q_THD))
+        places = row + (sequences.cu_keys - sequences.cu_rows)[1:].index_select(0, sequence)
+        keys = len(pools.k_TKD)
+        padded = (x.new_zeros(keys, *x.shape[1:]).index_copy_(0, places, x) for x in pools.query_rows)
+        whole = Sequences(sequences.cu_keys, sequences.cu_keys, sequences.max_keys, sequences.max_keys)
+        dq_THD, dk_TKD, dv_TKD = self.backward(Saved(*padded, *pools.key_rows), whole, scores)
+        return Grads(dq_THD.index_select(0, places), dk_TKD, dv_TKD)
 
 
 def _options(scores: Scores) -> dict[str, Any]:
@@ -100,9 +117,14 @@ def _padded(rows: int) -> int:
 
 def _places(sequences: Sequences, rows: int) -> torch.Tensor:
     """Where each row of a call is among the padded rows of all sequences: (rows,) int64."""
-    row = torch.arange(rows, device=sequences.cu_rows.device)
-    sequence = torch.bucketize(row, sequences.cu_rows[1:], right=True)
+    row, sequence = _rows_of(sequences, rows)
     return row + sequence * _padded(sequences.max_rows) - sequences.cu_rows.index_select(0, sequence)
+
+
+def _rows_of(sequences: Sequences, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of a call, and the sequence of each: (rows,) int64."""
+    row = torch.arange(rows, device=sequences.cu_rows.device)
+    return row, torch.bucketize(row, sequences.cu_rows[1:], right=True)
 
 
 class _EfficientKernel(VarlenKernel):
@@ -132,5 +154,5 @@ class _EfficientKernel(VarlenKernel):
         return [list(alike) for members in super().split(tasks) for _, alike in groupby(sorted(members, key=size), key=size)]
 
 
-# From torch itself; head dimensions of any width, no softcap. Not run yet.
+# From torch itself; head dimensions of any width, no softcap.
 EFFICIENT = _EfficientKernel(AtenEfficient(), "efficient")

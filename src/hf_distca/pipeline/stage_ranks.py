@@ -6,6 +6,7 @@ differ do ranks tell each other the facts themselves.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -46,6 +47,8 @@ _SAME = (
     "Schedule.step and Schedule.eval, train() and eval() on all of them."
 )
 _TOKENS = 16  # of the forward in which a stage's kinds of attention are found
+_ODD = -0x61C8864680B583EB  # 2**64 by the golden ratio, as an int64
+_CHUNK = 1 << 22  # elements that are multiplied at once
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -209,12 +212,20 @@ def _pipeline(stages: Sequence[StageFacts], group: AttentionGroup, device: str) 
 
 
 def checksum(weight: torch.Tensor | None) -> int:
-    """A number of 60 bits that differs where any bit of a weight does; of a sharded weight, of this rank's shard. 0 for None."""
+    """A number of 60 bits that tells weights apart whose bits or places differ; of a sharded weight, of this rank's shard.
+
+    0 for None alone. Sums of bits times numbers without a pattern are equal by chance only: neither permutations nor drifts that
+    cancel are lost.
+    """
     if weight is None:
         return 0
     local = weight.to_local() if isinstance(weight, DTensor) else weight
-    bits = local.detach().contiguous().view(_BITS[local.element_size()])
-    return int(bits.sum(dtype=torch.int64).item()) % (1 << 60)
+    bits = local.detach().contiguous().view(_BITS[local.element_size()]).flatten()
+    factors = torch.arange(1, min(len(bits), _CHUNK) + 1, device=bits.device) * _ODD
+    factors = (factors ^ (factors >> 29)) * _ODD
+    sums = torch.stack([(part * factors[: len(part)]).sum() for part in torch.split(bits, _CHUNK)])
+    digest = hashlib.sha256(sums.cpu().numpy().tobytes()).digest()
+    return 1 + int.from_bytes(digest[:8], "big") % ((1 << 60) - 1)
 
 
 def check_shares_of_copy(shares: Sequence[Dealt], pipeline: Pipeline) -> None:

@@ -91,7 +91,7 @@ class StepsRow:
         tally: the fields of a `Tally`, from which the figures of the log are made.
         per_rank: sums over the micro-batches.
         loss: as it was logged, None if none was.
-        kernels: that attention ran in.
+        kernels, rates: that attention ran in, and that plans were made with: what was learned by kind of layer, and ranks' speeds.
     """
 
     step: int
@@ -99,6 +99,7 @@ class StepsRow:
     per_rank: PerRank
     loss: float | None = None
     kernels: list[str] = field(default_factory=list)
+    rates: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,7 @@ class PlanRow:
     Attributes:
         step: of the optimizer.
         micro_batch: its number since the training began, from 1.
-        per_rank: what it was to take, and took.
-        parts: its plans.
+        per_rank, parts: what it was to take, and took; its plans.
     """
 
     step: int

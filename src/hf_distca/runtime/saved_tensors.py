@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,18 @@ class Hooks(NamedTuple):
     def recompute(self) -> bool:
         """Whether these are the hooks of a checkpoint: they drop what is saved, and compute it again in backward."""
         return "checkpoint" in getattr(self.pack, "__module__", "")
+
+    @property
+    def checkpoint(self) -> tuple[object, Hashable | None] | None:
+        """The checkpoint whose hooks these are, and which recompute of it runs, None in its forward.
+
+        None for other hooks. Reentrant checkpoints have no hooks. Names are those that `torch.utils.checkpoint` has in 2.13.
+        """
+        pack = inspect.unwrap(self.pack)
+        held = inspect.getclosurevars(pack).nonlocals if self.recompute and inspect.isfunction(pack) else {}
+        if "target_frame_ref" in held:
+            return held["target_frame_ref"](), held["gid"]
+        return (held["frame"], None) if "frame" in held else None
 
 
 class SavedTensors(NamedTuple):

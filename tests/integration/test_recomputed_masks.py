@@ -1,0 +1,89 @@
+"""A mask that the recompute of a checkpoint makes again is that of the forward, for as long as the checkpoint lives."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.recomputed_masks import handle_of_forward
+
+
+class Masked:
+    """A computation that makes two masks, of other lengths each time that `lengths` say so."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = iter(lengths or [7, 7] * 9)
+        self.seen: list[AttentionHandle] = []
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            self.seen.append(handle_of_forward(AttentionHandle(1, next(self.lengths))))
+            x = x.sin() * x
+        return x
+
+
+def leaf() -> torch.Tensor:
+    return torch.ones(3, requires_grad=True)
+
+
+def is_repeated(seen: list[AttentionHandle], times: int) -> bool:
+    return len(seen) == 2 * times and all(one is seen[number % 2] for number, one in enumerate(seen)) and seen[0] is not seen[1]
+
+
+def test_the_recompute_has_the_masks_of_the_forward() -> None:
+    masked, x = Masked(), leaf()
+    out = checkpoint(masked, x, use_reentrant=False).sum()
+    out.backward(retain_graph=True)
+    assert is_repeated(masked.seen, 2)
+    out.backward()
+    assert is_repeated(masked.seen, 3)
+
+
+def test_checkpoints_in_checkpoints_have_the_masks_of_the_forward() -> None:
+    masked = Masked()
+    inner = partial(checkpoint, masked, use_reentrant=False)
+    checkpoint(lambda x: inner(x).cos(), leaf(), use_reentrant=False).sum().backward()
+    assert is_repeated(masked.seen, 3)
+
+
+def test_checkpoints_beside_each_other_have_their_own() -> None:
+    first, second, x = Masked(), Masked(), leaf()
+    out = checkpoint(second, checkpoint(first, x, use_reentrant=False), use_reentrant=False)
+    out.sum().backward()
+    assert is_repeated(first.seen, 2)
+    assert is_repeated(second.seen, 2)
+    assert not {*map(id, first.seen)} & {*map(id, second.seen)}
+
+
+@pytest.mark.parametrize("reentrant", [None, True], ids=["no checkpoint", "reentrant"])
+def test_without_a_trace_of_the_forward_masks_are_new(reentrant: bool | None) -> None:
+    masked, x = Masked(), leaf()
+    out = masked(x) if reentrant is None else checkpoint(masked, x, use_reentrant=reentrant)
+    out.sum().backward()
+    assert len({*map(id, masked.seen)}) == len(masked.seen) == (2 if reentrant is None else 4)
+
+
+def test_a_mask_of_another_size_is_new() -> None:
+    masked = Masked(7, 7, 7, 9)
+    checkpoint(masked, leaf(), use_reentrant=False).sum().backward()
+    assert masked.seen[2] is masked.seen[0]
+    assert masked.seen[3].length == 9
+
+
+def test_masks_go_with_their_checkpoint() -> None:
+    masked = Masked()
+    out = checkpoint(masked, leaf(), use_reentrant=False).sum()
+    alive = [weakref.ref(handle) for handle in masked.seen]
+    masked.seen.clear()
+    assert all(handle() is not None for handle in alive)
+    out.backward()
+    del out
+    masked.seen.clear()
+    gc.collect()
+    assert all(handle() is None for handle in alive)

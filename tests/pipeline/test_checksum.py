@@ -1,0 +1,53 @@
+"""A checksum of a weight differs where two weights do: also where what differs would cancel in a sum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_distca.pipeline import stage_ranks
+from hf_distca.pipeline.stage_ranks import checksum
+
+
+def changed(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Weights of the same bits in other places, or with drifts whose bits add up to nothing."""
+    generator = torch.Generator().manual_seed(0)
+    rows = weight.clone()
+    rows[[0, 5]] = weight[[5, 0]]
+    bits = weight.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[weight.element_size()])
+    drifts = {}
+    for name, steps in {"opposite": (1, -1), "a second difference": (1, -2, 1), "a third": (1, -3, 3, -1)}.items():
+        drift = bits.clone()
+        drift[2, : len(steps)] += torch.tensor(steps, dtype=bits.dtype)
+        drifts[name] = drift.view(weight.dtype)
+    far = bits.clone()  # in chunks of their own
+    far[0, 0] += 1
+    far[-1, -1] -= 1
+    return {
+        "rows": weight[torch.randperm(len(weight), generator=generator)],
+        "two rows": rows,
+        "columns": weight[:, torch.randperm(weight.shape[1], generator=generator)],
+        "a transpose": weight.T,
+        **drifts,
+        "far apart": far.view(weight.dtype),
+        "signs": -weight,
+        "zeros": torch.zeros_like(weight),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk", [1 << 22, 100])
+def test_weights_that_differ_have_other_checksums(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int) -> None:
+    monkeypatch.setattr(stage_ranks, "_CHUNK", chunk)
+    weight = torch.randn(24, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float32).to(dtype)
+    found = {name: checksum(other) for name, other in changed(weight).items()}
+    assert checksum(weight) not in found.values()
+    assert len(set(found.values())) == len(found)
+    assert checksum(weight.clone()) == checksum(weight)
+    assert checksum(weight.T.clone().T) == checksum(weight), "strides are no part of a weight"
+
+
+def test_only_a_rank_without_a_copy_has_zero() -> None:
+    assert checksum(None) == 0
+    for rows in (0, 3):
+        assert 0 < checksum(torch.zeros(rows, 4)) < 1 << 60
