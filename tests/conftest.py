@@ -5,8 +5,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from ranks import RankPool
+
+# Examples are timed by the wall clock: on a busy machine any of them may take longer than the default deadline.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 # Of one pool, and of one that the next file may not need. Calls leave communicators, and each of their threads wakes up a hundred
 # times a second: after some hundred calls that was half of what two cores did.
