@@ -100,7 +100,7 @@ def test_streams_of_datasets_are_divided_among_workers_by_themselves(workers: in
 def test_shares_of_other_ranks_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     how, made = dealing(RANKS, TOKENS), []
     share = how.share
-    monkeypatch.setattr(how, "share", lambda lengths, batch, rank: made.append(rank) or share(lengths, batch, rank))
+    monkeypatch.setattr(how, "share", lambda lengths, batch, rank, names: made.append(rank) or share(lengths, batch, rank, names))
     loader = DataLoader(share_of(StreamedShares(Stream(), how), 2), collate_fn=PackingCollator())
     assert len(list(loader)) == len(made) == sum(LENGTHS) // (RANKS * TOKENS)
     assert set(made) == {2}

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_distca.agreement.announce import HEADER, Stated, check_equal, check_shares, layout_of
+from hf_distca.agreement.document_starts import as_mask
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.kernels.varlen import to_device
@@ -86,7 +87,7 @@ def rows_of(model: PreTrainedModel, given: Mapping[str, Any]) -> RecurrentRows |
     if not isinstance(tokens, torch.Tensor) or isinstance(mask, dict) or (cache is not None and cache.get_seq_length()):
         return None
     batch_size, length = tokens.shape[:2]
-    padding = mask[:, :length].bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    padding = as_mask(mask[:, :length]) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
     try:
         told = given.get("distca_documents"), given.get("cu_seq_lens_q"), _of_text(given.get("position_ids"))
         batch = TokenBatch(batch_size, length, *told, padding)

@@ -232,7 +232,7 @@ class Session:
                 plans = self.planner.plan(requests, group)
             with self._reporting(group, "taking up a plan"):
                 for part, planned in zip(handles, plans, strict=True):
-                    part.check(planned.plan.layout)
+                    part.check(planned.plan.layout, key.window)
                 known = zip(requests, plans, strict=True)
                 works = [self.use_plan(documents, planned, group, query.device) for (documents, _), planned in known]
         for part, (_, which), work in zip(handles, requests, works, strict=True):
@@ -251,7 +251,7 @@ class Session:
                 "a document that spans ranks met a model in evaluation mode, where each rank works alone: "
                 "set DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
             ) from error
-        handle.check(layout)
+        handle.check(layout, key.window)
         plan = Plan.local(layout, None if key.window is None or key.window >= layout.longest else key.window)
         route = Route.build(plan, 0)
         return Work(_ALONE, route, _keep(documents, device), plan.window, Meter(self.meter), key.nano, OutputStore())
