@@ -95,7 +95,7 @@ def _with_caller(info: MaskInfo, config: PreTrainedConfig | None) -> MaskInfo:
     if position_ids is None and (given := call.given_positions) is not None:
         position_ids = given if first else mark_starts(given)
     if model is not None and isinstance(packed, PackedDocuments):
-        check_positions(model, packed, position_ids, lacking=call.lacks_positions)
+        check_positions(model, packed, position_ids, lacking=call.lacks_positions and not (first and position_ids is not None))
         if packed.dealt is not None:
             check_step(call, packed.dealt)
     # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
