@@ -15,6 +15,7 @@ import torch
 
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.data import collator
 from hf_distca.errors import LayoutError
 
 FORMS: dict[str, Callable[[list[int]], Any]] = {
@@ -192,14 +193,14 @@ class Around(torch.nn.Module):
 
 @pytest.mark.parametrize("wrap", [lambda model: model, Around], ids=["bare", "wrapped"])
 def test_a_model_says_what_it_takes(wrap: Callable[[Any], Any]) -> None:
-    collator = pickle.loads(pickle.dumps(hf_distca.PackingCollator(wrap(Takes()))))
+    collate = pickle.loads(pickle.dumps(hf_distca.PackingCollator(wrap(Takes()))))
     for name, value in {"pixel_values": torch.ones(3, 2, 2), "task_ids": 3}.items():
         with pytest.raises(LayoutError, match=f"'{name}', an input of the model that would be lost"):
-            collator([{"input_ids": IDS, name: value}])
+            collate([{"input_ids": IDS, name: value}])
     others = {name: value for name, value in NUMBERS.items() if name not in ("pixel_values", "of_tomorrow")}
-    assert collator([{"input_ids": IDS, **others, "pixel_values": None}])["input_ids"].tolist() == [IDS]
+    assert collate([{"input_ids": IDS, **others, "pixel_values": None}])["input_ids"].tolist() == [IDS]
     with pytest.raises(LayoutError, match="'shift_labels', which says"):
-        collator([{"input_ids": IDS, "shift_labels": IDS}])
+        collate([{"input_ids": IDS, "shift_labels": IDS}])
     unknown = hf_distca.PackingCollator(Around(torch.nn.Linear(1, 1)).forward)
     with pytest.raises(LayoutError, match="'image_sizes' of numbers"):
         unknown([{"input_ids": IDS, "image_sizes": [(28, 28)]}])
@@ -207,11 +208,20 @@ def test_a_model_says_what_it_takes(wrap: Callable[[Any], Any]) -> None:
 
 def test_a_number_for_each_token_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     others = {"text": "eight ...", "length": 8, "url": None, "words": ["a"] * 8, "score": 0.5, "image": torch.ones(3, 2, 2)}
-    collator = hf_distca.PackingCollator(Takes())
+    collate = hf_distca.PackingCollator(Takes())
     for _ in range(2):
-        collator([{"input_ids": IDS, **others, "loss_weights": [1.0] * 8}])
-        collator([{"input_ids": IDS, **others, "weights": torch.ones(8)}])
+        collate([{"input_ids": IDS, **others, "loss_weights": [1.0] * 8}])
+        collate([{"input_ids": IDS, **others, "weights": torch.ones(8)}])
     assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == ["loss_weights", "weights"]
+
+
+def test_a_batch_without_targets_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collator, "_said", set())
+    packed({"input_ids": IDS})
+    assert not caplog.records
+    for _ in range(2):
+        packed({"input_ids": IDS, "assistant_masks": [0] * 8})
+    assert [record.getMessage()[:43] for record in caplog.records] == ["none of the 8 tokens of a batch is a target"]
 
 
 METADATA: dict[str, Any] = {"text": "eight ...", "length": 8, "url": None, "words": ["a"] * 8, "score": np.float32(0.5)}
@@ -239,6 +249,10 @@ def test_positions_that_skip_some_are_one_document_and_stay() -> None:
         batch = hf_distca.PackingCollator()([{"input_ids": IDS, "position_ids": positions}])
         assert batch["distca_documents"].lengths == lengths[name]
         assert batch["position_ids"].tolist() == [positions]
+    counted = collator.documents_of({"input_ids": IDS, "position_ids": [0, 1, 2, 0, 1, 2, 3, 4]})
+    assert [document.check_counts_on() for document in counted] == [None, None]
+    with pytest.raises(LayoutError, match=r"go from 2 to 30: they would be lost where it is dealt"):
+        collator.documents_of({"input_ids": IDS, "position_ids": rows["jumps"]})[0].check_counts_on()
 
 
 @pytest.mark.parametrize("name", ["labels", "completion_mask", "position_ids", "seq_lengths", "input_ids"])

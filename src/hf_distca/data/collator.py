@@ -92,8 +92,24 @@ class PackingCollator:
         ids, labels, positions = (np.concatenate(parts) for parts in zip(*documents, strict=True))
         packed = PackedDocuments([len(row.tokens) for row in documents])
         labels[packed.positions == 0] = IGNORED_LABEL
+        if not (labels != IGNORED_LABEL).any():
+            _warn_of_no_targets(len(ids))
         rows = {"input_ids": ids, "labels": labels, "position_ids": positions}
         return {**{name: torch.from_numpy(row)[None] for name, row in rows.items()}, "distca_documents": packed}
+
+
+_said: set[str] = set()
+
+
+def _warn_of_no_targets(tokens: int) -> None:
+    """Say so, once a process: a loss over no target is no number, or trains nothing."""
+    if not _said:
+        _said.add("no targets")
+        _log.warning(
+            "none of the %d tokens of a batch is a target: labels are %d, or completion_mask and assistant_masks 0, throughout. "
+            "Its loss is nan, or trains nothing. This is said once.",
+            *(tokens, IGNORED_LABEL),
+        )
 
 
 def _is_share(feature: object) -> bool:
