@@ -72,12 +72,13 @@ def test_numbered_documents_are_balanced(rank_pool: Callable[[int], RankPool]) -
     torch.testing.assert_close(torch.cat(second.split(LENGTHS[::-1])[::-1]), want)
 
 
+JAMBA = JambaConfig(num_key_value_heads=2, use_mamba_kernels=False, attn_layer_period=2, attn_layer_offset=1, **SIZES)
 REFUSED: dict[str, tuple[Any, str]] = {
     "opt": (
         AutoConfig.for_model("opt", ffn_dim=48, word_embed_proj_dim=64, attention_dropout=0.0, **SIZES),
         "count positions by it",
     ),
-    "jamba": (JambaConfig(num_key_value_heads=2, use_mamba_kernels=False, **SIZES), "not proven that attention alone reads it"),
+    "jamba": (JAMBA, "not proven that attention alone reads it"),
     "mixtral": (MixtralConfig(num_key_value_heads=2, output_router_logits=True, **SIZES), "the loss of their routers"),
 }
 
