@@ -6,6 +6,7 @@ import ast
 import inspect
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,6 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 
 from hf_distca import borrowed
+from hf_distca.data import borrowed_readers
 
 SOURCE = Path(borrowed.__file__).parent
 OTHERS = sorted(path for path in SOURCE.rglob("*.py") if not path.name.startswith("borrowed"))
@@ -188,3 +190,25 @@ def test_functions_of_packages_are_told_from_those_of_torch() -> None:
 
     assert [borrowed.is_of_package(function) for function in (found, as_module(found))] == [True, True]
     assert [borrowed.is_of_package(function) for function in (missing, as_module(missing), as_module)] == [False, False, False]
+
+
+def test_loader_workers_are_hidden_and_divided_streams_told() -> None:
+    from datasets import Dataset
+    from datasets.distributed import split_dataset_by_node
+    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+    class Workers(IterableDataset[bool]):
+        def __iter__(self) -> Iterator[bool]:
+            for _ in range(2):
+                yield get_worker_info() is None
+                with borrowed_readers.in_no_worker():
+                    hidden = get_worker_info() is None
+                yield hidden
+
+    assert list(DataLoader(Workers(), batch_size=None, num_workers=1)) == [False, True, False, True]
+    data = Dataset.from_dict({"x": [1, 2, 3, 4]})
+    assert borrowed_readers.kept_rows(data) is None
+    assert borrowed_readers.kept_rows(data.select([2, 0])).column(0).to_pylist() == [2, 0]
+    stream = data.to_iterable_dataset(2)
+    assert borrowed_readers.ranks_of_split(stream) == 1
+    assert borrowed_readers.ranks_of_split(split_dataset_by_node(stream, 0, 2).shuffle(seed=0)) == 2

@@ -25,7 +25,7 @@ ARROWS = {
     "recurrent": {"runtime", "schedule"},
     "measure": {"kernels", "runtime", "schedule"},
     "agreement": {"schedule", "runtime.group", "runtime.meeting", "runtime.meter", "runtime.watch"},
-    "data": {"borrowed", "schedule", "agreement.documents", "agreement.dealt"},
+    "data": {"schedule", "agreement.documents", "agreement.document_starts", "agreement.dealt"},
     "run_report": {"schedule", "agreement.history"},
     "integration": {
         "borrowed",

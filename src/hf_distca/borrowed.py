@@ -1,8 +1,9 @@
-"""Everything that distca takes from torch, transformers, accelerate and datasets without their promise to keep it.
+"""Everything that distca takes from torch, transformers and accelerate without their promise to keep it.
 
-No other file of the package has a private name of theirs, so here is what to look at when a new version of one comes out.
-tests/test_borrowed.py holds that, and that each name is there and does what is said here; tests/oldest.sh does so with the oldest
-versions that the package allows. Each block says in which versions its names were seen. transformers is imported where needed.
+No other file of the package has a private name of theirs, but for `data.borrowed_readers` and `pipeline.borrowed_pipelining`, so
+here is what to look at when a new version of one comes out. tests/test_borrowed.py holds that, and that each name is there and
+does what is said here; tests/oldest.sh does so with the oldest versions that the package allows. Each block says in which
+versions its names were seen. transformers is imported where needed.
 """
 
 from __future__ import annotations
@@ -63,7 +64,6 @@ __all__ = [
     "in_backward",
     "is_of_package",
     "is_policy_mode",
-    "kept_rows",
     "leave_uncompiled",
     "let_names_pass",
     "loaded_mesh",
@@ -233,14 +233,6 @@ def timeout_of(group: dist.ProcessGroup | None) -> datetime.timedelta:
     """How long collectives of a process group, the world if None, may take; the longest of its backends."""
     group = group or c10d._get_default_group()
     return max(group._get_backend(device).options._timeout for device in group._device_types)
-
-
-# ---- datasets 5.2.0
-
-
-def kept_rows(documents: Any) -> Any:
-    """The table whose first column says which stored rows a data set has, None for all; nothing public tells without reading."""
-    return documents._indices
 
 
 # ---- accelerate 1.11.0 to 1.15.0

@@ -88,7 +88,9 @@ def register() -> None:
     from hf_distca.integration.loading import is_ours
     from hf_distca.integration.loading import register as register_as
     from hf_distca.integration.mask import distca_mask
+    from hf_distca.integration.positions import count_from_first
     from hf_distca.integration.recurrent_layers import begin_documents_anew
 
     register_as("distca", distca_attention, distca_mask)
     begin_documents_anew(is_ours)
+    count_from_first()

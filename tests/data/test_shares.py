@@ -15,6 +15,7 @@ import torch
 from some_documents import check_shares, dealing, some_documents, some_lengths, whole
 
 from hf_distca import PackingCollator
+from hf_distca.data.columns import NO_INPUTS, ForwardInputs
 from hf_distca.data.global_batches import GlobalBatches
 from hf_distca.data.reading import document_lengths
 from hf_distca.data.shares import Shares
@@ -31,9 +32,19 @@ FORMS: dict[str, Any] = {
 }
 
 
-def make(documents: Any, ranks: int, tokens: int, *, ping_pong: bool = False, column: str = "input_ids", **how: Any) -> Shares:
+def make(
+    documents: Any,
+    ranks: int,
+    tokens: int,
+    *,
+    ping_pong: bool = False,
+    column: str = "input_ids",
+    inputs: ForwardInputs = NO_INPUTS,
+    **how: Any,
+) -> Shares:
     batches = GlobalBatches(document_lengths(documents, column), ranks * tokens, quiet=True, **how)
-    return Shares(documents, batches, dealing(ranks, tokens, ping_pong=ping_pong), column=column, pad_token_id=77)
+    deal = dealing(ranks, tokens, ping_pong=ping_pong)
+    return Shares(documents, batches, deal, column=column, pad_token_id=77, inputs=inputs)
 
 
 def check_epoch(shares: Shares, rows: list[dict[str, list[int]]], epoch: int = 0) -> None:
@@ -102,8 +113,11 @@ def test_tokens_that_a_mask_leaves_out_are_no_targets(form: str) -> None:
 PACKED: dict[str, tuple[dict[str, list[int]], str]] = {
     "seq_lengths": ({"seq_lengths": [7, 13]}, "'seq_lengths'.*packed already"),
     "position_ids": ({"position_ids": [*range(7), *range(13)]}, r"position_ids of a document .*packed already"),
-    "token_type_ids": ({"token_type_ids": [0] * 20}, "'token_type_ids', an input of models"),
-    "shift_labels": ({"shift_labels": [0] * 20}, "'shift_labels', an input of models"),
+    "positions that skip": ({"position_ids": [*range(10), *range(50, 60)]}, "at token 10: .*skips positions"),
+    "mask of numbers": ({"attention_mask": [1] * 7 + [2] * 13}, "attention_mask of a document is 2 at token 7.*packed already"),
+    "token_type_ids": ({"token_type_ids": [0] * 20}, "'token_type_ids' of numbers, which may be an input of the model"),
+    "images": ({"image_grid_thw": [[1, 4, 4]]}, "'image_grid_thw' of numbers, which may be an input"),
+    "shift_labels": ({"shift_labels": [0] * 20}, "'shift_labels', which says what"),
 }
 
 
@@ -114,8 +128,30 @@ def test_a_column_that_changes_what_is_trained_is_refused(form: str, name: str) 
     documents = FORMS[form]([{"input_ids": list(range(20)), **columns}])
     with pytest.raises(LayoutError, match=named):
         make(documents, 1, 20)[0]
-    harmless = {"input_ids": list(range(20)), "position_ids": list(range(20)), "special_tokens_mask": [0] * 20}
+    harmless = {"input_ids": list(range(20)), "position_ids": list(range(20)), "attention_mask": [1] * 20}
     check_epoch(make(FORMS[form]([harmless]), 2, 10), [harmless])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_the_model_does_not_take_is_left_out(form: str, caplog: pytest.LogCaptureFixture) -> None:
+    inputs = ForwardInputs(("input_ids", "pixel_values"))
+    others = {"special_tokens_mask": [0] * 20, "image_grid_thw": [[1, 4, 4]], "url": "x", "length": 20}
+    row = {"input_ids": list(range(20))}
+    made = FORMS[form] if form not in ("arrays", "tensors") else list
+    check_epoch(make(made([{**row, **others}]), 2, 10, inputs=inputs), [row])
+    with pytest.raises(LayoutError, match="'pixel_values', an input of the model that would be lost"):
+        make(made([{**row, "pixel_values": [[1.0]]}]), 2, 10, inputs=inputs)[0]
+
+
+def test_inputs_that_only_later_rows_have_are_refused() -> None:
+    """As where texts and images are mixed."""
+    rows = [{"input_ids": [1] * 20, "pixel_values": None}, {"input_ids": [2] * 20, "pixel_values": [[1.0]]}]
+    for documents in (rows, datasets.Dataset.from_list(rows)):
+        for inputs in (NO_INPUTS, ForwardInputs(("input_ids", "pixel_values"))):
+            with pytest.raises(LayoutError, match="'pixel_values'"):
+                make(documents, 2, 10, inputs=inputs)
+    texts = datasets.Dataset.from_list([{"input_ids": [1] * 20, "pixel_values": None}] * 2)
+    check_epoch(make(texts, 2, 10), [{"input_ids": [1] * 20}] * 2)
 
 
 def test_the_tokens_may_have_a_column_of_another_name() -> None:
@@ -161,6 +197,7 @@ def test_only_documents_of_the_share_are_read() -> None:
     documents = Watched(rows)
     batches = GlobalBatches([50] * 40, 400, quiet=True)
     shares = Shares(documents, batches, dealing(4, 100))
+    read.clear()  # those that ranks compare
     share = shares[5]
     here = {int(batches.pieces(0, 1).documents[document]) for document in share["distca_documents"].documents}
     assert read == here
@@ -171,10 +208,10 @@ def test_of_arrow_only_the_slice_is_turned_into_tokens(monkeypatch: pytest.Monke
     documents = datasets.Dataset.from_list(some_documents([4000, 96]))
     shares = make(documents, 8, 512, seed=None)
     seen = []
-    import hf_distca.data.reading as reading
+    import hf_distca.data.pieces as pieces
 
-    flat = reading.flat
-    monkeypatch.setattr(reading, "flat", lambda values, *rest: seen.append(len(values)) or flat(values, *rest))
+    flat = pieces.flat
+    monkeypatch.setattr(pieces, "flat", lambda values, *rest: seen.append(len(values)) or flat(values, *rest))
     shares[3]
     assert sum(seen) <= 2 * 512 + 8  # as tokens and as labels, and the next ones
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import datasets
@@ -11,9 +12,10 @@ import pytest
 import torch
 from accelerate.data_loader import IterableDatasetShard
 from some_documents import ROWS, check_shares, dealing, some_documents, some_lengths, whole
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from hf_distca import ConfigError, PackingCollator
+from hf_distca.data import streaming
 from hf_distca.data.global_batches import GlobalBatches
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import LayoutError
@@ -97,10 +99,70 @@ def test_streams_of_datasets_are_divided_among_workers_by_themselves(workers: in
     assert torch.cat([batch["input_ids"][0] for batch in second]).tolist() != seen
 
 
+class Tokenizing(torch.utils.data.IterableDataset[dict[str, list[int]]]):
+    """Rows of a stream of `datasets`, tokenized as they come."""
+
+    def __init__(self, texts: datasets.IterableDataset) -> None:
+        self.texts = texts
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        for row in self.texts:
+            yield {"input_ids": [int(word) for word in row["text"].split()]}
+
+
+class Dividing(torch.utils.data.IterableDataset[dict[str, list[int]]]):
+    """Divides its documents among workers, as torch's docs teach it."""
+
+    def __init__(self, rows: list[dict[str, list[int]]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        info = get_worker_info()
+        return iter(self.rows if info is None else self.rows[info.id :: info.num_workers])
+
+
+class Around:
+    """No data set of torch, and what it reads is divided."""
+
+    def __init__(self, documents: Any) -> None:
+        self.documents = documents
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.documents
+
+
+def wrapped(kind: str) -> Any:
+    rows = some_documents(LENGTHS)
+    texts = [{"text": " ".join(map(str, row["input_ids"]))} for row in rows]
+    stream = datasets.Dataset.from_list(texts).to_iterable_dataset(num_shards=4)
+    made = {"torch data set": Tokenizing(stream), "by worker": Dividing(rows), "other": Around(Tokenizing(stream))}
+    return made[kind]
+
+
+@pytest.mark.parametrize("kind", ["torch data set", "by worker", "other"])
+def test_a_stream_inside_another_is_read_whole_by_all_workers(kind: str) -> None:
+    for workers in (2, 0):
+        mine = share_of(StreamedShares(wrapped(kind), dealing(RANKS, TOKENS)), 1)
+        how = {"multiprocessing_context": "fork"} if workers else {}
+        loader = DataLoader(mine, collate_fn=PackingCollator(), num_workers=workers, **how)
+        found = [unbatched(batch) for batch in loader]
+        expected = [share_of(StreamedShares(Stream(), dealing(RANKS, TOKENS)), rank) for rank in range(RANKS)]
+        check_epoch([list(expected[0]), found, list(expected[2])], Stream().rows)
+
+
+def test_a_worker_that_cannot_be_hidden_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a torch that keeps it elsewhere."""
+    monkeypatch.setattr(streaming, "in_no_worker", nullcontext)
+    stream = StreamedShares(wrapped("by worker"), dealing(1, TOKENS))
+    assert len(list(stream)) > 0
+    with pytest.raises(ConfigError, match=r"torch says in which loader worker .* num_workers=0"):
+        list(DataLoader(stream, num_workers=1, collate_fn=PackingCollator(), multiprocessing_context="fork"))
+
+
 def test_shares_of_other_ranks_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     how, made = dealing(RANKS, TOKENS), []
     share = how.share
-    monkeypatch.setattr(how, "share", lambda lengths, batch, rank: made.append(rank) or share(lengths, batch, rank))
+    monkeypatch.setattr(how, "share", lambda lengths, batch, rank, names: made.append(rank) or share(lengths, batch, rank, names))
     loader = DataLoader(share_of(StreamedShares(Stream(), how), 2), collate_fn=PackingCollator())
     assert len(list(loader)) == len(made) == sum(LENGTHS) // (RANKS * TOKENS)
     assert set(made) == {2}

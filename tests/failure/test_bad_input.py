@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from small_llama import PAIRS, llama
-from transformers.masking_utils import find_packed_sequence_indices
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
@@ -23,23 +23,32 @@ def lengths_of(positions: list[list[int]]) -> list[int]:
     return TokenBatch(len(positions), len(positions[0]), position_ids=torch.tensor(positions)).documents().rows[:, 2].tolist()
 
 
-def test_a_jump_starts_a_document() -> None:
-    assert lengths_of([[0, 1, 2, 7, 8]]) == [3, 2]
+def test_a_jump_or_a_repeat_begins_no_document() -> None:
+    assert lengths_of([[0, 1, 2, 7, 8]]) == [5]
+    assert lengths_of([[0, 1, 1, 1, 2]]) == [5]
+    assert lengths_of([[0, 0, 0, 1, 0]]) == [1, 1, 2, 1]
+    assert lengths_of([[0, 1, 7, 0, 3], [0, 4, 5, 6, 9]]) == [3, 2, 5]
 
 
-def test_positions_mean_what_they_mean_for_transformers() -> None:
+def test_documents_begin_where_positions_restart() -> None:
+    """As under transformers' flash attention; its masks of other attention take each jump for a document, too."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
-        rows, length, highest = (int(torch.randint(1, n, (), generator=generator)) for n in (4, 12, 5))
-        # Mostly counting on, with jumps, repeats and falls.
-        steps = torch.where(
-            torch.rand(rows, length, generator=generator) < 0.7, 1, torch.randint(-2, 4, (rows, length), generator=generator)
-        )
-        positions = (steps.cumsum(1) + highest).clamp(min=0)
-        theirs = find_packed_sequence_indices(positions)
-        packed = torch.zeros_like(positions) if theirs is None else theirs
-        expected = [int(n) for row in packed for n in row.unique_consecutive(return_counts=True)[1]]
-        assert lengths_of(positions.tolist()) == expected
+        rows, length = (int(torch.randint(1, n, (), generator=generator)) for n in (4, 12))
+        steps = torch.randint(0, 4, (rows, length), generator=generator)
+        restart = torch.rand(rows, length, generator=generator) < 0.3
+        restart[:, 0] = True
+        positions = steps.clone()
+        for at in range(length):
+            positions[:, at] = torch.where(restart[:, at], 0, positions[:, max(at - 1, 0)] + steps[:, at])
+        (bounds, _), _ = prepare_fa_kwargs_from_position_ids(positions)
+        assert lengths_of(positions.tolist()) == bounds.diff().tolist()
+
+
+def test_a_fall_that_is_no_restart_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"position_ids\[1, 3\] falls from 2 to 1: .*cu_seq_lens_q"):
+        lengths_of([[0, 1, 2, 0, 1], [0, 1, 2, 1, 2]])
+    assert lengths_of([[7, 8, 9, 7, 8]]) == [3, 2], "a row of evaluation may begin anywhere"
 
 
 @pytest.mark.parametrize(

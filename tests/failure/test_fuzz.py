@@ -130,6 +130,8 @@ def documents(draw: Random) -> None:
         given["packed"] = PackedDocuments(tuple(draw.randint(0, 5) for _ in range(3)))
     local = attempt(TokenBatch(rows, length, **given).documents)
     padding = given.get("padding")
+    if padding is not None:
+        padding = padding != 0
     tokens = rows * length if padding is None else int(padding.sum())
     assert local.rows[:, 2].sum() == tokens
     assert (local.rows[:, 2] > 0).all()
@@ -146,7 +148,8 @@ def runs(positions: list[list[int]]) -> list[int]:
     found: list[int] = []
     for row in positions:
         for at, position in enumerate(row):
-            if at and position == row[at - 1] + 1:
+            again = position <= row[at - 1] and position in {0, row[0]} and (position == 0 or position < row[at - 1])
+            if at and not again:
                 found[-1] += 1
             else:
                 found.append(1)

@@ -15,8 +15,9 @@ import transformers
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard
 from accelerate.state import AcceleratorState
+from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, Subset
-from transformers import Gemma2Config, LlamaConfig, Trainer, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, LlamaConfig, Trainer, TrainerCallback
 
 import hf_distca
 import tiny_runs
@@ -64,6 +65,23 @@ def test_two_ranks_train_as_one_does(rank_pool: Callable[[int], RankPool]) -> No
         assert found[1::2] == pytest.approx(alone[1::2], rel=1e-4)  # norms of gradients
         assert exchanged > 0  # documents longer than a rank need the keys of the other one
     assert len(alone) == 2 * 2 * items  # loss and norm, two epochs
+
+
+def train_on_a_part(rank: int) -> str:
+    """Rows of one length that were divided by rank before they were dealt, as most data sets are made."""
+    whole = datasets.Dataset.from_dict({"input_ids": tiny_runs.documents(*[48] * 40)})
+    part = split_dataset_by_node(whole, rank, 2)
+    config = tiny_runs.settings()
+    trainer = trainer_of(hf_distca.document_shares(part, 120, shapes=[(SHAPE, None)], config=config, ranks=2))
+    with pytest.raises(hf_distca.DistCADesyncError) as caught:
+        trainer.train()
+    return str(caught.value)
+
+
+def test_documents_divided_by_rank_are_refused(rank_pool: Callable[[int], RankPool]) -> None:
+    for error in rank_pool(2)(train_on_a_part):
+        assert "different documents in the same global batch" in error
+        assert "all of the documents, not a part that was divided by rank (split_dataset_by_node, shard)" in error
 
 
 def test_a_run_that_resumes_in_its_second_epoch_goes_on_with_the_same_shares(tmp_path: Path) -> None:
@@ -209,6 +227,16 @@ def test_documents_without_a_length_are_streamed() -> None:
     for how in ({"fill": "whole"}, {"longer": "refuse"}, {"seed": 3}, {"lengths": [1]}):
         with pytest.raises(hf_distca.ConfigError, match="for documents without a length"):
             hf_distca.document_shares(Endless(), 8, shapes=[(SHAPE, None)], ranks=2, **how)
+
+
+def test_columns_are_refused_that_the_model_takes() -> None:
+    documents = some_documents().add_column("token_type_ids", [[0] * length for length in LENGTHS])
+    hf_distca.document_shares(documents, 16, model=tiny_runs.tiny_llama("sdpa"))
+    config = AutoConfig.for_model("roberta", is_decoder=True, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+    with pytest.raises(LayoutError, match="'token_type_ids', an input of the model that would be lost"):
+        hf_distca.document_shares(documents, 16, model=AutoModelForCausalLM.from_config(config))
+    with pytest.raises(LayoutError, match="'token_type_ids' of numbers, which may be an input"):
+        hf_distca.document_shares(documents, 16, model=config)
 
 
 def test_what_cannot_be_dealt_is_refused() -> None:

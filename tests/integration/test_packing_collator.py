@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.data import collator
 from hf_distca.errors import LayoutError
 
 FORMS: dict[str, Callable[[list[int]], Any]] = {
@@ -128,14 +130,20 @@ def test_tokens_that_a_mask_leaves_out_are_no_targets(names: tuple[str, ...]) ->
         ({"seq_lengths": [3, 4]}, "seq_lengths of a row are of 7 tokens, and it has 8"),
         ({"seq_lengths": [9, -1]}, "seq_lengths of a row .*at least 0"),
         ({"position_ids": [2, 3, 4, 0, 1, 2, 3, 4]}, r"position_ids\[0\] of a row is 2"),
-        ({"position_ids": [0, 1, 2, 0, 1, 3, 4, 5]}, r"position_ids\[5\] of a row is 3"),
+        ({"position_ids": [0, 1, 2, 3, 4, 2, 3, 4]}, r"position_ids\[0, 5\] falls from 4 to 2"),
         ({"position_ids": [0, 1]}, "8 input_ids and 2 numbers in its position_ids"),
-        ({"position_ids": [0, 1, 2, 3, 0, 1, 2, 3], "seq_lengths": [3, 5]}, "seq_lengths .* and position_ids, .*other documents"),
+        (
+            {"position_ids": [0, 1, 2, 3, 0, 1, 2, 3], "seq_lengths": [3, 5]},
+            "its position_ids .*other documents",
+        ),
         ({"completion_mask": [1]}, "8 input_ids and 1 numbers in its completion_mask"),
-        ({"token_type_ids": [0] * 8}, "'token_type_ids', an input of models"),
-        ({"shift_labels": IDS}, "'shift_labels', an input of models"),
-        ({"pixel_values": torch.ones(3, 2, 2)}, "'pixel_values', an input of models"),
-        ({"distca_documents": PackedDocuments((3, 5))}, "'distca_documents', an input of models"),
+        ({"attention_mask": [1, 1, 2, 2, 1, 1, 3, 3]}, "row 0, and 1 comes again after another number"),
+        ({"attention_mask": [1, 1, 1, 2, 0, 2, 2, 2]}, r"attention_mask\[4\] of a document is 0"),
+        ({"attention_mask": [1, 1, 1, 1, 1, 2, 2, 2], "seq_lengths": [3, 5]}, "seq_lengths .*other documents"),
+        ({"attention_mask": [1, 1, 1, -1, -1, -1, -1, -1]}, r"attention_mask\[0, 3\] is -1"),
+        ({"shift_labels": IDS}, "'shift_labels', which says what its documents or targets are"),
+        ({"seq_idx": [0] * 8}, "'seq_idx', which says what its documents or targets are"),
+        ({"distca_documents": PackedDocuments((3, 5))}, "'distca_documents', which says"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -144,12 +152,107 @@ def test_a_column_that_changes_what_is_trained_is_read_or_refused(columns: dict[
         packed({"input_ids": IDS, **columns})
 
 
-def test_of_other_columns_those_with_a_number_for_each_token_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+# Nothing in their names tells that models take them.
+NUMBERS: dict[str, Any] = {
+    "token_type_ids": [0] * 8,
+    "pixel_values": torch.ones(3, 2, 2),
+    "pixel_values_videos": np.ones((2, 3, 2, 2), dtype=np.float32),
+    "image_grid_thw": [[1, 4, 4]],
+    "image_sizes": [(28, 28)],
+    "input_features": [[0.5] * 9] * 4,
+    "input_values": np.zeros(100, dtype=np.float16),
+    "cross_attention_mask": [[[True]]],
+    "encoder_hidden_states": [torch.ones(4)],
+    "of_tomorrow": [1.0] * 8,
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_a_model_may_take_are_refused(name: str) -> None:
+    row = {"input_ids": IDS, name: NUMBERS[name]}
+    for feature in (row, {"documents": [IDS], name: NUMBERS[name]}):
+        with pytest.raises(LayoutError, match=rf"'{name}' of numbers, which may be an input .* as in PackingCollator\(model\)"):
+            hf_distca.PackingCollator()([feature])
+
+
+class Takes(torch.nn.Module):
+    """A model whose forward has these arguments."""
+
+    def forward(self, input_ids: Any, pixel_values: Any = None, task_ids: Any = None, **kwargs: Any) -> None: ...
+
+
+class Around(torch.nn.Module):
+    """A wrapper, as engines put it around a model."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, Around], ids=["bare", "wrapped"])
+def test_a_model_says_what_it_takes(wrap: Callable[[Any], Any]) -> None:
+    collate = pickle.loads(pickle.dumps(hf_distca.PackingCollator(wrap(Takes()))))
+    for name, value in {"pixel_values": torch.ones(3, 2, 2), "task_ids": 3}.items():
+        with pytest.raises(LayoutError, match=f"'{name}', an input of the model that would be lost"):
+            collate([{"input_ids": IDS, name: value}])
+    others = {name: value for name, value in NUMBERS.items() if name not in ("pixel_values", "of_tomorrow")}
+    assert collate([{"input_ids": IDS, **others, "pixel_values": None}])["input_ids"].tolist() == [IDS]
+    with pytest.raises(LayoutError, match="'shift_labels', which says"):
+        collate([{"input_ids": IDS, "shift_labels": IDS}])
+    unknown = hf_distca.PackingCollator(Around(torch.nn.Linear(1, 1)).forward)
+    with pytest.raises(LayoutError, match="'image_sizes' of numbers"):
+        unknown([{"input_ids": IDS, "image_sizes": [(28, 28)]}])
+
+
+def test_a_number_for_each_token_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     others = {"text": "eight ...", "length": 8, "url": None, "words": ["a"] * 8, "score": 0.5, "image": torch.ones(3, 2, 2)}
+    collate = hf_distca.PackingCollator(Takes())
     for _ in range(2):
-        assert packed({"input_ids": IDS, **others, "loss_weights": [1.0] * 8})[0] == (8,)
-        assert packed({"input_ids": IDS, **others, "weights": torch.ones(8)})[0] == (8,)
+        collate([{"input_ids": IDS, **others, "loss_weights": [1.0] * 8}])
+        collate([{"input_ids": IDS, **others, "weights": torch.ones(8)}])
     assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == ["loss_weights", "weights"]
+
+
+def test_a_batch_without_targets_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collator, "_said", set())
+    packed({"input_ids": IDS})
+    assert not caplog.records
+    for _ in range(2):
+        packed({"input_ids": IDS, "assistant_masks": [0] * 8})
+    assert [record.getMessage()[:43] for record in caplog.records] == ["none of the 8 tokens of a batch is a target"]
+
+
+METADATA: dict[str, Any] = {"text": "eight ...", "length": 8, "url": None, "words": ["a"] * 8, "score": np.float32(0.5)}
+METADATA |= {"messages": [{"role": "user"}], "empty": [], "names": np.array(["a", "b"]), "scalar": torch.tensor(3.0)}
+
+
+def test_texts_and_single_numbers_are_left_out() -> None:
+    assert packed({"input_ids": IDS, **METADATA})[0] == (8,)
+
+
+@pytest.mark.parametrize("made", [list, np.array, torch.tensor], ids=["list", "numpy", "torch"])
+def test_a_mask_that_numbers_documents_is_read(made: Callable[[list[int]], Any]) -> None:
+    row = {"input_ids": made([*IDS, 0, 0]), "attention_mask": made([1, 1, 1, 2, 2, 3, 3, 3, 0, 0])}
+    assert packed(row) == ((3, 2, 3), [-100, 12, 13, -100, 15, -100, 17, 18])
+    apart = {"input_ids": made([*IDS[:3], 0, *IDS[3:]]), "attention_mask": made([7, 7, 7, 0, 5, 5, 5, 5, 5])}
+    assert packed(apart)[0] == (3, 5)
+    with_positions = {**row, "position_ids": made([0, 1, 2, 0, 1, 0, 1, 0, 0, 0])}
+    assert packed(with_positions)[0] == (3, 2, 2, 1), "a document begins where either says so"
+
+
+def test_positions_that_skip_some_are_one_document_and_stay() -> None:
+    rows = {"jumps": [0, 1, 2, 30, 31, 32, 90, 91], "repeats": [0, 1, 1, 1, 1, 5, 6, 7], "two": [0, 1, 5, 6, 0, 0, 7, 8]}
+    lengths = dict.fromkeys(rows, (8,)) | {"two": (4, 1, 3)}
+    for name, positions in rows.items():
+        batch = hf_distca.PackingCollator()([{"input_ids": IDS, "position_ids": positions}])
+        assert batch["distca_documents"].lengths == lengths[name]
+        assert batch["position_ids"].tolist() == [positions]
+    counted = collator.documents_of({"input_ids": IDS, "position_ids": [0, 1, 2, 0, 1, 2, 3, 4]})
+    assert [document.check_counts_on() for document in counted] == [None, None]
+    with pytest.raises(LayoutError, match=r"go from 2 to 30: they would be lost where it is dealt"):
+        collator.documents_of({"input_ids": IDS, "position_ids": rows["jumps"]})[0].check_counts_on()
 
 
 @pytest.mark.parametrize("name", ["labels", "completion_mask", "position_ids", "seq_lengths", "input_ids"])

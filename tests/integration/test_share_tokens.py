@@ -213,6 +213,8 @@ def wrong(rank: int, what: str) -> str:
     batches = drawn(rank, "packed")
     if what == "column":
         batches[0]["token_type_ids"] = torch.zeros(1)
+    elif what == "positions":
+        batches[0]["position_ids"][0, 2:4] += 100
     elif rank == 1:
         batches.pop()
     with pytest.raises(hf_distca.DistCAError) as caught:
@@ -224,6 +226,7 @@ def wrong(rank: int, what: str) -> str:
     ("what", "said"),
     [
         ("column", "a batch holds token_type_ids, and share_tokens deals"),
+        ("positions", "position_ids of a batch change by 101 after token"),
         ("count", "different numbers of micro-batches in sharing tokens"),
     ],
 )

@@ -23,7 +23,9 @@ from tiny import FIRST_ORDINARY_TOKEN, VOCABULARY, build
 from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, PreTrainedModel
 
+from hf_distca import PackingCollator
 from hf_distca.integration import families, loading
+from hf_distca.integration.positions import first_position
 
 PACKED = (23, 1, 40, 9)  # tokens of the documents of a packed row
 ROWS = (24, 24, 24)  # tokens of the documents of a batch of full rows
@@ -151,11 +153,17 @@ def finish(model: PreTrainedModel, docs: list[torch.Tensor], pieces: list[torch.
 
 
 def alone(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
-    return finish(model, docs, [forward(model, d[None], torch.arange(len(d))[None])[0] for d in docs])
+    """Each document by itself, with the positions that the model makes of it."""
+    return finish(model, docs, [forward(model, d[None], None)[0] for d in docs])
+
+
+def counted(model: PreTrainedModel, length: int) -> torch.Tensor:
+    """Positions of a document of so many tokens, from where the model counts."""
+    return torch.arange(length) + first_position(model)
 
 
 def packed(model: PreTrainedModel, docs: list[torch.Tensor], **extra: Any) -> Outcome:
-    positions = torch.cat([torch.arange(len(d)) for d in docs])[None]
+    positions = torch.cat([counted(model, len(d)) for d in docs])[None]
     logits = forward(model, torch.cat(docs)[None], positions, **extra)[0]
     return finish(model, docs, list(logits.split([len(d) for d in docs])))
 
@@ -163,6 +171,19 @@ def packed(model: PreTrainedModel, docs: list[torch.Tensor], **extra: Any) -> Ou
 def packed_with_mask_of_ones(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
     """A mask that masks nothing makes transformers look for no packed documents."""
     return packed(model, docs, attention_mask=torch.ones(1, sum(map(len, docs)), dtype=torch.long))
+
+
+def packed_by_collator(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
+    """What `PackingCollator` makes of the documents, which does not know where the model counts from."""
+    batch = PackingCollator()([{"input_ids": d} for d in docs])
+    logits = forward(model, batch["input_ids"], batch["position_ids"], distca_documents=batch["distca_documents"])[0]
+    return finish(model, docs, list(logits.split([len(d) for d in docs])))
+
+
+def packed_with_numbered_mask(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
+    """A mask that numbers documents, as some packing loaders make it."""
+    numbers = torch.repeat_interleave(torch.arange(1, len(docs) + 1), torch.tensor([len(d) for d in docs]))
+    return packed(model, docs, attention_mask=numbers[None])
 
 
 def packed_with_dense_mask(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
@@ -174,7 +195,7 @@ def packed_with_dense_mask(model: PreTrainedModel, docs: list[torch.Tensor]) -> 
 
 
 def rows(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
-    positions = torch.arange(len(docs[0])).expand(len(docs), -1)
+    positions = counted(model, len(docs[0])).expand(len(docs), -1)
     return finish(model, docs, list(forward(model, torch.stack(docs), positions)))
 
 
@@ -182,7 +203,7 @@ def padded(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
     length = max(map(len, docs))
     ids = torch.stack([torch.nn.functional.pad(d, (0, length - len(d)), value=FIRST_ORDINARY_TOKEN) for d in docs])
     mask = torch.stack([(torch.arange(length) < len(d)).long() for d in docs])
-    positions = torch.arange(length).expand(len(docs), -1)
+    positions = counted(model, length).expand(len(docs), -1)
     logits = forward(model, ids, positions, attention_mask=mask)
     return finish(model, docs, [row[: len(d)] for row, d in zip(logits, docs, strict=True)])
 

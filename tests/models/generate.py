@@ -55,6 +55,10 @@ fewer than 8,192 tokens (`floor_scale`) this changes nothing. In longer packed r
 
 Position ids may be an argument of the model or one that it hands on in its keyword arguments (Whisper, Moss).
 
+RoBERTa and its kin (CamemBERT, Data2Vec, XLM-RoBERTa, X-MOD) count learned positions from `pad_token_id + 1`. Positions of
+`PackingCollator`, of shares and of `share_tokens`, which count from 0, are moved there when the model is called. In other batches
+positions from 0 are refused: `DataCollatorWithFlattening(position_ids_start=2)` makes the right ones.
+
 Encoder-decoders are refused, also those whose decoder alone is in the table.
 
 ## Vision-language models
@@ -67,8 +71,8 @@ model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation={"
 
 The keys are the names of the parts in the model's config. LLaVA and Qwen2-VL are compared with sdpa so, with images in packed
 rows, on one rank and on two (`tests/models/test_vision_language.py`). For M-RoPE give position ids of four rows, those of the
-text first: documents are read from them. Models whose image tokens see each other both ways (Gemma 3) are refused when a batch
-has images.
+text first, or of three: a document begins where all three axes are 0. Models whose image tokens see each other both ways
+(Gemma 3) are refused when a batch has images.
 """
 
 

@@ -13,7 +13,7 @@ import torch
 from compare import documents, forward, quiet
 from cut import CUT, WHOLE, Case, Share, over_ranks, share, whole_documents
 from generate import page, table_of
-from measure import LEAKS, Result, measure
+from measure import LEAKS, Result, measure, numbers_in_masks
 from mutations import MUTATIONS, mutated
 from tiny import MODEL_TYPES, build
 from two_ranks import check_two_ranks
@@ -25,12 +25,13 @@ from ranks import RankPool
 from turns import in_turn
 
 WORKING = [name for name in MODEL_TYPES if FAMILIES.get(name) in EQUAL]
-# One of each variant: GQA, windows, softcap, sinks, chunks, unequal widths, no RoPE, hybrids, experts.
+# One of each variant: GQA, windows, softcap, sinks, chunks, unequal widths, no RoPE, hybrids, experts, positions from 2.
 FAST = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3", "smollm3")
-FAST += ("qwen3_next", "nemotron_h", "lfm2", "jamba", "qwen3_moe", "mixtral", "gpt2")
+FAST += ("qwen3_next", "nemotron_h", "lfm2", "jamba", "qwen3_moe", "mixtral", "gpt2", "roberta")
 # Of these, on two ranks: how a layer is cut differs.
 PAIRED = ("llama", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2")
 ONE_IN = 40
+NUMBERED = {"llama": "exact", "gemma2": "exact", "roberta": "exact", "opt": "refused", "qwen3_next": "refused"}
 # What attention is called with differs: none of the keyword arguments, and the labels, too.
 CALLED_OTHERWISE = ("nemotron", "gemma3n")
 
@@ -52,6 +53,15 @@ def test_the_table_says_what_running_shows(model_type: str, census: dict[str, Re
     else:
         with pytest.raises(hf_distca.UnsupportedError, match=model_type):
             check_family(model_type)
+
+
+@pytest.mark.parametrize(
+    "model_type", in_turn([n for n in WORKING if FAMILIES[n] in ("PROVEN", "PACKED")], ONE_IN, tuple(NUMBERED))
+)
+def test_a_mask_that_numbers_documents_is_exact_or_refused(model_type: str) -> None:
+    """Refused where more than attention may read it, as in recurrent layers, and for types that the table does not have."""
+    found = numbers_in_masks(model_type)
+    assert found == NUMBERED[model_type] if model_type in NUMBERED else found in ("exact", "refused")
 
 
 def test_the_page_is_that_of_the_table(census: dict[str, Result], request: pytest.FixtureRequest) -> None:

@@ -183,10 +183,11 @@ def test_other_attention_beside_it_is_left_alone(model_type: str) -> None:
     assert difference(leaking, expected(model_type))[0] > 1e-2
 
 
-def test_positions_of_text_and_images_tell_documents_by_those_of_the_text() -> None:
+@pytest.mark.parametrize("axes", [3, 4])
+def test_positions_on_several_axes_tell_documents(axes: int) -> None:
     docs = documents(LENGTHS)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    logits = forward(model := model_of("qwen3_5_text"), torch.cat(docs)[None], positions.expand(4, 1, -1))[0]
+    logits = forward(model := model_of("qwen3_5_text"), torch.cat(docs)[None], positions.expand(axes, 1, -1))[0]
     check(finish(model, docs, list(logits.split(list(LENGTHS)))), expected("qwen3_5_text"))
 
 

@@ -49,7 +49,7 @@ def config_of(kind: str) -> PreTrainedConfig:
     if kind == "llava":
         text = {"model_type": "llama", **TEXT}
         return LlavaConfig(text_config=text, vision_config=dict(CLIP), image_token_index=IMAGE, vision_feature_layer=-1)
-    text = {**TEXT, "rope_parameters": MROPE}
+    text = {**TEXT, "rope_parameters": MROPE}  # Qwen2-VL
     tokens = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END}
     return Qwen2VLConfig(text_config=text, vision_config=dict(QWEN_VISION), **tokens)
 
@@ -63,7 +63,7 @@ def build(kind: str, implementation: str | dict[str, str]) -> PreTrainedModel:
 
 @dataclass
 class Document:
-    """Tokens, an image as the model takes it, and positions: (1, tokens), or four rows of them for M-RoPE."""
+    """Tokens, an image as the model takes it, and positions: (1, tokens), or three or four rows of them for M-RoPE."""
 
     ids: torch.Tensor
     image: dict[str, torch.Tensor]
@@ -85,7 +85,8 @@ def documents(kind: str, model: PreTrainedModel) -> list[Document]:
         types = (ids == IMAGE).int()[None]
         spatial, _ = model.model.get_rope_index(ids[None], mm_token_type_ids=types, image_grid_thw=grid)
         pixels = torch.randn(16, 3 * 2 * 49, generator=generator).double()
-        made.append(Document(ids, {"pixel_values": pixels, "image_grid_thw": grid}, torch.cat([positions[None], spatial])))
+        axes = [spatial] if kind == "qwen2_vl, three axes" else [positions[None], spatial]
+        made.append(Document(ids, {"pixel_values": pixels, "image_grid_thw": grid}, torch.cat(axes)))
     return made
 
 
@@ -125,7 +126,7 @@ def balanced(rank: int, kind: str, world: int) -> tuple[Outcome, list[str], list
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl", "qwen2_vl, three axes"])
 def test_the_language_tower_is_balanced_and_the_vision_tower_left_alone(
     kind: str, world: int, rank_pool: Callable[[int], RankPool]
 ) -> None:

@@ -238,7 +238,10 @@ def check_shares(dealt: IntArray, group: AttentionGroup, place: str) -> None:
     order = "all ranks must read their shares in order, one a batch: no shuffling, no workers out of order"
     check_equal(group, epoch, "epochs of their global batches", place, "call set_epoch on every rank")
     check_equal(group, number, "global batches", place, order)
-    arguments = "give document_shares the same documents, seed and other arguments on every rank"
+    arguments = (
+        "give document_shares the same documents, seed and other arguments on every rank: all of the documents, not a part that "
+        "was divided by rank (split_dataset_by_node, shard), which do not change from one reading to the next"
+    )
     check_equal(group, documents, "documents in the same global batch (as checksums)", place, arguments)
     for digest in digests:
         versions = f"{arguments}, and use one version of hf_distca and numpy"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from hf_distca.agreement.document_starts import RowTokens, as_mask, is_whole, read_tokens
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.schedule.layout import IntArray, as_integers, lengths_from_cu_seqlens
 
@@ -114,6 +115,8 @@ class Documents:
         context: tokens that the first document has in the first nano-batch; they are the first row here, and not in `keep`.
         ahead: plans for these documents that are there already.
         dealt: the whole global batch of which these are a rank's share.
+        holes: places of the longest document that has padding inside, that padding included; 0 if none has.
+        numbered: whether the padding mask told them apart.
     """
 
     rows: IntArray
@@ -122,11 +125,26 @@ class Documents:
     context: int = 0
     ahead: dict[Any, Any] = field(default_factory=dict)
     dealt: Dealt | None = None
+    holes: int = 0
+    numbered: bool = False
+
+    def check_holes(self, reach: int | None) -> None:
+        """Refuse padding inside a document for layers in which a token does not see all of it; None for layers in which it does.
+
+        Padding is left out before tokens are counted, and other attention counts it: each would see other tokens.
+        """
+        if reach is not None and self.holes > reach:
+            raise UnsupportedError(
+                f"attention_mask has zeros between the tokens of a document, over {self.holes} places, and a layer has a window "
+                f"or chunks of {reach} tokens, which would reach over the zeros. Give the parts as documents of their own, or "
+                "remove the tokens that are masked."
+            )
 
     def in_chunks(self, size: int | None) -> Documents:
         """The same tokens, where each chunk of `size` positions of a document is a document of its own; None for no cuts."""
         if size is None:
             return self
+        self.check_holes(size)
         if self.spans:
             raise UnsupportedError(
                 f"a layer with attention chunks of {size} tokens met documents that span ranks: distca cuts documents in chunks "
@@ -183,7 +201,9 @@ class TokenBatch:
     Attributes:
         packed, cu_seq_lens, position_ids: where documents begin; the first that is given decides. Without any, each row is one
             document.
-        padding: (batch_size, length) bool mask, true for tokens; lengths that are given may count padding or leave it out.
+        padding: (batch_size, length) mask, bool or whole numbers: 0 for padding, and larger numbers than 1 number the documents
+            of a row. Lengths that are given may count padding or leave it out.
+        first_position: that of a document's first token, in position ids.
     """
 
     batch_size: int
@@ -192,14 +212,14 @@ class TokenBatch:
     cu_seq_lens: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     padding: torch.Tensor | None = None
+    first_position: int = 0
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> TokenBatch:
         """That of a batch as it goes to a model."""
-        (batch_size, length), mask = batch["input_ids"].shape, batch.get("attention_mask")
+        batch_size, length = batch["input_ids"].shape
         packed, cu_seq_lens = batch.get("distca_documents"), batch.get("cu_seq_lens_q")
-        padding = mask.bool() if isinstance(mask, torch.Tensor) else None
-        return cls(batch_size, length, packed, cu_seq_lens, batch.get("position_ids"), padding)
+        return cls(batch_size, length, packed, cu_seq_lens, batch.get("position_ids"), as_mask(batch.get("attention_mask")))
 
     def documents(self, *, span_ranks: bool = False, training: bool = False) -> Documents:
         """The documents of the batch, copied from the device at most once.
@@ -213,10 +233,10 @@ class TokenBatch:
         packed, padding, shape = self.packed, self.padding, (self.batch_size, self.length)
         if packed is not None and not isinstance(packed, PackedDocuments):
             raise LayoutError(f"distca_documents is of {type(packed)}: put a PackedDocuments into the batch.")
-        if padding is not None and (padding.shape != shape or padding.dtype != torch.bool):
+        if padding is not None and (padding.shape != shape or not (is_whole(padding) or padding.dtype == torch.bool)):
             raise LayoutError(
                 f"a padding mask of shape {tuple(padding.shape)} and {padding.dtype} for a {shape} batch: attention_mask must be "
-                "1 for tokens and 0 for padding, one number for each token."
+                "0 for padding and 1 for tokens, or the number of their document, one number for each token."
             )
         if packed is None and self.cu_seq_lens is not None and not span_ranks:
             packed = PackedDocuments(_from_bounds(self.cu_seq_lens))
@@ -227,7 +247,7 @@ class TokenBatch:
         tokens, total = int(local.rows[:, 2].sum()), self.batch_size * self.length
         if self.padding is None and tokens == total:
             return local
-        valid = np.ones(total, dtype=np.bool_) if self.padding is None else self.padding.reshape(-1).cpu().numpy()
+        valid = np.ones(total, dtype=np.bool_) if self.padding is None else self.padding.reshape(-1).cpu().numpy() != 0
         real = int(valid.sum())
         batch = f"{self.batch_size} x {self.length}"
         if tokens not in (total, real):
@@ -246,51 +266,25 @@ class TokenBatch:
         if tokens == total:
             before = np.concatenate([[0], np.cumsum(valid)])  # tokens in front of each
             rows[:, 2] = np.diff(before[np.cumsum(rows[:, 2])], prepend=0)
-        return replace(local, rows=rows[rows[:, 2] > 0], keep=np.flatnonzero(valid))
+        rows, keep = rows[rows[:, 2] > 0], np.flatnonzero(valid)
+        return replace(local, rows=rows, keep=keep, holes=_holes(rows[:, 2], keep))
 
     def _by_positions(self, span_ranks: bool, training: bool) -> Documents:
-        position, valid = self._on_host()
-        keep = None if valid is None or valid.all() else np.flatnonzero(valid)
-        token = np.arange(self.batch_size * self.length) if keep is None else keep
-        position, row, column = position[token], token // max(self.length, 1), token % max(self.length, 1)
-        if position.size and position.min() < 0:
-            first = position.argmin()
-            raise LayoutError(f"position_ids[{row[first]}, {column[first]}] is {position.min()}: positions start at 0.")
-        # A row whose very first token is no first token of a document is the rest of what another tool cut over ranks. Behind
-        # padding a row may begin anywhere: without position ids of its own it counts padding too.
-        rest = np.flatnonzero((column == 0) & (position > 0))
-        if training and not span_ranks and len(rest):
-            raise UnsupportedError(
-                f"row {row[rest[0]]} of a training batch begins at position {position[rest[0]]}, and there are no "
-                "distca_documents. Dealt batches have more than input_ids: call model(**inputs). Else another tool may have cut "
-                "sequences over ranks (context parallelism, Ulysses), and distca would take the rest for a document of its own. "
-                "Switch that off; or set DistCAConfig(documents_span_ranks=True) if ranks of the attention group hold the parts."
-            )
-        step, gap = np.diff(position), np.diff(token)
-        # Two neighbours belong together if they are in one row and the position counts on: over all tokens, or over real ones.
-        joined = ((step == 1) | (step == gap)) & (np.diff(row) == 0)
-        begin = np.flatnonzero(np.concatenate([[True], ~joined])) if len(token) else np.zeros(0, np.int64)
-        lengths = np.diff(np.append(begin, len(token)))
-        return Documents(unknown_documents(lengths, position[begin] if span_ranks else None), span_ranks, keep)
+        first = 0 if self.position_ids is None else self.first_position
+        tokens = RowTokens.of(*read_tokens(self.position_ids, self.padding, (self.batch_size, self.length)), self.length, first)
+        begin = tokens.run_starts() if span_ranks else tokens.document_starts(training=training)
+        lengths = np.diff(np.append(begin, len(tokens.index)))
+        keep = None if len(tokens.index) == self.batch_size * self.length else tokens.index
+        rows = unknown_documents(lengths, tokens.position[begin] if span_ranks else None)
+        holes = 0 if keep is None else _holes(lengths, keep)
+        return Documents(rows, span_ranks, keep, holes=holes, numbered=tokens.number is not None)
 
-    def _on_host(self) -> tuple[IntArray, IntArray | None]:
-        """Flat positions and validity of every token, copied from the device in one go."""
-        positions, shape = self.position_ids, (self.batch_size, self.length)
-        if positions is None:
-            positions = torch.arange(self.length, device="cpu")[None]
-        if positions.dim() != 2 or positions.shape[-1] != self.length or positions.shape[0] not in (1, self.batch_size):
-            raise UnsupportedError(
-                f"position_ids of shape {tuple(positions.shape)} for a {shape} batch: distca reads documents from (1 or batch, "
-                "length) positions. For models with several position axes use PackingCollator, which says where documents lie."
-            )
-        if not _whole(positions):
-            raise LayoutError(f"position_ids are {positions.dtype}: positions are integers.")
-        rows = positions.expand(shape)
-        if self.padding is None:
-            return rows.reshape(-1).cpu().numpy().astype(np.int64), None
-        both = torch.stack([rows.to(self.padding.device), self.padding.to(rows.dtype)]).reshape(2, -1).cpu().numpy()
-        position, valid = both.astype(np.int64)
-        return position, valid
+
+def _holes(lengths: IntArray, keep: IntArray) -> int:
+    """As in `Documents`."""
+    ends = np.cumsum(lengths)
+    places = keep[ends - 1] - keep[ends - lengths] + 1
+    return int(places[places > lengths].max(initial=0))
 
 
 def _by_lengths(packed: PackedDocuments) -> Documents:
@@ -301,12 +295,8 @@ def _by_lengths(packed: PackedDocuments) -> Documents:
 
 
 def _from_bounds(cu_seq_lens: torch.Tensor) -> list[int]:
-    if cu_seq_lens.dim() != 1 or not _whole(cu_seq_lens):
+    if cu_seq_lens.dim() != 1 or not is_whole(cu_seq_lens):
         raise LayoutError(
             f"cu_seq_lens_q has shape {tuple(cu_seq_lens.shape)} and {cu_seq_lens.dtype}: it must be a flat tensor of integers."
         )
     return lengths_from_cu_seqlens(cu_seq_lens.tolist())
-
-
-def _whole(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

@@ -3,57 +3,42 @@
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from dataclasses import InitVar, dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from hf_distca.agreement.document_starts import RowTokens
 from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.data.columns import COLUMNS, MASKS, NO_INPUTS, ForwardInputs, check_columns, flat
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["COLUMNS", "IGNORED_LABEL", "MASKS", "PackingCollator", "check_columns", "documents_of", "flat", "targets_of"]
+__all__ = ["IGNORED_LABEL", "PackingCollator", "TokenRow", "documents_of", "targets_of"]
 
 _log = logging.getLogger("hf_distca")
 
 IGNORED_LABEL = -100
-MASKS = ("completion_mask", "assistant_masks")  # 1 for tokens that are targets, where a row has no labels
-COLUMNS = frozenset({"input_ids", "labels", "attention_mask", *MASKS})  # what is read of a row
 _READ = COLUMNS | {"seq_lengths", "position_ids"}
 
-# Other inputs of models. Without them a row would be trained on as something else.
-_REFUSED = frozenset({"shift_labels", "token_type_ids", "seq_idx", "inputs_embeds", "pixel_values", "distca_documents"})
 
+class TokenRow(NamedTuple):
+    """A document of a row: tokens, labels and positions, each (tokens,) int64."""
 
-def check_columns(row: Mapping[str, Any], tokens: int, read: Collection[str]) -> None:
-    """Refuse columns of a row that would change what is trained, and warn of others that have a number for each of its tokens.
+    tokens: IntArray
+    labels: IntArray
+    positions: IntArray
 
-    Raises:
-        LayoutError: names a column that is not among those that the caller reads.
-    """
-    for name in row.keys() - set(read):
-        if name in _REFUSED:
+    def check_counts_on(self) -> None:
+        """Refuse positions that do not count on, as where documents are cut over ranks, which takes them by their places."""
+        if (jumps := np.flatnonzero(np.diff(self.positions) != 1)).size:
+            at = int(jumps[0])
             raise LayoutError(
-                f"a row has a column {name!r}, an input of models that would be lost here: only {', '.join(sorted(read))} are "
-                "read. Remove the column, or use another collator."
+                f"positions of a document go from {self.positions[at]} to {self.positions[at + 1]}: they would be lost where it "
+                "is dealt to ranks. Train with PackingCollator, which keeps them, and documents that fit a rank."
             )
-        value = row[name]
-        has_numbers = isinstance(value, (list, tuple, np.ndarray, torch.Tensor)) and len(value) == tokens > 1
-        if has_numbers and isinstance(value[0], (int, float, np.number, torch.Tensor)):
-            _warn_of_column(name, tuple(sorted(read)))
-
-
-@cache
-def _warn_of_column(name: str, read: tuple[str, ...]) -> None:
-    _log.warning(
-        "column %r has a number for each token, and is not read: only %s are. Remove it if it does not matter.",
-        name,
-        ", ".join(read),
-    )
 
 
 def targets_of(tokens: IntArray, masks: Collection[IntArray]) -> IntArray:
@@ -61,40 +46,16 @@ def targets_of(tokens: IntArray, masks: Collection[IntArray]) -> IntArray:
     return tokens if not masks else np.where(np.all(np.stack(list(masks)), axis=0), tokens, IGNORED_LABEL)
 
 
-def flat(values: Any, name: str, kinds: str = "iu") -> IntArray:
-    """Integers of a document, a list, array or tensor, as an int64 array; `kinds` are the numpy kinds of dtype that are taken.
-
-    Raises:
-        LayoutError: if they are no flat row of integers; `name` says of what.
-    """
-    try:
-        row = values.numpy(force=True) if isinstance(values, torch.Tensor) else values
-        if not isinstance(row, np.ndarray):
-            numbers = list(row)
-            if numbers and isinstance(numbers[0], bool) and "b" not in kinds:
-                raise TypeError("they are bool")
-            # An `array` refuses what is no integer, and reads a list in a third of numpy's time.
-            row = np.frombuffer(array("q", numbers), dtype=np.int64)
-    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise LayoutError(f"the {name} of a document must be a flat list of integers ({error}).") from error
-    if row.shape == (0,):
-        return np.zeros(0, dtype=np.int64)  # empty arrays and tensors have any dtype
-    if row.ndim != 1 or row.dtype.kind not in kinds or (row.dtype == np.uint64 and row.max(initial=0) >= 2**63):
-        raise LayoutError(
-            f"the {name} of a document must be a flat list of integers; here they are {row.dtype} of shape {row.shape}."
-        )
-    return row.astype(np.int64, copy=False)
-
-
 @dataclass(frozen=True, slots=True)
 class PackingCollator:
     """Packs the documents of a batch into one row, without padding, and attaches their lengths as a host-side object.
 
     A feature is a row of tokens, ``{"input_ids": [...]}``, or a list of documents, ``{"documents": [[...], [...]]}``. A row is
-    one document, unless ``seq_lengths`` (tokens of each) or its own ``position_ids`` say which documents it has. ``labels`` are
-    its labels; without them, tokens are targets where ``completion_mask`` and ``assistant_masks`` are 1, or everywhere.
-    Padding, where ``attention_mask`` is 0, is cut off at both ends. Each column is a flat list, numpy array or tensor of
-    integers. Documents without tokens are dropped.
+    one document, unless ``seq_lengths`` (tokens of each), its own ``position_ids``, or an ``attention_mask`` of larger numbers
+    than 1 say which documents it has. ``labels`` are its labels; without them, tokens are targets where ``completion_mask`` and
+    ``assistant_masks`` are 1, or everywhere. Padding, where ``attention_mask`` is 0, is cut off. Each column is a flat list,
+    numpy array or tensor of integers. Documents without tokens are dropped. Other columns of numbers are refused, if the model
+    takes them or none is given.
 
     Of a data set of shares (`hf_distca.document_shares`) a batch is exactly one share, which is packed already.
 
@@ -102,9 +63,19 @@ class PackingCollator:
     `check_loader`.
 
     Returns a batch of int64 tensors (1, tokens): ``input_ids``, ``labels`` (the first token of each document is ignored, as
-    nothing before it belongs to it) and ``position_ids`` (each document from 0), and ``distca_documents``. A share has
-    ``shift_labels``, too: the next token's label for each token, also where that token lies on another rank.
+    nothing before it belongs to it) and ``position_ids`` (each document from 0, or as the row skips them), and
+    ``distca_documents``. A share has ``shift_labels``, too: the next token's label for each token, also where that token lies
+    on another rank.
+
+    Args:
+        model: that is to train on the batches, which says what it takes; without it, any column of numbers may be an input.
     """
+
+    model: InitVar[Any] = None
+    _inputs: ForwardInputs = field(init=False, repr=False, default=NO_INPUTS)
+
+    def __post_init__(self, model: Any) -> None:
+        object.__setattr__(self, "_inputs", ForwardInputs.of(model))
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Pack one batch.
@@ -115,14 +86,30 @@ class PackingCollator:
         """
         if any(map(_is_share, features)):
             return _batch_of_share(features)
-        documents = [document for feature in features for document in documents_of(feature) if len(document[0])]
+        documents = [row for feature in features for row in documents_of(feature, self._inputs) if len(row.tokens)]
         if not documents:
             raise LayoutError(f"{len(features)} features hold no tokens: drop empty documents before batching.")
-        ids, labels = (np.concatenate(parts) for parts in zip(*documents, strict=True))
-        packed = PackedDocuments([len(tokens) for tokens, _ in documents])
+        ids, labels, positions = (np.concatenate(parts) for parts in zip(*documents, strict=True))
+        packed = PackedDocuments([len(row.tokens) for row in documents])
         labels[packed.positions == 0] = IGNORED_LABEL
-        rows = {"input_ids": ids, "labels": labels, "position_ids": packed.positions}
+        if not (labels != IGNORED_LABEL).any():
+            _warn_of_no_targets(len(ids))
+        rows = {"input_ids": ids, "labels": labels, "position_ids": positions}
         return {**{name: torch.from_numpy(row)[None] for name, row in rows.items()}, "distca_documents": packed}
+
+
+_said: set[str] = set()
+
+
+def _warn_of_no_targets(tokens: int) -> None:
+    """Say so, once a process: a loss over no target is no number, or trains nothing."""
+    if not _said:
+        _said.add("no targets")
+        _log.warning(
+            "none of the %d tokens of a batch is a target: labels are %d, or completion_mask and assistant_masks 0, throughout. "
+            "Its loss is nan, or trains nothing. This is said once.",
+            *(tokens, IGNORED_LABEL),
+        )
 
 
 def _is_share(feature: object) -> bool:
@@ -140,65 +127,80 @@ def _batch_of_share(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: row[None] if isinstance(row, torch.Tensor) else row for name, row in share.items()}
 
 
-def documents_of(feature: Mapping[str, Any]) -> list[tuple[IntArray, IntArray]]:
-    """The (tokens, labels) of a feature's documents, int64, as `PackingCollator` reads it."""
+def documents_of(feature: Mapping[str, Any], inputs: ForwardInputs = NO_INPUTS) -> list[TokenRow]:
+    """The documents of a feature, as `PackingCollator` reads it for a model with these inputs."""
     if not isinstance(feature, Mapping):
         raise LayoutError(f"a feature is of {type(feature)}; it must be a mapping with 'input_ids' or 'documents'.")
     if "documents" in feature:
         beside = sorted(_READ & feature.keys())
         if beside:
             raise LayoutError(f"a feature has 'documents' and {beside[0]!r}, which would not be read: give rows of 'input_ids'.")
-        return [(tokens, tokens) for tokens in (flat(tokens, "input_ids") for tokens in feature["documents"])]
+        check_columns(feature, 0, {"documents"}, inputs)
+        documents = [flat(tokens, "input_ids") for tokens in feature["documents"]]
+        return [TokenRow(tokens, tokens, np.arange(len(tokens))) for tokens in documents]
     if "input_ids" not in feature:
         raise LayoutError(f"a feature has the keys {sorted(feature)}; it needs 'input_ids' or 'documents'.")
     row = {name: flat(feature[name], name, "iub" if "mask" in name else "iu") for name in _READ if feature.get(name) is not None}
-    tokens, lengths = row["input_ids"], row.pop("seq_lengths", None)
-    check_columns(feature, len(tokens), _READ)
+    count, lengths = len(row["input_ids"]), row.pop("seq_lengths", None)
+    check_columns(feature, count, _READ, inputs)
     for name, column in row.items():
-        if len(column) != len(tokens):
-            raise LayoutError(f"a row has {len(tokens)} input_ids and {len(column)} numbers in its {name}: they must match.")
-    if "attention_mask" in row:
-        begin, end = _between_padding(row["attention_mask"])
-        row = {name: column[begin:end] for name, column in row.items()}
-        tokens = row["input_ids"]
-    labels = row["labels"] if "labels" in row else targets_of(tokens, [row[name] for name in MASKS if name in row])
-    bounds = np.cumsum(_lengths(len(tokens), lengths, row.get("position_ids")))[:-1]
-    return list(zip(np.split(tokens, bounds), np.split(labels, bounds), strict=True))
+        if len(column) != count:
+            raise LayoutError(f"a row has {count} input_ids and {len(column)} numbers in its {name}: they must match.")
+    mask = row.pop("attention_mask", None)
+    kept = _tokens_kept(mask, count)
+    row = {name: column[kept] for name, column in row.items()}
+    labels = row["labels"] if "labels" in row else targets_of(row["input_ids"], [row[name] for name in MASKS if name in row])
+    numbers = None if mask is None else mask[kept]
+    starts = _starts(len(labels), lengths, _read_starts(row.get("position_ids"), numbers))
+    columns = row["input_ids"], labels, row.get("position_ids", np.arange(len(labels)))
+    parts = zip(*(np.split(column, starts[1:]) for column in columns), strict=True)
+    return [TokenRow(ids, own, at - at[:1]) for ids, own, at in parts]
 
 
-def _lengths(tokens: int, lengths: IntArray | None, positions: IntArray | None) -> IntArray:
-    """Tokens of each document of a row: by its lengths, by its positions, or all of it."""
-    if lengths is not None and (lengths.min(initial=0) < 0 or lengths.sum() != tokens):
+def _read_starts(positions: IntArray | None, numbers: IntArray | None) -> IntArray | None:
+    """Where documents begin among the tokens of a row by its positions and the numbers in its mask; None if it has neither."""
+    count = 0 if positions is None else len(positions)
+    if numbers is not None and (numbers != 1).any():
+        count = len(numbers)
+    if not count:
+        return None
+    if positions is not None and positions[0] != 0:
+        raise LayoutError(
+            f"position_ids[0] of a row is {positions[0]}, where a document begins: each counts from 0. Rows of which other ranks "
+            "hold the rest are not packed here."
+        )
+    return RowTokens.of(np.arange(count) if positions is None else positions, numbers, count).document_starts(training=True)
+
+
+def _starts(tokens: int, lengths: IntArray | None, read: IntArray | None) -> IntArray:
+    """Where documents of a row begin: by its lengths, as they were read of its positions and mask, or with the row."""
+    if lengths is None:
+        return np.zeros(1, dtype=np.int64) if read is None else read
+    if lengths.min(initial=0) < 0 or lengths.sum() != tokens:
         raise LayoutError(
             f"seq_lengths of a row are of {lengths.sum()} tokens, and it has {tokens} without padding: they must match, and each "
             "be at least 0."
         )
-    if positions is None or not tokens:
-        return np.array([tokens]) if lengths is None else lengths
-    first = np.flatnonzero(np.diff(positions, prepend=positions[0]) != 1)  # where counting begins anew
-    if (wrong := first[positions[first] != 0]).size:
+    counted = None if read is None else np.diff(read, append=tokens)
+    if counted is not None and not np.array_equal(counted, lengths[lengths > 0]):
         raise LayoutError(
-            f"position_ids[{wrong[0]}] of a row is {positions[wrong[0]]}, where a document begins: each counts from 0. Rows of "
-            "which other ranks hold the rest are not packed here."
+            f"seq_lengths of a row, {lengths}, and its position_ids or attention_mask, {counted}, tell of other documents: give "
+            "one of them."
         )
-    counted = np.diff(first, append=tokens)
-    if lengths is not None and not np.array_equal(counted, lengths[lengths > 0]):
-        raise LayoutError(
-            f"seq_lengths of a row, {lengths}, and position_ids, {counted}, tell of other documents: give one of them."
-        )
-    return counted
+    starts: IntArray = np.cumsum(lengths) - lengths
+    return starts
 
 
-def _between_padding(mask: IntArray) -> tuple[int, int]:
-    """Where the tokens of a padded row begin and end."""
-    tokens = np.flatnonzero(mask)
-    if not len(tokens):
-        return 0, 0
-    begin, end = int(tokens[0]), int(tokens[-1]) + 1
-    if end - begin > len(tokens):
-        hole = begin + int(np.flatnonzero(mask[begin:end] == 0)[0])
+def _tokens_kept(mask: IntArray | None, count: int) -> IntArray:
+    """The tokens of a padded row that are none of its padding."""
+    if mask is None:
+        return np.arange(count)
+    kept = np.flatnonzero(mask)
+    inside = (np.diff(kept) > 1) & (np.diff(mask[kept]) == 0)
+    if inside.any():
+        hole = int(kept[np.flatnonzero(inside)[0]]) + 1
         raise LayoutError(
-            f"attention_mask[{hole}] of a document is 0, between tokens {begin} and {end - 1}: only padding before and after the "
-            "tokens can be cut off. Give the parts as documents of their own."
+            f"attention_mask[{hole}] of a document is 0, between tokens {kept[0]} and {kept[-1]}: only padding before and after "
+            "the tokens can be cut off. Give the parts as documents of their own."
         )
-    return begin, end
+    return kept

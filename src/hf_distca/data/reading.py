@@ -1,76 +1,23 @@
-"""Documents, read so that a slice costs a slice."""
+"""Documents, read so that a slice costs a slice, and how long they are."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
 
-from hf_distca.borrowed import kept_rows
-from hf_distca.data.collator import COLUMNS, MASKS, check_columns, flat, targets_of
+from hf_distca.data.borrowed_readers import kept_rows
+from hf_distca.data.columns import COLUMNS, NO_INPUTS, ForwardInputs, check_column, check_columns
+from hf_distca.data.pieces import SAMPLED, Piece, digest_of
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray, as_integers
 
-__all__ = ["Piece", "Reader", "as_row", "document_lengths", "is_of", "length_of"]
+__all__ = ["Reader", "as_row", "document_lengths", "is_of", "length_of"]
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """Tokens [start, end) of a document, which are a document of their own in their global batch.
-
-    Attributes:
-        row: the document: something that can be cut in slices for ``input_ids``, and for what else it has of ``labels``,
-            ``attention_mask``, ``position_ids`` and the masks of targets; empty for padding.
-        start, end: in tokens of the document.
-    """
-
-    row: Mapping[str, Any]
-    start: int
-    end: int
-
-    def tokens(self, begin: int, end: int) -> IntArray:
-        """The tokens [begin, end) of the piece.
-
-        Raises:
-            LayoutError: if they are padding that the document came with, or fewer than the document was said to have.
-        """
-        first = self.start + begin
-        if self._has("attention_mask") and not (mask := self._slice("attention_mask", begin, end, "iub")).all():
-            raise LayoutError(
-                f"attention_mask of a document is 0 at token {first + int(mask.argmin())}: documents over ranks come without "
-                "padding. Tokenize with padding=False."
-            )
-        expected = np.arange(first, self.start + end)
-        if self._has("position_ids") and (wrong := self._slice("position_ids", begin, end) != expected).any():
-            place = first + int(wrong.argmax())
-            raise LayoutError(
-                f"position_ids of a document do not count on from 0 at token {place}: the row was packed already, and would be "
-                "dealt as one document. Give its documents one by one."
-            )
-        return self._slice("input_ids", begin, end)
-
-    def labels(self, begin: int, end: int) -> IntArray:
-        """The labels of the tokens [begin, end) of the piece. See `targets_of` for a document without any."""
-        if self._has("labels"):
-            return self._slice("labels", begin, end)
-        masks = [self._slice(name, begin, end, "iub") for name in MASKS if self._has(name)]
-        return targets_of(self._slice("input_ids", begin, end), masks)
-
-    def _has(self, name: str) -> bool:
-        return self.row.get(name) is not None
-
-    def _slice(self, name: str, begin: int, end: int, kinds: str = "iu") -> IntArray:
-        values = flat(self.row[name][self.start + begin : self.start + end], name, kinds)
-        if len(values) != end - begin:
-            raise LayoutError(
-                f"the {name} of a document end before token {self.start + end}: they are fewer than its lengths or its other "
-                "columns say."
-            )
-        return values
+_READ = COLUMNS | {"position_ids"}
 
 
 class Reader:
@@ -79,15 +26,15 @@ class Reader:
     Args:
         documents: a `datasets.Dataset`, of which nothing is copied before it is sliced, or a sequence of rows or of tokens.
         column: where the tokens are.
+        inputs: of the model that trains on them.
     """
 
-    def __init__(self, documents: Any, column: str) -> None:
-        self.column = column
+    def __init__(self, documents: Any, column: str, inputs: ForwardInputs = NO_INPUTS) -> None:
+        self.column, self._inputs = column, inputs
         # A transform of the user's own makes tokens only when rows are asked for.
         self._arrow = is_of("Dataset", documents) and documents.format["type"] != "custom"
         if self._arrow:
-            if len(documents):
-                as_row(documents.with_format(None)[0], column, 0)  # of the others, only the columns that are needed are read
+            _check_stored_columns(documents, column, inputs)
             documents = documents.with_format("arrow", columns=[column, *_others(documents.column_names, column)])
         self._documents = documents
 
@@ -96,27 +43,62 @@ class Reader:
         if not len(numbers):
             return []
         if not self._arrow:
-            return [as_row(self._documents[number], self.column, number) for number in numbers.tolist()]
+            return [as_row(self._documents[number], self.column, number, self._inputs) for number in numbers.tolist()]
         table = self._documents[numbers.tolist()]
         names = {name: "input_ids" if name == self.column else name for name in table.column_names}
         columns = [_row_views(table.column(name)) for name in names]
         return [dict(zip(names.values(), row, strict=True)) for row in zip(*columns, strict=True)]
 
+    def digest(self) -> int:
+        """A number that differs where documents do, by some of their tokens, which are the same ones on all ranks."""
+        count = len(self._documents)
+        chosen = np.random.PCG64(count).random_raw(SAMPLED) % np.uint64(count) if count > SAMPLED else np.arange(count)
+        numbers = np.unique(np.append(chosen.astype(np.int64), [0, count - 1][:count]))
+        read = zip(numbers.tolist(), self.rows(numbers), strict=True)
+        lengths = [(row, length_of(row["input_ids"], "input_ids", number)) for number, row in read]
+        return digest_of([Piece(row, 0, length) for row, length in lengths if length])
 
-def as_row(document: Any, column: str, number: int) -> Mapping[str, Any]:
+
+def as_row(document: Any, column: str, number: int, inputs: ForwardInputs = NO_INPUTS) -> Mapping[str, Any]:
     """A document that is its tokens, or a row with them in a column, as `Piece` takes it; `number` is for errors."""
     if not hasattr(document, "keys"):
         return {"input_ids": document}
     tokens = length_of(document, column, number)
     row = {"input_ids": document[column], **{name: document[name] for name in document if name != column}}
     if row.get("seq_lengths") is not None:
-        raise LayoutError(
-            f"a row has a column 'seq_lengths': it was packed already, and would be dealt as one document of {tokens} tokens. "
-            "Give its documents one by one."
-        )
-    if len(row) > 1:
-        check_columns(row, tokens, {*COLUMNS, "position_ids"})
+        raise LayoutError(_PACKED_ROW)
+    check_columns(row, tokens, _READ, inputs)
     return {"input_ids": row["input_ids"], **{name: row[name] for name in _others(row, column)}}
+
+
+_PACKED_ROW = (
+    "a row has a column 'seq_lengths': it was packed already, and would be dealt as one document. Give its documents one by one."
+)
+
+
+def _check_stored_columns(documents: Any, column: str, inputs: ForwardInputs) -> None:
+    """Check the columns of a `datasets.Dataset` as `as_row` checks a row, by what they store: rows are read in slices later."""
+    names = [name for name in documents.column_names if name != column and name not in _READ]
+    for name in names:
+        stored = documents.data.column(name)
+        if stored.null_count == len(stored):
+            continue
+        if name == "seq_lengths":
+            raise LayoutError(_PACKED_ROW)
+        check_column(name, _READ, inputs, numbers=_stores_numbers(stored.type))
+    if inputs.names is not None and len(documents):
+        as_row(documents.with_format(None)[0], column, 0, inputs)  # warns of numbers for each token
+
+
+def _stores_numbers(kind: Any) -> bool:
+    """Whether an Arrow type is one of lists of numbers."""
+    import pyarrow as pa
+
+    kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+    depth = 0
+    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        kind, depth = kind.value_type, depth + 1
+    return depth > 0 and (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
 def _others(names: Collection[str], column: str) -> list[str]:

@@ -11,8 +11,10 @@ import torch
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.data.collator import IGNORED_LABEL
+from hf_distca.data.columns import NO_INPUTS, ForwardInputs
 from hf_distca.data.global_batches import GlobalBatches
-from hf_distca.data.reading import Piece, Reader
+from hf_distca.data.pieces import Piece
+from hf_distca.data.reading import Reader
 
 __all__ = ["InEpochs", "Shares", "cut_share"]
 
@@ -42,14 +44,16 @@ class Shares(InEpochs):
     """The shares of all global batches: item ``k * ranks + r`` is what rank r gets of global batch k.
 
     Read in this order by `ranks` processes with one item a batch, as accelerate does, each gets its own share. A share is a
-    dictionary of int64 tensors (tokens_per_rank,): ``input_ids``, ``position_ids`` (in the document), ``shift_labels`` (the label
-    of the next token of the document, wherever that lies; -100 at its end), ``labels``, and ``distca_documents``, which carries
-    what was dealt. ``labels`` are -100 throughout, as shifting them would lose the target at every cut: a loss that reads them
-    trains on nothing rather than on something else. Only for one rank, where nothing is cut, they are each token's own label.
+    dictionary of int64 tensors (tokens_per_rank,): ``input_ids``, ``position_ids`` (in the document), ``shift_labels``
+    (the label of the next token of the document, wherever that lies; -100 at its end), ``labels``, and ``distca_documents``,
+    which carries what was dealt. ``labels`` are -100 throughout, as shifting them would lose the target at every cut: a loss
+    that reads them trains on nothing rather than on something else. Only for one rank, where nothing is cut, they are each
+    token's own label.
     It is also a transform of `datasets`: called with a batch of rows, it makes their ``input_ids``, numbers of items, into
     shares.
 
-    Copies share the epoch. Only the documents that overlap a share are read, and only the slices of it are kept.
+    Copies share the epoch. Only the documents that overlap a share are read, and only the slices of it are kept. Beside them some
+    documents are read once, the same ones on all ranks, which compare what they read.
 
     Args:
         documents: as `Reader` takes them.
@@ -57,14 +61,23 @@ class Shares(InEpochs):
         dealing: how global batches are dealt, of as many tokens.
         column: where the tokens are.
         pad_token_id: what padding is made of.
+        inputs: of the model that trains on them.
     """
 
     def __init__(
-        self, documents: Any, batches: GlobalBatches, dealing: Dealing, *, column: str = "input_ids", pad_token_id: int = 0
+        self,
+        documents: Any,
+        batches: GlobalBatches,
+        dealing: Dealing,
+        *,
+        column: str = "input_ids",
+        pad_token_id: int = 0,
+        inputs: ForwardInputs = NO_INPUTS,
     ) -> None:
         super().__init__()
         self.batches, self.dealing, self.pad_token_id = batches, dealing, pad_token_id
-        self._reader = Reader(documents, column)
+        self._reader = Reader(documents, column, inputs)
+        self._digest = self._reader.digest()
 
     def __len__(self) -> int:
         return len(self.batches) * self.dealing.ranks
@@ -73,7 +86,7 @@ class Shares(InEpochs):
         epoch = self.epoch
         number, rank = divmod(int(item), self.dealing.ranks)
         pieces = self.batches.pieces(epoch, number)
-        names = np.stack([pieces.documents, pieces.starts])
+        names = np.concatenate([pieces.documents, pieces.starts, [self._digest]])
         packed = self.dealing.share(pieces.lengths, (epoch, number), rank, names)
         here = np.unique(np.asarray(packed.documents, dtype=np.int64))
         numbers = np.unique(pieces.documents[here])

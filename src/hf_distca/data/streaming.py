@@ -11,7 +11,10 @@ import torch
 from torch.utils.data import get_worker_info
 
 from hf_distca.agreement.dealt import Dealing
-from hf_distca.data.reading import Piece, as_row, is_of, length_of
+from hf_distca.data.borrowed_readers import in_no_worker, ranks_of_split
+from hf_distca.data.columns import NO_INPUTS, ForwardInputs
+from hf_distca.data.pieces import Piece, digest_of
+from hf_distca.data.reading import as_row, is_of, length_of
 from hf_distca.data.shares import InEpochs, cut_share
 from hf_distca.errors import ConfigError
 
@@ -27,26 +30,35 @@ class StreamedShares(InEpochs, torch.utils.data.IterableDataset[Mapping[str, Any
 
     With loader workers, worker w of W makes the global batches w, w + W, ..., so a loader yields all of them in order. Workers
     divide the files of a `datasets.IterableDataset` among them, as it does by itself: each fills global batches of its own, and
-    the same number of workers is needed to go on later. Any other iterable must yield all documents in each worker.
+    the same number of workers is needed to go on later. Any other iterable yields all documents in each worker: what asks there
+    which worker it is in, as torch's docs teach it to divide its documents, finds that it is in none.
 
     Args:
         documents: rows with a column of token ids (`labels` are used, if there are some), or token ids. They are iterated once an
             epoch; their ``set_epoch`` is called, if they have one.
         dealing: how global batches are dealt.
         column: where the tokens are.
+        inputs: of the model that trains on them.
 
     Raises:
-        ConfigError: if documents are an iterator, which ends with the first epoch.
+        ConfigError: if documents are an iterator, which ends with the first epoch, or a stream that is divided by rank.
     """
 
-    def __init__(self, documents: Iterable[Any], dealing: Dealing, *, column: str = "input_ids") -> None:
+    def __init__(
+        self, documents: Iterable[Any], dealing: Dealing, *, column: str = "input_ids", inputs: ForwardInputs = NO_INPUTS
+    ) -> None:
         if isinstance(documents, Iterator):
             raise ConfigError(
                 f"documents are a {type(documents).__name__}, which can be read once: give something that every epoch and every "
                 "worker can iterate from its beginning, such as datasets.IterableDataset.from_generator(...)."
             )
+        if is_of("IterableDataset", documents) and (parts := ranks_of_split(documents)) > 1:
+            raise ConfigError(
+                f"documents are one of {parts} parts of a stream that is divided by rank (split_dataset_by_node): each rank "
+                "reads the whole stream, and dealing leaves it its share. Give the stream as it was."
+            )
         super().__init__()
-        self.documents, self.dealing, self.column = documents, dealing, column
+        self.documents, self.dealing, self.column, self.inputs = documents, dealing, column, inputs
 
     def set_epoch(self, epoch: int) -> None:
         """Go to another epoch: here, and in workers that run already."""
@@ -68,17 +80,20 @@ class StreamedShares(InEpochs, torch.utils.data.IterableDataset[Mapping[str, Any
             if not divided and number % workers != worker:
                 continue
             batch = epoch, number * workers + worker if divided else number
-            yield from (_LateShare(self.dealing, batch, rank, pieces) for rank in range(self.dealing.ranks))
+            yield from (_LateShare(self, batch, rank, pieces) for rank in range(self.dealing.ranks))
 
     def _global_batches(self) -> Iterator[list[Piece]]:
         tokens = self.dealing.tokens
         pieces: list[Piece] = []
         free = tokens
-        for number, document in enumerate(self.documents):
+        documents: Iterable[Any] = self.documents
+        if not is_of("IterableDataset", documents):
+            documents = _undivided(documents)
+        for number, document in enumerate(documents):
             begin, count = 0, length_of(document, self.column, number)
             while begin < count:
                 end = min(count, begin + free)
-                pieces.append(Piece(as_row(document, self.column, number), begin, end))
+                pieces.append(Piece(as_row(document, self.column, number, self.inputs), begin, end))
                 free -= end - begin
                 begin = end
                 if not free:
@@ -86,16 +101,32 @@ class StreamedShares(InEpochs, torch.utils.data.IterableDataset[Mapping[str, Any
                     pieces, free = [], tokens
 
 
+def _undivided(documents: Iterable[Any]) -> Iterator[Any]:
+    """Documents of something that may divide them among loader workers, all of them in each."""
+    if get_worker_info() is None:
+        yield from documents
+        return
+    with in_no_worker():
+        if get_worker_info() is not None:
+            raise ConfigError("torch says in which loader worker documents are read, and they may be divided: set num_workers=0.")
+        iterator, end = iter(documents), object()
+        document = next(iterator, end)
+    while document is not end:
+        yield document
+        with in_no_worker():
+            document = next(iterator, end)
+
+
 class _LateShare(Mapping[str, Any]):
     """A share that is made when it is looked into: accelerate passes those of other ranks by."""
 
-    def __init__(self, dealing: Dealing, batch: tuple[int, int], rank: int, pieces: list[Piece]) -> None:
-        self._dealing, self._batch, self._rank, self._pieces = dealing, batch, rank, pieces
+    def __init__(self, stream: StreamedShares, batch: tuple[int, int], rank: int, pieces: list[Piece]) -> None:
+        self._stream, self._batch, self._rank, self._pieces = stream, batch, rank, pieces
 
     @cached_property
     def _share(self) -> dict[str, Any]:
         lengths = np.array([piece.end - piece.start for piece in self._pieces])
-        packed = self._dealing.share(lengths, self._batch, self._rank)
+        packed = self._stream.dealing.share(lengths, self._batch, self._rank, np.array([digest_of(self._pieces)]))
         return cut_share(packed, dict(enumerate(self._pieces)))
 
     def __getitem__(self, name: str) -> Any:

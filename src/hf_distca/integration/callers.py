@@ -52,6 +52,16 @@ class MaskCall:
         return positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
 
     @property
+    def given_positions(self) -> torch.Tensor | None:
+        """The position ids of the innermost model: of some that hand none to the mask (RoBERTa), or hand none with three axes."""
+        return _tensor_of(self._creator, "position_ids")
+
+    @property
+    def attention_mask(self) -> torch.Tensor | None:
+        """The mask of the innermost model in its own numbers, which transformers makes bool."""
+        return _tensor_of(self._creator, "attention_mask")
+
+    @property
     def lacks_positions(self) -> bool:
         """Whether the outermost model that names position ids was given none; what is inside may have made its own."""
         names = [frame.f_locals for frame in _of_models(self._creator) if "position_ids" in frame.f_locals]
@@ -86,6 +96,13 @@ class MaskCall:
 
     def _frames(self) -> Iterator[FrameType]:
         return _callers(self._creator or inspect.currentframe())
+
+
+def _tensor_of(frame: FrameType | None, name: str) -> torch.Tensor | None:
+    """A variable of the innermost model above a frame, if it is a tensor."""
+    model = next(_of_models(frame), None)
+    value = None if model is None else model.f_locals.get(name)
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def given_documents(frame: FrameType | None = None) -> Any:

@@ -14,6 +14,7 @@ from transformers.integrations.deepspeed import propagate_args_to_deepspeed
 
 from hf_distca.borrowed import set_batch_size
 from hf_distca.data.collator import PackingCollator, documents_of
+from hf_distca.data.columns import ForwardInputs
 from hf_distca.data.global_batches import Fill, Longer
 from hf_distca.data.reading import document_lengths
 from hf_distca.data.shares import Shares
@@ -159,15 +160,18 @@ def _documents(trainer: Trainer, rows: Any) -> Any:
     names = getattr(rows, "column_names", None) or []
     if not _PACKED & set(names):
         return rows
+    inputs = ForwardInputs.of(trainer.model)
     with trainer.args.main_process_first(desc="taking packed rows apart"):
-        return rows.map(_take_apart, batched=True, remove_columns=list(names))
+        return rows.map(partial(_take_apart, inputs=inputs), batched=True, remove_columns=list(names))
 
 
-def _take_apart(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+def _take_apart(rows: Mapping[str, list[Any]], inputs: ForwardInputs) -> dict[str, list[Any]]:
     """The documents of a batch of packed rows, as a batch of rows."""
     features = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
-    pairs = [pair for feature in features for pair in documents_of(feature)]
-    return {"input_ids": [tokens for tokens, _ in pairs], "labels": [labels for _, labels in pairs]}
+    documents = [document for feature in features for document in documents_of(feature, inputs)]
+    for document in documents:
+        document.check_counts_on()
+    return {"input_ids": [document.tokens for document in documents], "labels": [document.labels for document in documents]}
 
 
 def _read_shares(trainer: Trainer, shares: Any) -> None:

@@ -17,6 +17,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing, Placement
 from hf_distca.borrowed import has_partial_state
 from hf_distca.config import DistCAConfig
+from hf_distca.data.columns import ForwardInputs
 from hf_distca.data.global_batches import Fill, GlobalBatches, Longer
 from hf_distca.data.reading import document_lengths
 from hf_distca.data.shares import Shares
@@ -68,7 +69,8 @@ def document_shares(
             `labels` of rows are used, -100 among them for tokens that are not trained on. Without a length, documents are
             streamed, see below.
         tokens_per_rank: tokens of each rank in a micro-batch.
-        model: the model, or its config: documents are dealt and planned for its attention.
+        model: the model, or its config: documents are dealt and planned for its attention. Of a model, columns that its forward
+            takes and that are not read are refused; without one, all columns of numbers.
         shapes: instead of a model, (shape, window or None) of each kind of layer, without a window first.
         ranks: how many ranks share attention; all processes, or as many of them as `config` puts in a group, if not given.
             Tensor-parallel ranks count once. Each group of ranks trains on global batches of its own: item ``k * ranks + r`` is
@@ -113,13 +115,14 @@ def document_shares(
     keys = _given_keys(shapes, device_type) if shapes is not None else layer_keys(model, dtype or _mixed_dtype(), device_type)
     dealing = Dealing(ranks, tokens_per_rank, {key: known_cost(key, config) for key in keys}, config, ranks_per_node, placement)
     dealing.layouts(np.array([ranks * tokens_per_rank]))  # what is wrong with these numbers is raised here, not in a worker
+    inputs = ForwardInputs.of(model)
     if not hasattr(documents, "__len__"):
         _check_stream(seed, fill, longer, lengths)
-        return StreamedShares(documents, dealing, column=column)
+        return StreamedShares(documents, dealing, column=column, inputs=inputs)
     quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
     counts = document_lengths(documents, column, lengths, quiet=quiet)
     batches = GlobalBatches(counts, ranks * tokens_per_rank, seed, fill, longer, quiet=quiet)
-    return lazy_dataset(Shares(documents, batches, dealing, column=column, pad_token_id=pad_token_id))
+    return lazy_dataset(Shares(documents, batches, dealing, column=column, pad_token_id=pad_token_id, inputs=inputs))
 
 
 def lazy_dataset(shares: Shares) -> Dataset:

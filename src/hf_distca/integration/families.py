@@ -31,12 +31,14 @@ __all__ = [
     "WHOLE_REASONS",
     "check_family",
     "check_layerdrop",
+    "check_numbered",
     "check_parts",
     "known_cost",
     "layer_keys",
     "source_of_rates",
     "warn_of_family",
     "warn_of_packing",
+    "why_unnumbered",
     "why_unsegmented",
     "why_whole",
 ]
@@ -122,6 +124,33 @@ def why_whole(model_type: str | None) -> str | None:
 def why_unsegmented(model_type: str | None) -> str | None:
     """As `why_whole`, of a model that did not say by itself where documents begin, as `recurrent_layers` lets it."""
     return WHOLE_REASONS["CARRIES_STATE"] if FAMILIES.get(model_type or "") == "PACKED" else why_whole(model_type)
+
+
+# Types that make something else of a mask than which tokens are padding.
+_READING_MASKS = {"biogpt": "count positions by it", "opt": "count positions by it"}
+
+
+def why_unnumbered(model_type: str | None, config: PreTrainedConfig | None) -> str | None:
+    """Why a mask must not number the documents of a row for a model; None if attention alone reads it, and keeps them apart."""
+    if FAMILIES.get(model_type or "") != "PROVEN":
+        return "it is not proven that attention alone reads it"
+    if getattr(config, "output_router_logits", False):
+        return "the loss of their routers (output_router_logits=True) weighs tokens by it"
+    why = _READING_MASKS.get(model_type or "")
+    return None if why is None else f"they {why}"
+
+
+def check_numbered(model_type: str | None, unnumbered: str | None) -> None:
+    """Refuse a mask that numbers documents, for a reason that `why_unnumbered` gave.
+
+    Raises:
+        UnsupportedError: gives the reason, and what to set.
+    """
+    if unnumbered is not None:
+        raise UnsupportedError(
+            f"attention_mask numbers the documents of a row, and must not for {model_type} models: {unnumbered}. Give a mask of "
+            "1 and 0, and position_ids that begin again with each document; or PackingCollator, which reads such rows."
+        )
 
 
 # LayerDrop's names in the configs of transformers.

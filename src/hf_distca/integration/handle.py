@@ -16,7 +16,7 @@ import torch
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.families import check_parts, warn_of_packing, why_unsegmented
+from hf_distca.integration.families import check_numbered, check_parts, warn_of_packing, why_unsegmented
 from hf_distca.integration.recurrent_rows import recurrent_rows
 from hf_distca.kernels.base import Scores
 from hf_distca.runtime.call import Inputs
@@ -83,13 +83,15 @@ class MaskInfo:
     """What the mask function found out about one forward and one kind of layer.
 
     Attributes:
-        padding: (batch_size, length) bool mask as the user gave it, true for tokens.
+        padding: (batch_size, length) mask as the user gave it, as `TokenBatch` takes it.
         window: keys that a row of this kind of layer sees at most, None for all.
         chunk: length of the chunks that documents are cut into in this kind of layer, None for no cuts.
         position_ids: those the mask was made with, for models that pass none to attention.
         packed: the documents that the model was given, for models that pass none to attention.
         model_type: of the model that made the mask, for what there is to say about packed documents in it.
+        first_position: of a document, as this model counts.
         whole: why documents must not be cut in this model; None if they may be.
+        unnumbered: why a mask must not number documents for this model; None if it may.
         alone: whether no other rank may be asked to take part, because this forward is one of `generate`.
         recomputes: whether layers may run again in backward: the mask was made while gradients were recorded.
     """
@@ -100,7 +102,9 @@ class MaskInfo:
     position_ids: torch.Tensor | None = None
     packed: Any = None
     model_type: str | None = None
+    first_position: int = 0
     whole: str | None = None
+    unnumbered: str | None = None
     alone: bool = False
     recomputes: bool = True
 
@@ -166,16 +170,25 @@ class AttentionHandle:
                 cu_seq_lens=arguments.get("cu_seq_lens_q"),
                 position_ids=self.mask.position_ids if positions is None else positions,
                 padding=self.mask.padding,
+                first_position=self.mask.first_position,
             ).documents(span_ranks=span_ranks, training=training)
             if documents.packed(self.length):
                 warn_of_packing(self.mask.model_type)
             self.documents = documents.in_chunks(self.mask.chunk)
         return self.documents
 
-    def check(self, layout: Layout) -> None:
-        """Check the documents by `check_parts`: all ranks know the layout, so that all of them raise or none."""
-        if self.documents is not None and self.documents.spans and layout.scattered:
-            model_type = self.mask.model_type
+    def check(self, layout: Layout, window: int | None) -> None:
+        """Check the documents for layers with a window, or None for no window.
+
+        By `check_parts` all ranks raise or none, as all know the layout; of its mask a rank knows alone.
+        """
+        documents, model_type = self.documents, self.mask.model_type
+        if documents is None:
+            return
+        documents.check_holes(window)
+        if documents.numbered:
+            check_numbered(model_type, self.mask.unnumbered)
+        if documents.spans and layout.scattered:
             check_parts(model_type, self.mask.whole or (None if self.segmented else why_unsegmented(model_type)))
 
     def contiguous(self) -> AttentionHandle:

@@ -11,16 +11,17 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from hf_distca.agreement.document_starts import as_mask
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.borrowed import CAUSAL_MASK_PARTS, MASK_BLOCKS, MASK_CHUNKS, MASK_UNION
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import MaskCall
 from hf_distca.integration.checks import check_step
-from hf_distca.integration.families import check_family, check_layerdrop, warn_of_family, why_whole
+from hf_distca.integration.families import check_family, check_layerdrop, warn_of_family, why_unnumbered, why_whole
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, MaskInfo
 from hf_distca.integration.loading import check_untouched
 from hf_distca.integration.nano_batches import cut_layers
-from hf_distca.integration.positions import check_positions, see_longest
+from hf_distca.integration.positions import check_positions, first_position, mark_starts, see_longest
 from hf_distca.integration.recomputed_masks import handle_of_forward
 from hf_distca.integration.session import current_session
 
@@ -63,7 +64,7 @@ def distca_mask(
         return torch.Tensor.as_subclass(dense, CachedMask)  # type: ignore[arg-type]  # never None without skips
     chunked = MASK_CHUNKS in parts
     info = MaskInfo(
-        padding=None if attention_mask is None else attention_mask[:, :length],
+        padding=None if attention_mask is None else attention_mask[:, :length],  # as bool: see `_with_caller`
         window=None if chunked else local_size,
         chunk=local_size if chunked else None,
         model_type=model_type,
@@ -91,13 +92,30 @@ def _with_caller(info: MaskInfo, config: PreTrainedConfig | None) -> MaskInfo:
     session.look_for_mesh(call.models())  # from the inside out; the mesh is on the model that was loaded
     if session.config.ping_pong and model is not None:
         cut_layers(model)
-    if model is not None and isinstance(packed, PackedDocuments) and packed.starts is not None:
-        check_positions(model, packed, position_ids, lacking=call.lacks_positions)
+    first = first_position(model)
+    if position_ids is None and (given := call.given_positions) is not None:
+        position_ids = given if first else mark_starts(given)
+    if model is not None and isinstance(packed, PackedDocuments):
+        check_positions(model, packed, position_ids, lacking=call.lacks_positions and not (first and position_ids is not None))
         if packed.dealt is not None:
             check_step(call, packed.dealt)
-    whole = why_whole(info.model_type) or see_longest(model, config, packed)
     # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
-    return replace(info, position_ids=position_ids, packed=packed, whole=whole, alone=call.generating)
+    return replace(
+        info,
+        padding=_numbered(call.attention_mask, info.padding),
+        position_ids=position_ids,
+        packed=packed,
+        first_position=first,
+        whole=why_whole(info.model_type) or see_longest(model, config, packed),
+        unnumbered=why_unnumbered(info.model_type, config),
+        alone=call.generating,
+    )
+
+
+def _numbered(given: torch.Tensor | None, padding: torch.Tensor | None) -> torch.Tensor | None:
+    """The padding mask in the numbers in which the model was given it, where these are known, whole, and of its shape."""
+    given = None if padding is None or given is None or given.dim() != 2 else as_mask(given[:, : padding.shape[1]])
+    return padding if given is None or padding is None or given.shape != padding.shape else given
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[str]:

@@ -8,7 +8,9 @@ is dropped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -19,10 +21,68 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.callers import given_documents
+from hf_distca.kernels.varlen import to_device
 
-__all__ = ["check_positions", "see_longest"]
+__all__ = ["check_positions", "count_from_first", "first_position", "mark_starts", "see_longest"]
 
 _checked: WeakSet[torch.nn.Module] = WeakSet()
+_first_positions: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+
+
+def first_position(model: torch.nn.Module | None) -> int:
+    """The position of a document's first token, as a model counts: RoBERTa and its kin keep those up to that of padding free."""
+    if model is None:
+        return 0
+    if model not in _first_positions:
+        _first_positions[model] = max(map(_first_of, model.modules()))
+    return _first_positions[model]
+
+
+def _first_of(module: torch.nn.Module) -> int:
+    counts = hasattr(module, "create_position_ids_from_input_ids") and hasattr(module, "position_embeddings")
+    padding = getattr(module, "padding_idx", None) if counts else None
+    return 0 if padding is None else int(padding) + 1
+
+
+def count_from_first() -> None:
+    """Have models that do not count positions from 0 take those of documents, which do, from where they count.
+
+    A collator does not know the model. Where documents are known, positions are those of documents but for one number.
+    """
+    made = PreTrainedModel.post_init
+
+    @wraps(made)
+    def post_init(self: PreTrainedModel) -> None:
+        made(self)  # type: ignore[no-untyped-call]
+        if any(map(_first_of, self.children())):
+            self.register_forward_pre_hook(_from_first, with_kwargs=True)
+
+    PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled, each length would be a graph of its own
+def _from_first(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    documents, positions = kwargs.get("distca_documents"), kwargs.get("position_ids")
+    if not isinstance(documents, PackedDocuments):
+        return None
+    expected = documents.positions + first_position(model)
+    tokens = next((one for one in (positions, *args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
+    shape = () if tokens is None else tokens.shape[:2]
+    if tokens is None or math.prod(shape) != len(expected) or not len(expected):
+        return None
+    if positions is None:
+        positions = to_device(torch.from_numpy(expected), tokens.device).view(shape)
+    else:
+        positions = positions - positions.flatten()[0] + int(expected[0])
+    return args, {**kwargs, "position_ids": positions}
+
+
+def mark_starts(axes: torch.Tensor | None) -> torch.Tensor | None:
+    """Of (3, batch, length) positions on three axes, (batch, length): 0 where a document begins, 1 elsewhere; None of others.
+
+    All axes begin at 0 with a document. Inside it each of them may fall, as where an image ends.
+    """
+    return (axes != 0).any(0).long() if axes is not None and axes.dim() == 3 and len(axes) == 3 else None
 
 
 def check_positions(
@@ -31,36 +91,42 @@ def check_positions(
     """Refuse a model's first batch whose position ids are not those of its documents, as when a loop leaves them out.
 
     Attention knows from the documents where parts begin. The rest of the model knows it from position ids, and counts a rank's
-    tokens from 0 without them. Not asked again of a model that had the right ones, as it may wait for a device.
+    tokens from 0 without them. Not asked again of a model that had the right ones, as it may wait for a device. Of whole
+    documents, first positions are compared alone, and only where the model does not count from 0.
 
     Args:
         model, documents: whose forward it is, and what it was given.
-        position_ids: (1 or batch, length), those that the model goes on with; None if they are not known. They may be larger than
-            document positions by one number.
-        lacking: whether the model was given none and counts tokens from 0, also where what it counts is not known (OPT).
+        position_ids: (1 or batch, length), those that the model goes on with; None if they are not known. Where a model counts
+            from 0, they may be larger than document positions by one number.
+        lacking: whether the model was given none and counts tokens by itself, also where what it counts is not known (OPT).
 
     Raises:
         LayoutError: says what differs.
     """
-    if model in _checked or documents.starts is None:
+    first = first_position(model)
+    if model in _checked or (documents.starts is None and not first):
         return
-    position = documents.positions
+    position = documents.positions + first
     if lacking:
-        counted = np.arange(len(position))
+        counted = np.arange(len(position)) + first
     elif position_ids is None or position_ids.numel() != len(position):
         return  # the latter is said where documents are read
     else:
         counted = position_ids.reshape(-1).cpu().numpy()
     ahead = counted - position
-    wrong = np.flatnonzero((ahead != ahead[:1]) | (ahead < 0))
-    if len(wrong):
-        token = int(wrong[0])
+    wrong = ahead != (0 if first else ahead[:1]) if len(ahead) else ahead != 0
+    wrong |= ahead < 0
+    if documents.starts is None:
+        wrong &= documents.positions == 0
+    if wrong.any():
+        token = int(wrong.argmax())
         raise LayoutError(
             f"token {token} of the batch is at position {position[token]} of its document, by distca_documents, and "
             f"{type(model).__name__} has {counted[token]} for it: give the model position_ids, as PackingCollator does for "
-            "shares."
+            + (f"shares; this one counts from {first}." if first else "shares.")
         )
-    _checked.add(model)
+    if not lacking:
+        _checked.add(model)
 
 
 _LONGER = "_distca_longer"  # attribute of a rotary module: whether a position was added to those of its call

@@ -10,8 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_distca.agreement.announce import HEADER, Stated, check_equal, check_shares, layout_of
+from hf_distca.agreement.document_starts import as_mask
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.errors import LayoutError, UnsupportedError
+from hf_distca.integration.positions import mark_starts
 from hf_distca.kernels.varlen import to_device
 from hf_distca.recurrent.segments import Segments
 from hf_distca.runtime.group import AttentionGroup
@@ -86,7 +88,7 @@ def rows_of(model: PreTrainedModel, given: Mapping[str, Any]) -> RecurrentRows |
     if not isinstance(tokens, torch.Tensor) or isinstance(mask, dict) or (cache is not None and cache.get_seq_length()):
         return None
     batch_size, length = tokens.shape[:2]
-    padding = mask[:, :length].bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    padding = as_mask(mask[:, :length]) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
     try:
         told = given.get("distca_documents"), given.get("cu_seq_lens_q"), _of_text(given.get("position_ids"))
         batch = TokenBatch(batch_size, length, *told, padding)
@@ -103,10 +105,10 @@ def rows_of(model: PreTrainedModel, given: Mapping[str, Any]) -> RecurrentRows |
 
 
 def _of_text(positions: torch.Tensor | None) -> torch.Tensor | None:
-    """Of positions on several axes (M-RoPE), those of the text, which are the first of four; none without them."""
+    """Of positions on several axes (M-RoPE), those of the text, which are the first of four; of three, where documents begin."""
     if positions is None or positions.dim() < 3:
         return positions
-    return positions[0] if len(positions) == 4 else None
+    return positions[0] if len(positions) == 4 else mark_starts(positions)
 
 
 def _packed(documents: Documents, batch_size: int, length: int) -> Segments | None:

@@ -233,7 +233,7 @@ class Session:
                 plans = self.planner.plan(requests, group)
             with self._reporting(group, "taking up a plan"):
                 for part, planned in zip(handles, plans, strict=True):
-                    part.check(planned.plan.layout)
+                    part.check(planned.plan.layout, key.window)
                 known = zip(requests, plans, strict=True)
                 works = [self.use_plan(documents, planned, group, query.device) for (documents, _), planned in known]
         for part, (_, which), work in zip(handles, requests, works, strict=True):
@@ -252,7 +252,7 @@ class Session:
                 "a document that spans ranks met a model in evaluation mode, where each rank works alone: "
                 "call model.train() to train, or set DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
             ) from error
-        handle.check(layout)
+        handle.check(layout, key.window)
         plan = Plan.local(layout, None if key.window is None or key.window >= layout.longest else key.window)
         route = Route.build(plan, 0)
         return Work(_ALONE, route, _keep(documents, device), plan.window, Meter(self.meter), key.nano, OutputStore())

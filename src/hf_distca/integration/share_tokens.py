@@ -48,7 +48,7 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
         As many batches of shape (1, tokens), with ``shift_labels``; as they are in a group of one.
 
     Raises:
-        UnsupportedError: if a batch holds something else, which would not travel.
+        UnsupportedError: if a batch holds something else, which would not travel, or positions that skip some in a document.
         LayoutError: if a batch does not hold the documents that it says.
         DistCADesyncError: if not all ranks call it, with as many batches.
     """
@@ -98,12 +98,27 @@ class _Drawn:
             raise UnsupportedError("a batch is a share of dealt documents already: share_tokens is for batches that are not.")
         keep = slice(None) if documents.keep is None else torch.from_numpy(documents.keep)
         lengths = documents.rows[:, 2]
+        _check_positions_count_on(batch.get("position_ids"), keep, lengths)
         flat = [batch[name].reshape(-1).cpu()[keep] for name in ("input_ids", "labels", "shift_labels") if name in batch]
         if "shift_labels" not in batch:
             labels = flat[-1]
             flat.append(torch.cat([labels[1:], labels.new_full((1,), IGNORED_LABEL)]))
             flat[-1][np.cumsum(lengths) - 1] = IGNORED_LABEL
         return cls(lengths, torch.stack([flat[0], flat[-1]], dim=1).long())
+
+
+def _check_positions_count_on(positions: torch.Tensor | None, keep: slice | torch.Tensor, lengths: IntArray) -> None:
+    """Refuse positions that skip some inside a document: they are made anew from its length."""
+    if positions is None:
+        return
+    step = np.diff(positions.reshape(-1).cpu()[keep].numpy())
+    inside = np.ones(len(step) + 1, dtype=np.bool_)
+    inside[np.cumsum(lengths) - 1] = False  # from one document to the next
+    if (jumps := np.flatnonzero((step != 1) & inside[:-1])).size:
+        raise UnsupportedError(
+            f"position_ids of a batch change by {step[jumps[0]]} after token {jumps[0]}, inside a document: share_tokens counts "
+            "positions of what it deals anew, and these would be lost. Leave such batches as they are."
+        )
 
 
 @dataclass(frozen=True, eq=False)

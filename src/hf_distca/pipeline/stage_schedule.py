@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hf_distca.agreement.announce import Facts, fingerprint
+from hf_distca.agreement.document_starts import as_mask
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.errors import ConfigError, DistCAError, LayoutError
 from hf_distca.integration.nano_batches import can_cut, cut
@@ -173,9 +174,8 @@ class Schedule(OneStageSchedule):
         for inputs, arguments, packed_documents in zip(args, kwargs, packed, strict=True):
             if packed_documents is not None:
                 arguments["distca_documents"] = packed_documents
-            positions, padding = arguments.get("position_ids"), arguments.get("attention_mask")
+            positions, padding = arguments.get("position_ids"), as_mask(arguments.get("attention_mask"))
             shape = _shape(*inputs, positions)
-            padding = None if padding is None else padding.bool()
             batch = TokenBatch(*shape, packed=packed_documents, position_ids=positions, padding=padding)
             documents.append(batch.documents(training=True))
             shapes.add(shape)

@@ -269,7 +269,7 @@ class StageAttention:
             raise DistCADesyncError("a stage of a pipeline ran a forward outside its schedule: let `Schedule.step` run it.")
         if not handle.nano:
             handle.documents = micro_batch.documents.in_chunks(handle.mask.chunk)
-        handle.check(micro_batch.layouts[MicroBatchPart(key.chunk, key.nano)])
+        handle.check(micro_batch.layouts[MicroBatchPart(key.chunk, key.nano)], key.window)
         kept = None if handle.documents is None else handle.documents.keep
         keep = None if kept is None else to_device(torch.from_numpy(kept), query.device)
         attend = partial(self._attend, micro_batch, key)

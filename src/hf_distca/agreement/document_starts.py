@@ -1,0 +1,163 @@
+"""Where documents begin in rows of tokens, read from positions and from a mask that numbers them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hf_distca.errors import LayoutError, UnsupportedError
+from hf_distca.schedule.layout import BoolArray, IntArray
+
+__all__ = ["RowTokens", "as_mask", "is_whole", "read_tokens"]
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds whole numbers."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def as_mask(attention_mask: object) -> torch.Tensor | None:
+    """A 2-D mask as `RowTokens` takes it: whole numbers, which may number documents, or bool; None of anything else."""
+    if not isinstance(attention_mask, torch.Tensor):
+        return None
+    return attention_mask if is_whole(attention_mask) else attention_mask.bool()
+
+
+def read_tokens(
+    position_ids: torch.Tensor | None, padding: torch.Tensor | None, shape: tuple[int, int]
+) -> tuple[IntArray, IntArray | None]:
+    """Copy flat positions and the padding mask of every token of a (batch, length) batch from the device, in one go.
+
+    Raises:
+        LayoutError: if positions are no integers.
+        UnsupportedError: if there are several position axes.
+    """
+    positions = torch.arange(shape[1], device="cpu")[None] if position_ids is None else position_ids
+    if positions.dim() != 2 or positions.shape[-1] != shape[1] or positions.shape[0] not in (1, shape[0]):
+        raise UnsupportedError(
+            f"position_ids of shape {tuple(positions.shape)} for a {shape} batch: distca reads documents from (1 or batch, "
+            "length) positions. For models with several position axes use PackingCollator, which says where documents lie."
+        )
+    if not is_whole(positions):
+        raise LayoutError(f"position_ids are {positions.dtype}: positions are integers.")
+    rows = positions.expand(shape).long()
+    if padding is None:
+        return rows.reshape(-1).cpu().numpy(), None
+    position, mask = torch.stack([rows.to(padding.device), padding.long()]).reshape(2, -1).cpu().numpy()
+    return position, mask
+
+
+@dataclass(frozen=True, eq=False)
+class RowTokens:
+    """The tokens of some rows that are not padding, row after row.
+
+    Attributes:
+        index: (tokens,) int64 place of each among all tokens of the rows, padding included.
+        position: (tokens,) int64 position ids, less the position of a document's first token.
+        number: (tokens,) int64 numbers in the mask; None if it numbers no documents.
+        length: tokens of a row, padding included.
+    """
+
+    index: IntArray
+    position: IntArray
+    number: IntArray | None
+    length: int
+
+    @classmethod
+    def of(cls, position: IntArray, mask: IntArray | None, length: int, first_position: int = 0) -> RowTokens:
+        """The tokens of flat rows.
+
+        Args:
+            position: position ids of all tokens.
+            mask: 0 for padding; larger numbers than 1 number the documents of a row. None if there is no padding.
+            length: tokens of a row.
+            first_position: the position of a document's first token.
+        """
+        index = np.arange(len(position)) if mask is None else np.flatnonzero(mask)
+        number = None if mask is None else mask[index]
+        numbered = number is not None and len(number) and (number.max() > 1 or number.min() < 0)
+        tokens = cls(index, position[index] - first_position, number if numbered else None, max(length, 1))
+        tokens._check(first_position)
+        return tokens
+
+    @property
+    def row(self) -> IntArray:
+        """The row of each token."""
+        return self.index // self.length
+
+    def document_starts(self, *, training: bool) -> IntArray:
+        """Indices of the tokens with which documents begin that lie on one rank.
+
+        A document begins with a row, where the mask has another number, and where positions begin again at the first. They may
+        jump ahead inside a document, as where positions are skipped to train for longer ones, or come twice, as of images.
+        """
+        if not len(self.index):
+            return np.zeros(0, dtype=np.int64)
+        row, position = self.row, self.position
+        if training:
+            self._check_rows_begin()
+        begin = self._begin()
+        ahead = np.diff(position, prepend=position[:1])
+        first_of_row = np.concatenate([[True], np.diff(row) != 0])
+        row_began_at = position[first_of_row][np.cumsum(first_of_row) - 1]
+        restart = ((ahead <= 0) & (position == 0)) | ((ahead < 0) & (position == row_began_at))
+        if (lost := np.flatnonzero((ahead < 0) & ~begin & ~restart)).size:
+            at = lost[0]
+            raise LayoutError(
+                f"position_ids[{row[at]}, {self.index[at] % self.length}] falls from {position[at - 1]} to {position[at]}: a "
+                "document begins at its first position, and counts on. Say where documents begin, with PackingCollator or "
+                "cu_seq_lens_q."
+            )
+        return np.flatnonzero(begin | restart)
+
+    def run_starts(self) -> IntArray:
+        """Indices of the tokens with which runs begin, if documents may span ranks: wherever positions do not count on."""
+        step, gap = np.diff(self.position), np.diff(self.index)
+        counts_on = (step == 1) | (step == gap)  # over real tokens, or over all
+        return np.flatnonzero(self._begin() | np.concatenate([[True], ~counts_on])[: len(self.index)])
+
+    def _begin(self) -> BoolArray:
+        """Whether a row begins with a token, or a document that the mask numbers."""
+        columns = [self.row] if self.number is None else [self.row, self.number]
+        changes = np.any([np.diff(column) != 0 for column in columns], axis=0)
+        begin: BoolArray = np.concatenate([[True], changes])[: len(self.index)]
+        return begin
+
+    def _check(self, first_position: int) -> None:
+        row, column, first = self.row, self.index % self.length, first_position
+        if len(self.index) and self.position.min() < 0:
+            at = self.position.argmin()
+            counted = f"this model counts from {first}, as DataCollatorWithFlattening(position_ids_start={first}) does"
+            raise LayoutError(
+                f"position_ids[{row[at]}, {column[at]}] is {self.position[at] + first}: "
+                + (f"{counted}. Use that, or PackingCollator." if first else "positions start at 0.")
+            )
+        if self.number is None:
+            return
+        if self.number.min() < 0:
+            at = self.number.argmin()
+            raise LayoutError(f"attention_mask[{row[at]}, {column[at]}] is {self.number[at]}: it must be 0 or more.")
+        runs = np.stack([row, self.number], axis=1)[self._begin()]
+        if len(np.unique(runs, axis=0)) < len(runs):
+            _, first_of, counts = np.unique(runs, axis=0, return_index=True, return_counts=True)
+            twice = runs[first_of[counts > 1][0]]
+            raise LayoutError(
+                f"attention_mask numbers the documents of row {twice[0]}, and {twice[1]} comes again after another number: give "
+                "each document a number of its own, and its tokens one after another."
+            )
+
+    def _check_rows_begin(self) -> None:
+        """Refuse a row whose very first token is no first token of a document: it is the rest of what another tool cut.
+
+        Behind padding a row may begin anywhere: without position ids of its own it counts padding too.
+        """
+        rest = np.flatnonzero((self.index % self.length == 0) & (self.position > 0))
+        if len(rest):
+            raise UnsupportedError(
+                f"row {self.row[rest[0]]} of a training batch begins at position {self.position[rest[0]]}, and there are "
+                "no distca_documents. Dealt batches have more than input_ids: call model(**inputs). Else another tool may have cut "
+                "sequences over ranks (context parallelism, Ulysses), and distca would take the rest for a document of its own. "
+                "Switch that off; or set DistCAConfig(documents_span_ranks=True) if ranks of the attention group hold the parts."
+            )

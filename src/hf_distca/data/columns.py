@@ -1,0 +1,145 @@
+"""Columns of rows: which are read, and which would be lost though the model takes them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from array import array
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_distca.errors import LayoutError
+from hf_distca.schedule.layout import IntArray
+
+__all__ = ["COLUMNS", "MASKS", "NO_INPUTS", "ForwardInputs", "check_column", "check_columns", "flat"]
+
+_log = logging.getLogger("hf_distca")
+
+MASKS = ("completion_mask", "assistant_masks")  # 1 for tokens that are targets, where a row has no labels
+COLUMNS = frozenset({"input_ids", "labels", "attention_mask", *MASKS})  # what is read of a row
+# Columns that say what documents and targets a row has, in a way that is not read here: without them it would be trained on as
+# something else, whatever the model takes.
+_TELLING = frozenset({"shift_labels", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "distca_documents"})
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """What a model's forward takes.
+
+    Attributes:
+        names: of its arguments, in order; None if they are not known.
+    """
+
+    names: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> ForwardInputs:
+        """Read those of a model, or of the model inside an adapter or a wrapper; of a config or None, nothing is known."""
+        if not isinstance(model, torch.nn.Module):
+            return NO_INPUTS
+        if callable(unwrap := getattr(model, "get_base_model", None)):  # of adapters
+            return cls.of(unwrap())
+        if isinstance(inner := getattr(model, "module", None), torch.nn.Module):  # of engines
+            return cls.of(inner)
+        parameters = inspect.signature(model.forward).parameters.values()
+        names = tuple(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
+        return cls(names or None)
+
+
+NO_INPUTS = ForwardInputs()
+
+
+def check_columns(row: Mapping[str, Any], tokens: int, read: Collection[str], inputs: ForwardInputs) -> None:
+    """Refuse what is not read of a row and may be an input of the model; warn of other numbers that there are for each token.
+
+    Args:
+        row, tokens: a row, and how many tokens it has.
+        read: the columns that the caller reads.
+        inputs: of the model that is to train on it.
+
+    Raises:
+        LayoutError: names the column.
+    """
+    for name in row.keys() - set(read):
+        value = row[name]
+        if value is None:
+            continue
+        check_column(name, read, inputs, numbers=_has_numbers(value))
+        if inputs.names is not None and _has_numbers(value) and len(value) == tokens > 1:
+            _warn_of_column(name, tuple(sorted(read)))
+
+
+def check_column(name: str, read: Collection[str], inputs: ForwardInputs, *, numbers: bool) -> None:
+    """Refuse a column that is not read, by what is known of the model, else by whether it holds lists of `numbers`.
+
+    Raises:
+        LayoutError: names it.
+    """
+    only = f"only {', '.join(sorted(read))} are read"
+    if name in _TELLING:
+        raise LayoutError(
+            f"a row has a column {name!r}, which says what its documents or targets are, and would be lost here: {only}. Give "
+            "documents with labels of their own, and remove the column, or use another collator."
+        )
+    if inputs.names is None and numbers:
+        raise LayoutError(
+            f"a row has a column {name!r} of numbers, which may be an input of the model and would be lost here: {only}. Remove "
+            "the column; or say which model it is for, as in PackingCollator(model): what its forward does not take is left out."
+        )
+    if inputs.names is not None and name in inputs.names:
+        raise LayoutError(
+            f"a row has a column {name!r}, an input of the model that would be lost here: {only}. Remove the column, or use "
+            "another collator."
+        )
+
+
+def _has_numbers(value: Any) -> bool:
+    """Whether a value is a list, array or tensor of numbers, of any shape; numbers by themselves, texts and the like are not."""
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return bool(value.ndim) and (isinstance(value, torch.Tensor) or value.dtype.kind in "iufcb")
+    while isinstance(value, (list, tuple)) and len(value):
+        value = value[0]
+        if isinstance(value, (int, float, np.number, np.bool_, torch.Tensor)):
+            return True
+        if isinstance(value, np.ndarray):
+            return value.dtype.kind in "iufcb"
+    return False
+
+
+@cache
+def _warn_of_column(name: str, read: tuple[str, ...]) -> None:
+    _log.warning(
+        "column %r has a number for each token, and is not read: only %s are. Remove it if it does not matter.",
+        name,
+        ", ".join(read),
+    )
+
+
+def flat(values: Any, name: str, kinds: str = "iu") -> IntArray:
+    """Integers of a document, a list, array or tensor, as an int64 array; `kinds` are the numpy kinds of dtype that are taken.
+
+    Raises:
+        LayoutError: if they are no flat row of integers; `name` says of what.
+    """
+    try:
+        row = values.numpy(force=True) if isinstance(values, torch.Tensor) else values
+        if not isinstance(row, np.ndarray):
+            numbers = list(row)
+            if numbers and isinstance(numbers[0], bool) and "b" not in kinds:
+                raise TypeError("they are bool")
+            # An `array` refuses what is no integer, and reads a list in a third of numpy's time.
+            row = np.frombuffer(array("q", numbers), dtype=np.int64)
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise LayoutError(f"the {name} of a document must be a flat list of integers ({error}).") from error
+    if row.shape == (0,):
+        return np.zeros(0, dtype=np.int64)  # empty arrays and tensors have any dtype
+    if row.ndim != 1 or row.dtype.kind not in kinds or (row.dtype == np.uint64 and row.max(initial=0) >= 2**63):
+        raise LayoutError(
+            f"the {name} of a document must be a flat list of integers; here they are {row.dtype} of shape {row.shape}."
+        )
+    return row.astype(np.int64, copy=False)

@@ -1,0 +1,96 @@
+"""Pieces: what global batches hold of documents, and what ranks compare of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hf_distca.data.collator import targets_of
+from hf_distca.data.columns import MASKS, flat
+from hf_distca.errors import LayoutError
+from hf_distca.schedule.layout import IntArray
+
+__all__ = ["SAMPLED", "Piece", "digest_of"]
+
+# Of so many documents at most, and of so many tokens at their beginning, middle and end, ranks compare what they read.
+SAMPLED, _TOKENS = 64, 64
+_PACKED_MASK = (
+    "it numbers the documents of a row that was packed already, which would be dealt as one. Give them one by one, as "
+    "PackingCollator takes such a row."
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Tokens [start, end) of a document, which are a document of their own in their global batch.
+
+    Attributes:
+        row: the document: something that can be cut in slices for ``input_ids``, and for what else it has of ``labels``,
+            ``attention_mask``, ``position_ids`` and the masks of targets; empty for padding.
+        start, end: in tokens of the document.
+    """
+
+    row: Mapping[str, Any]
+    start: int
+    end: int
+
+    def tokens(self, begin: int, end: int) -> IntArray:
+        """The tokens [begin, end) of the piece.
+
+        Raises:
+            LayoutError: if they are padding that the document came with, or fewer than the document was said to have.
+        """
+        first = self.start + begin
+        if self._has("attention_mask") and (wrong := (mask := self._slice("attention_mask", begin, end, "iub")) != 1).any():
+            place, value = int(wrong.argmax()), int(mask[wrong.argmax()])
+            raise LayoutError(
+                f"attention_mask of a document is {value} at token {first + place}: "
+                + ("documents over ranks come without padding. Tokenize with padding=False." if value == 0 else _PACKED_MASK)
+            )
+        expected = np.arange(first, self.start + end)
+        if self._has("position_ids") and (wrong := self._slice("position_ids", begin, end) != expected).any():
+            place = first + int(wrong.argmax())
+            raise LayoutError(
+                f"position_ids of a document do not count on from 0 at token {place}: the row was packed already, and would be "
+                "dealt as one document, or skips positions, which would be lost where it is cut. Give its documents one by one, "
+                "without position_ids."
+            )
+        return self._slice("input_ids", begin, end)
+
+    def sample(self) -> IntArray:
+        """Tokens at the beginning, in the middle and at the end of the piece, as they come."""
+        count = self.end - self.start
+        middle, last = (max(0, begin) for begin in ((count - _TOKENS) // 2, count - _TOKENS))
+        slices = [self._slice("input_ids", begin, min(begin + _TOKENS, count)) for begin in (0, middle, last)]
+        return np.concatenate(slices)
+
+    def labels(self, begin: int, end: int) -> IntArray:
+        """The labels of the tokens [begin, end) of the piece. See `targets_of` for a document without any."""
+        if self._has("labels"):
+            return self._slice("labels", begin, end)
+        masks = [self._slice(name, begin, end, "iub") for name in MASKS if self._has(name)]
+        return targets_of(self._slice("input_ids", begin, end), masks)
+
+    def _has(self, name: str) -> bool:
+        return self.row.get(name) is not None
+
+    def _slice(self, name: str, begin: int, end: int, kinds: str = "iu") -> IntArray:
+        values = flat(self.row[name][self.start + begin : self.start + end], name, kinds)
+        if len(values) != end - begin:
+            raise LayoutError(
+                f"the {name} of a document end before token {self.start + end}: they are fewer than its lengths or its other "
+                "columns say."
+            )
+        return values
+
+
+def digest_of(pieces: Sequence[Piece]) -> int:
+    """A number below 2**56 that differs where some of the tokens of pieces do, of whatever integers they are."""
+    chosen = np.unique(np.linspace(0, max(len(pieces) - 1, 0), SAMPLED).astype(np.int64))
+    samples = [pieces[index].sample() for index in chosen if index < len(pieces)]
+    parts = [part.tobytes() for sample in samples for part in (np.array([len(sample)]), sample)]
+    return int.from_bytes(hashlib.sha256(b"".join(parts)).digest()[:7], "big")

@@ -1,0 +1,163 @@
+"""2-D masks with more to say than which ends of a row are padding: numbers of documents, and zeros inside documents."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    JambaConfig,
+    Llama4TextConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedModel,
+)
+
+import hf_distca
+from host_syncs import NoHostSyncs
+from ranks import RankPool
+from tiny_runs import VOCABULARY, documents, settings, tiny_llama
+
+SIZES = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+LENGTHS = (12, 7, 23)
+TEXTS = [torch.tensor(text) for text in documents(*LENGTHS)]
+NUMBERS = torch.repeat_interleave(torch.arange(1, 4), torch.tensor(LENGTHS))[None]
+
+
+def model_of(config: Any, implementation: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=implementation)
+    return made.double().train()
+
+
+def alone(model: PreTrainedModel) -> torch.Tensor:
+    return torch.cat([model(input_ids=text[None], use_cache=False).logits[0].detach() for text in TEXTS])
+
+
+@pytest.mark.parametrize("kind", ["int64", "int32", "padded", "two rows", "positions beside", "documents beside", "evaluation"])
+def test_a_mask_that_numbers_documents_keeps_them_apart(kind: str) -> None:
+    want, model = alone(tiny_llama("sdpa").double()), tiny_llama("distca").double()
+    ids, mask = torch.cat(TEXTS)[None], NUMBERS
+    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask.int() if kind == "int32" else mask}
+    if kind == "padded":
+        batch = {name: torch.nn.functional.pad(row, (2, 3)) for name, row in batch.items()}
+    if kind == "two rows":
+        batch = {name: row.expand(2, -1) for name, row in batch.items()}
+    if kind == "positions beside":
+        batch["position_ids"] = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    if kind == "documents beside":
+        batch |= hf_distca.PackingCollator()([{"input_ids": text} for text in TEXTS])
+        del batch["labels"]
+    logits = model.train(kind != "evaluation")(**batch, use_cache=False).logits
+    for row in logits[:, 2:-3] if kind == "padded" else logits:
+        torch.testing.assert_close(row, want)
+
+
+def numbered_on_two_ranks(rank: int) -> torch.Tensor:
+    hf_distca.configure(settings())
+    mask = NUMBERS if rank == 0 else NUMBERS.flip(1)
+    ids = torch.cat(TEXTS if rank == 0 else TEXTS[::-1])[None]
+    return tiny_llama("distca").double()(input_ids=ids, attention_mask=mask, use_cache=False).logits[0].detach()
+
+
+def test_numbered_documents_are_balanced(rank_pool: Callable[[int], RankPool]) -> None:
+    want = alone(tiny_llama("sdpa").double())
+    first, second = rank_pool(2)(numbered_on_two_ranks)
+    torch.testing.assert_close(first, want)
+    torch.testing.assert_close(torch.cat(second.split(LENGTHS[::-1])[::-1]), want)
+
+
+JAMBA = JambaConfig(num_key_value_heads=2, use_mamba_kernels=False, attn_layer_period=2, attn_layer_offset=1, **SIZES)
+REFUSED: dict[str, tuple[Any, str]] = {
+    "opt": (
+        AutoConfig.for_model("opt", ffn_dim=48, word_embed_proj_dim=64, attention_dropout=0.0, **SIZES),
+        "count positions by it",
+    ),
+    "jamba": (JAMBA, "not proven that attention alone reads it"),
+    "mixtral": (MixtralConfig(num_key_value_heads=2, output_router_logits=True, **SIZES), "the loss of their routers"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_numbers_are_refused_where_more_than_attention_reads_the_mask(kind: str) -> None:
+    config, why = REFUSED[kind]
+    model = model_of(config, "distca").float()  # experts know no float64
+    with pytest.raises(hf_distca.UnsupportedError, match=f"attention_mask numbers the documents .* for {kind} models: .*{why}"):
+        model(input_ids=torch.cat(TEXTS)[None], attention_mask=NUMBERS, use_cache=False)
+    model(input_ids=torch.cat(TEXTS)[None], attention_mask=NUMBERS.clamp(max=1), use_cache=False)
+
+
+def test_a_mask_is_read_once_a_forward() -> None:
+    """Its numbers come to the host with the positions, in one copy, and layers read neither."""
+    ids, model = torch.cat(TEXTS)[None], tiny_llama("distca").double()
+    mask, layer = NUMBERS.clone(), model.model.layers[1]
+    plain = layer.forward
+
+    def unread(*args: Any, **kwargs: Any) -> Any:
+        with NoHostSyncs(of=[ids, mask]):
+            return plain(*args, **kwargs)
+
+    layer.forward = unread
+    model(input_ids=ids, attention_mask=mask, use_cache=False)
+
+
+WINDOW = MistralConfig(num_key_value_heads=2, sliding_window=16, **SIZES)
+CHUNKS = Llama4TextConfig(
+    **{**SIZES, "intermediate_size_mlp": 48, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 1},
+    attention_chunk_size=16,
+    layer_types=["chunked_attention", "full_attention"],
+    use_qk_norm=False,
+)
+
+
+def masked(tokens: int, *holes: tuple[int, int], length: int = 40) -> torch.Tensor:
+    mask = (torch.arange(length) < tokens).long()[None]
+    for begin, end in holes:
+        mask[:, begin:end] = 0
+    return mask
+
+
+@pytest.mark.parametrize("config", [WINDOW, CHUNKS], ids=["window", "chunks"])
+@pytest.mark.parametrize("positions", [False, True])
+def test_zeros_inside_a_document_that_a_window_reaches_over_are_refused(config: Any, positions: bool) -> None:
+    mask = masked(40, (10, 14))
+    ids = torch.tensor([documents(40)[0]])
+    beside = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if positions else {}
+    with pytest.raises(hf_distca.UnsupportedError, match=r"zeros between the tokens .* over 40 places, .* of 16 tokens"):
+        model_of(config, "distca")(input_ids=ids, attention_mask=mask, use_cache=False, **beside)
+
+
+@pytest.mark.parametrize(
+    ("config", "mask"),
+    [
+        (WINDOW, masked(16, (5, 9))),  # it does not reach so far
+        (WINDOW, masked(30)),
+        (WINDOW, masked(40, (0, 13))),
+        (CHUNKS, masked(16, (5, 9))),
+        (CHUNKS, masked(30)),
+        (MistralConfig(num_key_value_heads=2, sliding_window=None, **SIZES), masked(38, (5, 9), (20, 21))),
+    ],
+    ids=["short", "padded right", "padded left", "short, chunks", "padded right, chunks", "no window"],
+)
+def test_other_zeros_are_padding_as_under_sdpa(config: Any, mask: torch.Tensor) -> None:
+    ids = torch.tensor([documents(40)[0]])
+    batch = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    ours, theirs = (model_of(config, name)(**batch).logits[mask > 0] for name in ("distca", "sdpa"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def hole_on_one_rank(rank: int) -> str:
+    hf_distca.configure(settings(timeout_seconds=20))
+    mask = masked(40, (10, 14)) if rank == 1 else masked(40)
+    with pytest.raises(hf_distca.DistCAError) as caught:
+        model_of(WINDOW, "distca")(input_ids=torch.tensor([documents(40)[0]]), attention_mask=mask, use_cache=False)
+    return str(caught.value)
+
+
+def test_zeros_on_one_rank_end_all_of_them(rank_pool: Callable[[int], RankPool]) -> None:
+    assert all("zeros between the tokens" in error for error in rank_pool(2)(hole_on_one_rank))
