@@ -174,8 +174,9 @@ def _watch_loss(model: PreTrainedModel) -> None:
         if targets is not None and isinstance(logits, torch.Tensor) and logits.requires_grad:
             logits.register_hook(lambda gradient: look(gradient, targets))  # type: ignore[no-untyped-call]
 
-    def look(gradient: torch.Tensor, targets: torch.Tensor) -> None:
-        if gradient.any():
+    def look(gradient: torch.Tensor | None, targets: torch.Tensor) -> None:
+        # DDP gives what it found unused none: under autocast the loss reads a float32 copy that accelerate makes of outputs.
+        if gradient is None or gradient.any():
             hook.remove()
         elif (targets != IGNORED_LABEL).any():
             raise UnsupportedError(
