@@ -107,7 +107,7 @@ def make(kind: type[Trainer], implementation: str, data: Any, changes: dict[str,
     disable_progress_bars()
     # With AdamW's usual epsilon, rounding of tiny gradients grows to 2e-5 of later norms, more on some processors than on others.
     arguments = {**COMMON, "output_dir": tempfile.gettempdir(), "max_steps": STEPS, "learning_rate": 1e-2, "adam_epsilon": 1e-2}
-    arguments |= changes
+    arguments |= {"bf16": False, **changes}
     return kind(tiny_llama(implementation), TrainingArguments(**arguments), train_dataset=data, eval_dataset=rows())
 
 
@@ -283,7 +283,8 @@ sys.path[:0] = {folders}
 from test_deal_trainer import COMMON, STEPS, rows, tiny_llama, losses
 from transformers import Trainer, TrainingArguments
 
-args = TrainingArguments(**{{**COMMON, "output_dir": {folder!r}, "max_steps": STEPS, "learning_rate": 1e-2, "seed": 3}})
+options = {{"output_dir": {folder!r}, "max_steps": STEPS, "learning_rate": 1e-2, "seed": 3, "bf16": False}}
+args = TrainingArguments(**{{**COMMON, **options}})
 trainer = Trainer(tiny_llama(None), args, train_dataset=rows())
 trainer.train()
 if trainer.is_world_process_zero():
