@@ -38,6 +38,7 @@ QUICK = [
     Case("DDP, Trainer", ping_pong=True, ranks=4),
 ]
 ALWAYS = [
+    Case("DDP, Trainer", precision="float32", ping_pong=True),
     Case("DDP, Trainer", ping_pong=True, accumulation=2),
     Case("FSDP2, fully_shard", "non-reentrant", accumulation=2, precision="mixed", ahead=True),
     Case("FSDP2, transformers", "non-reentrant", ping_pong=True),
@@ -46,8 +47,14 @@ ALWAYS = [
 ]
 
 
-# Differences of losses and of norms of gradients. With bfloat16 weights, norms are numbers in bfloat16, and these are neighbours.
-CLOSE = {"float32": (2e-6, 8e-6), "bf16 weights": (1e-3, 2**-7)}
+# Differences of losses and of norms of gradients. With bfloat16 weights, norms are numbers in bfloat16, and may be neighbours.
+CLOSE = {
+    "bf16": (1e-3, 4e-3),  # seen: 5.8e-5, 1.4e-3
+    "mixed": (1e-3, 4e-3),  # 7.7e-5, 1.3e-3
+    "bf16 weights": (1e-3, 2**-7),  # 4.1e-5, 4.9e-3
+    "fp16": (1e-3, 4e-3),  # 1.9e-5, 7.9e-5
+    "float32": (2e-6, 8e-6),  # 1.2e-7, 1.0e-6
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +68,9 @@ def check(runs: Runs, case: Case) -> None:
     if case.engine in QUANTIZED:
         pytest.importorskip("bitsandbytes", reason='a base in 4 bits needs pip install -e ".[quantization]"')
     outcome = runs.outcome(case)
-    loss, norm = CLOSE.get(case.precision, (1e-3, 4e-3))
+    loss, norm = CLOSE[case.precision]
+    if case.peft and case.precision != "float32":  # in bf16 gradients of adapters alone are 5e-3 off, under any attention
+        norm = 1e-2
     assert outcome.loss_difference is not None
     assert outcome.loss_difference <= loss
     assert outcome.grad_norm_difference is not None
