@@ -283,7 +283,8 @@ sys.path[:0] = {folders}
 from test_deal_trainer import COMMON, STEPS, rows, tiny_llama, losses
 from transformers import Trainer, TrainingArguments
 
-options = {{"output_dir": {folder!r}, "max_steps": STEPS, "learning_rate": 1e-2, "seed": 3, "bf16": False}}
+options = {{"output_dir": {folder!r}, "max_steps": STEPS, "seed": 3, "bf16": False}}
+options |= {{"learning_rate": 1e-2, "adam_epsilon": 1e-2}}
 args = TrainingArguments(**{{**COMMON, **options}})
 trainer = Trainer(tiny_llama(None), args, train_dataset=rows())
 trainer.train()
