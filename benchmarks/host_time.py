@@ -17,8 +17,8 @@ replaced by ones that only make tensors of the right shapes. The time of making 
 autograd, too, so that distca is charged a little too much. sdpa gets one sequence of as many tokens. Times with the real kernels
 are beside it: how many documents there are shows in distca's kernel.
 
-*Calls*: Python calls, of functions and built-in ones (`cProfile`), that one more layer adds to a step of a small Llama on one rank,
-forward and backward, and those that a step of one layer has beyond that: with distca, with a bare call of torch's attention, and
+*Calls*: Python calls, of functions and built-in ones (`cProfile`), that one more layer adds to a step of a small Llama on one
+rank, forward and backward, and those that a step of one layer has beyond that: with distca, with a bare call of torch's attention, and
 the difference. They do not depend on the machine.
 """
 

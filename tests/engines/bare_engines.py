@@ -54,7 +54,7 @@ def bare(
         batches = [batch(rank, case, step, n) for n in range(case.accumulation)]
         for n, one in enumerate(plan_ahead(batches) if case.ahead else batches):
             last = n == case.accumulation - 1
-            with synchronized(model, last), torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "autocast"):
+            with synchronized(model, last), torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16"):
                 loss = model(**one, use_cache=False).loss / case.accumulation
             with synchronized(model, last):
                 loss.backward()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,17 @@ import hf_distca
 from hf_distca.integration.session import current_session
 from hf_distca.runtime.group import AttentionGroup
 
+# What layers compute in, by precision.
+COMPUTED = {
+    "bf16": torch.bfloat16,
+    "mixed": torch.bfloat16,
+    "bf16 weights": torch.bfloat16,
+    "fp16": torch.float16,
+    "float32": torch.float32,
+}
+# Engines that under `bf16=True` keep bfloat16 parameters for the passes through the model, and hand such inputs to layers.
+KEEPING_BF16 = {"FSDP2, accelerate", "ZeRO-1", "ZeRO-2", "ZeRO-3"}
+
 CHECKPOINTING: dict[str, dict[str, Any] | None] = {
     "off": None,
     "reentrant": {"use_reentrant": True},
@@ -31,8 +43,9 @@ class Case:
     """What is trained, and how.
 
     Attributes:
-        precision: "float32"; "autocast", in which operations take bfloat16; or "mixed", where the engine itself keeps bfloat16
-            parameters for the passes through the model, and hands such inputs to layers.
+        precision: "bf16", what `bf16=True` is under the engine: autocast, in which operations take bfloat16, unless the engine is
+            among `KEEPING_BF16`; "mixed", what the latter do, of an engine that has both; "bf16 weights", the same with a model
+            that was loaded in bfloat16; "fp16" with its scaler of gradients, and one step that overflows; or "float32".
         ahead: whether each optimizer step is planned before its first micro-batch.
     """
 
@@ -41,7 +54,7 @@ class Case:
     peft: bool = False
     ping_pong: bool = False
     accumulation: int = 1
-    precision: str = "float32"
+    precision: str = "bf16"
     ahead: bool = False
     ranks: int = 2
     steps: int = 3
@@ -49,13 +62,18 @@ class Case:
     def __str__(self) -> str:
         said = [self.checkpointing] * (self.checkpointing != "off") + ["LoRA"] * self.peft + ["ping-pong"] * self.ping_pong
         said += [f"x{self.accumulation} accumulated"] * (self.accumulation > 1) + ["planned ahead"] * self.ahead
-        said += [f"bf16 {self.precision}"] * (self.precision != "float32")
+        said += [self.precision] * (self.precision != "bf16")
         return ", ".join([self.engine, *said, f"{self.ranks} ranks"])
 
     @property
     def settings(self) -> hf_distca.DistCAConfig:
         """What distca runs with."""
         return settings(ping_pong=self.ping_pong)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the engine keeps parameters in bfloat16 beside those that the optimizer changes."""
+        return self.precision == "mixed" or (self.precision == "bf16" and self.engine in KEEPING_BF16)
 
     @property
     def calls(self) -> int:
@@ -127,9 +145,10 @@ def counting_gathers() -> Iterator[list[str]]:
 
 
 def prepared(case: Case, model: PreTrainedModel) -> Any:
-    """The model with LoRA if the case asks for it; with mixed precision, it proves as it runs that there is some."""
-    if case.precision == "mixed":
-        model.model.layers[-1].mlp.gate_proj.register_forward_pre_hook(_check_weight)
+    """The model with LoRA if the case asks for it. As it runs, it proves what it computes in."""
+    if case.precision == "bf16 weights":
+        model = model.to(torch.bfloat16)
+    model.model.layers[-1].mlp.gate_proj.register_forward_hook(partial(_check_dtypes, case))
     if not case.peft:
         return model
     from peft import LoraConfig, get_peft_model
@@ -138,9 +157,13 @@ def prepared(case: Case, model: PreTrainedModel) -> Any:
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False))
 
 
-def _check_weight(module: nn.Module, *_: object) -> None:
-    if module.weight.dtype != torch.bfloat16:
-        raise NotThisEngineError(f"layers run with weights in {module.weight.dtype}: that is no mixed precision")
+def _check_dtypes(case: Case, module: nn.Module, _: object, output: torch.Tensor) -> None:
+    weights = torch.bfloat16 if case.mixed or case.precision == "bf16 weights" else torch.float32
+    computed = output.dtype
+    if hasattr(module, "compute_dtype"):  # of a layer in 4 bits, which gives the dtype that it was given
+        weights, computed = torch.uint8, module.compute_dtype
+    if (module.weight.dtype, computed) != (weights, COMPUTED[case.precision]):
+        raise NotThisEngineError(f"a layer has weights in {module.weight.dtype} and gives {computed}: that is not {case}")
 
 
 def evidence_of_dtensors(model: nn.Module) -> str:

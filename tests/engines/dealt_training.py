@@ -15,7 +15,7 @@ import torch.distributed as dist
 from checkpointing import start_deepspeed
 from tiny_llama import settings
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 
 import hf_distca
@@ -24,6 +24,8 @@ from tiny_runs import COMMON
 
 TOKENS = 3072  # of a global batch; 768 a rank on four
 LONGEST = 2304
+PARTS = 2
+_NUMBERS = ("input_ids", "position_ids")  # not targets
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class Case:
         resumed: whether training ends in the middle of an epoch and goes on from a checkpoint.
         workers: of the loader.
         steps: of the optimizer.
+        precision: "bf16", as `bf16=True` sets it, or "float32".
+        order: another order of the sums over tokens: a seed by which documents are shuffled, and divided into `PARTS` of each
+            micro-batch; None as they are dealt.
     """
 
     ranks: int = 2
@@ -49,21 +54,36 @@ class Case:
     workers: int = 0
     implementation: str = "distca"
     steps: int = 20
+    precision: str = "bf16"
+    order: int | None = None
 
     def __str__(self) -> str:
         said = [f"x{self.accumulation} accumulated"] * (self.accumulation > 1) + ["LoRA"] * self.lora
         said += ["checkpointing"] * self.checkpointing + ["ping-pong"] * self.ping_pong + ["resumed"] * self.resumed
         said += [f"{self.workers} worker"] * self.workers
-        return ", ".join([self.client, self.engine, *said, f"{self.ranks} rank" + "s" * (self.ranks > 1)])
+        ranks, other = f"{self.ranks} rank" + "s" * (self.ranks > 1), [self.precision] * (self.precision != "bf16")
+        other += [self.implementation] * (self.implementation != "distca") + ["another order"] * (self.order is not None)
+        return ", ".join([self.client, self.engine, *said, ranks, *other])
 
     @property
     def reference(self) -> Case:
-        """One process under sdpa."""
-        return Case(1, accumulation=self.accumulation, lora=self.lora, implementation="sdpa", steps=self.steps)
+        """One process under sdpa, and under the engine if that has bfloat16 weights."""
+        engine = "ZeRO-2" if self.engine.startswith("ZeRO") and self.precision == "bf16" else "DDP"
+        found = Case(1, engine=engine, accumulation=self.accumulation, lora=self.lora, implementation="sdpa")
+        return replace(found, steps=self.steps, precision=self.precision)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step."""
+        return self.accumulation * (1 if self.order is None else PARTS)
 
 
 def cases() -> Iterator[Case]:
-    """Every number of ranks, engine and way of training, and some together."""
+    """Every number of ranks, engine and way of training, and some together; in bfloat16 and in float32."""
+    yield from (replace(case, precision=precision) for precision in ("bf16", "float32") for case in _ways())
+
+
+def _ways() -> Iterator[Case]:
     yield from (Case(ranks) for ranks in (1, 2, 3, 4))
     for engine in ("DDP", "FSDP2", "ZeRO-2", "ZeRO-3"):
         case = Case(engine=engine)
@@ -113,7 +133,7 @@ def train(rank: int, case: Case, folder: str) -> Run | None:
         weights = _weights(model)
         if dist.get_world_size() > 1:
             dist.barrier()
-    items = range(0, case.steps * case.accumulation * case.ranks, case.ranks)
+    items = range(0, case.steps * case.accumulation * case.ranks, case.ranks) if case.ranks > 1 else range(0)
     spanning = sum(len(dataset[item]["distca_documents"].dealt.whole.spanning) for item in items)
     return Run(losses, weights, spanning) if rank == 0 else None
 
@@ -152,7 +172,8 @@ def _trainer(case: Case, folder: Path, output: str) -> tuple[list[float], Any, A
         "max_steps": case.steps,
         "seed": 0,  # as document_shares has it, by which the loop shuffles
         "learning_rate": 1e-3,
-        "gradient_accumulation_steps": case.accumulation,
+        "gradient_accumulation_steps": case.micro_batches,
+        "bf16": case.precision == "bf16",
         "gradient_checkpointing": case.checkpointing,
         "dataloader_num_workers": case.workers,
         "save_strategy": "steps" if case.resumed else "no",
@@ -164,6 +185,7 @@ def _trainer(case: Case, folder: Path, output: str) -> tuple[list[float], Any, A
             "train_batch_size": "auto",
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
+            "bf16": {"enabled": "auto"},
             "zero_optimization": {"stage": int(case.engine[-1])},
             "zero_allow_untested_optimizer": True,
         }
@@ -186,13 +208,44 @@ def _made(case: Case, folder: Path, options: dict[str, Any]) -> Trainer:
         from trl import SFTConfig, SFTTrainer
 
         kinds = SFTTrainer, SFTConfig
-        options |= {"max_length": None, "bf16": False, "lr_scheduler_type": "linear"}  # TRL has defaults of its own
+        options |= {"max_length": None, "lr_scheduler_type": "linear"}  # TRL has defaults of its own
         more = {"processing_class": AutoTokenizer.from_pretrained(folder / "model")}
     arguments = kinds[1](**options)
     model = _model(case, folder)
     trainer = kinds[0](model=model, args=arguments, train_dataset=load_from_disk(str(folder / "tokens")), **more)
     trainer.remove_callback(PrinterCallback)
-    return hf_distca.deal(trainer, _tokens_per_rank(case))
+    hf_distca.deal(trainer, _tokens_per_rank(case))
+    if case.order is not None:
+        trainer.train_dataset = InAnotherOrder(trainer.train_dataset, case.order)
+        trainer.data_collator = InAnotherOrder.batch
+        trainer.args.remove_unused_columns = False
+    return trainer
+
+
+class InAnotherOrder(Dataset[dict[str, torch.Tensor]]):
+    """Shares of one rank, their documents shuffled and divided into parts, which are one item after another."""
+
+    def __init__(self, shares: Any, seed: int) -> None:
+        self._shares, self._seed = shares, seed
+
+    def __len__(self) -> int:
+        return PARTS * len(self._shares)
+
+    def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
+        number, part = divmod(item, PARTS)
+        share = {name: column for name, column in self._shares[number].items() if isinstance(column, torch.Tensor)}
+        begins = (share["position_ids"] == 0).nonzero()[1:, 0].tolist()
+        generator = torch.Generator().manual_seed(1000 * self._seed + number)
+        chosen = torch.randperm(len(begins) + 1, generator=generator)[part::PARTS].tolist()
+        if not chosen:  # a part without documents is a token without a target
+            return {name: column[:1] if name in _NUMBERS else column[:1] * 0 - 100 for name, column in share.items()}
+        documents = {name: column.tensor_split(begins) for name, column in share.items()}
+        return {name: torch.cat([rows[n] for n in chosen]) for name, rows in documents.items()}
+
+    @staticmethod
+    def batch(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """The batch of one item."""
+        return {name: column[None] for name, column in items[0].items()}
 
 
 def _loop(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]:
@@ -200,7 +253,7 @@ def _loop(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]
     from accelerate import Accelerator
     from transformers import get_scheduler
 
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if case.precision == "bf16" else "no")
     model = _model(case, folder)
     if case.checkpointing:
         model.gradient_checkpointing_enable()

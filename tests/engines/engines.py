@@ -44,38 +44,43 @@ MESHES: dict[str, Callable[[Case, int, str], Run]] = {
 QUANTIZED: dict[str, Callable[[Case, int, str], Run]] = {"DDP, Trainer, base in 4 bits": quantized}
 # Code is generated anew for what each case changes, which takes long.
 GENERATED: dict[str, Callable[[Case, int, str], Run]] = {"DDP, Trainer, torch_compile": compiled_by_trainer}
-# What bfloat16 is under an engine; the others know autocast alone.
-AUTOCAST_AND_MIXED = {"FSDP1", "FSDP2, fully_shard"}
-MIXED = {"FSDP2, accelerate", "ZeRO-1", "ZeRO-2", "ZeRO-3"}
+# Other ways of training with half precision that an engine has.
+ALSO = {
+    "FSDP1": ("mixed",),
+    "FSDP2, fully_shard": ("mixed",),
+    "DDP, Trainer": ("bf16 weights", "fp16"),
+    "FSDP2, transformers": ("bf16 weights",),
+}
 BY_NAME = ENGINES | QUANTIZED | GENERATED | MESHES
 
 
 def cases() -> Iterator[Case]:
     """The matrix: those on two ranks first."""
-    for engine, ping_pong in product(ENGINES | QUANTIZED, (False, True)):
+    both, precisions = (False, True), ("bf16", "float32")
+    for engine, ping_pong, precision in product(ENGINES | QUANTIZED, both, precisions):
         adapters = engine in QUANTIZED
-        for peft, checkpointing in product((False, True)[adapters:], CHECKPOINTING):
-            yield Case(engine, checkpointing, peft, ping_pong)
-        yield Case(engine, "non-reentrant", adapters, ping_pong, accumulation=2)
-        if engine != "DDP, TRL SFT with packing":  # which makes its batches itself, without PackedDocuments
-            yield Case(engine, "non-reentrant", adapters, ping_pong, accumulation=2, ahead=True)
-        if not adapters:  # in bf16 the gradients of adapters alone are 5e-3 off those in float32, under any attention
-            yield from (Case(engine, ping_pong=ping_pong, precision=one) for one in precisions(engine))
-            if "mixed" in precisions(engine):
-                yield Case(engine, "non-reentrant", ping_pong=ping_pong, accumulation=2, precision="mixed", ahead=True)
-    for engine, ping_pong, checkpointing in product(GENERATED, (False, True), ("off", "non-reentrant")):
-        yield Case(engine, checkpointing, ping_pong=ping_pong)
-    for engine, ping_pong in product(ENGINES, (False, True)):
+        for peft, checkpointing in product(both[adapters:], CHECKPOINTING):
+            yield Case(engine, checkpointing, peft, ping_pong, precision=precision)
+        yield from _accumulated(Case(engine, "non-reentrant", adapters, ping_pong, 2, precision))
+    for engine, ways in ALSO.items():
+        for ping_pong, precision in product(both, ways):
+            yield Case(engine, ping_pong=ping_pong, precision=precision)
+            yield from _accumulated(Case(engine, "non-reentrant", False, ping_pong, 2, precision))
+    for engine, ping_pong, checkpointing, precision in product(GENERATED, both, ("off", "non-reentrant"), precisions):
+        yield Case(engine, checkpointing, ping_pong=ping_pong, precision=precision)
+    for engine, ping_pong in product(ENGINES, both):
         yield Case(engine, ping_pong=ping_pong, ranks=4)
-    for engine, ping_pong, checkpointing in product(MESHES, (False, True), ("off", "non-reentrant")):
-        yield Case(engine, checkpointing, ping_pong=ping_pong, ranks=4)
-    for ping_pong in (False, True):
+    for engine, ping_pong, checkpointing, precision in product(MESHES, both, ("off", "non-reentrant"), precisions):
+        yield Case(engine, checkpointing, ping_pong=ping_pong, precision=precision, ranks=4)
+    for ping_pong in both:
         yield Case("HSDP 2 x 2, fully_shard", ping_pong=ping_pong, precision="mixed", ranks=4)
 
 
-def precisions(engine: str) -> list[str]:
-    """The ways of training with bfloat16 that an engine has."""
-    return ["autocast"] * (engine not in MIXED) + ["mixed"] * (engine in AUTOCAST_AND_MIXED | MIXED)
+def _accumulated(case: Case) -> Iterator[Case]:
+    """A case of several micro-batches, and the same planned ahead, but for TRL, which makes batches without PackedDocuments."""
+    yield case
+    if case.engine != "DDP, TRL SFT with packing":
+        yield replace(case, ahead=True)
 
 
 def train(rank: int, case: Case, implementation: str) -> Run:

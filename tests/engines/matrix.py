@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -53,7 +54,7 @@ def compare(pool: RankPool, case: Case, theirs: list[Run], timeout: float = TIME
         pairs = [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(getattr(a, name), getattr(b, name), strict=True)]
         if len(pairs) < len(ours) * case.steps:
             raise AssertionError(f"{case}: only {len(pairs)} values of {name} on {len(ours)} ranks")
-        return max(abs(a - b) / abs(b) for a, b in pairs)
+        return max(relative(a, b) for a, b in pairs)
 
     engines = {run.engine for run in ours}
     if engines != {run.engine for run in theirs}:
@@ -71,6 +72,13 @@ def compare(pool: RankPool, case: Case, theirs: list[Run], timeout: float = TIME
     micro_batches = case.steps * case.accumulation
     counts = case.calls / (LAYERS * micro_batches), gathers.pop() / micro_batches
     return Outcome(case, engines.pop(), worst("losses"), worst("grad_norms"), *seconds, *counts, sent)
+
+
+def relative(value: float, wanted: float) -> float:
+    """How far a value is from the wanted one; of steps that overflow neither is a number."""
+    if not (math.isfinite(value) or math.isfinite(wanted)):
+        return 0.0
+    return abs(value - wanted) / abs(wanted) if math.isfinite(value - wanted) else math.inf
 
 
 class Runs:
@@ -127,14 +135,14 @@ def outcomes(selected: list[Case], progress: Console, timeout: float) -> list[Ou
 def show(found: list[Outcome]) -> None:
     table = Table(title="distca against sdpa")
     switches, counts = ("checkpointing", "LoRA", "ping-pong"), ("calls/layer", "gathers/micro-batch")
-    for column in ("engine", "ranks", *switches, "loss", "gradient norm", "s/step", "sdpa s/step", *counts, "what ran"):
+    figures = ("loss", "gradient norm", "s/step", "sdpa s/step")
+    for column in ("engine", "precision", "ranks", *switches, *figures, *counts, "what ran"):
         table.add_column(column, overflow="fold")
     for one in found:
         case = one.case
         extras = [f"x{case.accumulation} accumulated"] * (case.accumulation > 1) + ["planned ahead"] * case.ahead
-        extras += [f"bf16 {case.precision}"] * (case.precision != "float32")
         switches = (case.checkpointing, "yes" if case.peft else "", "yes" if case.ping_pong else "")
-        what = (", ".join([case.engine, *extras]), str(case.ranks), *switches)
+        what = (", ".join([case.engine, *extras]), case.precision, str(case.ranks), *switches)
         if one.error:
             lines = one.error.splitlines()
             reason = lines[-1] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
@@ -150,7 +158,7 @@ def show(found: list[Outcome]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", metavar="TEXT", default="", help="only engines whose name contains TEXT")
-    parser.add_argument("--quick", action="store_true", help="the first case of each engine, whole and in ping-pong")
+    parser.add_argument("--quick", action="store_true", help="the first case of each engine and precision, in ping-pong, too")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="of one run (%(default)g)")
     parser.add_argument("--list", action="store_true", help="print the names of the engines and end")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to standard output")
@@ -160,7 +168,7 @@ def main() -> None:
         return
     selected = [case for case in cases() if arguments.engine.lower() in case.engine.lower()]
     if arguments.quick:
-        first = {(case.engine, case.ping_pong): case for case in reversed(selected)}
+        first = {(case.engine, case.precision, case.ping_pong): case for case in reversed(selected)}
         selected = [case for case in selected if case in first.values()]
     if not selected:
         parser.error(f"no engine's name contains {arguments.engine!r}; --list prints them")

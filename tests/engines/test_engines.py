@@ -16,32 +16,45 @@ QUICK = [
     Case("DDP, Trainer"),
     Case("DDP, Trainer", ping_pong=True, accumulation=2),
     Case("DDP, Trainer", "non-reentrant", peft=True, ping_pong=True),
-    Case("DDP, Trainer", precision="autocast", ping_pong=True),
+    Case("DDP, Trainer", precision="float32", ping_pong=True),
+    Case("DDP, Trainer", precision="bf16 weights", ping_pong=True),
+    Case("DDP, Trainer", precision="fp16", ping_pong=True),
     Case("DDP, Trainer", accumulation=2, ahead=True),
     Case("DDP, Trainer, base in 4 bits", "non-reentrant", peft=True, ping_pong=True),
     Case("DDP, TRL SFT with packing", ping_pong=True),
+    Case("DDP, torch.compile", ping_pong=True),
     Case("FSDP1", ping_pong=True),
     Case("FSDP2, fully_shard", "reentrant", ping_pong=True),
-    Case("FSDP2, fully_shard", precision="mixed", ping_pong=True),
     Case("FSDP2, fully_shard", "non-reentrant", accumulation=2, precision="mixed", ahead=True),
-    Case("FSDP1", precision="mixed"),
+    Case("FSDP1", "non-reentrant", accumulation=2, precision="mixed"),
     Case("FSDP2, transformers", "non-reentrant", ping_pong=True),
     Case("FSDP2, accelerate", "non-reentrant", ping_pong=True),
-    Case("FSDP2, accelerate", "non-reentrant", ping_pong=True, accumulation=2, precision="mixed", ahead=True),
+    Case("FSDP2, accelerate", "non-reentrant", ping_pong=True, accumulation=2, ahead=True),
     Case("ZeRO-1"),
     Case("ZeRO-2", ping_pong=True),
     Case("ZeRO-3", "non-reentrant"),
     Case("ZeRO-3", "non-reentrant", ping_pong=True),
-    Case("ZeRO-2", precision="mixed"),
+    Case("ZeRO-2", precision="float32"),
     Case("DDP, Trainer", ping_pong=True, ranks=4),
 ]
 ALWAYS = [
+    Case("DDP, Trainer", precision="float32", ping_pong=True),
     Case("DDP, Trainer", ping_pong=True, accumulation=2),
     Case("FSDP2, fully_shard", "non-reentrant", accumulation=2, precision="mixed", ahead=True),
     Case("FSDP2, transformers", "non-reentrant", ping_pong=True),
     Case("ZeRO-2", ping_pong=True),
     Case("ZeRO-3", "non-reentrant"),
 ]
+
+
+# Differences of losses and of norms of gradients. With bfloat16 weights, norms are numbers in bfloat16, and may be neighbours.
+CLOSE = {
+    "bf16": (1e-3, 4e-3),  # seen: 5.8e-5, 1.4e-3
+    "mixed": (1e-3, 4e-3),  # 7.7e-5, 1.3e-3
+    "bf16 weights": (1e-3, 2**-7),  # 4.1e-5, 4.9e-3
+    "fp16": (1e-3, 4e-3),  # 1.9e-5, 7.9e-5
+    "float32": (2e-6, 8e-6),  # 1.2e-7, 1.0e-6
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +68,13 @@ def check(runs: Runs, case: Case) -> None:
     if case.engine in QUANTIZED:
         pytest.importorskip("bitsandbytes", reason='a base in 4 bits needs pip install -e ".[quantization]"')
     outcome = runs.outcome(case)
-    tolerance = (
-        1e-3 if case.precision != "float32" else 2e-6
-    )  # seen: 5.1e-5 and 1.2e-7, and for norms of gradients 1.5e-3 and 1.0e-6
+    loss, norm = CLOSE[case.precision]
+    if case.peft and case.precision != "float32":  # in bf16 gradients of adapters alone are 5e-3 off, under any attention
+        norm = 1e-2
     assert outcome.loss_difference is not None
-    assert outcome.loss_difference <= tolerance
+    assert outcome.loss_difference <= loss
     assert outcome.grad_norm_difference is not None
-    assert outcome.grad_norm_difference <= 4 * tolerance
+    assert outcome.grad_norm_difference <= norm
 
 
 @pytest.mark.timeout(900)

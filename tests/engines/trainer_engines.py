@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from case import CHECKPOINTING, Case, NotThisEngineError, Run, evidence_of_dtensors, prepared
+from case import CHECKPOINTING, COMPUTED, Case, NotThisEngineError, Run, evidence_of_dtensors, prepared
 from checkpointing import start_deepspeed
 from tiny_llama import LAYERS, loaded, natively_sharded, row, tiny_llama
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 from transformers import BitsAndBytesConfig, PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import hf_distca
@@ -60,8 +62,11 @@ def training_options(case: Case, folder: str, checkpointing: dict[str, Any] | No
         "gradient_checkpointing_kwargs": checkpointing,
         "train_sampling_strategy": "sequential",
         "learning_rate": 1e-3,
-        "bf16": case.precision != "float32",
+        "bf16": case.precision in ("bf16", "bf16 weights"),
+        "fp16": case.precision == "fp16",
         "max_grad_norm": 1e9,
+        # The Trainer knows a model that recomputes, for which DDP may not look for unused parameters, but not behind PEFT.
+        **({"ddp_find_unused_parameters": False} if case.peft and checkpointing == CHECKPOINTING["reentrant"] else {}),
     }
 
 
@@ -69,9 +74,13 @@ def finished(case: Case, trainer: Trainer, evidence: Callable[[Trainer], str]) -
     trainer.remove_callback(PrinterCallback)
     clock = Clock()
     trainer.add_callback(clock)
+    if case.precision == "fp16":
+        scale_losses(trainer)
+        trainer.add_callback(Overflow())
     trainer.train()
+    said = evidence(trainer) + (evidence_of_scaler(trainer) if case.precision == "fp16" else "")
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    return Run.of([log["loss"] for log in logs], [log["grad_norm"] for log in logs], clock.started, evidence(trainer))
+    return Run.of([log["loss"] for log in logs], [log["grad_norm"] for log in logs], clock.started, said)
 
 
 class Clock(TrainerCallback):
@@ -82,6 +91,39 @@ class Clock(TrainerCallback):
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self.started.append(time.perf_counter())
+
+
+class Overflow(TrainerCallback):
+    """Gradients of rank 1 alone are infinite in the second step, from the end of the last layer on."""
+
+    def __init__(self) -> None:
+        self._hook: RemovableHandle | None = None
+
+    def on_step_begin(self, _args: Any, state: Any, _control: Any, model: Any, **kwargs: Any) -> None:
+        if state.global_step == 1 and dist.get_rank() == 1:
+            self._hook = model.model.norm.register_forward_hook(self._overflow)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+    @staticmethod
+    def _overflow(_module: nn.Module, _inputs: object, hidden: torch.Tensor) -> None:
+        hidden.register_hook(lambda grad: grad * torch.inf)
+
+
+def scale_losses(trainer: Trainer) -> None:
+    """What accelerate does for `fp16=True` on a GPU. On a CPU it trains in float32, without a word."""
+    trainer.accelerator.native_amp = True
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+
+
+def evidence_of_scaler(trainer: Trainer) -> str:
+    scaler = trainer.accelerator.scaler
+    began, scale = scaler._init_scale, scaler.get_scale()
+    if scale != began * scaler.get_backoff_factor():
+        raise NotThisEngineError(f"the scale of gradients went from {began:g} to {scale:g}: not one step overflowed")
+    return f", scale {scale:g}"
 
 
 def wrapped_in_ddp(trainer: Trainer) -> str:
@@ -143,7 +185,8 @@ def quantized(case: Case, rank: int, implementation: str) -> Run:
     """QLoRA: adapters on a frozen base in 4 bits."""
 
     def make(implementation: str, folder: Path) -> PreTrainedModel:
-        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+        compute = COMPUTED[case.precision]
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
         return loaded(implementation, folder, quantization_config=config)
 
     return hugging_face(case, rank, implementation, frozen_in_4_bits, make)

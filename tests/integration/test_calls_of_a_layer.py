@@ -1,4 +1,4 @@
-"""A layer takes little of the host: the Python calls that one more adds to a step of one rank, beside a bare attention function."""
+"""Python calls that one more layer adds to a step of one rank, beside a bare attention function."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def make(kind: type[Trainer], implementation: str, data: Any, changes: dict[str,
     disable_progress_bars()
     # With AdamW's usual epsilon, rounding of tiny gradients grows to 2e-5 of later norms, more on some processors than on others.
     arguments = {**COMMON, "output_dir": tempfile.gettempdir(), "max_steps": STEPS, "learning_rate": 1e-2, "adam_epsilon": 1e-2}
-    arguments |= changes
+    arguments |= {"bf16": False, **changes}
     return kind(tiny_llama(implementation), TrainingArguments(**arguments), train_dataset=data, eval_dataset=rows())
 
 
@@ -142,6 +142,25 @@ def test_one_line_trains_as_one_process_does(rank_pool: Callable[[int], RankPool
     expected = one_process(name)
     assert len(expected) >= 2 * min(STEPS, CASES[name][2].get("max_steps", STEPS))
     assert rank_pool(2)(train, 2, "distca", name)[0] == pytest.approx(expected, rel=1e-5)
+
+
+# What users do by default: autocast to bfloat16, and DDP as the Trainer sets it up without activation checkpointing.
+HALF = {"bf16": True, "ddp_find_unused_parameters": None}
+
+
+def train_half(rank: int, ranks: int, implementation: str, changes: dict[str, Any]) -> list[float]:
+    hf_distca.configure(settings(cost_model="analytic"))
+    trainer = make(Trainer, implementation, rows(), {**HALF, **changes})
+    hf_distca.deal(trainer, TOKENS // ranks).train()
+    return losses(trainer)[::2]
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["plain", "accumulation"])
+def test_half_precision_trains_as_one_process_does(rank_pool: Callable[[int], RankPool], steps: int) -> None:
+    changes = {"gradient_accumulation_steps": steps}
+    expected = train_half(0, 1, "sdpa", changes)
+    assert len(expected) == STEPS
+    assert rank_pool(2)(train_half, 2, "distca", changes)[0] == pytest.approx(expected, rel=4e-3)
 
 
 def test_masks_and_packing_change_nothing_but_what_they_should() -> None:
@@ -402,7 +421,9 @@ sys.path[:0] = {folders}
 from test_deal_trainer import COMMON, STEPS, rows, tiny_llama, losses
 from transformers import Trainer, TrainingArguments
 
-args = TrainingArguments(**{{**COMMON, "output_dir": {folder!r}, "max_steps": STEPS, "learning_rate": 1e-2, "seed": 3}})
+options = {{"output_dir": {folder!r}, "max_steps": STEPS, "seed": 3, "bf16": False}}
+options |= {{"learning_rate": 1e-2, "adam_epsilon": 1e-2}}
+args = TrainingArguments(**{{**COMMON, **options}})
 trainer = Trainer(tiny_llama(None), args, train_dataset=rows())
 trainer.train()
 if trainer.is_world_process_zero():

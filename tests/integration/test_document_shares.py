@@ -45,7 +45,7 @@ def make(ranks: int, **more: Any) -> Any:
 
 
 def trainer_of(dataset: Any, **more: Any) -> Trainer:
-    how = {"train_sampling_strategy": "sequential", "remove_unused_columns": True, "num_train_epochs": 2, **more}
+    how = {"train_sampling_strategy": "sequential", "remove_unused_columns": True, "num_train_epochs": 2, "bf16": False, **more}
     return tiny_runs.make_trainer("distca", dataset, **how)
 
 
@@ -135,7 +135,7 @@ def test_trl_takes_them() -> None:
     }
     trainer = trl.SFTTrainer(
         tiny_runs.tiny_llama("distca"),
-        trl.SFTConfig(**arguments, **how),
+        trl.SFTConfig(**(arguments | how)),
         data_collator=hf_distca.PackingCollator(),
         train_dataset=make(1),
         processing_class=tokenizer,
@@ -257,7 +257,7 @@ def evaluate(rank: int, ranks: int) -> dict[str, float]:
     shares = hf_distca.document_shares(
         some_documents(), TOKENS // ranks, shapes=[(SHAPE, None)], config=config, ranks=ranks, seed=None
     )
-    trainer = tiny_runs.make_trainer("distca", shares, eval_dataset=shares, config=config, train_sampling_strategy="sequential")
+    trainer = trainer_of(shares, eval_dataset=shares, config=config, num_train_epochs=3, remove_unused_columns=False)
     with counted_planning() as planning:
         loss = trainer.evaluate()["eval_loss"]
     return {"loss": loss, "planning": len(planning), "dispatches": tiny_runs.dispatches()}

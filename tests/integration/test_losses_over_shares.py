@@ -239,7 +239,7 @@ def train(ranks: int, name: str, precision: str, watched: bool) -> Outcome:
 
 
 def outcome(kind: type[Trainer], implementation: str, data: Any, changes: dict[str, Any], watched: bool) -> Outcome:
-    arguments = {**changes}
+    arguments = {"bf16": False, **changes}
     function = arguments.pop("compute_loss_func", None)
     trainer = make_trainer(
         implementation, data, kind=kind, config=settings(), max_steps=STEPS, train_sampling_strategy="sequential", **arguments

@@ -140,6 +140,7 @@ def under_the_trainer(rank: int, kind: str) -> list[float]:
         "distca" if kind == "shared" else "sdpa",
         rows,
         kind=SharingTrainer if kind == "shared" else Trainer,
+        bf16=False,
         max_steps=3,
         gradient_accumulation_steps=2,
         train_sampling_strategy="sequential",

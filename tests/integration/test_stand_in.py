@@ -56,7 +56,7 @@ def trained(rank: int, name: str, standing_in: bool) -> tuple[list[float], bool,
     with restored():
         if standing_in:
             hf_distca.configure(instead_of=name)
-        trainer = make_trainer(name, rows(6), config=settings(), max_steps=3)
+        trainer = make_trainer(name, rows(6), config=settings(), max_steps=3, bf16=False)
         trainer.train()
         figures = any("distca/imbalance_estimated_before" in row for row in trainer.state.log_history)
         return losses(trainer), figures, trainer.model.config._attn_implementation

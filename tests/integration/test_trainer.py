@@ -8,6 +8,8 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +48,30 @@ class Reporter(TrainerCallback):
         self.seen.append(dict(logs or {}))
 
 
-def train(
-    rank: int, implementation: str, accumulation: int, checkpointing: bool, ping_pong: bool
-) -> tuple[list[dict], list[dict], list[str]]:
+@dataclass(frozen=True)
+class Way:
+    """How the model is trained."""
+
+    accumulation: int = 1
+    checkpointing: bool = False
+    ping_pong: bool = False
+    bf16: bool = True
+
+
+def train(rank: int, implementation: str, way: Way) -> tuple[list[dict], list[dict], list[str]]:
     """The log history, what reporters saw, and the names of the spans that were traced."""
     steps, reporter = 6, Reporter()
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(
             implementation,
-            rows(2 * steps * accumulation),
+            rows(2 * steps * way.accumulation),
             eval_dataset=rows(2),
-            config=settings(ping_pong=ping_pong),
+            config=settings(ping_pong=way.ping_pong),
             trace_path=folder,
             callbacks=[reporter],
-            gradient_accumulation_steps=accumulation,
-            **{ARGUMENT: checkpointing},
+            gradient_accumulation_steps=way.accumulation,
+            **{ARGUMENT: way.checkpointing},
+            bf16=way.bf16,
             max_steps=steps,
             logging_steps=2,
             eval_strategy="steps",
@@ -72,22 +83,26 @@ def train(
     return trainer.state.log_history, reporter.seen, [event["name"] for event in events]
 
 
+# In bfloat16 two orders of the same sums come so far apart in six steps: seen are 4e-4, and 9e-3 for norms of gradients.
+CLOSE = {False: {"loss": 1e-4, "eval_loss": 1e-4, "grad_norm": 1e-4}, True: {"loss": 1e-3, "eval_loss": 1e-3, "grad_norm": 2e-2}}
+ALWAYS = [Way(), Way(2, checkpointing=True, ping_pong=True, bf16=False)]
+
+
 @pytest.mark.parametrize(
-    ("accumulation", "checkpointing", "ping_pong"),
-    in_turn([(1, False, False), (2, True, False), (2, True, True)], 4, [(2, True, True)]),
+    "way",
+    in_turn([*ALWAYS, Way(bf16=False), *(Way(2, *on) for on in product((False, True), repeat=2))], 4, ALWAYS),
+    ids=str,
 )
-def test_same_losses_as_sdpa_and_balance_in_the_logs(
-    rank_pool: Callable[[int], RankPool], accumulation: int, checkpointing: bool, ping_pong: bool
-) -> None:
+def test_same_losses_as_sdpa_and_balance_in_the_logs(rank_pool: Callable[[int], RankPool], way: Way) -> None:
     pool = rank_pool(2)
-    ours, theirs = (pool(train, name, accumulation, checkpointing, ping_pong) for name in ("distca", "sdpa"))
+    ours, theirs = (pool(train, name, way) for name in ("distca", "sdpa"))
     for (history, seen, traced), (reference, *_) in zip(ours, theirs, strict=True):
         # One step: each micro-batch, 2 layers, a dispatch forward and one backward, of each half.
-        assert traced.count("dispatch") == accumulation * 2 * 2 * (2 if ping_pong else 1)
+        assert traced.count("dispatch") == way.accumulation * 2 * 2 * (2 if way.ping_pong else 1)
         assert len(history) == len(reference)
         for row, wanted in zip(history, reference, strict=True):
-            for name in {"loss", "grad_norm", "eval_loss"} & wanted.keys():
-                assert row[name] == pytest.approx(wanted[name], rel=1e-4), name
+            for name in CLOSE[way.bf16].keys() & wanted.keys():
+                assert row[name] == pytest.approx(wanted[name], rel=CLOSE[way.bf16][name]), name
         logs = [row for row in history if "loss" in row]
         assert all(row.keys() >= FIGURES for row in logs)
         assert all(row["distca/imbalance_estimated_before"] > 1.5 for row in logs)

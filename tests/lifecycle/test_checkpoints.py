@@ -26,6 +26,7 @@ def train(
         folder=folder,
         model=model,
         config=settings(ping_pong=ping_pong),
+        bf16=False,
         max_steps=6,
         save_strategy="steps",
         save_steps=3,

@@ -48,6 +48,7 @@ def train(rank: int, implementation: str, ping_pong: bool, balance_evaluation: b
         eval_dataset=uneven,
         callbacks=[writer],
         config=settings(ping_pong=ping_pong, balance_evaluation=balance_evaluation),
+        bf16=False,
         max_steps=4,
         eval_strategy="steps",
         eval_steps=2,

@@ -35,7 +35,7 @@ def train(
     rank: int, implementation: str, stream: bool, arguments: dict[str, Any], ahead: bool = False
 ) -> tuple[list[float], int, float]:
     kind = PlanningTrainer if ahead else Trainer
-    trainer = make_trainer(implementation, Stream() if stream else single_documents(), kind=kind, **arguments)
+    trainer = make_trainer(implementation, Stream() if stream else single_documents(), kind=kind, bf16=False, **arguments)
     trainer.train()
     return losses(trainer), dispatches(), trainer.state.epoch
 
@@ -146,6 +146,7 @@ def stop_early(rank: int, implementation: str, folder: str) -> tuple[list[float]
         folder=folder,
         eval_dataset=rows(3),
         callbacks=[EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=float(VOCABULARY))],
+        bf16=False,
         max_steps=8,
         eval_strategy="steps",
         eval_steps=2,

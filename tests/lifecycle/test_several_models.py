@@ -43,6 +43,7 @@ def switch(rank: int, names: dict[int, str], ping_pong: bool) -> tuple[list[floa
         rows(12),
         callbacks=[callback],
         config=settings(ping_pong=ping_pong),
+        bf16=False,
         max_steps=6,
         train_sampling_strategy="sequential",
     )

@@ -34,6 +34,7 @@ class Case:
         checkpointing: whether it is reentrant; None for none.
         sharded: FSDP2 of transformers in place of DDP.
         steps: of the optimizer.
+        bf16: whether operations take bfloat16, by autocast.
     """
 
     model_type: str
@@ -44,10 +45,11 @@ class Case:
     lora: bool = False
     evaluation: bool = False
     steps: int = 3
+    bf16: bool = False
 
     def __str__(self) -> str:
         said = ["FSDP2" if self.sharded else "DDP"] + ["LoRA"] * self.lora + ["ping-pong"] * self.ping_pong
-        said += ["evaluated"] * self.evaluation
+        said += ["evaluated"] * self.evaluation + ["bf16"] * self.bf16
         said += [] if self.checkpointing is None else ["reentrant" if self.checkpointing else "checkpointing"]
         return ", ".join([self.model_type, *said, f"{self.ranks} ranks", f"{self.steps} steps"])
 
@@ -120,6 +122,7 @@ def train(rank: int, case: Case, implementation: str = "distca", lengths: Sequen
     ids = [torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
     arguments = {
         **COMMON,
+        "bf16": case.bf16,
         "max_steps": case.steps,
         "learning_rate": 0.05,
         "optim": "sgd",  # which does not make large steps of small gradients

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from compare import Outcome, alone, difference, documents
@@ -56,6 +57,15 @@ def test_cut_documents_train_as_whole_ones_on_one_process(case: Case, rank_pool:
     for name, weight in want.weights.items():
         difference = (ranks[0].weights[name] - weight).norm() / weight.norm().clamp_min(1e-3)
         assert difference < 1e-4, name
+
+
+@pytest.mark.parametrize("model_type", in_turn(["nemotron_h", "qwen3_next", "lfm2", "bamba"], 4, ["nemotron_h"]))
+def test_bfloat16_rounds_as_on_one_process(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
+    """Both are equally far from float32: losses, as norms of gradients are a single number that may be right by chance."""
+    exact = np.array(one_process(model_type).losses[::2])
+    alone = np.array(train(0, Case(model_type, 1, bf16=True), "sdpa").losses[::2])
+    together = np.array(rank_pool(2)(train, Case(model_type, bf16=True), timeout=300)[0].losses[::2])
+    assert 0 < np.linalg.norm(together / exact - 1) <= 2 * np.linalg.norm(alone / exact - 1)
 
 
 @pytest.mark.parametrize("model_type", in_turn(["nemotron_h", "olmo_hybrid"], 4))

@@ -58,7 +58,7 @@ class Sharing(hf_distca.DistCATrainerMixin, Trainer):
 
 def make_trainer(*args: Any, **changes: Any) -> Trainer:
     """With so large an epsilon, Adam does not make large steps of small gradients, and of their rounding."""
-    return tiny_trainer("distca", *args, adam_epsilon=1e-2, **changes)
+    return tiny_trainer("distca", *args, adam_epsilon=1e-2, bf16=False, **changes)
 
 
 def same(ours: list[Trained], theirs: list[Trained]) -> None:

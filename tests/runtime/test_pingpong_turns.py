@@ -45,17 +45,19 @@ def test_each_half_has_its_own_modes_and_sees_the_callers_context() -> None:
 
     def half() -> list[object]:
         modes: list[object] = [VARIABLE.get()]
-        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
             take_turns()
-            modes += [torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")]
+            modes += seen()
             take_turns()
         take_turns()
-        return [*modes, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")]
+        return [*modes, *seen()]
 
-    expected = ["the caller's", False, True, True, False]
+    def seen() -> list[bool]:
+        return [torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()]
+
+    expected = ["the caller's", False, True, False, True, False, True]
     assert run_nano_batches(half, half, "cpu") == (expected, expected)
-    assert torch.is_grad_enabled()
-    assert not torch.is_autocast_enabled("cpu")
+    assert seen() == [True, False, True]
 
 
 def test_each_half_has_its_own_hooks_on_saved_tensors() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from hf_distca.data.collator import IGNORED_LABEL
-from hf_distca.data.reading import Piece, Reader
+from hf_distca.data.pieces import Piece
+from hf_distca.data.reading import Reader
 from hf_distca.errors import ConfigError
 
 __all__ = ["Targets", "sample_targets"]

@@ -94,20 +94,22 @@ class _Modes(NamedTuple):
     grad: bool
     autocast: bool
     autocast_dtype: torch.dtype
+    autocast_cache: bool
     dispatch: tuple[TorchDispatchMode, ...]
     saved: SavedTensors
 
     @classmethod
     def current(cls, device_type: str) -> _Modes:
         autocast = torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type)
+        dtype, cache = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
         dispatch = tuple(borrowed.dispatch_modes())
-        return cls(torch.is_grad_enabled(), autocast, dtype, dispatch, SavedTensors.current())
+        return cls(torch.is_grad_enabled(), autocast, dtype, cache, dispatch, SavedTensors.current())
 
     def set(self, device_type: str) -> None:
         torch.set_grad_enabled(self.grad)
         torch.set_autocast_enabled(device_type, self.autocast)
         torch.set_autocast_dtype(device_type, self.autocast_dtype)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
         current = borrowed.dispatch_modes()
         if tuple(current) != self.dispatch:
             for _ in current:
