@@ -18,8 +18,8 @@ autograd, too, so that distca is charged a little too much. sdpa gets one sequen
 are beside it: how many documents there are shows in distca's kernel.
 
 *Calls*: Python calls, of functions and built-in ones (`cProfile`), that one more layer adds to a step of a small Llama on one
-rank, forward and backward, and those that a step of one layer has beyond that: with distca, with a bare call of torch's attention, and
-the difference. They do not depend on the machine.
+rank, forward and backward, and those that a step of one layer has beyond that: with distca, with a bare call of torch's
+attention, and the difference. They do not depend on the machine.
 """
 
 from __future__ import annotations

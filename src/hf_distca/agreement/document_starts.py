@@ -159,5 +159,5 @@ class RowTokens:
                 f"row {self.row[rest[0]]} of a training batch begins at position {self.position[rest[0]]}, and there are "
                 "no distca_documents. Dealt batches have more than input_ids: call model(**inputs). Else another tool may have "
                 "cut sequences over ranks (context parallelism, Ulysses), and distca would take the rest for a document of its "
-                "own. Switch that off; or set DistCAConfig(documents_span_ranks=True) if ranks of the attention group hold the parts."
+                "own. Switch that off; or set DistCAConfig(documents_span_ranks=True) if ranks of the group hold the parts."
             )
