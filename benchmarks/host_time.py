@@ -222,96 +222,18 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
         "history": bookkeeping,
     }
     found = {name: median_ms(run, arguments.repeats) for name, run in steps.items()}
-    return {**found, "all": sum(found.values())}
-
-
-def backward_too(run: Callable[..., torch.Tensor], leaves: list[torch.Tensor]) -> Callable[[], object]:
-    """The run, and its backward."""
-
-    def both() -> None:
-        out = run(*leaves)
-        torch.autograd.grad(out, leaves, torch.ones_like(out))
-
-    return both
-
-
-class Switch(Session):
-    """A session whose kernel can be replaced by one that computes nothing; it is looked for all the same."""
-
-    bare = False
-
-    def _kernel(self, *arguments: Any) -> Any:
-        kernel = super()._kernel(*arguments)
-        return ZEROS if self.bare else kernel
-
-
-def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, float]:
-    """Microseconds of a layer with so many documents."""
-    module = LlamaAttention(ALONE, 0).train()
-    # As projections leave them: heads of a token side by side.
-    shape = (1, tokens, ALONE.num_attention_heads, module.head_dim)
-    leaves = [torch.randn(shape).transpose(1, 2).requires_grad_() for _ in range(3)]
-    packed = PackedDocuments((tokens // count,) * count)
-    handle = AttentionHandle(1, tokens)
-    functions = AttentionInterface()
-    call = {"scaling": module.scaling, "dropout": 0.0}
-
-    def distca(*tensors: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = functions["distca"](module, *tensors, handle, distca_documents=packed, **call)[0]
-        return out
-
-    def sdpa(*tensors: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = functions["sdpa"](module, *tensors, None, **call)[0]
-        return out
-
-    q_THD, k_TKD, v_TKV = (leaf.detach()[0].transpose(0, 1).contiguous() for leaf in leaves)
-    lengths = (tokens // count,) * count
-    starts = tuple(range(0, tokens, tokens // count))
-    tasks, scores = TaskBatch(starts, lengths, starts, lengths), Scores(module.scaling)
-    real = select_kernel("auto", Case(CPU, q_THD.dtype, module.head_dim, module.head_dim, scores))
-
-    def kernel(which: Any) -> None:
-        o_THV, lse_TH = which.forward(Operands(q_THD, k_TKD, v_TKV), tasks, scores)
-        which.backward(Saved(o_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV), tasks, scores)
-
-    def without_kernel() -> None:
-        session.bare = True
-        both()
-        session.bare = False
-
-    def sdpa_without_kernel() -> None:
-        functional.scaled_dot_product_attention = zeros_function
-        sdpa_both()
-        functional.scaled_dot_product_attention = scaled_dot_product_attention
-
-    both, sdpa_both = backward_too(distca, leaves), backward_too(sdpa, leaves)
-    runs: dict[str, Callable[[], object]] = {
-        "distca": both,
-        "its kernel": partial(kernel, real),
-        "distca without kernel": without_kernel,
-        "zeros": partial(kernel, ZEROS),
-        "sdpa": sdpa_both,
-        "sdpa without kernel": sdpa_without_kernel,
-        "zeros of a function": backward_too(zeros_function, leaves),
-    }
+    for of in ("a layer", "a step besides"):
+        found[f"beyond bare: {of}"] = found[f"distca: {of}"] - found[f"bare: {of}"]
+    return found
     found = in_rounds(runs, repeats)
     # The run of autograd counts for distca alone: that of sdpa goes with the function that is taken off.
     ours, theirs = found["distca without kernel"] - found["zeros"], found["sdpa without kernel"] - found["zeros of a function"]
     return {**found, "beyond sdpa": ours - theirs}
 
 
-def bare(
-    _module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    _mask: None,
-    *,
-    scaling: float,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
+def bare(_module: torch.nn.Module, *states: torch.Tensor, scaling: float, **_: Any) -> tuple[torch.Tensor, None]:
     """An attention function with nothing around torch's; it sees all tokens as one document."""
-    output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    output = scaled_dot_product_attention(*states[:3], is_causal=True, scale=scaling, enable_gqa=True)
     return output.transpose(1, 2).contiguous(), None
 
 
