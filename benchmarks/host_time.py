@@ -17,9 +17,11 @@ replaced by ones that only make tensors of the right shapes. The time of making 
 autograd, too, so that distca is charged a little too much. sdpa gets one sequence of as many tokens. Times with the real kernels
 are beside it: how many documents there are shows in distca's kernel.
 
-*Calls*: Python calls, of functions and built-in ones (`cProfile`), that one more layer adds to a step of a small Llama on one rank,
-forward and backward, and those that a step of one layer has beyond that: with distca, with a bare call of torch's attention, and
-the difference. They do not depend on the machine.
+The *first layer* of a micro-batch makes the plan besides.
+
+*Calls*: Python calls, of functions and built-in ones (`cProfile`), that one more layer adds to a step of a small Llama on one
+rank, forward and backward, and those that a step of one layer has beyond that: with distca, with a bare call of torch's
+attention, and the difference. They do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -168,7 +170,8 @@ def layer(plan: Plan, rank: int) -> Callable[[], object]:
     route, rows = Route.build(plan, rank), int(plan.layout.query_tokens[rank])
     group = AttentionGroup(tuple(range(plan.layout.world_size)), rank, Nowhere())  # type: ignore[arg-type]
     server = AttentionServer(ZEROS, Scores(1.0), Meter())  # type: ignore[arg-type]
-    leaves = [torch.zeros(rows, 1, WIDTH, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    heads = plan.layout.groups  # of a document that is split by heads, every group has one
+    leaves = [torch.zeros(rows, heads, WIDTH, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     do_THV = torch.zeros_like(leaves[0])
     return lambda: torch.autograd.grad(core_attention(Inputs(*leaves), Call(route, group, server)), leaves, do_THV)
 
@@ -222,9 +225,97 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
         "history": bookkeeping,
     }
     found = {name: median_ms(run, arguments.repeats) for name, run in steps.items()}
-    for of in ("a layer", "a step besides"):
-        found[f"beyond bare: {of}"] = found[f"distca: {of}"] - found[f"bare: {of}"]
-    return found
+    return {**found, "all": sum(found.values())}
+
+
+def backward_too(run: Callable[..., torch.Tensor], leaves: list[torch.Tensor]) -> Callable[[], object]:
+    """The run, and its backward."""
+
+    def both() -> None:
+        out = run(*leaves)
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    return both
+
+
+class Switch(Session):
+    """A session whose kernel can be replaced by one that computes nothing; it is looked for all the same."""
+
+    bare = False
+
+    def kernel(self, *arguments: Any) -> Any:
+        return Either(self, super().kernel(*arguments))
+
+
+class Either:
+    """A kernel, or one that computes nothing while its session is bare."""
+
+    def __init__(self, session: Switch, kernel: Any) -> None:
+        self.session, self.kernel, self.name = session, kernel, kernel.name
+
+    def forward(self, *arguments: Any) -> Outputs:
+        return (ZEROS if self.session.bare else self.kernel).forward(*arguments)
+
+    def backward(self, *arguments: Any) -> Grads:
+        return (ZEROS if self.session.bare else self.kernel).backward(*arguments)
+
+
+def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, float]:
+    """Microseconds of a layer with so many documents."""
+    module = LlamaAttention(ALONE, 0).train()
+    # As projections leave them: heads of a token side by side.
+    shape = (1, tokens, ALONE.num_attention_heads, module.head_dim)
+    leaves = [torch.randn(shape).transpose(1, 2).requires_grad_() for _ in range(3)]
+    packed = PackedDocuments((tokens // count,) * count)
+    handle = AttentionHandle(1, tokens)
+    functions = AttentionInterface()
+    call = {"scaling": module.scaling, "dropout": 0.0}
+
+    def distca(*tensors: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = functions["distca"](module, *tensors, handle, distca_documents=packed, **call)[0]
+        return out
+
+    def sdpa(*tensors: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = functions["sdpa"](module, *tensors, None, **call)[0]
+        return out
+
+    q_THD, k_TKD, v_TKV = (leaf.detach()[0].transpose(0, 1).contiguous() for leaf in leaves)
+    lengths = (tokens // count,) * count
+    starts = tuple(range(0, tokens, tokens // count))
+    tasks, scores = TaskBatch(starts, lengths, starts, lengths), Scores(module.scaling)
+    real = select_kernel("auto", Case(CPU, q_THD.dtype, module.head_dim, module.head_dim, scores))
+
+    def kernel(which: Any) -> None:
+        o_THV, lse_TH = which.forward(Operands(q_THD, k_TKD, v_TKV), tasks, scores)
+        which.backward(Saved(o_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV), tasks, scores)
+
+    def without_kernel(run: Callable[[], object]) -> None:
+        session.bare = True
+        run()
+        session.bare = False
+
+    def first(*tensors: torch.Tensor) -> torch.Tensor:
+        nonlocal handle
+        handle = AttentionHandle(1, tokens)
+        return distca(*tensors)
+
+    def sdpa_without_kernel() -> None:
+        functional.scaled_dot_product_attention = zeros_function
+        sdpa_both()
+        functional.scaled_dot_product_attention = scaled_dot_product_attention
+
+    both, sdpa_both = backward_too(distca, leaves), backward_too(sdpa, leaves)
+    runs: dict[str, Callable[[], object]] = {
+        "distca": both,
+        "its kernel": partial(kernel, real),
+        "distca without kernel": partial(without_kernel, both),
+        "its forward": partial(without_kernel, lambda: distca(*leaves)),
+        "first layer without kernel": partial(without_kernel, backward_too(first, leaves)),
+        "zeros": partial(kernel, ZEROS),
+        "sdpa": sdpa_both,
+        "sdpa without kernel": sdpa_without_kernel,
+        "zeros of a function": backward_too(zeros_function, leaves),
+    }
     found = in_rounds(runs, repeats)
     # The run of autograd counts for distca alone: that of sdpa goes with the function that is taken off.
     ours, theirs = found["distca without kernel"] - found["zeros"], found["sdpa without kernel"] - found["zeros of a function"]
@@ -265,10 +356,9 @@ def calls(documents: int, tokens: int = 512) -> dict[str, float]:
         one, few, many = (calls_of_a_step(name, layers, (tokens // documents,) * documents) for layers in (1, 2, 6))
         found[f"{name}: a layer"] = (many - few) / 4
         found[f"{name}: a step besides"] = one - found[f"{name}: a layer"]
-    return {
-        **found,
-        **{f"beyond bare: {of}": found[f"distca: {of}"] - found[f"bare: {of}"] for of in ("a layer", "a step besides")},
-    }
+    for of in ("a layer", "a step besides"):
+        found[f"beyond bare: {of}"] = found[f"distca: {of}"] - found[f"bare: {of}"]
+    return found
 
 
 def in_rounds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
