@@ -17,6 +17,8 @@ replaced by ones that only make tensors of the right shapes. The time of making 
 autograd, too, so that distca is charged a little too much. sdpa gets one sequence of as many tokens. Times with the real kernels
 are beside it: how many documents there are shows in distca's kernel.
 
+The *first layer* of a micro-batch makes the plan besides.
+
 *Calls*: Python calls, of functions and built-in ones (`cProfile`), that one more layer adds to a step of a small Llama on one
 rank, forward and backward, and those that a step of one layer has beyond that: with distca, with a bare call of torch's
 attention, and the difference. They do not depend on the machine.
@@ -168,7 +170,8 @@ def layer(plan: Plan, rank: int) -> Callable[[], object]:
     route, rows = Route.build(plan, rank), int(plan.layout.query_tokens[rank])
     group = AttentionGroup(tuple(range(plan.layout.world_size)), rank, Nowhere())  # type: ignore[arg-type]
     server = AttentionServer(ZEROS, Scores(1.0), Meter())  # type: ignore[arg-type]
-    leaves = [torch.zeros(rows, 1, WIDTH, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    heads = plan.layout.groups  # of a document that is split by heads, every group has one
+    leaves = [torch.zeros(rows, heads, WIDTH, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     do_THV = torch.zeros_like(leaves[0])
     return lambda: torch.autograd.grad(core_attention(Inputs(*leaves), Call(route, group, server)), leaves, do_THV)
 
@@ -240,9 +243,21 @@ class Switch(Session):
 
     bare = False
 
-    def _kernel(self, *arguments: Any) -> Any:
-        kernel = super()._kernel(*arguments)
-        return ZEROS if self.bare else kernel
+    def kernel(self, *arguments: Any) -> Any:
+        return Either(self, super().kernel(*arguments))
+
+
+class Either:
+    """A kernel, or one that computes nothing while its session is bare."""
+
+    def __init__(self, session: Switch, kernel: Any) -> None:
+        self.session, self.kernel, self.name = session, kernel, kernel.name
+
+    def forward(self, *arguments: Any) -> Outputs:
+        return (ZEROS if self.session.bare else self.kernel).forward(*arguments)
+
+    def backward(self, *arguments: Any) -> Grads:
+        return (ZEROS if self.session.bare else self.kernel).backward(*arguments)
 
 
 def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, float]:
@@ -274,10 +289,15 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
         o_THV, lse_TH = which.forward(Operands(q_THD, k_TKD, v_TKV), tasks, scores)
         which.backward(Saved(o_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV), tasks, scores)
 
-    def without_kernel() -> None:
+    def without_kernel(run: Callable[[], object]) -> None:
         session.bare = True
-        both()
+        run()
         session.bare = False
+
+    def first(*tensors: torch.Tensor) -> torch.Tensor:
+        nonlocal handle
+        handle = AttentionHandle(1, tokens)
+        return distca(*tensors)
 
     def sdpa_without_kernel() -> None:
         functional.scaled_dot_product_attention = zeros_function
@@ -288,7 +308,9 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
     runs: dict[str, Callable[[], object]] = {
         "distca": both,
         "its kernel": partial(kernel, real),
-        "distca without kernel": without_kernel,
+        "distca without kernel": partial(without_kernel, both),
+        "its forward": partial(without_kernel, lambda: distca(*leaves)),
+        "first layer without kernel": partial(without_kernel, backward_too(first, leaves)),
         "zeros": partial(kernel, ZEROS),
         "sdpa": sdpa_both,
         "sdpa without kernel": sdpa_without_kernel,
@@ -300,18 +322,9 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
     return {**found, "beyond sdpa": ours - theirs}
 
 
-def bare(
-    _module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    _mask: None,
-    *,
-    scaling: float,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
+def bare(_module: torch.nn.Module, *states: torch.Tensor, scaling: float, **_: Any) -> tuple[torch.Tensor, None]:
     """An attention function with nothing around torch's; it sees all tokens as one document."""
-    output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    output = scaled_dot_product_attention(*states[:3], is_causal=True, scale=scaling, enable_gqa=True)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -343,10 +356,9 @@ def calls(documents: int, tokens: int = 512) -> dict[str, float]:
         one, few, many = (calls_of_a_step(name, layers, (tokens // documents,) * documents) for layers in (1, 2, 6))
         found[f"{name}: a layer"] = (many - few) / 4
         found[f"{name}: a step besides"] = one - found[f"{name}: a layer"]
-    return {
-        **found,
-        **{f"beyond bare: {of}": found[f"distca: {of}"] - found[f"bare: {of}"] for of in ("a layer", "a step besides")},
-    }
+    for of in ("a layer", "a step besides"):
+        found[f"beyond bare: {of}"] = found[f"distca: {of}"] - found[f"bare: {of}"]
+    return found
 
 
 def in_rounds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:

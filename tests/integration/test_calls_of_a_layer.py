@@ -1,4 +1,4 @@
-"""Python calls that one more layer adds to a step of one rank, beside a bare attention function."""
+"""The Python calls that one more layer adds to a step of one rank, beside a bare attention function, are bounded."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ def test_python_calls_of_a_layer_are_bounded(calls: Callable[[int], dict[str, fl
     found = calls(2)
     assert found["bare: a layer"] > 100, "a layer was counted"
     assert found["beyond bare: a layer"] <= 220
-    assert found["beyond bare: a step besides"] <= 1000
+    assert found["beyond bare: a step besides"] <= 1100
