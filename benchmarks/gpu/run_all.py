@@ -24,6 +24,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -175,7 +176,8 @@ class Started(NamedTuple):
     def run(self, seconds: float) -> dict[str, Any]:
         """Give it its turn; kill it, and what it started, after `seconds`."""
         began = time.monotonic()
-        self.turn.send(TOLD * seconds)
+        with suppress(BrokenPipeError):  # its import failed, and its file says why
+            self.turn.send(TOLD * seconds)
         self.process.join(seconds)
         exitcode = self.process.exitcode
         status = "ok" if exitcode == 0 else "stopped" if exitcode is None else "failed"
