@@ -68,8 +68,7 @@ def document_shares(
             `labels` of rows are used, -100 among them for tokens that are not trained on. Without a length, documents are
             streamed, see below.
         tokens_per_rank: tokens of each rank in a micro-batch.
-        model: the model, or its config: documents are dealt and planned for its attention. Of a model, columns that its forward
-            takes and that are not read are refused; without one, all columns of numbers.
+        model: the model, or its config: documents are dealt for its attention. Columns that the model takes are read or refused.
         shapes: instead of a model, (shape, window or None) of each kind of layer, without a window first.
         ranks: how many ranks share attention; all processes, or as many of them as `config` puts in a group, if not given.
             Tensor-parallel ranks count once. Each group of ranks trains on global batches of its own: item ``k * ranks + r`` is
@@ -114,14 +113,15 @@ def document_shares(
     keys = _given_keys(shapes, device_type) if shapes is not None else layer_keys(model, dtype or _mixed_dtype(), device_type)
     dealing = Dealing(ranks, tokens_per_rank, {key: known_cost(key, config) for key in keys}, config, ranks_per_node, placement)
     dealing.layouts(np.array([ranks * tokens_per_rank]))  # what is wrong with these numbers is raised here, not in a worker
-    inputs = ForwardInputs.of(model)
     if not hasattr(documents, "__len__"):
         _check_stream(seed, fill, longer, lengths)
-        return StreamedShares(documents, dealing, column=column, inputs=inputs)
+        return StreamedShares(documents, dealing, column=column, inputs=ForwardInputs.of(model))
     quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
     counts = document_lengths(documents, column, lengths, quiet=quiet)
     batches = GlobalBatches(counts, ranks * tokens_per_rank, seed, fill, longer, quiet=quiet)
-    return lazy_dataset(Shares(documents, batches, dealing, column=column, pad_token_id=pad_token_id, inputs=inputs))
+    return lazy_dataset(
+        Shares(documents, batches, dealing, column=column, pad_token_id=pad_token_id, inputs=ForwardInputs.of(model))
+    )
 
 
 def lazy_dataset(shares: Shares) -> Dataset:
