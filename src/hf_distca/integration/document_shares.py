@@ -95,9 +95,8 @@ def document_shares(
         A `datasets.Dataset` that makes shares when they are read; `datasets` must be installed. With the shares come
         ``shift_labels``, which models of transformers take: ``labels`` cannot be shifted where a document is cut.
 
-        For documents without a length, a `StreamedShares`, a torch `IterableDataset`, which fills global batches in the order in
-        which documents come (`seed`, `fill="whole"`, `longer="refuse"` and `lengths` are not for it). It needs ``max_steps`` and
-        ``accelerator_config={"dispatch_batches": False}``.
+        For documents without a length, a `StreamedShares`, a torch `IterableDataset`, filled in the order in which they come,
+        without `seed`, `fill`, `longer` and `lengths`. It needs ``max_steps`` and ``accelerator_config={"dispatch_batches": False}``.
 
     Raises:
         ConfigError: if an argument is out of its range, or neither a model that can be read nor shapes are given.
@@ -113,15 +112,14 @@ def document_shares(
     keys = _given_keys(shapes, device_type) if shapes is not None else layer_keys(model, dtype or _mixed_dtype(), device_type)
     dealing = Dealing(ranks, tokens_per_rank, {key: known_cost(key, config) for key in keys}, config, ranks_per_node, placement)
     dealing.layouts(np.array([ranks * tokens_per_rank]))  # what is wrong with these numbers is raised here, not in a worker
+    inputs = ForwardInputs.of(model)
     if not hasattr(documents, "__len__"):
         _check_stream(seed, fill, longer, lengths)
-        return StreamedShares(documents, dealing, column=column, inputs=ForwardInputs.of(model))
+        return StreamedShares(documents, dealing, column=column, inputs=inputs)
     quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
     counts = document_lengths(documents, column, lengths, quiet=quiet)
     batches = GlobalBatches(counts, ranks * tokens_per_rank, seed, fill, longer, quiet=quiet)
-    return lazy_dataset(
-        Shares(documents, batches, dealing, column=column, pad_token_id=pad_token_id, inputs=ForwardInputs.of(model))
-    )
+    return lazy_dataset(Shares(documents, batches, dealing, column=column, pad_token_id=pad_token_id, inputs=inputs))
 
 
 def lazy_dataset(shares: Shares) -> Dataset:
