@@ -95,8 +95,8 @@ def document_shares(
         A `datasets.Dataset` that makes shares when they are read; `datasets` must be installed. With the shares come
         ``shift_labels``, which models of transformers take: ``labels`` cannot be shifted where a document is cut.
 
-        For documents without a length, a `StreamedShares`, a torch `IterableDataset`, filled in the order in which they come, without
-        `seed`, `fill`, `longer` and `lengths`. It needs ``max_steps`` and ``accelerator_config={"dispatch_batches": False}``.
+        For documents without a length, a `StreamedShares`, a torch `IterableDataset`, filled in the order in which they come.
+        It takes no `seed`, `fill`, `longer` or `lengths`, and needs ``max_steps`` and ``{"dispatch_batches": False}``.
 
     Raises:
         ConfigError: if an argument is out of its range, or neither a model that can be read nor shapes are given.
