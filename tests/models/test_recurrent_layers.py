@@ -26,7 +26,8 @@ from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGated
 import hf_distca
 from checkpointed import checkpoint_layers
 from hf_distca import UnsupportedError
-from hf_distca.agreement.documents import PackedDocuments, TokenBatch
+from hf_distca.agreement import documents as agreement_documents
+from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration import recurrent_layers
 from hf_distca.integration.processes import warn_once
 from host_syncs import NoHostSyncs
@@ -201,7 +202,7 @@ def test_documents_are_read_once_a_micro_batch(given: str) -> None:
     }
     if given == "lengths":
         batch["distca_documents"] = PackedDocuments(LENGTHS)
-    with patch.object(TokenBatch, "_on_host", autospec=True, side_effect=TokenBatch._on_host) as read:
+    with patch.object(agreement_documents, "read_tokens", side_effect=agreement_documents.read_tokens) as read:
         model(**batch, use_cache=False)
     assert read.call_count == (given == "positions")
 

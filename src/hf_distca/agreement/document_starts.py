@@ -104,11 +104,11 @@ class RowTokens:
         row_began_at = position[first_of_row][np.cumsum(first_of_row) - 1]
         restart = ((ahead <= 0) & (position == 0)) | ((ahead < 0) & (position == row_began_at))
         if (lost := np.flatnonzero((ahead < 0) & ~begin & ~restart)).size:
-            at = lost[0]
+            token = lost[0]
             raise LayoutError(
-                f"position_ids[{row[at]}, {self.index[at] % self.length}] falls from {position[at - 1]} to {position[at]}: a "
-                "document begins at its first position, and counts on. Say where documents begin, with PackingCollator or "
-                "cu_seq_lens_q."
+                f"position_ids[{row[token]}, {self.index[token] % self.length}] falls from {position[token - 1]} to "
+                f"{position[token]}: a document begins at its first position, and counts on. Say where documents begin, with "
+                "PackingCollator or cu_seq_lens_q."
             )
         return np.flatnonzero(begin | restart)
 
@@ -128,17 +128,17 @@ class RowTokens:
     def _check(self, first_position: int) -> None:
         row, column, first = self.row, self.index % self.length, first_position
         if len(self.index) and self.position.min() < 0:
-            at = self.position.argmin()
+            token = self.position.argmin()
             counted = f"this model counts from {first}, as DataCollatorWithFlattening(position_ids_start={first}) does"
             raise LayoutError(
-                f"position_ids[{row[at]}, {column[at]}] is {self.position[at] + first}: "
+                f"position_ids[{row[token]}, {column[token]}] is {self.position[token] + first}: "
                 + (f"{counted}. Use that, or PackingCollator." if first else "positions start at 0.")
             )
         if self.number is None:
             return
         if self.number.min() < 0:
-            at = self.number.argmin()
-            raise LayoutError(f"attention_mask[{row[at]}, {column[at]}] is {self.number[at]}: it must be 0 or more.")
+            token = self.number.argmin()
+            raise LayoutError(f"attention_mask[{row[token]}, {column[token]}] is {self.number[token]}: it must be 0 or more.")
         runs = np.stack([row, self.number], axis=1)[self._begin()]
         if len(np.unique(runs, axis=0)) < len(runs):
             _, first_of, counts = np.unique(runs, axis=0, return_index=True, return_counts=True)

@@ -34,10 +34,10 @@ class TokenRow(NamedTuple):
     def check_counts_on(self) -> None:
         """Refuse positions that do not count on, as where documents are cut over ranks, which takes them by their places."""
         if (jumps := np.flatnonzero(np.diff(self.positions) != 1)).size:
-            at = int(jumps[0])
+            token = int(jumps[0])
             raise LayoutError(
-                f"positions of a document go from {self.positions[at]} to {self.positions[at + 1]}: they would be lost where it "
-                "is dealt to ranks. Train with PackingCollator, which keeps them, and documents that fit a rank."
+                f"positions of a document go from {self.positions[token]} to {self.positions[token + 1]}: they would be lost "
+                "where it is dealt to ranks. Train with PackingCollator, which keeps them, and documents that fit a rank."
             )
 
 
@@ -154,7 +154,7 @@ def documents_of(feature: Mapping[str, Any], inputs: ForwardInputs = NO_INPUTS) 
     starts = _starts(len(labels), lengths, _read_starts(row.get("position_ids"), numbers))
     columns = row["input_ids"], labels, row.get("position_ids", np.arange(len(labels)))
     parts = zip(*(np.split(column, starts[1:]) for column in columns), strict=True)
-    return [TokenRow(ids, own, at - at[:1]) for ids, own, at in parts]
+    return [TokenRow(ids, targets, place - place[:1]) for ids, targets, place in parts]
 
 
 def _read_starts(positions: IntArray | None, numbers: IntArray | None) -> IntArray | None:

@@ -47,7 +47,7 @@ class ForwardInputs:
         if isinstance(inner := getattr(model, "module", None), torch.nn.Module):  # of engines
             return cls.of(inner)
         parameters = inspect.signature(model.forward).parameters.values()
-        names = tuple(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
+        names = tuple(known.name for known in parameters if known.kind in (known.POSITIONAL_OR_KEYWORD, known.KEYWORD_ONLY))
         return cls(names or None)
 
 

@@ -69,8 +69,7 @@ def document_shares(
             `labels` of rows are used, -100 among them for tokens that are not trained on. Without a length, documents are
             streamed, see below.
         tokens_per_rank: tokens of each rank in a micro-batch.
-        model: the model, or its config: documents are dealt and planned for its attention. Of a model, columns that its forward
-            takes and that are not read are refused; without one, all columns of numbers.
+        model: the model, or its config: documents are dealt for its attention. Columns that the model takes are read or refused.
         shapes: instead of a model, (shape, window or None) of each kind of layer, without a window first.
         ranks: how many ranks share attention; all processes, or as many of them as `config` puts in a group, if not given.
             Tensor-parallel ranks count once. Each group of ranks trains on global batches of its own: item ``k * ranks + r`` is
@@ -97,9 +96,8 @@ def document_shares(
         A `datasets.Dataset` that makes shares when they are read; `datasets` must be installed. With the shares come
         ``shift_labels``, which models of transformers take: ``labels`` cannot be shifted where a document is cut.
 
-        For documents without a length, a `StreamedShares`, a torch `IterableDataset`, which fills global batches in the order in
-        which documents come (`seed`, `fill="whole"`, `longer="refuse"` and `lengths` are not for it). It needs ``max_steps`` and
-        ``accelerator_config={"dispatch_batches": False}``.
+        For documents without a length, a `StreamedShares`, a torch `IterableDataset`, filled in the order in which they come.
+        It takes no `seed`, `fill`, `longer` or `lengths`, and needs ``max_steps`` and ``{"dispatch_batches": False}``.
 
     Raises:
         ConfigError: if an argument is out of its range, or neither a model that can be read nor shapes are given.

@@ -49,11 +49,11 @@ def count_from_first() -> None:
 
     A collator does not know the model. Where documents are known, positions are those of documents but for one number.
     """
-    made = PreTrainedModel.post_init
+    original = PreTrainedModel.post_init
 
-    @wraps(made)
+    @wraps(original)
     def post_init(self: PreTrainedModel) -> None:
-        made(self)  # type: ignore[no-untyped-call]
+        original(self)  # type: ignore[no-untyped-call]
         if any(map(_first_of, self.children())):
             self.register_forward_pre_hook(_from_first, with_kwargs=True)
 
@@ -66,7 +66,7 @@ def _from_first(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if not isinstance(documents, PackedDocuments):
         return None
     expected = documents.positions + first_position(model)
-    tokens = next((one for one in (positions, *args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
+    tokens = next((value for value in (positions, *args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
     shape = () if tokens is None else tokens.shape[:2]
     if tokens is None or math.prod(shape) != len(expected) or not len(expected):
         return None
