@@ -91,7 +91,7 @@ class StepsRow:
         tally: the fields of a `Tally`, from which the figures of the log are made.
         per_rank: sums over the micro-batches.
         loss: as it was logged, None if none was.
-        kernels, rates: that attention ran in, and that plans were made with: what was learned by kind of layer, and ranks' speeds.
+        kernels, rates: that attention ran in, and what was learned of rates: by kind of layer, and speeds of ranks.
     """
 
     step: int
