@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ from hf_distca.agreement.dealt import Dealing, PlanJob
 from hf_distca.agreement.documents import TokenBatch
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
+from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.ranks import Ranks
@@ -85,3 +87,25 @@ def test_shares_are_planned_for_the_nodes_they_are_dealt_to() -> None:
         share.dealt.plan(PlanJob(KEY, cost, DistCAConfig(), nodes))
         with pytest.raises(AssertionError, match="planned again"):
             share.dealt.plan(PlanJob(KEY, cost, DistCAConfig()))
+
+
+def test_plans_begun_twice_beside_are_each_made_once_and_waited_for() -> None:
+    """Rates change between the fetch of a share and its step: the jobs of both are under way, and the first takes longest."""
+    shares = dealing(2, 64)
+    dealt = shares.share(np.array([100, 28]), (0, 0), 0).dealt
+    assert dealt is not None
+    (key, cost), made = next(iter(shares.costs.items())), []
+    jobs = [PlanJob.of(key, replace(cost, tile=tile), shares.config, Ranks()) for tile in (8, 16, 32)]
+
+    def slow(*given: object) -> object:
+        time.sleep(0.3 if not made else 0.0)
+        made.append(given[1])
+        return balance(*given)  # type: ignore[arg-type]
+
+    with patch.object(dealt_module, "balance", slow):
+        dealt.plan_beside(jobs[:2])
+        dealt.plan_beside(jobs[1:])
+        plan = dealt.plan(jobs[0])
+        assert [dealt.plan(job) is dealt.plan(job) for job in jobs] == [True] * 3
+    assert plan is dealt.plan(jobs[0])
+    assert made == [job.cost for job in jobs]

@@ -89,18 +89,18 @@ class Dealt:
         self.per_node, self.settings = dealing.ranks_per_node, dealing.config
         self._plans: dict[PlanJob, Plan] = {}
         self._planned_here = 0
-        self._beside: AwaitedThread | None = None
+        self._beside: tuple[AwaitedThread, ...] = ()
 
     @classmethod
     def of_others(cls, layouts: tuple[Layout, ...], batch: tuple[int, int], documents: int, config: DistCAConfig) -> Dealt:
         """What a server of a pool knows of a global batch, which is dealt to others; for the arguments see the attributes."""
         dealt = cls.__new__(cls)
         dealt.__dict__ |= {"layouts": layouts, "batch": batch, "documents": documents, "settings": config, "rank": -1}
-        dealt.__dict__ |= {"per_node": None, "_plans": {}, "_planned_here": 0, "_beside": None}
+        dealt.__dict__ |= {"per_node": None, "_plans": {}, "_planned_here": 0, "_beside": ()}
         return dealt
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_planned_here": 0, "_beside": None}
+        return {**self.__dict__, "_planned_here": 0, "_beside": ()}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -158,8 +158,9 @@ class Dealt:
 
     def plan(self, job: PlanJob) -> Plan:
         """The plan of a kind of layer; it is made now, unless one was made before under the same settings."""
-        if self._beside is not None and self._beside is not current_thread():
-            self._beside.join()
+        beside = self._beside
+        for thread in () if current_thread() in beside else beside:
+            thread.join()
         if job not in self._plans:
             layout = self.layouts[job.key.nano - 1] if job.key.nano else self.whole
             if job.holds is not None:
@@ -171,14 +172,17 @@ class Dealt:
 
     def plan_beside(self, jobs: Sequence[PlanJob]) -> None:
         """Start to make plans, those that are not there, while this thread goes on. `plan` waits for them."""
+        earlier = self._beside
 
         def make() -> None:
+            for thread in earlier:  # which may make the same plans
+                thread.join()
             with suppress(Exception):  # whoever asks for the plan gets the error
                 for job in missing:
                     self.plan(job)
 
         if missing := [job for job in jobs if job not in self._plans]:
-            self._beside = AwaitedThread(make, "plans")
+            self._beside = (*earlier, AwaitedThread(make, "plans"))
 
     def take_planned_here(self) -> int:
         """How many plans were made since the last call, or since it was fetched, instead of by its loader."""

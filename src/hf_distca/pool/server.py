@@ -33,7 +33,7 @@ from hf_distca.integration.handle import Work
 from hf_distca.integration.session import Session
 from hf_distca.kernels.base import Scores
 from hf_distca.pool.lead import seats
-from hf_distca.pool.words import Words, read_config, read_dtype, read_key, read_requests, read_shares
+from hf_distca.pool.words import Words, read_config, read_dtype, read_key, read_requests, read_shares, read_step
 from hf_distca.runtime.call import AttentionServer, Call
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.members import Seats
@@ -44,7 +44,7 @@ __all__ = ["EndedError", "serve"]
 
 _LOOK_SECONDS = 1.0  # between two looks whether another rank has left
 _END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to say so
-_HELLO_SECONDS = 5.0  # that whoever connects has to say what it wants
+_HELLO_SECONDS, _HELLO_BYTES = 5.0, 1 << 16  # that whoever connects has to say what it wants
 _LONGER_SECONDS = 30.0  # that a server may run after rank 0 has ended
 
 
@@ -131,7 +131,7 @@ class Server:
                 with self._group.reporting(f"taking the step {step!r}"), torch.no_grad():
                     for number in forgotten:
                         self._known.pop(number, None)
-                    getattr(self, step)(**arguments)
+                    read_step(self, step)(**arguments)
         except DistCADesyncError:
             with suppress(TimeoutError):
                 while (word := words.receive(_END_SECONDS))[0] != "end":
@@ -269,7 +269,7 @@ def _greet(listening: socket.socket, why_not: Callable[[Any], str | None]) -> Wo
     """The next connection, unless it is a stranger's or of ranks to which `why_not` says why they are turned away."""
     words = Words(listening.accept()[0], _HELLO_SECONDS)
     try:
-        error = why_not(words.receive(_HELLO_SECONDS))
+        error = why_not(words.receive(_HELLO_SECONDS, _HELLO_BYTES))
         words.send({"error": error})
     except (EOFError, OSError, ValueError, RecursionError, TypeError, AttributeError):
         error = "a stranger"

@@ -8,10 +8,13 @@ or unpickled. Tensors and plans do not travel here.
 from __future__ import annotations
 
 import json
+import math
 import select
 import socket
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, fields
+from inspect import isfunction
 from typing import Any
 
 import numpy as np
@@ -25,10 +28,11 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.profiles import Profile
 
-__all__ = ["Words", "read_config", "read_dtype", "read_key", "read_requests", "read_shares"]
+__all__ = ["Words", "read_config", "read_dtype", "read_key", "read_requests", "read_shares", "read_step"]
 
 _ALIVE_SECONDS, _ALIVE_TIMES = 10, 6  # how often TCP asks whether the other side's host is there, and how often in vain
 _PART_BYTES = 1 << 16
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
 
 class Words:
@@ -53,16 +57,21 @@ class Words:
         self._socket.settimeout(self._seconds)
         self._socket.sendall(json.dumps(word, default=_plain).encode() + b"\n")
 
-    def receive(self, seconds: float | None) -> Any:
-        """The next word; waits so long.
+    def receive(self, seconds: float | None, most_bytes: float = math.inf) -> Any:
+        """The next word, of at most so many bytes; waits so long, however slowly it comes.
 
         Raises:
             TimeoutError: if there is none in time.
             EOFError, OSError: if the other side has ended.
-            ValueError: if it is no word.
+            ValueError: if it is no word, or too long.
         """
-        self._socket.settimeout(seconds)
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
         while b"\n" not in self._came:
+            if len(self._came) > most_bytes:
+                raise ValueError(f"{len(self._came)} bytes came without the end of a word, which has {most_bytes} at most")
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError(f"no word came within {seconds:g} s")
+            self._socket.settimeout(None if seconds is None else left)
             part = self._socket.recv(_PART_BYTES)
             if not part:
                 raise EOFError("the other side has ended")
@@ -103,9 +112,19 @@ def _plain(value: Any) -> Any:
 
 
 def read_dtype(name: str) -> torch.dtype:
-    """A dtype that was sent."""
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    """A dtype that was sent; `ValueError` if attention does not compute in it."""
+    if name not in _DTYPES:
+        raise ValueError(f"attention computes in {', '.join(_DTYPES)}, and not in {name!r}")
+    return _DTYPES[name]
+
+
+def read_step(server: object, name: str) -> Callable[..., None]:
+    """The step of that name, a public method that a server has besides `run`; `ValueError` if there is none."""
+    known = {name for name, value in vars(type(server)).items() if isfunction(value) and not name.startswith("_")} - {"run"}
+    if name not in known:
+        raise ValueError(f"rank 0 named the step {name!r}, and servers take {', '.join(sorted(known))}")
+    step: Callable[..., None] = getattr(server, name)
+    return step
 
 
 def read_config(values: Mapping[str, Any]) -> DistCAConfig:

@@ -21,7 +21,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from hf_distca.runtime.watch import Watch, patience
+from hf_distca.runtime.watch import BREAK_TAG, Watch, patience
 
 __all__ = ["Channel", "Transfer", "wait_for"]
 
@@ -83,14 +83,13 @@ class Channel:
         if self.forward_exchanges is not None:
             direction = " in forward" if self.launched < self.forward_exchanges else " in backward"
         doing = f"waiting for the {name or 'exchange'}{direction} of {self.where}"
-        tag = _checksum(doing, self.launched) >> 1
+        tag = _checksum(doing, self.launched) % BREAK_TAG
         self._sum[0] = _checksum(doing, self.launched, self._sum[0])
         self.launched += 1
         landing = received if self._staged(received) else None
         received = received if landing is None else torch.empty_like(received, device="cpu")
         sent = sent.to("cpu", copy=True) if self._staged(sent) else sent
-        deadline = time.monotonic() + self.timeout_seconds - patience(self.timeout_seconds)
-        transfer = Transfer(self, [], received, sent, doing, tag, deadline, landing)
+        transfer = Transfer(self, [], received, sent, doing, tag, landing)
         self.watch.under_way.add(transfer)
         launch = self._tagged if self.over_gloo else self._all_to_all
         try:
@@ -144,7 +143,6 @@ class Transfer:
     sent: torch.Tensor
     doing: str
     tag: int
-    deadline: float
     landing: torch.Tensor | None
 
     def wait(self) -> None:
@@ -153,8 +151,9 @@ class Transfer:
         Raises:
             DistCADesyncError: if other ranks do not take part in time.
         """
+        seconds = self.channel.timeout_seconds  # from now on: what this rank did since the launch is not the others' time
         try:
-            wait_for(self.works, self.deadline if self.channel.over_gloo else None)
+            wait_for(self.works, time.monotonic() + seconds - patience(seconds) if self.channel.over_gloo else None)
         except RuntimeError as error:
             raise self.channel.watch.give_up(self.doing, error) from error
         if self.landing is not None:

@@ -13,6 +13,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_distca.borrowed import PrefixStore, Store, group_of_members, names_of_groups
+from hf_distca.borrowed import PrefixStore, Store, group_of_members, names_of_groups, store_of_world
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import IntArray
 
@@ -103,11 +104,20 @@ def communicator(ranks: tuple[int, ...], backend: str, timeout: datetime.timedel
     `dist.new_group` has two reasons to wait for ranks that need not come. If the world is bound to a device, it splits the
     communicator of the world, for which NCCL needs all its ranks: here the world is not bound meanwhile. And it names a group
     after the number of groups that a rank is in, so members in different numbers of groups wait for each other in vain.
+
+    If that fails on some ranks, all of them take another name the next time: the store of the world tells those of the failure
+    that have made the group, or did not come.
     """
-    taken = names_of_groups()
+    taken, store = names_of_groups(), store_of_world()
     stem = f"{purpose} {hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-    name = next(candidate for number in count(1) if (candidate := f"{stem} {number}") not in taken)
-    return group_of_members(ranks, backend, timeout, name, purpose)
+    names = (f"{stem} {number}" for number in count(1))
+    name = next(name for name in names if name not in taken and not store.check([f"{name} failed"]))
+    try:
+        return group_of_members(ranks, backend, timeout, name, purpose)
+    except RuntimeError:
+        with suppress(RuntimeError):
+            store.set(f"{name} failed", "")
+        raise
 
 
 def least(numbers: IntArray, control: dist.ProcessGroup) -> IntArray:

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from threading import Event, Thread
 from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -35,7 +34,7 @@ import torch.distributed as dist
 
 from hf_distca.errors import DistCADesyncError
 
-__all__ = ["NO_NAMES", "AwaitedThread", "Watch", "listen", "patience"]
+__all__ = ["BREAK_TAG", "NO_NAMES", "AwaitedThread", "Watch", "listen", "patience"]
 
 NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
@@ -48,7 +47,7 @@ _LONGEST_WORD = 400  # characters
 _WOKEN_SECONDS = 0.2  # after an error is found, a rank is woken where it waits
 _ANSWER_SECONDS = 0.5  # that a store has to answer, however late it is asked, and threads have to end
 _FAREWELL_SECONDS = 5.0  # that a store has to take down that a rank ends
-_BREAK_TAG = 2**31 - 1  # no message has it
+BREAK_TAG = 2**31 - 1  # tags of messages are below
 _ALL_CLOSED = ("Timed out", "Application timeout")  # in gloo's errors: now, or before; other errors are of one connection
 _SILENT = "is silent (dead, stuck, or running something else)"
 _SERVER_SILENT = "is silent (dead or stuck: look at its log, and start it again before training goes on)"
@@ -60,7 +59,7 @@ def patience(timeout_seconds: float) -> float:
     return min(timeout_seconds / 10, 5.0)
 
 
-class AwaitedThread(Thread):
+class AwaitedThread(threading.Thread):
     """A thread that starts at once, and that the end of the interpreter waits for: half a second, for it may wait for ever.
 
     torch and compiled code release the GIL, and abort the process if they want it back while the interpreter ends.
@@ -87,6 +86,7 @@ class Watch:
         met: what all ranks did together last.
         ranks: global ranks of the group.
         under_way: messages that may still travel.
+        lookers: how many ranks ask its store for words, those of other groups among them.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class Watch:
     ) -> None:
         self.met = "making the attention group"
         self.under_way: WeakSet[Message] = WeakSet()
+        self.lookers = max(len(ranks), dist.get_world_size() if dist.is_initialized() else 1)
         self.ranks, self._rank, self._timeout_seconds, self._links = ranks, rank, timeout_seconds, links
         self._names, self._servers = {rank: names.get(rank, f"rank {rank}") for rank in ranks}, frozenset(names)
         self._store = links[-1].get_group_store()
@@ -319,7 +320,7 @@ def _break(link: dist.ProcessGroup) -> None:
         return
     for peer in range(link.size()):
         try:
-            never = None if peer == link.rank() else dist.irecv(_NOTHING, group=link, group_src=peer, tag=_BREAK_TAG)
+            never = None if peer == link.rank() else dist.irecv(_NOTHING, group=link, group_src=peer, tag=BREAK_TAG)
             if never is not None:
                 never.wait(datetime.timedelta(milliseconds=1))
         except RuntimeError as error:
@@ -332,7 +333,7 @@ class _Listener:
 
     def __init__(self) -> None:
         self._watches: WeakSet[Watch] = WeakSet()
-        self._ended = Event()
+        self._ended = threading.Event()
         self._process = 0
         self._thread: AwaitedThread | None = None
         self._last_pause = _LATE_SECONDS
@@ -353,10 +354,9 @@ class _Listener:
         """
         self._ended.set()
         deadline = time.monotonic() + _ANSWER_SECONDS
-        for thread in threading.enumerate():
-            if isinstance(thread, AwaitedThread):
-                with suppress(RuntimeError):  # it is about to start
-                    thread.join(max(deadline - time.monotonic(), 0.0))
+        for thread in (thread for thread in threading.enumerate() if isinstance(thread, AwaitedThread)):
+            with suppress(RuntimeError):  # it is about to start
+                thread.join(max(deadline - time.monotonic(), 0.0))
         if self._thread is not None and self._process == os.getpid():
             self._thread.join(_FAREWELL_SECONDS)
             time.sleep(self._last_pause)
@@ -371,7 +371,7 @@ class _Listener:
 
 
 def _pause(watch: Watch) -> float:
-    return _LOOK_SECONDS * max(1.0, len(watch.ranks) / _MANY)
+    return _LOOK_SECONDS * max(1.0, watch.lookers / _MANY)
 
 
 def _show(text: str) -> None:

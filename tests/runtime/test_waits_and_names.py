@@ -1,0 +1,95 @@
+"""Limits of waits, tags of messages, names of communicators and looks at the store, where a rank alone is not what counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_distca.runtime import channel, members, watch
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.watch import BREAK_TAG, Watch
+from ranks import RankPool
+
+SECONDS = 1.0
+
+
+def exchange_late(rank: int) -> tuple[list[int], bool]:
+    """Rank 0 launches, is busy for longer than ranks wait, and waits then; rank 1 comes a little later."""
+    group = AttentionGroup.create(timeout_seconds=SECONDS)
+    assert group.data is not None
+    received, sent = torch.zeros(2, dtype=torch.uint8), torch.full((2,), rank + 1, dtype=torch.uint8)
+    one = {1 - rank: 2}
+    if rank:
+        time.sleep(1.6 * SECONDS)
+    transfer = group.data.start(received, sent, one, one)
+    if not rank:
+        time.sleep(1.3 * SECONDS)
+    transfer.wait()
+    return received.tolist(), transfer.tag < BREAK_TAG
+
+
+def make_again(rank: int) -> int:
+    """A communicator that rank 0 made and rank 1 did not, for it failed there; and then the next one. Who is in that one?"""
+    tried: list[str] = []
+
+    def made(_: Any, __: Any, ___: Any, name: str, ____: Any) -> Any:
+        tried.append(name)
+        if rank:
+            raise RuntimeError("lost connection")
+
+    def make() -> dist.ProcessGroup:
+        return members.communicator((0, 1), "gloo", timedelta(seconds=3 * SECONDS), "distca-control")
+
+    with patch.object(members, "group_of_members", made), pytest.raises(RuntimeError) if rank else nullcontext():
+        make()
+    dist.barrier()
+    taken = members.names_of_groups()
+    with patch.object(members, "names_of_groups", lambda: taken | set(() if rank else tried)):
+        group = make()
+    number = torch.tensor([rank + 1])
+    dist.all_reduce(number, group=group)
+    return int(number)
+
+
+def test_a_wait_is_as_long_as_it_may_be_however_late_it_begins(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2)(exchange_late, timeout=30.0) == [([2, 2], True), ([1, 1], True)]
+
+
+def test_ranks_take_a_new_name_where_some_failed_to_make_a_group(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2)(make_again, timeout=30.0) == [3, 3]
+
+
+@pytest.mark.parametrize("checksum", [0, 2**31 - 2, 2**31 - 1, 2**32 - 1])
+def test_no_message_has_the_tag_that_breaks_connections(monkeypatch: pytest.MonkeyPatch, checksum: int) -> None:
+    tags: list[int] = []
+
+    def launch(_: Any, transfer: Any, *__: Any) -> list[Any]:
+        tags.append(transfer.tag)
+        return []
+
+    monkeypatch.setattr(channel, "_checksum", lambda *_: checksum)
+    monkeypatch.setattr(channel.Channel, "_tagged", launch)
+    group = SimpleNamespace(name=lambda: "gloo", rank=lambda: 0)
+    alone = channel.Channel(group, SimpleNamespace(under_way=set()), 1.0)  # type: ignore[arg-type]
+    alone.start(torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8), {}, {})
+    assert 0 <= tags[0] < BREAK_TAG
+
+
+@pytest.mark.parametrize(("ranks", "world", "seconds"), [(2, 2, 0.25), (512, 4096, 2.0), (1024, 1024, 0.5), (2, None, 0.25)])
+def test_all_ranks_of_a_world_look_at_one_store(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, world: int | None, seconds: float
+) -> None:
+    """However small their groups are: together they ask at most 2,048 times a second."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: world is not None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    link: Any = SimpleNamespace(get_group_store=dist.HashStore)
+    assert watch._pause(Watch(tuple(range(ranks)), 0, 1.0, (link,))) == seconds
