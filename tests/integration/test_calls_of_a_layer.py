@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import hf_distca
+from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.errors import UnsupportedError
+from hf_distca.integration.attention import distca_attention
+from hf_distca.integration.handle import AttentionHandle
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,3 +34,24 @@ def test_python_calls_of_a_layer_are_bounded(calls: Callable[[int], dict[str, fl
     assert found["bare: a layer"] > 100, "a layer was counted"
     assert found["beyond bare: a layer"] <= 220
     assert found["beyond bare: a step besides"] <= 1100
+
+
+def test_layers_that_are_called_otherwise_share_nothing() -> None:
+    """What the first layer of a micro-batch found out is for those alone that are called as it was."""
+    module, q, k, v = torch.nn.Linear(1, 1).train(), *(torch.randn(1, heads, 24, 8) for heads in (4, 2, 2))
+    calls: list[dict[str, Any]] = [{}, {"scaling": 0.7}, {"sliding_window": 3}, {"sliding_window": 1}, {"softcap": 2.0}]
+
+    def attend(handle: AttentionHandle, given: dict[str, Any], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        states = (x.to(dtype) for x in (q, k, v))
+        return distca_attention(module, *states, handle, distca_documents=PackedDocuments((16, 8)), **given)[0]
+
+    hf_distca.configure()
+    shared = AttentionHandle(1, 24)
+    together = [attend(shared, given) for given in calls] + [attend(shared, {}, torch.float64)]
+    alone = [attend(AttentionHandle(1, 24), given) for given in calls] + [attend(AttentionHandle(1, 24), {}, torch.float64)]
+    assert all(map(torch.equal, together, alone))
+    assert len(shared.alike) == len(calls) + 1
+    assert attend(shared, {}).equal(alone[0])
+    for window in (True, 0, [3]):
+        with pytest.raises(UnsupportedError, match="sliding_window"):
+            attend(shared, {"sliding_window": window})
