@@ -17,7 +17,8 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.kernels import Case, Scores
 from hf_distca.kernels.flash import FLASH_ATTN_4
 
-PLAIN, PLAIN_4 = "plain_varlen", "plain_flash_attention_4"
+# transformers takes a name with "flash" in it for one of its own, and looks for a package.
+PLAIN, PLAIN_4 = "plain_varlen", "plain_varlen_4"
 
 
 class _PlainVarlen(torch.autograd.Function):

@@ -59,6 +59,7 @@ def work(rank: int, ranks: int, setting: Setting, keep: Any) -> None:
             with hf_distca.balancing(False):
                 alone = packed.forward("distca").detach()
             off = max(off, float((out - alone).float().norm() / alone.float().norm()))
+            keep(steps=step, wanted=steps, off=off, passed=off <= BOUND, seconds=time.monotonic() - began)
         model.zero_grad(set_to_none=True)
         done = step + 1
         left = torch.tensor([setting.left()], device=setting.device) if step % EVERY == 0 else None

@@ -48,8 +48,10 @@ def trainer(data: Figures) -> list[str]:
 
 def soak(data: Figures) -> list[str]:
     text = ["## Soak", "", "FSDP2 with prefetch and ping-pong, other documents in each step.", ""]
+    if data.get("failed"):
+        text += [f"Did not end: {data['failed']}", ""]
     if "steps" not in data:
-        return [*text, f"Did not end: {data.get('failed')}", ""]
+        return text
     text.append(
         f"{data['steps']} of {data['wanted']} steps in {data['seconds']:.0f} s; outputs differ from those without balancing"
     )
