@@ -12,7 +12,7 @@ import scripts
 from pages import words_of
 
 PARTS = (
-    *("checkpointing", "host", "stack", "model", "emulator", "trainer", "kernels", "memory", "ranks", "soak"),
+    *("checkpointing", "host", "stack", "model", "emulator", "trainer", "variants", "kernels", "memory", "ranks", "soak"),
     *("parity", "profile", "overlap", "faults", "families"),
 )
 COMMAND = "python benchmarks/gpu/run_all.py --out gpu_figures --placements DIR --seconds 480"

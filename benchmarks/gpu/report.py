@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from report_kernels import emulator, kernels, parity, profile
+from report_kernels import emulator, kernels, parity, profile, variants
 from report_layout import Figures, percent, table
 from report_training import families, faults, model, soak, trainer
 
@@ -49,6 +49,15 @@ def host(data: Figures) -> list[str]:
         rows.append((row["kernel"], row["tokens"], row["layers"], *cells, f"{1e6 * row['more_seconds_a_layer']:.0f}", first))
     text = ["## The host", "", "Steps of a model so small that the GPU waits for the host, forward and backward.", ""]
     text += table(("kernel", "tokens", "layers", "distca, ms", "plain, ms", "more a layer, us", "more for the first, us"), rows)
+    rows = []
+    for row in data.get("earlier", []):
+        cells = (f"{1e3 * row['seconds'][name]:.2f}" for name in ("distca", row["plain"]))
+        rows.append(
+            (row["kernel"], row["tokens"], row["layers"], *cells, f"{1e6 * row['more_seconds_a_step'] / row['layers']:.0f}")
+        )
+    if rows:
+        text += ["Earlier commits on the same card; the first layer's share is in the last column.", ""]
+        text += table(("kernel, commit", "tokens", "layers", "distca, ms", "plain, ms", "more a step / layers, us"), rows)
     for name, found in data.get("profiles", {}).items():
         layer = f", {found['calls_a_layer']:.0f} for one more layer" if "calls_a_layer" in found else ""
         text.append(f"- {name}: {found['calls_a_step']:.0f} calls of functions and built-ins a step{layer} (cProfile)")
@@ -132,6 +141,7 @@ PARTS: dict[str, Callable[[Figures], list[str]]] = {
     "host": host,
     "stack": stack,
     "kernels": kernels,
+    "variants": variants,
     "memory": memory,
     "ranks": ranks,
     "soak": soak,
@@ -155,6 +165,9 @@ def page(folder: Path, notes: Sequence[str]) -> str:
         taken = "" if record["seconds"] is None else f" after {record['seconds']} s"
         text.append(f"- {part}: {record['status']}{taken}{clocks}, `{record['command']}`")
     text.append("")
+    if (folder / "traces.png").exists():
+        text += ["A step of two layers of Llama-8B's shape, 8K tokens, by torch's profiler (traces in this folder):", ""]
+        text += ["![Host and GPU in a step](traces.png)", ""]
     for part, write in PARTS.items():
         path = folder / f"{part}.json"
         if part not in run["parts"] or not path.exists():

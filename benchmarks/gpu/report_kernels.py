@@ -132,3 +132,23 @@ def profile(data: Figures) -> list[str]:
     text += ["", "Plans made with the model fitted to batches, estimated by it; exchanges at its built-in rate:", ""]
     head = ("placement", "model", "slowest / mean", "slowest rank with exchange, s a layer", "ratio", "busiest sender, MiB")
     return text + table(head, rows)
+
+
+def variants(data: Figures) -> list[str]:
+    text = ["## Compiled ahead", ""]
+    for name, kind in data.get("kinds", {}).items():
+        text.append(
+            f"- {name}: compiled or loaded in {kind['compile_seconds']:.1f} s before the first step; "
+            f"{kind['late_compiles']} compiles in {kind['layouts']} calls of other layouts"
+        )
+    rows = []
+    for row in data.get("gaps", []):
+        ways = (row["as sequences"], row["gathered copies"])
+        cells = [f"{1e3 * way[name]:.2f}" for name in ("forward", "backward") for way in ways]
+        both = [way["forward"] + way["backward"] for way in ways]
+        rows.append((row["kernel"], row["documents"], *cells, f"{both[1] / both[0]:.2f}"))
+    if rows:
+        text += ["", "Batches with gaps, ms: gaps as sequences without keys, and gathered copies.", ""]
+        head = ("kernel", "documents", "forward", "with copies", "backward", "with copies", "times faster")
+        text += table(head, rows)
+    return [*text, ""]

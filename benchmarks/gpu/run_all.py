@@ -51,6 +51,7 @@ PARTS = {
     "model": Part(140, "a model of 1.3 billion weights, 32K tokens, 20 steps: losses, seconds, MFU"),
     "emulator": Part(60, "kernel seconds of 8 and 64 ranks, before and after balancing"),
     "trainer": Part(120, "the Trainer on two ranks over NCCL with moved work, beside sdpa"),
+    "variants": Part(60, "FlashAttention 4 compiled ahead: seconds, late compiles; batches with gaps"),
     "kernels": Part(90, "rates of whole documents, slices, rebatched tasks, orders of tasks"),
     "memory": Part(25, "peak bytes at 64K tokens beside plain attention and the simulator"),
     "ranks": Part(60, "two and four ranks over NCCL beside sdpa"),
