@@ -15,12 +15,11 @@ PARTS = (
     *("checkpointing", "host", "stack", "model", "emulator", "trainer", "variants", "kernels", "memory", "ranks", "soak"),
     *("parity", "profile", "overlap", "faults", "families"),
 )
-COMMAND = "python benchmarks/gpu/run_all.py --out gpu_figures --placements DIR --seconds 480"
 slow = pytest.mark.slow
 
 
 def run_all(out: Path, *options: str, command: list[str] | None = None) -> str:
-    command = command or words_of(COMMAND)
+    command = command or words_of("python benchmarks/gpu/run_all.py --out gpu_figures --placements DIR --seconds 480")
     small = ("--device", "cpu", "--quick", "--out", str(out), "--placements", str(out), "--seconds", "240")
     return scripts.run([*command, *small, *options], out, timeout=280)
 

@@ -156,8 +156,8 @@ def odd_share(made: Dealing, wrong: str) -> dict[str, Any]:
         other = made.share(np.array(lengths), (0, 1), 1, names=np.arange(len(lengths)) + (wrong == "seed"))
         batch["distca_documents"] = PackedDocuments(packed.lengths, packed.starts, packed.documents, dealt=other.dealt)
     if wrong == "plan":
-        if packed.dealt._beside is not None:  # plans of a fetched share are made beside what the caller does
-            packed.dealt._beside.join()
+        for thread in packed.dealt._beside:  # plans of a fetched share are made beside what the caller does
+            thread.join()
         (job, plan), *_ = packed.dealt._plans.items()
         tasks = [task._replace(server=1 - task.server) for task in plan.tasks]
         packed.dealt._plans[job] = type(plan).from_tasks(plan.layout, tasks)

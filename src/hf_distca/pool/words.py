@@ -14,7 +14,8 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, fields
-from inspect import isfunction
+from functools import cache
+from inspect import getmembers, isfunction
 from typing import Any
 
 import numpy as np
@@ -118,10 +119,14 @@ def read_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+@cache
+def _steps_of(kind: type) -> frozenset[str]:
+    return frozenset(name for name, _ in getmembers(kind, isfunction) if not name.startswith("_")) - {"run"}
+
+
 def read_step(server: object, name: str) -> Callable[..., None]:
     """The step of that name, a public method that a server has besides `run`; `ValueError` if there is none."""
-    known = {name for name, value in vars(type(server)).items() if isfunction(value) and not name.startswith("_")} - {"run"}
-    if name not in known:
+    if name not in (known := _steps_of(type(server))):
         raise ValueError(f"rank 0 named the step {name!r}, and servers take {', '.join(sorted(known))}")
     step: Callable[..., None] = getattr(server, name)
     return step
