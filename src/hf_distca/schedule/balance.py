@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import CostModel, FloatArray, Price
-from hf_distca.schedule.greedy import Bound, Greedy, Levels
+from hf_distca.schedule.greedy import Bound, Greedy, Levels, Step
 from hf_distca.schedule.heads import Heads
 from hf_distca.schedule.layout import BoolArray, Layout
 from hf_distca.schedule.load import PlanLoad
@@ -116,17 +117,52 @@ class _Tries:
         return self.unmoved.slowest_seconds * (1 - self.config.min_gain) < mean
 
     def loads(self) -> list[PlanLoad]:
-        """Plans that even out compute, and compute and exchange together; where nodes matter, also as if they did not."""
-        cost, config, seconds = self.cost, self.config, self.unmoved.compute_seconds
+        """Plans that even out compute, and compute and exchange together: node by node, then between nodes, and as one group."""
+        loads = []
+        if self.ranks.per_node is not None:
+            loads += self._by_nodes()
+        return loads + self._of_all()
+
+    def _by_nodes(self) -> list[PlanLoad]:
+        """Plans made node by node, and those with moves between nodes after that."""
+        cost, config, unmoved = self.cost, self.config, self.unmoved
+        seconds, size, world_size = unmoved.compute_seconds, self.ranks.per_node or 1, self.layout.world_size
+        inside = replace(cost, exchange_bytes_per_second=cost.node_bytes_per_second or cost.exchange_bytes_per_second)
+        price = Price.of(cost, config.tile)
+        heads = Heads.of(self.layout, price, inside, seconds, config.head_groups, size)
+        greedy = Greedy(self.layout, heads, replace(self.ranks, per_node=None), self.bound, cost.window, self.serves)
+        near, far = (price.with_exchange(one.exchange_bytes_per_second) for one in (inside, cost))
+        alone = [Step(Prices(price, price), self._levels(_FINEST), each) for each in (size, world_size)]
+        ways = [(alone, seconds)]
+        if not config.ping_pong:
+            both = [
+                Step(Prices(one, price), self._levels(_FINEST_OF_BOTH), each) for one, each in ((near, size), (far, world_size))
+            ]
+            ways.append((both, seconds + unmoved.exchange_seconds))
+        rows = [greedy.even_out(steps[:1], before) for steps, before in ways]
+        several = [self.weighed(greedy.plan(each)) for each in rows]
+        if len(rows) > 1:
+            ends = np.array([load.ends.reshape(-1, size).max(axis=1) for load in several])
+            chosen = np.repeat(ends.argmin(axis=0), size)
+            several.append(self.weighed(greedy.plan(greedy.mixed(rows, chosen))))
+        return several + [self.weighed(greedy.plan(greedy.even_out(steps, before))) for steps, before in ways]
+
+    @cached_property
+    def bound(self) -> Bound:
+        return Bound.of(self.config.max_transient_bytes, TransientBytes.of(self.cost.shape))
+
+    def _of_all(self) -> list[PlanLoad]:
+        """Plans of one group; where nodes matter, also as if they did not."""
+        cost, config, seconds, size = self.cost, self.config, self.unmoved.compute_seconds, self.layout.world_size
         price, free = Price.of(cost, config.tile), math.isinf(cost.exchange_bytes_per_second)
         heads = Heads.of(self.layout, price, cost, seconds, config.head_groups)
-        same, levels = Prices(price, price), self._levels(seconds, _FINEST)
-        bound = Bound.of(config.max_transient_bytes, TransientBytes.of(cost.shape))
+        same = Prices(price, price)
+        bound = self.bound
         alone = replace(self.ranks, per_node=None)
         loads = []
         for ranks in (self.ranks, alone) if alone != self.ranks and cost.near < 1 else (alone,):
             greedy = Greedy(self.layout, heads, ranks, bound, cost.window, self.serves)
-            load = self.weighed(greedy.even_out(same, seconds, levels))
+            load = self.weighed(greedy.plan(greedy.even_out([Step(same, self._levels(_FINEST), size)], seconds)))
             loads.append(load)
             hidden = config.ping_pong and load.exchange_seconds.max() <= load.compute_seconds.max()
             if not free and not hidden:
@@ -134,26 +170,34 @@ class _Tries:
                 for part in _HIDDEN if config.ping_pong else (1.0,):
                     both = seconds + part * unmoved.exchange_seconds
                     exchanged = Prices(price.with_exchange(cost.exchange_bytes_per_second / part), price)
-                    loads.append(self.weighed(greedy.even_out(exchanged, both, self._levels(both, _FINEST_OF_BOTH))))
+                    step = Step(exchanged, self._levels(_FINEST_OF_BOTH), size)
+                    loads.append(self.weighed(greedy.plan(greedy.even_out([step], both))))
             # One document that outweighs all others, and no relays: the fewer servers, the less its home has to send.
             cap, mean = float(seconds.max()) / 2, self.ranks.level(seconds.tolist())
             extreme = not self.relayed and 2 * cap >= _EXTREME * mean
             while extreme and cap > 2 * mean:
-                loads.append(self.weighed(greedy.even_out(same, seconds, Levels(0.0, 0.95 * cap, cap, 0.97 * cap, cap))))
+                levels = Levels(0.0, 0.95 * cap, cap, 0.97 * cap, cap)
+                step = Step(same, lambda *_, levels=levels: levels, size)
+                loads.append(self.weighed(greedy.plan(greedy.even_out([step], seconds))))
                 cap /= 1.4
         return loads
 
-    def _levels(self, seconds: FloatArray, tolerance: float) -> Levels:
+    def _levels(self, tolerance: float) -> Callable[[FloatArray, slice], Levels]:
         """Levels for ranks that take so long. Who neither serves nor is above the mean stays as it is, and does not count."""
-        evened, speeds = np.ones(len(seconds), dtype=np.bool_), np.array(self.ranks.each(len(seconds)))
-        while not self.config.serve_in_place:
-            mean = (seconds * speeds)[evened].sum() / speeds[evened].sum()
-            below = evened & ~self.serves & (seconds < mean)
-            if not below.any():
-                break
-            evened &= ~below
-        ranks = self.ranks if self.ranks.speeds is None else Ranks.of(speeds[evened])
-        return Levels.of(seconds[evened].tolist(), ranks, max(self.config.tolerance, tolerance))
+
+        def levels(seconds: FloatArray, group: slice) -> Levels:
+            own, speeds, serves = seconds[group], np.array(self.ranks.each(len(seconds)))[group], self.serves[group]
+            evened = np.ones(len(own), dtype=np.bool_)
+            while not self.config.serve_in_place:
+                mean = (own * speeds)[evened].sum() / speeds[evened].sum()
+                below = evened & ~serves & (own < mean)
+                if not below.any():
+                    break
+                evened &= ~below
+            ranks = ALIKE if self.ranks.speeds is None else Ranks.of(speeds[evened])
+            return Levels.of(own[evened].tolist(), ranks, max(self.config.tolerance, tolerance))
+
+        return levels
 
     def weighed(self, plan: Plan, least: float = 0.0) -> PlanLoad:
         """The load of a plan, with keys passed on if that gains so much."""

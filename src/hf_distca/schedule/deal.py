@@ -17,7 +17,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.dealer import Dealer, Served, pour
+from hf_distca.schedule.dealer import Dealer, DealtPiece, Served, pour
 from hf_distca.schedule.layout import IntArray, Layout, as_integers
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
@@ -103,7 +103,7 @@ def in_order(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence
     Args and raises: as `deal`.
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, 1, None)
-    pieces = pour(range(len(length)), length.tolist(), tokens)
+    pieces = pour([DealtPiece(-1, document, 0, count) for document, count in enumerate(length.tolist())], tokens)
     rank, document, start, size = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
     return Layout(document, start, size, np.searchsorted(rank, np.arange(ranks + 1)))
 
@@ -128,21 +128,25 @@ def _dealt(
     document = np.flatnonzero(among)
     per_node = len(tokens) if ranks_per_node is None else ranks_per_node
 
-    def layout(served: Served) -> Layout:
-        dealt = Dealer(length[document], served, cost, tile, per_node, overlapped=overlapped).layout()
+    def layout(served: Served, *, by_nodes: bool = False) -> Layout:
+        dealer = Dealer(length[document], served, cost, tile, per_node, overlapped=overlapped)
+        dealt = dealer.layout_by_nodes() if by_nodes else dealer.layout()
         return Layout(document[dealt.document], dealt.start, dealt.length, dealt.offsets)
 
-    dealt = layout(Served(np.ones(len(document), dtype=np.bool_), [], tokens))
-    served = Served.of(length[document], tokens, cost, tile, overlapped=overlapped)
-    if not served.pieces:
-        return dealt
+    every = Served(np.ones(len(document), dtype=np.bool_), [], tokens)
     config, ranks = DistCAConfig(tile=tile, ping_pong=overlapped), Ranks(per_node=ranks_per_node)
 
     def end(dealt: Layout) -> float:
         return PlanLoad(balance(dealt, cost, config, ranks), cost, overlapped=overlapped, ranks=ranks).slowest_seconds
 
     # Which of them ends earlier depends on what servers can be found, and so on the whole plan.
-    return min(dealt, layout(served), key=end)
+    ways = [layout(every)]
+    served = Served.of(length[document], tokens, cost, tile, overlapped=overlapped)
+    if served.pieces:
+        ways.append(layout(served))
+    if per_node < len(tokens) and ranks.seen_by(cost).per_node is not None:
+        ways.insert(0, layout(every, by_nodes=True))
+    return min(ways, key=end) if len(ways) > 1 else ways[0]
 
 
 def _halves(tokens: list[int], total: int) -> list[int]:

@@ -7,7 +7,7 @@ themselves are in `schedule.moves`. Every rank computes the plan for itself, so 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Self
@@ -22,7 +22,7 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.waves import TransientBytes
 
-__all__ = ["Bound", "Greedy", "Levels"]
+__all__ = ["Bound", "Greedy", "Levels", "Rows", "Step"]
 
 # Levels are set inside the tolerated band, because slices end on a grid and seldom move exactly what was wanted.
 _INNER_BAND = 0.7
@@ -96,6 +96,20 @@ def _filled(pairs: list[tuple[float, float]], amount: float) -> float:
     return level
 
 
+class Step(NamedTuple):
+    """Moves of slices among ranks of groups.
+
+    Attributes:
+        prices: of slices.
+        levels: of each group, what its ranks should end at, given what all ranks take.
+        size: ranks of a group.
+    """
+
+    prices: Prices
+    levels: Callable[[FloatArray, slice], Levels]
+    size: int
+
+
 @dataclass(frozen=True)
 class Greedy:
     """Makes plans for a layout.
@@ -116,39 +130,57 @@ class Greedy:
     window: int | None
     serves: BoolArray
 
-    def even_out(self, prices: Prices, seconds: FloatArray, levels: Levels) -> Plan:
-        """The plan that evens out what ranks take.
+    def even_out(self, steps: Sequence[Step], seconds: FloatArray) -> Rows:
+        """The rows of the plan that evens out what ranks take, in steps.
 
         Args:
-            prices: of slices.
+            steps: the moves.
             seconds: what each rank takes if nothing moves; shape (ranks,).
-            levels: what they should end at; see `Levels.of`.
         """
-        ranks, world_size = self.ranks, len(seconds)
-        speeds = np.array(ranks.each(world_size))
-        surplus = math.fsum((np.maximum(seconds - levels.high, 0.0) * speeds).tolist())
-        work = float(ranks.work(seconds.tolist()))
-        segment, before = self._pieces
-        movable = np.minimum(before.end, np.where(before.heads < 1, *self.bound.last_ends(prices.served, self.heads.groups)))
-        order, room = np.argsort(-seconds, kind="stable"), 16 * world_size + 64
-        while True:
-            pieces = before._replace(start=before.start.copy(), end=movable.copy())
-            level = np.array(levels)
-            loads = Loads(seconds.copy(), speeds, self.serves, level, level.copy(), surplus, work, ranks.per_node or world_size)
-            ledger = _ledger(self.layout, segment, before, room)
-            count = make_moves(pieces, prices, loads, ledger, order)
-            if count >= 0:
-                break
+        room = 16 * len(seconds) + 64
+        while (rows := self._moved(steps, seconds.copy(), room)) is None:
             room *= 4
+        return rows
+
+    def _moved(self, steps: Sequence[Step], seconds: FloatArray, room: int) -> Rows | None:
+        """The rows; None if there are more moves than room for them."""
+        segment, before = self._pieces
+        ends = self.bound.last_ends(steps[0].prices.served, self.heads.groups)
+        movable = np.minimum(before.end, np.where(before.heads < 1, *ends))
+        pieces = before._replace(start=before.start.copy(), end=movable.copy())
+        ledger, count = _ledger(self.layout, segment, before, room), 0
+        for step in steps:
+            for first in range(0, len(seconds), step.size):
+                count = self._even_out(step, (pieces, seconds, ledger), slice(first, first + step.size), count)
+                if count < 0:
+                    return None
         moves = ledger.moves[:count]
         left, stayed = np.flatnonzero(pieces.start < pieces.end), np.flatnonzero(movable < before.end)
-        rows = _Rows(
+        return Rows(
             np.concatenate([moves[:, PIECE], left, stayed]),
             np.concatenate([moves[:, START], pieces.start[left], np.maximum(movable, before.start)[stayed]]),
             np.concatenate([moves[:, END], pieces.end[left], before.end[stayed]]),
             np.concatenate([moves[:, SERVER], self.layout.rank[segment[left]], self.layout.rank[segment[stayed]]]),
         )
-        return self._plan(segment, before, rows)
+
+    def _even_out(self, step: Step, state: tuple[QueryPieces, FloatArray, Ledger], group: slice, count: int) -> int:
+        """Make the moves of a step among the ranks of a group; how many there are then."""
+        pieces, seconds, ledger = state
+        levels, speeds, ranks = step.levels(seconds, group), np.array(self.ranks.each(len(seconds))), len(seconds)
+        own, speed = seconds[group], speeds[group]
+        surplus = math.fsum((np.maximum(own - levels.high, 0.0) * speed).tolist())
+        work, per_node = math.fsum((own * speed).tolist()), self.ranks.per_node or ranks
+        level = np.array(levels)
+        loads = Loads(seconds, speeds, self.serves, level, level.copy(), surplus, work, per_node, group.start, group.stop)
+        order = np.argsort(-own, kind="stable") + group.start
+        return make_moves(pieces, step.prices, loads, ledger, order, count)
+
+    def mixed(self, several: Sequence[Rows], chosen: IntArray) -> Rows:
+        """Rows of the pieces of each rank from one of several ways to move them inside groups."""
+        of = chosen[self.layout.rank[self._pieces[0]]]
+        parts = [np.flatnonzero(of[rows.piece] == number) for number, rows in enumerate(several)]
+        columns = zip(*several, strict=True)
+        return Rows(*(np.concatenate([c[p] for c, p in zip(column, parts, strict=True)]) for column in columns))
 
     @cached_property
     def _pieces(self) -> tuple[IntArray, QueryPieces]:
@@ -165,9 +197,10 @@ class Greedy:
         number = layout.place[segment] * parts + group
         return segment, QueryPieces(number, layout.start[segment], layout.end[segment], part, offsets)
 
-    def _plan(self, segment: IntArray, pieces: QueryPieces, rows: _Rows) -> Plan:
+    def plan(self, rows: Rows) -> Plan:
         """The plan of rows of pieces, each on a segment. Neighbours on one server are one task."""
         layout, parts = self.layout, self.heads.groups + 1 if self.heads.groups > 1 else 1
+        segment, pieces = self._pieces
         home, place, group = layout.rank[segment], layout.place[segment], pieces.number % parts
         # A document of which no group is moved is not split.
         apart = np.zeros(len(layout.documents), dtype=np.bool_)
@@ -186,7 +219,7 @@ class Greedy:
         return Plan(split, number[begin], start[begin], end[last], home[piece[begin]], server[begin], self.window)
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Rows [start, end) of pieces, none of them empty, and the server that computes them."""
 
     piece: IntArray

@@ -94,6 +94,7 @@ class Loads(NamedTuple):
         begin, levels: seconds at places `FLOOR` to `CAP`, before the first move and now.
         surplus, work: seconds of work to be moved, and of all work.
         per_node: ranks of a node; all of them where nodes make no difference.
+        first, last: only ranks [first, last) may get slices.
     """
 
     seconds: FloatArray
@@ -104,6 +105,8 @@ class Loads(NamedTuple):
     surplus: float
     work: float
     per_node: int
+    first: int
+    last: int
 
 
 class Ledger(NamedTuple):
@@ -256,12 +259,11 @@ def tail_start(price: Price, heads: float, start: int, end: int, want: float, mo
 
 
 @_inner
-def _emptiest(loads: Loads, source: int, per_node: int, surplus: float, most: float) -> int:
-    """In the node of the source the emptiest rank below `most` seconds, or one that the surplus fills just so; -1 if none is."""
+def _emptiest(loads: Loads, first: int, last: int, surplus: float, most: float) -> int:
+    """Of ranks [first, last) the emptiest below `most` seconds, or one that the surplus fills just so; -1 if none is."""
     work, speed, level = loads.seconds, loads.speed, loads.levels
-    first = source // per_node * per_node
     emptiest, fits = -1, -1
-    for rank in range(first, first + per_node):
+    for rank in range(first, last):
         if work[rank] < most and loads.serves[rank]:
             if emptiest < 0 or work[rank] < work[emptiest]:
                 emptiest = rank
@@ -279,11 +281,11 @@ def _server_for(loads: Loads, source: int, surplus: float) -> int:
 
     A server in the node of the source is as good if it is below the floor, and has room for half as much.
     """
-    work, speed, level = loads.seconds, loads.speed, loads.levels
-    emptiest = _emptiest(loads, source, len(work), surplus, level[MEAN])
-    if emptiest < 0 or loads.per_node == len(work):
+    work, speed, level, per_node = loads.seconds, loads.speed, loads.levels, loads.per_node
+    emptiest = _emptiest(loads, loads.first, loads.last, surplus, level[MEAN])
+    if emptiest < 0 or per_node >= loads.last - loads.first:
         return emptiest
-    near = _emptiest(loads, source, loads.per_node, surplus, level[FLOOR])
+    near = _emptiest(loads, source // per_node * per_node, (source // per_node + 1) * per_node, surplus, level[FLOOR])
     wanted = min(surplus, (level[LOW] - work[emptiest]) * speed[emptiest])
     return near if near >= 0 and (level[LOW] - work[near]) * speed[near] >= 0.5 * wanted else emptiest
 
@@ -363,7 +365,7 @@ def _best_move(
                 rank, held, row = holders[row, RANK], holders[row, KEYS], holders[row, BEFORE]
                 lack = (level[LOW] - work[rank]) * speed[rank]
                 fits = rank != asked_server and rank != source and work[rank] < level[FLOOR] and lack >= enough
-                if fits and loads.serves[rank]:
+                if fits and loads.serves[rank] and loads.first <= rank < loads.last:
                     server = rank
             if server < 0 or tried == _HOLDERS:
                 break
@@ -371,21 +373,22 @@ def _best_move(
     return move, best
 
 
-def _make_moves(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, order: IntArray) -> int:
+def _make_moves(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, order: IntArray, count: int) -> int:
     """Make all moves.
 
     Args:
         pieces: of the layout; they shrink.
         prices: of slices.
         loads: what ranks have to do; brought up to date.
-        ledger: without moves, with the homes of pieces of documents that lie on several ranks as holders.
-        order: ranks, those that take longest first.
+        ledger: of earlier moves, with the homes of pieces of documents that lie on several ranks as holders.
+        order: ranks that give, those that take longest first.
+        count: of earlier moves.
 
     Returns:
-        How many there are; -1 if the ledger has no room for them.
+        How many there are then; -1 if the ledger has no room for them.
     """
     work, speed, level, moves, holders = loads.seconds, loads.speed, loads.levels, ledger.moves, ledger.holders
-    shed, grown, count = 0.0, 0.0, 0
+    shed, grown = 0.0, 0.0
     # First ranks above the band give, and then, while others are below it, those that have more than these should.
     for above, until in ((CAP, HIGH), (LOW, FLOOR)):
         for source in order:
