@@ -132,14 +132,14 @@ class _Tries:
         heads = Heads.of(self.layout, price, inside, seconds, config.head_groups, size)
         greedy = Greedy(self.layout, heads, replace(self.ranks, per_node=None), self.bound, cost.window, self.serves)
         near, far = (price.with_exchange(one.exchange_bytes_per_second) for one in (inside, cost))
-        alone = [Step(Prices(price, price), self._levels(_FINEST), each) for each in (size, world_size)]
-        ways = [(alone, seconds)]
+        def steps(near: Price, far: Price, finest: float) -> list[Step]:
+            levels = self._levels(finest)
+            return [Step(Prices(far, price), levels, world_size, size), Step(Prices(near, price), levels, size)]
+
+        ways = [(steps(price, price, _FINEST), seconds)]
         if not config.ping_pong:
-            both = [
-                Step(Prices(one, price), self._levels(_FINEST_OF_BOTH), each) for one, each in ((near, size), (far, world_size))
-            ]
-            ways.append((both, seconds + unmoved.exchange_seconds))
-        rows = [greedy.even_out(steps[:1], before) for steps, before in ways]
+            ways.append((steps(near, far, _FINEST_OF_BOTH), seconds + unmoved.exchange_seconds))
+        rows = [greedy.even_out(steps[1:], before) for steps, before in ways]
         several = [self.weighed(greedy.plan(each)) for each in rows]
         if len(rows) > 1:
             ends = np.array([load.ends.reshape(-1, size).max(axis=1) for load in several])
@@ -160,7 +160,7 @@ class _Tries:
         bound = self.bound
         alone = replace(self.ranks, per_node=None)
         loads = []
-        for ranks in (self.ranks, alone) if alone != self.ranks and cost.near < 1 else (alone,):
+        for ranks in (alone,):
             greedy = Greedy(self.layout, heads, ranks, bound, cost.window, self.serves)
             load = self.weighed(greedy.plan(greedy.even_out([Step(same, self._levels(_FINEST), size)], seconds)))
             loads.append(load)

@@ -103,11 +103,13 @@ class Step(NamedTuple):
         prices: of slices.
         levels: of each group, what its ranks should end at, given what all ranks take.
         size: ranks of a group.
+        per_node: ranks of a node, if work moves between nodes until these are even; else 0.
     """
 
     prices: Prices
     levels: Callable[[FloatArray, slice], Levels]
     size: int
+    per_node: int = 0
 
 
 @dataclass(frozen=True)
@@ -166,13 +168,19 @@ class Greedy:
     def _even_out(self, step: Step, state: tuple[QueryPieces, FloatArray, Ledger], group: slice, count: int) -> int:
         """Make the moves of a step among the ranks of a group; how many there are then."""
         pieces, seconds, ledger = state
-        levels, speeds, ranks = step.levels(seconds, group), np.array(self.ranks.each(len(seconds))), len(seconds)
+        speeds, size = np.array(self.ranks.each(len(seconds))), step.per_node
         own, speed = seconds[group], speeds[group]
+        if size:
+            speed = np.bincount(np.arange(len(own)) // size, weights=speed)
+            own = np.bincount(np.arange(len(own)) // size, weights=own * speeds[group]) / speed
+        levels = step.levels(seconds, group) if not size else step.levels(own, slice(0, len(own)))
         surplus = math.fsum((np.maximum(own - levels.high, 0.0) * speed).tolist())
-        work, per_node = math.fsum((own * speed).tolist()), self.ranks.per_node or ranks
+        work = math.fsum((own * speed).tolist())
         level = np.array(levels)
-        loads = Loads(seconds, speeds, self.serves, level, level.copy(), surplus, work, per_node, group.start, group.stop)
-        order = np.argsort(-own, kind="stable") + group.start
+        loads = Loads(
+            seconds, speeds, self.serves, level, level.copy(), surplus, work, group.start, group.stop, size, own, speed
+        )
+        order = np.argsort(-seconds[group], kind="stable") + group.start
         return make_moves(pieces, step.prices, loads, ledger, order, count)
 
     def mixed(self, several: Sequence[Rows], chosen: IntArray) -> Rows:

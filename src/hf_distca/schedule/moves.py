@@ -93,8 +93,9 @@ class Loads(NamedTuple):
         serves: whether each may get slices.
         begin, levels: seconds at places `FLOOR` to `CAP`, before the first move and now.
         surplus, work: seconds of work to be moved, and of all work.
-        per_node: ranks of a node; all of them where nodes make no difference.
         first, last: only ranks [first, last) may get slices.
+        per_node: ranks of a node, where nodes are evened out; else 0.
+        node_seconds, node_speed: those of the nodes.
     """
 
     seconds: FloatArray
@@ -104,9 +105,11 @@ class Loads(NamedTuple):
     levels: FloatArray
     surplus: float
     work: float
-    per_node: int
     first: int
     last: int
+    per_node: int
+    node_seconds: FloatArray
+    node_speed: FloatArray
 
 
 class Ledger(NamedTuple):
@@ -259,35 +262,45 @@ def tail_start(price: Price, heads: float, start: int, end: int, want: float, mo
 
 
 @_inner
-def _emptiest(loads: Loads, first: int, last: int, surplus: float, most: float) -> int:
-    """Of ranks [first, last) the emptiest below `most` seconds, or one that the surplus fills just so; -1 if none is."""
-    work, speed, level = loads.seconds, loads.speed, loads.levels
-    emptiest, fits = -1, -1
-    for rank in range(first, last):
-        if work[rank] < most and loads.serves[rank]:
-            if emptiest < 0 or work[rank] < work[emptiest]:
-                emptiest = rank
-            after = work[rank] + surplus / speed[rank]
-            if level[FLOOR] <= after <= level[CAP] and (fits < 0 or work[rank] < work[fits]):
-                fits = rank
-    if fits >= 0 and (level[LOW] - work[emptiest]) * speed[emptiest] > surplus:
-        return fits
-    return emptiest
+def _lack(loads: Loads, rank: int) -> float:
+    """Seconds of work that a rank lacks to the lower level; where nodes are evened out, as far as its node lacks them, too."""
+    level, per_node = loads.levels[LOW], loads.per_node
+    lack = (level - loads.seconds[rank]) * loads.speed[rank]
+    if per_node:
+        node = rank // per_node
+        lack = min(lack, (level - loads.node_seconds[node]) * loads.node_speed[node])
+    return lack
 
 
 @_inner
-def _server_for(loads: Loads, source: int, surplus: float) -> int:
-    """The emptiest rank below the mean, or one that the surplus fills just so; -1 if there is none.
+def _spare(loads: Loads, rank: int, place: int) -> float:
+    """Seconds of work that a rank has above a level; where nodes are evened out, as far as its node has them, too."""
+    level, per_node = loads.levels[place], loads.per_node
+    spare = (loads.seconds[rank] - level) * loads.speed[rank]
+    if per_node:
+        node = rank // per_node
+        spare = min(spare, (loads.node_seconds[node] - level) * loads.node_speed[node])
+    return spare
 
-    A server in the node of the source is as good if it is below the floor, and has room for half as much.
-    """
+
+@_inner
+def _server_for(loads: Loads, surplus: float) -> int:
+    """The emptiest rank below the mean, or one that the surplus fills just so; -1 if there is none."""
     work, speed, level, per_node = loads.seconds, loads.speed, loads.levels, loads.per_node
-    emptiest = _emptiest(loads, loads.first, loads.last, surplus, level[MEAN])
-    if emptiest < 0 or per_node >= loads.last - loads.first:
-        return emptiest
-    near = _emptiest(loads, source // per_node * per_node, (source // per_node + 1) * per_node, surplus, level[FLOOR])
-    wanted = min(surplus, (level[LOW] - work[emptiest]) * speed[emptiest])
-    return near if near >= 0 and (level[LOW] - work[near]) * speed[near] >= 0.5 * wanted else emptiest
+    emptiest, fits = -1, -1
+    for rank in range(loads.first, loads.last):
+        if work[rank] >= level[MEAN] or not loads.serves[rank]:
+            continue
+        if per_node and loads.node_seconds[rank // per_node] >= level[LOW]:
+            continue
+        if emptiest < 0 or work[rank] < work[emptiest]:
+            emptiest = rank
+        after = work[rank] + surplus / speed[rank]
+        if level[FLOOR] <= after <= level[CAP] and (fits < 0 or work[rank] < work[fits]):
+            fits = rank
+    if fits >= 0 and (level[LOW] - work[emptiest]) * speed[emptiest] > surplus:
+        return fits
+    return emptiest
 
 
 @_inner
@@ -326,11 +339,11 @@ def _slice(prices: Prices, heads: float, span: tuple[int, int], held: int, wish:
 
 @_inner
 def _best_move(
-    pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, asked: tuple[int, int, float, float]
+    pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, asked: tuple[int, int, int, float]
 ) -> tuple[_Move, _Slice]:
     """The move with the fewest bytes per second; its piece is -1 if there is none.
 
-    `asked` are the source, a server, the seconds that the source should come down to, and a leeway: the part of what both have
+    `asked` are the source, a server, the level that the source should come down to, and a leeway: the part of what both have
     that the server may come up to, while the source may end below the band. A server that has keys of a document may get a slice
     of it in place of the one that was asked.
     """
@@ -339,7 +352,8 @@ def _best_move(
     move, best = _Move(-1, -1, 0), _Slice(0, 0, 0.0, 0.0, math.inf)
     looked_at = 0
     # Holders that lack much less than the server that was asked would get slivers, in very many moves.
-    enough = _LEAST_LACK * min((work[source] - aim) * speed[source], (level[LOW] - work[asked_server]) * speed[asked_server])
+    surplus = _spare(loads, source, aim)
+    enough = _LEAST_LACK * min(surplus, _lack(loads, asked_server))
     for piece in range(pieces.offsets[source], pieces.offsets[source + 1]):
         start, end, last = pieces.start[piece], pieces.end[piece], ledger.last[pieces.number[piece]]
         if start >= end:
@@ -354,16 +368,16 @@ def _best_move(
         row, tried = last, 0
         while True:
             room = (max(level[CAP], leeway * (work[source] + work[server])) - work[server]) * speed[server]
-            over = room if leeway > 0 else (work[source] - level[FLOOR]) * speed[source]
-            lack = (level[LOW] - work[server]) * speed[server] if work[server] < level[FLOOR] else math.inf
-            wish = _Wish((work[source] - aim) * speed[source], over, lack, room, level[CAP] - level[HIGH])
+            over = room if leeway > 0 else _spare(loads, source, FLOOR)
+            lack = _lack(loads, server) if work[server] < level[FLOOR] else math.inf
+            wish = _Wish(surplus, over, lack, room, level[CAP] - level[HIGH])
             cut = _slice(prices, pieces.heads[piece], (start, end), held, wish)
             if cut.ratio < best.ratio:
                 move, best = _Move(piece, server, max(held, cut.end)), cut
             server = -1
             while row >= 0 and server < 0:
                 rank, held, row = holders[row, RANK], holders[row, KEYS], holders[row, BEFORE]
-                lack = (level[LOW] - work[rank]) * speed[rank]
+                lack = _lack(loads, rank)
                 fits = rank != asked_server and rank != source and work[rank] < level[FLOOR] and lack >= enough
                 if fits and loads.serves[rank] and loads.first <= rank < loads.last:
                     server = rank
@@ -393,16 +407,16 @@ def _make_moves(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledge
     for above, until in ((CAP, HIGH), (LOW, FLOOR)):
         for source in order:
             leeway = 0.0
-            while work[source] > level[above]:
-                surplus = (work[source] - level[HIGH]) * speed[source] if above == CAP and leeway == 0 else math.inf
-                server = _server_for(loads, source, surplus)
+            while _spare(loads, source, above) > 0:
+                surplus = _spare(loads, source, HIGH) if above == CAP and leeway == 0 else math.inf
+                server = _server_for(loads, surplus)
                 if server < 0 or (above == LOW and work[server] >= level[FLOOR]):
                     break
-                move, cut = _best_move(pieces, prices, loads, ledger, (source, server, level[until], leeway))
+                move, cut = _best_move(pieces, prices, loads, ledger, (source, server, until, leeway))
                 if move.piece < 0 or (above == LOW and cut.added > 2.0 * cut.shed):
                     # The shortest slice may be more than the tolerated band is wide. Then a source below it, or a server above it
                     # but lower than the source was, is better than leaving the source as it is.
-                    if above == LOW or leeway > 0:
+                    if above == LOW or leeway > 0 or loads.per_node:
                         break
                     leeway = 0.5
                     continue
@@ -420,6 +434,10 @@ def _make_moves(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledge
                 leeway, count = 0.0, count + 1
                 work[source] -= cut.shed / speed[source]
                 work[move.server] += cut.added / speed[move.server]
+                if loads.per_node:
+                    home, node = source // loads.per_node, move.server // loads.per_node
+                    loads.node_seconds[home] -= cut.shed / loads.node_speed[home]
+                    loads.node_seconds[node] += cut.added / loads.node_speed[node]
                 # Levels rise to where they will be when all surplus is moved at the same rate.
                 shed, grown = shed + cut.shed, grown + cut.added - cut.shed
                 rise = 1 + grown / shed * max(loads.surplus, shed) / loads.work
