@@ -2,11 +2,11 @@
 
 1. Weigh the plan that moves nothing; if no plan can gain enough, that is it.
 2. Choose the documents that may be split by heads (`schedule.heads`).
-3. Set levels that ranks should end at (`schedule.greedy`).
-4. Even out: slices move until ranks are at their levels (`schedule.moves`).
-5. Let servers pass keys on where that makes the slowest rank earlier (`schedule.relays`).
-6. Do 3 to 5 for compute alone and, unless exchanges are hidden behind it, for compute and exchange together. Weigh the plans
-   (`schedule.load`), and take the one whose slowest rank ends first, if it gains enough.
+3. Set levels that ranks should end at, and move slices until they do (`schedule.greedy`, `schedule.moves`): inside each node
+   alone; until nodes are even and then inside each; and in all ranks as one group, with servers of the same node preferred and
+   without. Each is done for compute alone and, unless exchanges are hidden behind it, for compute and exchange together.
+4. Let servers pass keys on where that makes the slowest rank earlier (`schedule.relays`).
+5. Weigh the plans (`schedule.load`), and take the one whose slowest rank ends first, if it gains enough.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,12 +36,23 @@ __all__ = ["balance"]
 # The finest band that is aimed at: below, tiles are too coarse. And the finest for compute and exchange together.
 _FINEST = 0.002
 _FINEST_OF_BOTH = 0.02
+# Part of the band of ranks that nodes are evened out to: what they differ by adds to what their ranks do.
+_OF_NODES = 0.25
 # Of exchanges that hide behind compute, the parts that are tried to count where they take longer.
 _HIDDEN = (0.25, 0.5)
-# Part of its seconds that a plan has to end before those tried earlier, which exchange less, between nodes above all.
+# Part of its seconds that a plan has to end before those tried earlier, which exchange less between nodes; and where exchanges
+# are hidden, the part of the tolerance, for then the estimate knows of no other gain.
 _EQUAL = 0.002
+_EQUAL_HIDDEN = 0.5
 # Times the mean that a rank takes for plans with few servers to be tried.
 _EXTREME = 12
+
+
+class _Way(NamedTuple):
+    """A way to make plans, none of which can end before so many seconds."""
+
+    least: float
+    loads: Callable[[], list[PlanLoad]]
 
 
 def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks = ALIKE, *, relayed: bool = True) -> Plan:
@@ -74,9 +86,15 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
     if not config.balance or layout.world_size < 2 or tries.hopeless:
         return unmoved.plan
     best, enough = unmoved, unmoved.slowest_seconds * (1 - config.min_gain)
-    for load in tries.loads():
-        if load.slowest_seconds < best.slowest_seconds * (1 - _EQUAL) and load.slowest_seconds <= enough:
-            best = load
+    equal = max(_EQUAL, _EQUAL_HIDDEN * config.tolerance) if config.ping_pong else _EQUAL
+    for way in tries.ways():
+        if best.slowest_seconds * (1 - config.min_gain) < tries.least:
+            break
+        if best.slowest_seconds * (1 - equal) <= way.least:
+            continue
+        for load in way.loads():
+            if load.slowest_seconds < best.slowest_seconds * (1 - equal) and load.slowest_seconds <= enough:
+                best = load
     return best.plan
 
 
@@ -101,103 +119,124 @@ class _Tries:
         every = np.ones(self.layout.world_size, dtype=np.bool_)
         return every if self.config.serve_in_place else self.layout.query_tokens == 0
 
+    @cached_property
+    def mean(self) -> float:
+        """Seconds of compute of each rank, if nothing moves and all end together."""
+        return self.ranks.level(self.unmoved.compute_seconds.tolist())
+
+    @cached_property
+    def least(self) -> float:
+        """Seconds before which the slowest rank seldom ends: it cannot end before the mean, and moves seldom save exchanges."""
+        exchange = 0.0 if self.config.ping_pong else math.fsum(self.unmoved.exchange_seconds.tolist())
+        return self.mean + exchange / self.layout.world_size
+
     @property
     def hopeless(self) -> bool:
         """Whether no plan can gain enough: common in narrow bands, and where documents were dealt."""
-        cost, seconds = self.cost, self.unmoved.compute_seconds.tolist()
-        mean, tolerance = self.ranks.level(seconds), self.config.tolerance
+        seconds, tolerance = self.unmoved.compute_seconds, self.config.tolerance
         # Without a cost per pair, attention is as long as its tokens are many: there is nothing that moving could gain.
-        if not Price.of(cost, self.config.tile).pair or (
-            max(seconds) <= mean * (1 + tolerance) and min(seconds) >= mean * (1 - tolerance)
+        if not Price.of(self.cost, self.config.tile).pair or (
+            seconds.max() <= self.mean * (1 + tolerance) and seconds.min() >= self.mean * (1 - tolerance)
         ):
             return True
-        # The slowest rank cannot end before the mean, and moving work seldom saves exchanges.
-        if not self.config.ping_pong:
-            mean += math.fsum(self.unmoved.exchange_seconds.tolist()) / self.layout.world_size
-        return self.unmoved.slowest_seconds * (1 - self.config.min_gain) < mean
+        return self.unmoved.slowest_seconds * (1 - self.config.min_gain) < self.least
 
-    def loads(self) -> list[PlanLoad]:
-        """Plans that even out compute, and compute and exchange together: node by node, then between nodes, and as one group."""
-        loads = []
-        if self.ranks.per_node is not None:
-            loads += self._by_nodes()
-        return loads + self._of_all()
-
-    def _by_nodes(self) -> list[PlanLoad]:
-        """Plans made node by node, and those with moves between nodes after that."""
-        cost, config, unmoved = self.cost, self.config, self.unmoved
-        seconds, size, world_size = unmoved.compute_seconds, self.ranks.per_node or 1, self.layout.world_size
-        inside = replace(cost, exchange_bytes_per_second=cost.node_bytes_per_second or cost.exchange_bytes_per_second)
-        price = Price.of(cost, config.tile)
-        heads = Heads.of(self.layout, price, inside, seconds, config.head_groups, size)
-        greedy = Greedy(self.layout, heads, replace(self.ranks, per_node=None), self.bound, cost.window, self.serves)
-        near, far = (price.with_exchange(one.exchange_bytes_per_second) for one in (inside, cost))
-        def steps(near: Price, far: Price, finest: float) -> list[Step]:
-            levels = self._levels(finest)
-            return [Step(Prices(far, price), levels, world_size, size), Step(Prices(near, price), levels, size)]
-
-        ways = [(steps(price, price, _FINEST), seconds)]
-        if not config.ping_pong:
-            ways.append((steps(near, far, _FINEST_OF_BOTH), seconds + unmoved.exchange_seconds))
-        rows = [greedy.even_out(steps[1:], before) for steps, before in ways]
-        several = [self.weighed(greedy.plan(each)) for each in rows]
-        if len(rows) > 1:
-            ends = np.array([load.ends.reshape(-1, size).max(axis=1) for load in several])
-            chosen = np.repeat(ends.argmin(axis=0), size)
-            several.append(self.weighed(greedy.plan(greedy.mixed(rows, chosen))))
-        return several + [self.weighed(greedy.plan(greedy.even_out(steps, before))) for steps, before in ways]
+    def ways(self) -> list[_Way]:
+        """Ways to make plans, those that exchange the least between nodes first."""
+        every = _Way(self.mean, self._of_all)
+        if (size := self.ranks.per_node) is None:
+            return [every]
+        speeds = np.array(self.ranks.each(self.layout.world_size)).reshape(-1, size)
+        nodes = (self.unmoved.compute_seconds.reshape(-1, size) * speeds).sum(axis=1) / speeds.sum(axis=1)
+        longest = float(nodes.max())
+        inside, others = (
+            _Way(longest, self._inside),
+            [_Way(self.mean, self._by_nodes), _Way(self.mean, partial(self._of_all, size)), every],
+        )
+        return [inside, *others] if longest <= self.mean * (1 + self.config.tolerance) else [*others, inside]
 
     @cached_property
-    def bound(self) -> Bound:
-        return Bound.of(self.config.max_transient_bytes, TransientBytes.of(self.cost.shape))
+    def price(self) -> Price:
+        return Price.of(self.cost, self.config.tile)
 
-    def _of_all(self) -> list[PlanLoad]:
-        """Plans of one group; where nodes matter, also as if they did not."""
-        cost, config, seconds, size = self.cost, self.config, self.unmoved.compute_seconds, self.layout.world_size
-        price, free = Price.of(cost, config.tile), math.isinf(cost.exchange_bytes_per_second)
-        heads = Heads.of(self.layout, price, cost, seconds, config.head_groups)
-        same = Prices(price, price)
-        bound = self.bound
-        alone = replace(self.ranks, per_node=None)
-        loads = []
-        for ranks in (alone,):
-            greedy = Greedy(self.layout, heads, ranks, bound, cost.window, self.serves)
-            load = self.weighed(greedy.plan(greedy.even_out([Step(same, self._levels(_FINEST), size)], seconds)))
-            loads.append(load)
-            hidden = config.ping_pong and load.exchange_seconds.max() <= load.compute_seconds.max()
-            if not free and not hidden:
-                unmoved = self.unmoved if ranks == self.ranks else replace(self.unmoved, ranks=ranks)
-                for part in _HIDDEN if config.ping_pong else (1.0,):
-                    both = seconds + part * unmoved.exchange_seconds
-                    exchanged = Prices(price.with_exchange(cost.exchange_bytes_per_second / part), price)
-                    step = Step(exchanged, self._levels(_FINEST_OF_BOTH), size)
-                    loads.append(self.weighed(greedy.plan(greedy.even_out([step], both))))
-            # One document that outweighs all others, and no relays: the fewer servers, the less its home has to send.
-            cap, mean = float(seconds.max()) / 2, self.ranks.level(seconds.tolist())
-            extreme = not self.relayed and 2 * cap >= _EXTREME * mean
-            while extreme and cap > 2 * mean:
-                levels = Levels(0.0, 0.95 * cap, cap, 0.97 * cap, cap)
-                step = Step(same, lambda *_, levels=levels: levels, size)
-                loads.append(self.weighed(greedy.plan(greedy.even_out([step], seconds))))
-                cap /= 1.4
+    def _greedy(self, size: int | None) -> Greedy:
+        """What makes plans in groups of so many ranks, or of all."""
+        cost, config = self.cost if size is None else self.near, self.config
+        heads = Heads.of(self.layout, self.price, cost, self.unmoved.compute_seconds, config.head_groups, size)
+        bound = Bound.of(config.max_transient_bytes, TransientBytes.of(cost.shape))
+        return Greedy(self.layout, heads, replace(self.ranks, per_node=None), bound, cost.window, self.serves)
+
+    @cached_property
+    def near(self) -> CostModel:
+        """The cost model of exchanges inside a node."""
+        return replace(
+            self.cost, exchange_bytes_per_second=self.cost.node_bytes_per_second or self.cost.exchange_bytes_per_second
+        )
+
+    @cached_property
+    def by_nodes(self) -> Greedy:
+        return self._greedy(self.ranks.per_node)
+
+    def _steps(self) -> list[tuple[FloatArray, list[Step]]]:
+        """Moves between nodes and then inside each: for compute alone, and unless exchanges are hidden for both together."""
+        unmoved, price, size, every = self.unmoved, self.price, self.ranks.per_node or 1, self.layout.world_size
+        far, near = (price.with_exchange(one.exchange_bytes_per_second) for one in (self.cost, self.near))
+
+        def steps(far: Price, near: Price, finest: float) -> list[Step]:
+            band = max(self.config.tolerance, finest)
+            return [Step(Prices(far, price), _OF_NODES * band, every, size), Step(Prices(near, price), band, size)]
+
+        ways = [(unmoved.compute_seconds, steps(price, price, _FINEST))]
+        if not self.config.ping_pong:
+            ways.append((unmoved.compute_seconds + unmoved.exchange_seconds, steps(far, near, _FINEST_OF_BOTH)))
+        return ways
+
+    def _inside(self) -> list[PlanLoad]:
+        """Plans that move slices inside nodes, and the one that takes for each node the best of them."""
+        greedy, size = self.by_nodes, self.ranks.per_node or 1
+        rows = [greedy.even_out(steps[1:], seconds) for seconds, steps in self._steps()]
+        loads = [self.weighed(greedy.plan(each)) for each in rows]
+        ends = np.array([load.ends.reshape(-1, size).max(axis=1) for load in loads])
+        best = float(min(load.slowest_seconds for load in loads))
+        if float(ends.min(axis=0).max()) < best * (1 - _EQUAL):
+            loads.append(self.weighed(greedy.plan(greedy.mixed(rows, np.repeat(ends.argmin(axis=0), size)))))
         return loads
 
-    def _levels(self, tolerance: float) -> Callable[[FloatArray, slice], Levels]:
-        """Levels for ranks that take so long. Who neither serves nor is above the mean stays as it is, and does not count."""
+    def _by_nodes(self) -> list[PlanLoad]:
+        """Plans that move slices between nodes until these are even, and then inside each."""
+        greedy = self.by_nodes
+        return [self.weighed(greedy.plan(greedy.even_out(steps, seconds))) for seconds, steps in self._steps()]
 
-        def levels(seconds: FloatArray, group: slice) -> Levels:
-            own, speeds, serves = seconds[group], np.array(self.ranks.each(len(seconds)))[group], self.serves[group]
-            evened = np.ones(len(own), dtype=np.bool_)
-            while not self.config.serve_in_place:
-                mean = (own * speeds)[evened].sum() / speeds[evened].sum()
-                below = evened & ~serves & (own < mean)
-                if not below.any():
-                    break
-                evened &= ~below
-            ranks = ALIKE if self.ranks.speeds is None else Ranks.of(speeds[evened])
-            return Levels.of(own[evened].tolist(), ranks, max(self.config.tolerance, tolerance))
+    def _of_all(self, near: int = 0) -> list[PlanLoad]:
+        """Plans that move slices in all ranks as one group, with servers in nodes of so many ranks preferred."""
+        config, cost, size, greedy = self.config, self.cost, self.layout.world_size, self.of_all
+        seconds, same, loads = self.unmoved.compute_seconds, Prices(self.price, self.price), []
 
-        return levels
+        def add(prices: Prices, seconds: FloatArray, levels: Levels | float) -> PlanLoad:
+            rows = greedy.even_out([Step(prices, levels, size, near=near)], seconds)
+            loads.append(self.weighed(greedy.plan(rows)))
+            return loads[-1]
+
+        parts: tuple[float, ...] = () if math.isinf(cost.exchange_bytes_per_second) else (1.0,)
+        if config.ping_pong or not near:
+            load = add(same, seconds, max(config.tolerance, _FINEST))
+            if config.ping_pong and parts:
+                parts = _HIDDEN if load.exchange_seconds.max() > load.compute_seconds.max() else ()
+        for part in parts:
+            both = seconds + part * self.unmoved.exchange_seconds
+            prices = Prices(self.price.with_exchange(cost.exchange_bytes_per_second / part), self.price)
+            add(prices, both, max(config.tolerance, _FINEST_OF_BOTH))
+        # One document that outweighs all others, and no relays: the fewer servers, the less its home has to send.
+        cap = float(seconds.max()) / 2
+        extreme = not self.relayed and not near and 2 * cap >= _EXTREME * self.mean
+        while extreme and cap > 2 * self.mean:
+            add(same, seconds, Levels(0.0, 0.95 * cap, cap, 0.97 * cap, cap))
+            cap /= 1.4
+        return loads
+
+    @cached_property
+    def of_all(self) -> Greedy:
+        return self._greedy(None)
 
     def weighed(self, plan: Plan, least: float = 0.0) -> PlanLoad:
         """The load of a plan, with keys passed on if that gains so much."""

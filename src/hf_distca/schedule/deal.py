@@ -17,9 +17,10 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.dealer import Dealer, DealtPiece, Served, pour
+from hf_distca.schedule.dealer import Dealer, DealtPiece, pour
 from hf_distca.schedule.layout import IntArray, Layout, as_integers
 from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 
 __all__ = ["deal", "deal_nano_batches", "in_order"]
@@ -27,6 +28,8 @@ __all__ = ["deal", "deal_nano_batches", "in_order"]
 # Tokens of the short documents that make the halves of a global batch equal, at most, and how many documents at least.
 _CHANGE = 2**19
 _COINS = 16
+# Part by which a layout with fewer bytes between nodes may be slower.
+_EQUAL = 0.002
 # Tokens of a document. Cuts are found with products of such numbers, which must fit 64 bits.
 _LONGEST = 2**32
 
@@ -124,29 +127,30 @@ def _dealt(
     *,
     overlapped: bool,
 ) -> Layout:
-    """The layout of some documents: all by tokens and attention, or those that servers compute by their tokens alone."""
-    document = np.flatnonzero(among)
+    """The layout of some documents: to all ranks, or to nodes first if the plan of that layout ends no later."""
+    document, ranks = np.flatnonzero(among), Ranks(per_node=ranks_per_node).seen_by(cost)
     per_node = len(tokens) if ranks_per_node is None else ranks_per_node
 
-    def layout(served: Served, *, by_nodes: bool = False) -> Layout:
-        dealer = Dealer(length[document], served, cost, tile, per_node, overlapped=overlapped)
-        dealt = dealer.layout_by_nodes() if by_nodes else dealer.layout()
+    def dealer() -> Dealer:
+        return Dealer(length[document], tokens, cost, tile, per_node, overlapped=overlapped)
+
+    def numbered(dealt: Layout) -> Layout:
         return Layout(document[dealt.document], dealt.start, dealt.length, dealt.offsets)
 
-    every = Served(np.ones(len(document), dtype=np.bool_), [], tokens)
-    config, ranks = DistCAConfig(tile=tile, ping_pong=overlapped), Ranks(per_node=ranks_per_node)
+    def load(plan: Plan) -> PlanLoad:
+        return PlanLoad(plan, cost, overlapped=overlapped, ranks=ranks)
 
-    def end(dealt: Layout) -> float:
-        return PlanLoad(balance(dealt, cost, config, ranks), cost, overlapped=overlapped, ranks=ranks).slowest_seconds
-
-    # Which of them ends earlier depends on what servers can be found, and so on the whole plan.
-    ways = [layout(every)]
-    served = Served.of(length[document], tokens, cost, tile, overlapped=overlapped)
-    if served.pieces:
-        ways.append(layout(served))
-    if per_node < len(tokens) and ranks.seen_by(cost).per_node is not None:
-        ways.insert(0, layout(every, by_nodes=True))
-    return min(ways, key=end) if len(ways) > 1 else ways[0]
+    if ranks.per_node is None or per_node == len(tokens):
+        return numbered(dealer().layout())
+    config = DistCAConfig(tile=tile, ping_pong=overlapped)
+    by_nodes, every = dealer().layout_by_nodes(), dealer().layout()
+    ends = load(balance(by_nodes, cost, config, ranks)).slowest_seconds
+    # No plan of the other layout can end much before what its ranks take on average.
+    unmoved = load(Plan.local(every, cost.window))
+    least = float(unmoved.compute_seconds.mean()) + (0.0 if overlapped else float(unmoved.exchange_seconds.mean()))
+    if ends <= least * (1 + _EQUAL) or ends <= load(balance(every, cost, config, ranks)).slowest_seconds * (1 + _EQUAL):
+        return numbered(by_nodes)
+    return numbered(every)
 
 
 def _halves(tokens: list[int], total: int) -> list[int]:

@@ -1,10 +1,14 @@
 """Which rank gets which document, or which part of one: the work behind `deal`.
 
-1. Lay the documents whose attention is left to servers over ranks by their tokens (`Served`).
-2. Cut *wide* documents, which alone take longer than a rank should, head and tail over as few ranks as hold their tokens and
+Of a group of ranks, steps are:
+
+1. Cut *wide* documents, which alone take longer than a rank should, head and tail over as few ranks as hold their tokens and
    their attention, longest first, on the ranks with the least to do; in one node, if one has room.
-3. Put the others whole, longest first, on the rank that lacks the most seconds and has room.
-4. Fill ranks up with short ones, denser ones where more attention is missing; the last ones are cut to fit, to the token.
+2. Put the others whole, longest first, on the rank that lacks the most seconds and has room.
+3. Fill ranks up with short ones, denser ones where more attention is missing; the last ones are cut to fit, to the token.
+
+The group is all ranks (`Dealer.layout`). Or documents go to nodes first (`Dealer.layout_by_nodes`): step 1 with those that alone
+take longer than a node should, over all ranks; steps 2 and 3 with nodes in place of ranks; then all steps inside each node.
 
 Every rank deals for itself, so everything here is plain IEEE double arithmetic in a fixed order.
 """
@@ -14,17 +18,16 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray, Price
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.moves import slice_seconds
 
-__all__ = ["DealtPiece", "Dealer", "Served", "pour"]
+__all__ = ["DealtPiece", "Dealer", "pour"]
 
 Array = TypeVar("Array", IntArray, FloatArray)
 
@@ -32,9 +35,6 @@ Array = TypeVar("Array", IntArray, FloatArray)
 # ranks a wide document may take.
 _SHORT = 0.004
 _SLACK = 0.3
-# Part of the mean seconds of a rank that sending all its rows of a served document may take: more where it hides behind compute.
-_SENDING = 0.25
-_SENDING_OVERLAPPED = 0.3
 
 
 class DealtPiece(NamedTuple):
@@ -44,57 +44,6 @@ class DealtPiece(NamedTuple):
     document: int
     start: int
     length: int
-
-
-@dataclass
-class Served:
-    """Documents whose attention is left to servers: where they lie is decided by their tokens alone.
-
-    Where a document is cut for its attention, every rank that has a piece needs the keys before it, which for the longest
-    documents travel longer than a rank should compute. Such a document is laid over ranks by its tokens, few enough on each for
-    their rows to be sent in time, and `balance` gives its attention to all ranks, split by heads.
-
-    Attributes:
-        rest: which documents are dealt by their attention.
-        pieces: of the others.
-        tokens: what each rank has left for the rest.
-    """
-
-    rest: npt.NDArray[np.bool_]
-    pieces: list[DealtPiece]
-    tokens: list[int]
-
-    @classmethod
-    def of(cls, length: IntArray, tokens: list[int], cost: CostModel, tile: int, *, overlapped: bool) -> Served:
-        """Choose them and lay them out.
-
-        Args:
-            length: tokens of the documents, whose numbers are their indices.
-            tokens: of each rank.
-            cost: cost model; nothing is served if its heads are one group, or if a window bounds the keys.
-            tile: pieces are cut at multiples of it, as far as `tokens` allows.
-            overlapped: whether exchanges are hidden behind compute.
-        """
-        served, ranks = cls(np.ones(len(length), dtype=np.bool_), [], list(tokens)), len(tokens)
-        if ranks < 3 or cost.shape.key_value_heads == 1 or cost.window is not None:
-            return served
-        mean = math.fsum(cost.seconds(length, length).tolist()) / ranks
-        row_seconds = float(cost.transfer_seconds(1, 0))
-        late = np.flatnonzero(cost.transfer_seconds(0, length) > mean)
-        for number, document in enumerate(late[np.argsort(-length[late], kind="stable")].tolist()):
-            count = int(length[document])
-            wanted = count * row_seconds / ((_SENDING_OVERLAPPED if overlapped else _SENDING) * mean)
-            # At least one more than its tokens fill: other documents have to be cut to fit as well.
-            over = min(max(math.ceil(wanted), count // max(tokens) + 2), ranks)
-            some = sorted({(number + step * ranks // over) % ranks for step in range(over)})
-            rooms = [served.tokens[rank] for rank in some]
-            if sum(rooms) < count:
-                continue
-            served.rest[document] = False
-            for piece in _head_and_tail(document, count, some, _divided(count, rooms, tile)):
-                served.pieces.append(piece)
-                served.tokens[piece.rank] -= piece.length
-        return served
 
 
 def _divided(length: int, rooms: list[int], tile: int) -> list[int]:
@@ -143,23 +92,25 @@ class Dealer:
 
     Args:
         length: tokens of the documents, whose numbers are their indices.
-        served: those that are laid out already.
+        tokens: of each rank.
         cost: seconds of tasks and of exchanges.
         tile: documents are cut at multiples of it where tokens allow.
         per_node: ranks of a node; as many as there are ranks, if nodes make no difference.
         overlapped: whether exchanges are hidden behind compute; else ranks that receive keys get less to compute.
     """
 
-    def __init__(self, length: IntArray, served: Served, cost: CostModel, tile: int, per_node: int, *, overlapped: bool) -> None:
+    def __init__(
+        self, length: IntArray, tokens: list[int], cost: CostModel, tile: int, per_node: int, *, overlapped: bool
+    ) -> None:
         if not Price.of(cost, tile).pair:
             # Attention that costs nothing a pair is as long as its tokens are many: pairs decide then.
             cost = replace(CostModel.pairs(cost.shape), window=cost.window)
         self.length, self.price, self.tile = length, Price.of(cost, tile), tile
         self.seconds = cost.seconds(length, length)
         self.tokens, self._seconds = length.tolist(), self.seconds.tolist()
-        self.documents = np.flatnonzero(served.rest)
-        self.documents = self.documents[np.argsort(-length[self.documents], kind="stable")]
-        self.pieces, self.room = list(served.pieces), np.array(served.tokens, dtype=np.int64)
+        self.documents = np.argsort(-length, kind="stable")
+        self.pieces: list[DealtPiece] = []
+        self.room = np.array(tokens, dtype=np.int64)
         self.work = np.zeros(len(self.room))
         # Which rank has all of a document, or -1: so many tuples would make Python look for garbage, in all there is.
         self.home = [-1] * len(length)

@@ -7,7 +7,7 @@ themselves are in `schedule.moves`. Every rank computes the plan for itself, so 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Self
@@ -19,7 +19,7 @@ from hf_distca.schedule.heads import Heads
 from hf_distca.schedule.layout import BoolArray, IntArray, Layout, repeated
 from hf_distca.schedule.moves import END, PIECE, SERVER, START, Ledger, Loads, Prices, QueryPieces, make_moves
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import Ranks
+from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.waves import TransientBytes
 
 __all__ = ["Bound", "Greedy", "Levels", "Rows", "Step"]
@@ -82,6 +82,18 @@ class Levels(NamedTuple):
             high = max(-_filled([(-taken, speed) for taken, speed in pairs], deficit), mean)
         return cls(mean * (1 - tolerance), low, mean, high, mean * (1 + tolerance))
 
+    @classmethod
+    def among(cls, seconds: FloatArray, speeds: FloatArray, serves: BoolArray, tolerance: float) -> Self:
+        """Those of some ranks. Who neither serves nor is above the mean stays as it is, and does not count."""
+        evened = np.ones(len(seconds), dtype=np.bool_)
+        while True:
+            ranks = ALIKE if (speeds == 1.0).all() else Ranks.of(speeds[evened])
+            taken = seconds[evened].tolist()
+            below = evened & ~serves & (seconds < ranks.level(taken))
+            if not below.any():
+                return cls.of(taken, ranks, tolerance)
+            evened &= ~below
+
 
 def _filled(pairs: list[tuple[float, float]], amount: float) -> float:
     """The level that `amount` poured over the lowest ranks reaches, given as (seconds, speed)."""
@@ -97,19 +109,21 @@ def _filled(pairs: list[tuple[float, float]], amount: float) -> float:
 
 
 class Step(NamedTuple):
-    """Moves of slices among ranks of groups.
+    """Moves of slices among the ranks of each group.
 
     Attributes:
         prices: of slices.
-        levels: of each group, what its ranks should end at, given what all ranks take.
+        levels: what ranks should end at, or the tolerance that these are set by.
         size: ranks of a group.
-        per_node: ranks of a node, if work moves between nodes until these are even; else 0.
+        per_node: ranks of a node, if work moves between the nodes of a group until these are even; else 0.
+        near: ranks of a node, if servers in the node of a source are preferred; else 0.
     """
 
     prices: Prices
-    levels: Callable[[FloatArray, slice], Levels]
+    levels: Levels | float
     size: int
     per_node: int = 0
+    near: int = 0
 
 
 @dataclass(frozen=True)
@@ -168,18 +182,17 @@ class Greedy:
     def _even_out(self, step: Step, state: tuple[QueryPieces, FloatArray, Ledger], group: slice, count: int) -> int:
         """Make the moves of a step among the ranks of a group; how many there are then."""
         pieces, seconds, ledger = state
-        speeds, size = np.array(self.ranks.each(len(seconds))), step.per_node
-        own, speed = seconds[group], speeds[group]
-        if size:
-            speed = np.bincount(np.arange(len(own)) // size, weights=speed)
-            own = np.bincount(np.arange(len(own)) // size, weights=own * speeds[group]) / speed
-        levels = step.levels(seconds, group) if not size else step.levels(own, slice(0, len(own)))
+        speeds = np.array(self.ranks.each(len(seconds)))
+        own, speed, serves = seconds[group], speeds[group], self.serves[group]
+        if step.per_node:
+            node = np.arange(len(own)) // step.per_node
+            speed, work = np.bincount(node, weights=speed), np.bincount(node, weights=own * speed)
+            own, serves = work / speed, np.bincount(node, weights=serves) > 0
+        levels = step.levels if isinstance(step.levels, Levels) else Levels.among(own, speed, serves, step.levels)
         surplus = math.fsum((np.maximum(own - levels.high, 0.0) * speed).tolist())
-        work = math.fsum((own * speed).tolist())
-        level = np.array(levels)
-        loads = Loads(
-            seconds, speeds, self.serves, level, level.copy(), surplus, work, group.start, group.stop, size, own, speed
-        )
+        level, total = np.array(levels), math.fsum((own * speed).tolist())
+        span = group.start, group.stop, step.per_node, own, speed, step.near
+        loads = Loads(seconds, speeds, self.serves, level, level.copy(), surplus, total, *span)
         order = np.argsort(-seconds[group], kind="stable") + group.start
         return make_moves(pieces, step.prices, loads, ledger, order, count)
 

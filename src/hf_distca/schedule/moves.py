@@ -96,6 +96,7 @@ class Loads(NamedTuple):
         first, last: only ranks [first, last) may get slices.
         per_node: ranks of a node, where nodes are evened out; else 0.
         node_seconds, node_speed: those of the nodes.
+        near: ranks of a node, where a server in the node of the source is preferred; else 0.
     """
 
     seconds: FloatArray
@@ -110,6 +111,7 @@ class Loads(NamedTuple):
     per_node: int
     node_seconds: FloatArray
     node_speed: FloatArray
+    near: int
 
 
 class Ledger(NamedTuple):
@@ -265,7 +267,7 @@ def tail_start(price: Price, heads: float, start: int, end: int, want: float, mo
 def _lack(loads: Loads, rank: int) -> float:
     """Seconds of work that a rank lacks to the lower level; where nodes are evened out, as far as its node lacks them, too."""
     level, per_node = loads.levels[LOW], loads.per_node
-    lack = (level - loads.seconds[rank]) * loads.speed[rank]
+    lack: float = (level - loads.seconds[rank]) * loads.speed[rank]
     if per_node:
         node = rank // per_node
         lack = min(lack, (level - loads.node_seconds[node]) * loads.node_speed[node])
@@ -276,7 +278,7 @@ def _lack(loads: Loads, rank: int) -> float:
 def _spare(loads: Loads, rank: int, place: int) -> float:
     """Seconds of work that a rank has above a level; where nodes are evened out, as far as its node has them, too."""
     level, per_node = loads.levels[place], loads.per_node
-    spare = (loads.seconds[rank] - level) * loads.speed[rank]
+    spare: float = (loads.seconds[rank] - level) * loads.speed[rank]
     if per_node:
         node = rank // per_node
         spare = min(spare, (loads.node_seconds[node] - level) * loads.node_speed[node])
@@ -284,12 +286,12 @@ def _spare(loads: Loads, rank: int, place: int) -> float:
 
 
 @_inner
-def _server_for(loads: Loads, surplus: float) -> int:
-    """The emptiest rank below the mean, or one that the surplus fills just so; -1 if there is none."""
+def _emptiest(loads: Loads, first: int, last: int, surplus: float, most: float) -> int:
+    """Of ranks [first, last) the emptiest below `most` seconds, or one that the surplus fills just so; -1 if none is."""
     work, speed, level, per_node = loads.seconds, loads.speed, loads.levels, loads.per_node
     emptiest, fits = -1, -1
-    for rank in range(loads.first, loads.last):
-        if work[rank] >= level[MEAN] or not loads.serves[rank]:
+    for rank in range(first, last):
+        if work[rank] >= most or not loads.serves[rank]:
             continue
         if per_node and loads.node_seconds[rank // per_node] >= level[LOW]:
             continue
@@ -301,6 +303,22 @@ def _server_for(loads: Loads, surplus: float) -> int:
     if fits >= 0 and (level[LOW] - work[emptiest]) * speed[emptiest] > surplus:
         return fits
     return emptiest
+
+
+@_inner
+def _server_for(loads: Loads, source: int, surplus: float) -> int:
+    """The emptiest rank below the mean, or one that the surplus fills just so; -1 if there is none.
+
+    With `near`, a server in the node of the source is as good if it is below the floor, and has room for half as much.
+    """
+    work, speed, level, near = loads.seconds, loads.speed, loads.levels, loads.near
+    emptiest = _emptiest(loads, loads.first, loads.last, surplus, level[MEAN])
+    if emptiest < 0 or not near:
+        return emptiest
+    first = source // near * near
+    other = _emptiest(loads, first, first + near, surplus, level[FLOOR])
+    wanted = min(surplus, (level[LOW] - work[emptiest]) * speed[emptiest])
+    return other if other >= 0 and (level[LOW] - work[other]) * speed[other] >= 0.5 * wanted else emptiest
 
 
 @_inner
@@ -409,7 +427,7 @@ def _make_moves(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledge
             leeway = 0.0
             while _spare(loads, source, above) > 0:
                 surplus = _spare(loads, source, HIGH) if above == CAP and leeway == 0 else math.inf
-                server = _server_for(loads, surplus)
+                server = _server_for(loads, source, surplus)
                 if server < 0 or (above == LOW and work[server] >= level[FLOOR]):
                     break
                 move, cut = _best_move(pieces, prices, loads, ledger, (source, server, until, leeway))
