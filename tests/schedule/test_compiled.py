@@ -110,10 +110,11 @@ price = (0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1, 1, 2**62)
 rows, seconds = np.zeros(0, np.int64), np.zeros(0)
 price = __import__("collections").namedtuple("Price", "task row key pair query_bytes key_bytes tile grid window")(*price)
 pieces = moves.QueryPieces(rows, rows, rows, seconds, np.zeros(1, np.int64))
-loads = moves.Loads(seconds, seconds, seconds > 0, np.zeros(5), np.zeros(5), 0.0, 0.0, 1)
+levels = np.zeros((1, 5))
+groups = moves.Groups(0, seconds, seconds, seconds > 0, levels, levels, levels[0], levels[0], rows, 0, seconds, seconds, 0)
 ledger = moves.Ledger(np.zeros((0, 4), np.int64), np.zeros((0, 3), np.int64), rows)
 for _ in range(2):
-    print(moves.make_moves(pieces, moves.Prices(price, price), loads, ledger, rows))
+    print(moves.make_moves(pieces, moves.Prices(price, price), ledger, groups, 0))
 """
 
 

@@ -44,6 +44,8 @@ _HIDDEN = (0.25, 0.5)
 # are hidden, the part of the tolerance, for then the estimate knows of no other gain.
 _EQUAL = 0.002
 _EQUAL_HIDDEN = 0.5
+# Part of its seconds that a plan of nodes may end after the least: no more ways are tried then.
+_CLOSE = 0.03
 # Times the mean that a rank takes for plans with few servers to be tried.
 _EXTREME = 12
 
@@ -86,9 +88,10 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
     if not config.balance or layout.world_size < 2 or tries.hopeless:
         return unmoved.plan
     best, enough = unmoved, unmoved.slowest_seconds * (1 - config.min_gain)
+    close = max(config.min_gain, _CLOSE if config.min_gain else 0.0)
     equal = max(_EQUAL, _EQUAL_HIDDEN * config.tolerance) if config.ping_pong else _EQUAL
     for way in tries.ways():
-        if best.slowest_seconds * (1 - config.min_gain) < tries.least:
+        if close and best is not unmoved and best.slowest_seconds * (1 - close) < tries.least:
             break
         if best.slowest_seconds * (1 - equal) <= way.least:
             continue
@@ -149,11 +152,10 @@ class _Tries:
         speeds = np.array(self.ranks.each(self.layout.world_size)).reshape(-1, size)
         nodes = (self.unmoved.compute_seconds.reshape(-1, size) * speeds).sum(axis=1) / speeds.sum(axis=1)
         longest = float(nodes.max())
-        inside, others = (
-            _Way(longest, self._inside),
-            [_Way(self.mean, self._by_nodes), _Way(self.mean, partial(self._of_all, size)), every],
-        )
-        return [inside, *others] if longest <= self.mean * (1 + self.config.tolerance) else [*others, inside]
+        inside, between = _Way(longest, self._inside), _Way(self.mean, self._by_nodes)
+        if longest <= self.mean * (1 + self.config.tolerance):
+            return [inside, between, every]
+        return [between, _Way(self.mean, partial(self._of_all, size)), every, inside]
 
     @cached_property
     def price(self) -> Price:
@@ -177,35 +179,44 @@ class _Tries:
     def by_nodes(self) -> Greedy:
         return self._greedy(self.ranks.per_node)
 
-    def _steps(self) -> list[tuple[FloatArray, list[Step]]]:
-        """Moves between nodes and then inside each: for compute alone, and unless exchanges are hidden for both together."""
+    def _steps(self, part: float) -> tuple[FloatArray, list[Step]]:
+        """What ranks take, and moves between nodes and then inside each, where so much of an exchange counts."""
         unmoved, price, size, every = self.unmoved, self.price, self.ranks.per_node or 1, self.layout.world_size
-        far, near = (price.with_exchange(one.exchange_bytes_per_second) for one in (self.cost, self.near))
-
-        def steps(far: Price, near: Price, finest: float) -> list[Step]:
-            band = max(self.config.tolerance, finest)
-            return [Step(Prices(far, price), _OF_NODES * band, every, size), Step(Prices(near, price), band, size)]
-
-        ways = [(unmoved.compute_seconds, steps(price, price, _FINEST))]
-        if not self.config.ping_pong:
-            ways.append((unmoved.compute_seconds + unmoved.exchange_seconds, steps(far, near, _FINEST_OF_BOTH)))
-        return ways
+        if not part or math.isinf(self.cost.exchange_bytes_per_second):
+            far = near = price
+        else:
+            far, near = (price.with_exchange(one.exchange_bytes_per_second / part) for one in (self.cost, self.near))
+        band = max(self.config.tolerance, _FINEST_OF_BOTH if part else _FINEST)
+        steps = [Step(Prices(far, price), _OF_NODES * band, every, size), Step(Prices(near, price), band, size)]
+        return unmoved.compute_seconds + part * unmoved.exchange_seconds, steps
 
     def _inside(self) -> list[PlanLoad]:
         """Plans that move slices inside nodes, and the one that takes for each node the best of them."""
-        greedy, size = self.by_nodes, self.ranks.per_node or 1
-        rows = [greedy.even_out(steps[1:], seconds) for seconds, steps in self._steps()]
-        loads = [self.weighed(greedy.plan(each)) for each in rows]
-        ends = np.array([load.ends.reshape(-1, size).max(axis=1) for load in loads])
+        greedy, size, rows, loads = self.by_nodes, self.ranks.per_node or 1, [], []
+
+        def add(part: float) -> PlanLoad:
+            seconds, steps = self._steps(part)
+            rows.append(greedy.even_out(steps[1:], seconds))
+            loads.append(self.weighed(greedy.plan(rows[-1])))
+            return loads[-1]
+
+        first = add(0.0)
+        late = first.exchange_seconds.reshape(-1, size).max(axis=1) > first.compute_seconds.reshape(-1, size).max(axis=1)
+        for part in (_HIDDEN if late.any() else ()) if self.config.ping_pong else (1.0,):
+            add(part)
+        ends = np.array([load.ends.reshape(-1, size).max(axis=1) for load in [*loads, self.unmoved]])
         best = float(min(load.slowest_seconds for load in loads))
         if float(ends.min(axis=0).max()) < best * (1 - _EQUAL):
+            rows.append(greedy.even_out([], self.unmoved.compute_seconds))
             loads.append(self.weighed(greedy.plan(greedy.mixed(rows, np.repeat(ends.argmin(axis=0), size)))))
         return loads
 
     def _by_nodes(self) -> list[PlanLoad]:
         """Plans that move slices between nodes until these are even, and then inside each."""
         greedy = self.by_nodes
-        return [self.weighed(greedy.plan(greedy.even_out(steps, seconds))) for seconds, steps in self._steps()]
+        # Where exchanges take their time, evening out compute alone between nodes gains nothing.
+        seconds, steps = self._steps(0.0 if self.config.ping_pong else 1.0)
+        return [self.weighed(greedy.plan(greedy.even_out(steps, seconds)))]
 
     def _of_all(self, near: int = 0) -> list[PlanLoad]:
         """Plans that move slices in all ranks as one group, with servers in nodes of so many ranks preferred."""
@@ -222,8 +233,9 @@ class _Tries:
             load = add(same, seconds, max(config.tolerance, _FINEST))
             if config.ping_pong and parts:
                 parts = _HIDDEN if load.exchange_seconds.max() > load.compute_seconds.max() else ()
+        exchange = (self.unmoved if near else replace(self.unmoved, ranks=greedy.ranks)).exchange_seconds
         for part in parts:
-            both = seconds + part * self.unmoved.exchange_seconds
+            both = seconds + part * exchange
             prices = Prices(self.price.with_exchange(cost.exchange_bytes_per_second / part), self.price)
             add(prices, both, max(config.tolerance, _FINEST_OF_BOTH))
         # One document that outweighs all others, and no relays: the fewer servers, the less its home has to send.

@@ -28,8 +28,9 @@ __all__ = ["deal", "deal_nano_batches", "in_order"]
 # Tokens of the short documents that make the halves of a global batch equal, at most, and how many documents at least.
 _CHANGE = 2**19
 _COINS = 16
-# Part by which a layout with fewer bytes between nodes may be slower.
+# Part by which a layout by nodes may be slower than one over all ranks; and than the mean, for no other to be made.
 _EQUAL = 0.002
+_CLOSE = 0.05
 # Tokens of a document. Cuts are found with products of such numbers, which must fit 64 bits.
 _LONGEST = 2**32
 
@@ -127,7 +128,7 @@ def _dealt(
     *,
     overlapped: bool,
 ) -> Layout:
-    """The layout of some documents: to all ranks, or to nodes first if the plan of that layout ends no later."""
+    """The layout of some documents: to nodes first, or to all ranks if the plan of that layout ends earlier."""
     document, ranks = np.flatnonzero(among), Ranks(per_node=ranks_per_node).seen_by(cost)
     per_node = len(tokens) if ranks_per_node is None else ranks_per_node
 
@@ -137,20 +138,23 @@ def _dealt(
     def numbered(dealt: Layout) -> Layout:
         return Layout(document[dealt.document], dealt.start, dealt.length, dealt.offsets)
 
-    def load(plan: Plan) -> PlanLoad:
-        return PlanLoad(plan, cost, overlapped=overlapped, ranks=ranks)
-
     if ranks.per_node is None or per_node == len(tokens):
         return numbered(dealer().layout())
-    config = DistCAConfig(tile=tile, ping_pong=overlapped)
-    by_nodes, every = dealer().layout_by_nodes(), dealer().layout()
-    ends = load(balance(by_nodes, cost, config, ranks)).slowest_seconds
-    # No plan of the other layout can end much before what its ranks take on average.
-    unmoved = load(Plan.local(every, cost.window))
-    least = float(unmoved.compute_seconds.mean()) + (0.0 if overlapped else float(unmoved.exchange_seconds.mean()))
-    if ends <= least * (1 + _EQUAL) or ends <= load(balance(every, cost, config, ranks)).slowest_seconds * (1 + _EQUAL):
+    by_nodes, config = dealer().layout_by_nodes(), DistCAConfig(tile=tile, ping_pong=overlapped)
+    if by_nodes is None:
+        return numbered(dealer().layout())
+
+    def slowest(dealt: Layout) -> float:
+        plan = balance(dealt, cost, config, ranks)
+        return PlanLoad(plan, cost, overlapped=overlapped, ranks=ranks).slowest_seconds
+
+    end, unmoved = slowest(by_nodes), PlanLoad(Plan.local(by_nodes, cost.window), cost, overlapped=overlapped, ranks=ranks)
+    ends = unmoved.compute_seconds if overlapped else unmoved.ends
+    # No other layout ends much before what ranks take on average.
+    if end <= (1 + _CLOSE) * math.fsum(ends.tolist()) / len(ends):
         return numbered(by_nodes)
-    return numbered(every)
+    every = dealer().layout()
+    return numbered(by_nodes if end <= (1 + _EQUAL) * slowest(every) else every)
 
 
 def _halves(tokens: list[int], total: int) -> list[int]:

@@ -35,6 +35,8 @@ Array = TypeVar("Array", IntArray, FloatArray)
 # ranks a wide document may take.
 _SHORT = 0.004
 _SLACK = 0.3
+# Part of all seconds that documents which take longer than a node may have, for the others to go to nodes first.
+_MOST = 0.5
 
 
 class DealtPiece(NamedTuple):
@@ -124,11 +126,16 @@ class Dealer:
         self._deal(self.every, self.documents)
         return self._layout()
 
-    def layout_by_nodes(self) -> Layout:
-        """Deal documents that take longer than a node should to all ranks, the others to nodes, and then inside each node."""
+    def layout_by_nodes(self) -> Layout | None:
+        """Deal documents that take longer than a node should to all ranks, the others to nodes, and then inside each node.
+
+        None if most of the seconds are those of such documents: what is left would not make nodes even.
+        """
         nodes, size, documents = len(self.nodes), self.every.per_node, self.documents
         fair, most = math.fsum(self.seconds[documents].tolist()) / nodes, int(self._by_node(self.room).max())
         wide = (self.seconds[documents] > fair) | (self.length[documents] > most)
+        if math.fsum(self.seconds[documents[wide]].tolist()) > _MOST * nodes * fair:
+            return None
         self._spread_all(self.every, documents[wide], fair / size)
         documents = documents[~wide]
         work = self._by_node(self.work)

@@ -17,7 +17,7 @@ import numpy as np
 from hf_distca.schedule.cost import ALL_KEYS, FloatArray, Price
 from hf_distca.schedule.heads import Heads
 from hf_distca.schedule.layout import BoolArray, IntArray, Layout, repeated
-from hf_distca.schedule.moves import END, PIECE, SERVER, START, Ledger, Loads, Prices, QueryPieces, make_moves
+from hf_distca.schedule.moves import END, PIECE, SERVER, START, Groups, Ledger, Prices, QueryPieces, make_moves
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.waves import TransientBytes
@@ -161,15 +161,16 @@ class Greedy:
     def _moved(self, steps: Sequence[Step], seconds: FloatArray, room: int) -> Rows | None:
         """The rows; None if there are more moves than room for them."""
         segment, before = self._pieces
-        ends = self.bound.last_ends(steps[0].prices.served, self.heads.groups)
-        movable = np.minimum(before.end, np.where(before.heads < 1, *ends))
+        movable = before.end
+        if steps:
+            ends = self.bound.last_ends(steps[0].prices.served, self.heads.groups)
+            movable = np.minimum(before.end, np.where(before.heads < 1, *ends))
         pieces = before._replace(start=before.start.copy(), end=movable.copy())
         ledger, count = _ledger(self.layout, segment, before, room), 0
         for step in steps:
-            for first in range(0, len(seconds), step.size):
-                count = self._even_out(step, (pieces, seconds, ledger), slice(first, first + step.size), count)
-                if count < 0:
-                    return None
+            count = make_moves(pieces, step.prices, ledger, self._groups(step, seconds), count)
+            if count < 0:
+                return None
         moves = ledger.moves[:count]
         left, stayed = np.flatnonzero(pieces.start < pieces.end), np.flatnonzero(movable < before.end)
         return Rows(
@@ -179,22 +180,24 @@ class Greedy:
             np.concatenate([moves[:, SERVER], self.layout.rank[segment[left]], self.layout.rank[segment[stayed]]]),
         )
 
-    def _even_out(self, step: Step, state: tuple[QueryPieces, FloatArray, Ledger], group: slice, count: int) -> int:
-        """Make the moves of a step among the ranks of a group; how many there are then."""
-        pieces, seconds, ledger = state
-        speeds = np.array(self.ranks.each(len(seconds)))
-        own, speed, serves = seconds[group], speeds[group], self.serves[group]
+    def _groups(self, step: Step, seconds: FloatArray) -> Groups:
+        """What ranks take before a step, and where they should end."""
+        size, speeds = step.size, np.array(self.ranks.each(len(seconds)))
+        own, speed, serves = seconds, speeds, self.serves
         if step.per_node:
             node = np.arange(len(own)) // step.per_node
-            speed, work = np.bincount(node, weights=speed), np.bincount(node, weights=own * speed)
-            own, serves = work / speed, np.bincount(node, weights=serves) > 0
-        levels = step.levels if isinstance(step.levels, Levels) else Levels.among(own, speed, serves, step.levels)
-        surplus = math.fsum((np.maximum(own - levels.high, 0.0) * speed).tolist())
-        level, total = np.array(levels), math.fsum((own * speed).tolist())
-        span = group.start, group.stop, step.per_node, own, speed, step.near
-        loads = Loads(seconds, speeds, self.serves, level, level.copy(), surplus, total, *span)
-        order = np.argsort(-seconds[group], kind="stable") + group.start
-        return make_moves(pieces, step.prices, loads, ledger, order, count)
+            amount, speed = np.bincount(node, weights=own * speed), np.bincount(node, weights=speed)
+            own, serves, size = amount / speed, np.bincount(node, weights=serves) > 0, size // step.per_node
+        some = [slice(first, first + size) for first in range(0, len(own), size)]
+        levels = [
+            step.levels if isinstance(step.levels, Levels) else Levels.among(own[each], speed[each], serves[each], step.levels)
+            for each in some
+        ]
+        high = np.repeat([each.high for each in levels], size)
+        surplus, work = (_sums(each, size) for each in (np.maximum(own - high, 0.0) * speed, own * speed))
+        order = np.lexsort((-seconds, np.arange(len(seconds)) // step.size))
+        begin, nodes = np.array(levels), (step.per_node, own, speed, step.near)
+        return Groups(step.size, seconds, speeds, self.serves, begin, begin.copy(), surplus, work, order, *nodes)
 
     def mixed(self, several: Sequence[Rows], chosen: IntArray) -> Rows:
         """Rows of the pieces of each rank from one of several ways to move them inside groups."""
@@ -247,6 +250,11 @@ class Rows(NamedTuple):
     start: IntArray
     end: IntArray
     server: IntArray
+
+
+def _sums(values: FloatArray, size: int) -> FloatArray:
+    """Sums of each so many values."""
+    return np.array([math.fsum(some) for some in values.reshape(-1, size).tolist()], dtype=np.float64)
 
 
 def _ledger(layout: Layout, segment: IntArray, pieces: QueryPieces, room: int) -> Ledger:

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "END",
+    "Groups",
     "PIECE",
     "SERVER",
     "START",
     "Ledger",
-    "Loads",
     "QueryPieces",
     "Prices",
     "make_moves",
@@ -108,6 +108,32 @@ class Loads(NamedTuple):
     work: float
     first: int
     last: int
+    per_node: int
+    node_seconds: FloatArray
+    node_speed: FloatArray
+    near: int
+
+
+class Groups(NamedTuple):
+    """Groups of ranks, in each of which moves are made: ranks [0, size), [size, 2 * size), ...
+
+    Attributes:
+        size: ranks of a group.
+        seconds, speed, serves, per_node, node_seconds, node_speed, near: as in `Loads`, of all ranks and nodes.
+        begin, levels: those of `Loads`, a row for each group.
+        surplus, work: those of `Loads`, of each group.
+        order: all ranks by groups, in each those that take longest first.
+    """
+
+    size: int
+    seconds: FloatArray
+    speed: FloatArray
+    serves: npt.NDArray[np.bool_]
+    begin: FloatArray
+    levels: FloatArray
+    surplus: FloatArray
+    work: FloatArray
+    order: IntArray
     per_node: int
     node_seconds: FloatArray
     node_speed: FloatArray
@@ -405,8 +431,9 @@ def _best_move(
     return move, best
 
 
-def _make_moves(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, order: IntArray, count: int) -> int:
-    """Make all moves.
+@_inner
+def _moves_of_group(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, order: IntArray, count: int) -> int:
+    """Make all moves in a group of ranks.
 
     Args:
         pieces: of the layout; they shrink.
@@ -461,6 +488,31 @@ def _make_moves(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledge
                 rise = 1 + grown / shed * max(loads.surplus, shed) / loads.work
                 for place in range(len(level)):
                     level[place] = loads.begin[place] * rise
+    return count
+
+
+def _make_moves(pieces: QueryPieces, prices: Prices, ledger: Ledger, groups: Groups, count: int) -> int:
+    """Make all moves in each group of ranks; other arguments and what is returned are as in one group."""
+    for group in range(len(groups.surplus)):
+        first, last = group * groups.size, (group + 1) * groups.size
+        own = Loads(
+            groups.seconds,
+            groups.speed,
+            groups.serves,
+            groups.begin[group],
+            groups.levels[group],
+            groups.surplus[group],
+            groups.work[group],
+            first,
+            last,
+            groups.per_node,
+            groups.node_seconds,
+            groups.node_speed,
+            groups.near,
+        )
+        count = _moves_of_group(pieces, prices, own, ledger, groups.order[first:last], count)
+        if count < 0:
+            break
     return count
 
 
