@@ -185,7 +185,7 @@ class _Tries:
         if not part or math.isinf(self.cost.exchange_bytes_per_second):
             far = near = price
         else:
-            far, near = (price.with_exchange(one.exchange_bytes_per_second / part) for one in (self.cost, self.near))
+            far, near = (price.with_exchange(cost.exchange_bytes_per_second / part) for cost in (self.cost, self.near))
         band = max(self.config.tolerance, _FINEST_OF_BOTH if part else _FINEST)
         steps = [Step(Prices(far, price), _OF_NODES * band, every, size), Step(Prices(near, price), band, size)]
         return unmoved.compute_seconds + part * unmoved.exchange_seconds, steps

@@ -17,12 +17,12 @@ import numpy as np
 from hf_distca.schedule.cost import ALL_KEYS, FloatArray, Price
 from hf_distca.schedule.heads import Heads
 from hf_distca.schedule.layout import BoolArray, IntArray, Layout, repeated
-from hf_distca.schedule.moves import END, PIECE, SERVER, START, Groups, Ledger, Prices, QueryPieces, make_moves
+from hf_distca.schedule.moves import END, PIECE, SERVER, START, Ledger, Loads, Prices, QueryPieces, make_moves
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.waves import TransientBytes
 
-__all__ = ["Bound", "Greedy", "Levels", "Rows", "Step"]
+__all__ = ["Bound", "Greedy", "Levels", "PlanRows", "Step"]
 
 # Levels are set inside the tolerated band, because slices end on a grid and seldom move exactly what was wanted.
 _INNER_BAND = 0.7
@@ -146,7 +146,7 @@ class Greedy:
     window: int | None
     serves: BoolArray
 
-    def even_out(self, steps: Sequence[Step], seconds: FloatArray) -> Rows:
+    def even_out(self, steps: Sequence[Step], seconds: FloatArray) -> PlanRows:
         """The rows of the plan that evens out what ranks take, in steps.
 
         Args:
@@ -158,7 +158,7 @@ class Greedy:
             room *= 4
         return rows
 
-    def _moved(self, steps: Sequence[Step], seconds: FloatArray, room: int) -> Rows | None:
+    def _moved(self, steps: Sequence[Step], seconds: FloatArray, room: int) -> PlanRows | None:
         """The rows; None if there are more moves than room for them."""
         segment, before = self._pieces
         movable = before.end
@@ -168,43 +168,44 @@ class Greedy:
         pieces = before._replace(start=before.start.copy(), end=movable.copy())
         ledger, count = _ledger(self.layout, segment, before, room), 0
         for step in steps:
-            count = make_moves(pieces, step.prices, ledger, self._groups(step, seconds), count)
+            loads, order = self._loads(step, seconds)
+            count = make_moves(pieces, step.prices, loads, ledger, (order, count))
             if count < 0:
                 return None
         moves = ledger.moves[:count]
         left, stayed = np.flatnonzero(pieces.start < pieces.end), np.flatnonzero(movable < before.end)
-        return Rows(
+        return PlanRows(
             np.concatenate([moves[:, PIECE], left, stayed]),
             np.concatenate([moves[:, START], pieces.start[left], np.maximum(movable, before.start)[stayed]]),
             np.concatenate([moves[:, END], pieces.end[left], before.end[stayed]]),
             np.concatenate([moves[:, SERVER], self.layout.rank[segment[left]], self.layout.rank[segment[stayed]]]),
         )
 
-    def _groups(self, step: Step, seconds: FloatArray) -> Groups:
-        """What ranks take before a step, and where they should end."""
+    def _loads(self, step: Step, seconds: FloatArray) -> tuple[Loads, IntArray]:
+        """What ranks take before a step, and where they should end; and in which order they give."""
         size, speeds = step.size, np.array(self.ranks.each(len(seconds)))
-        own, speed, serves = seconds, speeds, self.serves
+        taken, speed, serves = seconds, speeds, self.serves
         if step.per_node:
-            node = np.arange(len(own)) // step.per_node
-            amount, speed = np.bincount(node, weights=own * speed), np.bincount(node, weights=speed)
-            own, serves, size = amount / speed, np.bincount(node, weights=serves) > 0, size // step.per_node
-        some = [slice(first, first + size) for first in range(0, len(own), size)]
+            node = np.arange(len(taken)) // step.per_node
+            amount, speed = np.bincount(node, weights=taken * speed), np.bincount(node, weights=speed)
+            taken, serves, size = amount / speed, np.bincount(node, weights=serves) > 0, size // step.per_node
+        groups = [slice(first, first + size) for first in range(0, len(taken), size)]
         levels = [
-            step.levels if isinstance(step.levels, Levels) else Levels.among(own[each], speed[each], serves[each], step.levels)
-            for each in some
+            step.levels if isinstance(step.levels, Levels) else Levels.among(taken[g], speed[g], serves[g], step.levels)
+            for g in groups
         ]
-        high = np.repeat([each.high for each in levels], size)
-        surplus, work = (_sums(each, size) for each in (np.maximum(own - high, 0.0) * speed, own * speed))
+        high = np.repeat([of_group.high for of_group in levels], size)
+        surplus, work = _sums(np.maximum(taken - high, 0.0) * speed, size), _sums(taken * speed, size)
         order = np.lexsort((-seconds, np.arange(len(seconds)) // step.size))
-        begin, nodes = np.array(levels), (step.per_node, own, speed, step.near)
-        return Groups(step.size, seconds, speeds, self.serves, begin, begin.copy(), surplus, work, order, *nodes)
+        group = step.size, np.array(levels), np.zeros(5), np.zeros(2, dtype=np.int64), surplus, work
+        return Loads(seconds, speeds, self.serves, *group, step.per_node, taken, speed, step.near), order
 
-    def mixed(self, several: Sequence[Rows], chosen: IntArray) -> Rows:
+    def mixed(self, several: Sequence[PlanRows], chosen: IntArray) -> PlanRows:
         """Rows of the pieces of each rank from one of several ways to move them inside groups."""
         of = chosen[self.layout.rank[self._pieces[0]]]
         parts = [np.flatnonzero(of[rows.piece] == number) for number, rows in enumerate(several)]
         columns = zip(*several, strict=True)
-        return Rows(*(np.concatenate([c[p] for c, p in zip(column, parts, strict=True)]) for column in columns))
+        return PlanRows(*(np.concatenate([c[p] for c, p in zip(column, parts, strict=True)]) for column in columns))
 
     @cached_property
     def _pieces(self) -> tuple[IntArray, QueryPieces]:
@@ -221,7 +222,7 @@ class Greedy:
         number = layout.place[segment] * parts + group
         return segment, QueryPieces(number, layout.start[segment], layout.end[segment], part, offsets)
 
-    def plan(self, rows: Rows) -> Plan:
+    def plan(self, rows: PlanRows) -> Plan:
         """The plan of rows of pieces, each on a segment. Neighbours on one server are one task."""
         layout, parts = self.layout, self.heads.groups + 1 if self.heads.groups > 1 else 1
         segment, pieces = self._pieces
@@ -243,7 +244,7 @@ class Greedy:
         return Plan(split, number[begin], start[begin], end[last], home[piece[begin]], server[begin], self.window)
 
 
-class Rows(NamedTuple):
+class PlanRows(NamedTuple):
     """Rows [start, end) of pieces, none of them empty, and the server that computes them."""
 
     piece: IntArray

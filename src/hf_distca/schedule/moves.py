@@ -18,40 +18,23 @@ part of. Where numba cannot be imported, or is told to compile nothing, the loop
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import math
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from hf_distca.schedule.compiled import compiled, inner
+
 if TYPE_CHECKING:
     from hf_distca.schedule.cost import Price  # which counts with `task_counts`
 
-__all__ = [
-    "END",
-    "Groups",
-    "PIECE",
-    "SERVER",
-    "START",
-    "Ledger",
-    "QueryPieces",
-    "Prices",
-    "make_moves",
-    "slice_seconds",
-    "tail_start",
-    "task_counts",
-]
-
-_log = logging.getLogger("hf_distca")
+__all__ = ["END", "PIECE", "SERVER", "START", "Ledger", "Loads", "Prices", "QueryPieces"]
+__all__ += ["make_moves", "slice_seconds", "tail_start", "task_counts"]
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
-F = TypeVar("F", bound=Callable[..., Any])
 
 # Places in `Loads.levels`: the edges of the tolerated band, and where ranks outside it should end.
 FLOOR, LOW, MEAN, HIGH, CAP = range(5)
@@ -86,14 +69,15 @@ class QueryPieces(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """What ranks have to do, and where they should end.
+    """What ranks have to do, and where those of each group, [0, size), [size, 2 * size), ..., should end.
 
     Attributes:
         seconds, speed: what each rank takes, and how fast it is.
         serves: whether each may get slices.
-        begin, levels: seconds at places `FLOOR` to `CAP`, before the first move and now.
-        surplus, work: seconds of work to be moved, and of all work.
-        first, last: only ranks [first, last) may get slices.
+        size: ranks of a group.
+        begin: seconds at places `FLOOR` to `CAP` before the first move, a row for each group.
+        levels, span: those of the group at hand now, and its first rank and the one after its last.
+        surplus, work: seconds of work to be moved, and of all work, of each group.
         per_node: ranks of a node, where nodes are evened out; else 0.
         node_seconds, node_speed: those of the nodes.
         near: ranks of a node, where a server in the node of the source is preferred; else 0.
@@ -102,38 +86,12 @@ class Loads(NamedTuple):
     seconds: FloatArray
     speed: FloatArray
     serves: npt.NDArray[np.bool_]
-    begin: FloatArray
-    levels: FloatArray
-    surplus: float
-    work: float
-    first: int
-    last: int
-    per_node: int
-    node_seconds: FloatArray
-    node_speed: FloatArray
-    near: int
-
-
-class Groups(NamedTuple):
-    """Groups of ranks, in each of which moves are made: ranks [0, size), [size, 2 * size), ...
-
-    Attributes:
-        size: ranks of a group.
-        seconds, speed, serves, per_node, node_seconds, node_speed, near: as in `Loads`, of all ranks and nodes.
-        begin, levels: those of `Loads`, a row for each group.
-        surplus, work: those of `Loads`, of each group.
-        order: all ranks by groups, in each those that take longest first.
-    """
-
     size: int
-    seconds: FloatArray
-    speed: FloatArray
-    serves: npt.NDArray[np.bool_]
     begin: FloatArray
     levels: FloatArray
+    span: IntArray
     surplus: FloatArray
     work: FloatArray
-    order: IntArray
     per_node: int
     node_seconds: FloatArray
     node_speed: FloatArray
@@ -195,48 +153,6 @@ class _Move(NamedTuple):
     keys: int
 
 
-def _numba() -> Any:
-    try:
-        module = import_module("numba")
-    except ImportError:
-        return None
-    return None if module.config.DISABLE_JIT else module
-
-
-numba = _numba()
-
-
-def _compiled(function: F, *, keep: bool = False, inner: bool = False) -> F:
-    """A function as machine code, which calls only such functions. Divisions by zero are what numpy makes of them.
-
-    Args:
-        function: to be compiled when it is first called.
-        keep: whether the machine code is kept for other processes.
-        inner: whether only compiled functions call it. A way in from Python takes as long to compile as the function.
-    """
-    if numba is None:
-        return function
-    if keep:
-        # numba names what it keeps by this, and otherwise looks at times of files, which copies may share.
-        function.__qualname__ += f"-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}"
-    # Without the GIL, so that plans can be made beside training. The arrays outlive the call, so nothing counts references.
-    options = {"error_model": "numpy", "nogil": True, "_nrt": False, "no_cfunc_wrapper": True, "no_cpython_wrapper": inner}
-    try:
-        compiled: F = numba.njit(cache=keep, **options)(function)
-    except RuntimeError:
-        _log.warning(
-            "numba finds no folder that it can write to, so every process compiles the moves of the scheduler again, in a few "
-            "seconds: set NUMBA_CACHE_DIR to a folder that can be written."
-        )
-        return _compiled(function)
-    return compiled
-
-
-def _inner(function: F) -> F:
-    """A function that only compiled functions may call."""
-    return _compiled(function, inner=True)
-
-
 def task_counts(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any]:
     """Keys that tasks read, and query-key pairs that they compute: in whole kernel tiles, with the keys behind a row in its own.
 
@@ -256,10 +172,10 @@ def task_counts(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any]
     return keys - unseen * (unseen > 0), pairs * (tiled / (rows + (rows == 0))) + tiled * (tile - 1) / 2
 
 
-_task_counts = _compiled(task_counts)
+_task_counts = compiled(task_counts)
 
 
-@_compiled
+@compiled
 def slice_seconds(price: Price, heads: float, start: int, end: int) -> float:
     """Seconds of query rows [start, end) of a document, 0 if there are none."""
     if start >= end:
@@ -269,7 +185,7 @@ def slice_seconds(price: Price, heads: float, start: int, end: int) -> float:
     return seconds
 
 
-@_compiled
+@compiled
 def tail_start(price: Price, heads: float, start: int, end: int, want: float, most: float) -> int:
     """Where the tail of rows [start, end) begins that is nearest to `want` seconds, up to `most`, or the shortest."""
     grid = price.grid
@@ -289,7 +205,7 @@ def tail_start(price: Price, heads: float, start: int, end: int, want: float, mo
     return first * grid
 
 
-@_inner
+@inner
 def _lack(loads: Loads, rank: int) -> float:
     """Seconds of work that a rank lacks to the lower level; where nodes are evened out, as far as its node lacks them, too."""
     level, per_node = loads.levels[LOW], loads.per_node
@@ -300,7 +216,7 @@ def _lack(loads: Loads, rank: int) -> float:
     return lack
 
 
-@_inner
+@inner
 def _spare(loads: Loads, rank: int, place: int) -> float:
     """Seconds of work that a rank has above a level; where nodes are evened out, as far as its node has them, too."""
     level, per_node = loads.levels[place], loads.per_node
@@ -311,7 +227,7 @@ def _spare(loads: Loads, rank: int, place: int) -> float:
     return spare
 
 
-@_inner
+@inner
 def _emptiest(loads: Loads, first: int, last: int, surplus: float, most: float) -> int:
     """Of ranks [first, last) the emptiest below `most` seconds, or one that the surplus fills just so; -1 if none is."""
     work, speed, level, per_node = loads.seconds, loads.speed, loads.levels, loads.per_node
@@ -331,14 +247,14 @@ def _emptiest(loads: Loads, first: int, last: int, surplus: float, most: float) 
     return emptiest
 
 
-@_inner
+@inner
 def _server_for(loads: Loads, source: int, surplus: float) -> int:
     """The emptiest rank below the mean, or one that the surplus fills just so; -1 if there is none.
 
     With `near`, a server in the node of the source is as good if it is below the floor, and has room for half as much.
     """
     work, speed, level, near = loads.seconds, loads.speed, loads.levels, loads.near
-    emptiest = _emptiest(loads, loads.first, loads.last, surplus, level[MEAN])
+    emptiest = _emptiest(loads, loads.span[0], loads.span[1], surplus, level[MEAN])
     if emptiest < 0 or not near:
         return emptiest
     first = source // near * near
@@ -347,7 +263,7 @@ def _server_for(loads: Loads, source: int, surplus: float) -> int:
     return other if other >= 0 and (level[LOW] - work[other]) * speed[other] >= 0.5 * wanted else emptiest
 
 
-@_inner
+@inner
 def _slice(prices: Prices, heads: float, span: tuple[int, int], held: int, wish: _Wish) -> _Slice:
     """The tail of rows [start, end) that fulfils a wish of a server with the first `held` keys, or else their first rows.
 
@@ -381,7 +297,7 @@ def _slice(prices: Prices, heads: float, span: tuple[int, int], held: int, wish:
     return _Slice(x, y, shed, added, ratio)
 
 
-@_inner
+@inner
 def _best_move(
     pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, asked: tuple[int, int, int, float]
 ) -> tuple[_Move, _Slice]:
@@ -423,7 +339,7 @@ def _best_move(
                 rank, held, row = holders[row, RANK], holders[row, KEYS], holders[row, BEFORE]
                 lack = _lack(loads, rank)
                 fits = rank != asked_server and rank != source and work[rank] < level[FLOOR] and lack >= enough
-                if fits and loads.serves[rank] and loads.first <= rank < loads.last:
+                if fits and loads.serves[rank] and loads.span[0] <= rank < loads.span[1]:
                     server = rank
             if server < 0 or tried == _HOLDERS:
                 break
@@ -431,21 +347,10 @@ def _best_move(
     return move, best
 
 
-@_inner
-def _moves_of_group(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, order: IntArray, count: int) -> int:
-    """Make all moves in a group of ranks.
-
-    Args:
-        pieces: of the layout; they shrink.
-        prices: of slices.
-        loads: what ranks have to do; brought up to date.
-        ledger: of earlier moves, with the homes of pieces of documents that lie on several ranks as holders.
-        order: ranks that give, those that take longest first.
-        count: of earlier moves.
-
-    Returns:
-        How many there are then; -1 if the ledger has no room for them.
-    """
+@inner
+def _moves_of_group(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, givers: tuple[IntArray, int, int]) -> int:
+    """Make all moves in a group; how many there are then, or -1. `givers` are its ranks, its number, and the moves so far."""
+    order, group, count = givers
     work, speed, level, moves, holders = loads.seconds, loads.speed, loads.levels, ledger.moves, ledger.holders
     shed, grown = 0.0, 0.0
     # First ranks above the band give, and then, while others are below it, those that have more than these should.
@@ -485,35 +390,35 @@ def _moves_of_group(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: L
                     loads.node_seconds[node] += cut.added / loads.node_speed[node]
                 # Levels rise to where they will be when all surplus is moved at the same rate.
                 shed, grown = shed + cut.shed, grown + cut.added - cut.shed
-                rise = 1 + grown / shed * max(loads.surplus, shed) / loads.work
+                rise = 1 + grown / shed * max(loads.surplus[group], shed) / loads.work[group]
                 for place in range(len(level)):
-                    level[place] = loads.begin[place] * rise
+                    level[place] = loads.begin[group, place] * rise
     return count
 
 
-def _make_moves(pieces: QueryPieces, prices: Prices, ledger: Ledger, groups: Groups, count: int) -> int:
-    """Make all moves in each group of ranks; other arguments and what is returned are as in one group."""
-    for group in range(len(groups.surplus)):
-        first, last = group * groups.size, (group + 1) * groups.size
-        own = Loads(
-            groups.seconds,
-            groups.speed,
-            groups.serves,
-            groups.begin[group],
-            groups.levels[group],
-            groups.surplus[group],
-            groups.work[group],
-            first,
-            last,
-            groups.per_node,
-            groups.node_seconds,
-            groups.node_speed,
-            groups.near,
-        )
-        count = _moves_of_group(pieces, prices, own, ledger, groups.order[first:last], count)
+def _make_moves(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, begun: tuple[IntArray, int]) -> int:
+    """Make all moves, in one group after another.
+
+    Args:
+        pieces: of the layout; they shrink.
+        prices: of slices.
+        loads: what ranks have to do; brought up to date.
+        ledger: of earlier moves, with the homes of pieces of documents that lie on several ranks as holders.
+        begun: all ranks by groups, in each those that take longest first, and the number of earlier moves.
+
+    Returns:
+        How many there are then; -1 if the ledger has no room for them.
+    """
+    order, count = begun
+    for group in range(len(loads.surplus)):
+        first, last = group * loads.size, (group + 1) * loads.size
+        loads.span[0], loads.span[1] = first, last
+        for place in range(len(loads.levels)):
+            loads.levels[place] = loads.begin[group, place]
+        count = _moves_of_group(pieces, prices, loads, ledger, (order[first:last], group, count))
         if count < 0:
             break
     return count
 
 
-make_moves = _compiled(_make_moves, keep=True)
+make_moves = compiled(_make_moves, keep=Path(__file__))
