@@ -19,7 +19,7 @@ if sys.argv[1] == "interpreted":
     sys.modules["numba"] = None
 from dataclasses import replace
 from hf_distca.config import DistCAConfig
-from hf_distca.schedule import moves
+from hf_distca.schedule import compiled
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal
@@ -28,7 +28,7 @@ from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.share import share_of
 from hf_distca.schedule.waves import Waves
 
-assert (moves.numba is None) == (sys.argv[1] == "interpreted")
+assert (compiled.numba is None) == (sys.argv[1] == "interpreted")
 shape = AttentionShape(32, 8, 128, 128, 2)
 cost = CostModel.analytic(shape, device_type="cuda")
 layout = Layout.from_lengths([[2**17], [2**16, 2**16], [2**15] * 4, *[[4096] * 32] * 13])

@@ -160,10 +160,9 @@ class Dealer:
         """Deal documents, the longest first, and then pieces of others, to the ranks of a group."""
         some, level = slice(group.first, group.last), self._level(group, documents)
         wide = (self.length[documents] > int(self.room[some].max())) | (self.seconds[documents] > (1 + _SLACK) * level)
-        self._spread_all(group, documents[wide], level)
+        received = self._spread_all(group, documents[wide], level) / (group.last - group.first)
         documents = documents[~wide]
-        level = self._level(group, documents)
-        places = _Places(group.first, self.room[some].tolist(), (level - self.work[some]).tolist())
+        places = _Places(group.first, self.room[some].tolist(), (level + received - self.work[some]).tolist())
         over = self._put_all(documents, level, places, self.home)
         pieces = pour([*self._whole(over), *cut], places.tokens)
         self.pieces += [piece._replace(rank=piece.rank + group.first) for piece in pieces]
@@ -177,15 +176,20 @@ class Dealer:
         """Documents as pieces of no rank."""
         return [DealtPiece(-1, document, 0, self.tokens[document]) for document in documents]
 
-    def _spread_all(self, group: _Group, documents: IntArray, level: float) -> None:
-        """Cut documents, the longest first, each over the least ranks of a group that hold its tokens and its attention."""
-        for document in documents.tolist():
-            tokens = max(int(self.room[group.first : group.last].max()), 1)
-            parts = max(-(-self.tokens[document] // tokens), math.ceil(self._seconds[document] / ((1 + _SLACK) * level)))
-            self._spread(group, document, min(max(parts, 1), group.last - group.first), level)
+    def _spread_all(self, group: _Group, documents: IntArray, level: float) -> float:
+        """Cut documents, the longest first, each over the least ranks of a group that hold its tokens and its attention.
 
-    def _spread(self, group: _Group, document: int, parts: int, level: float) -> None:
-        """Cut a document head and tail over so many ranks, more where their rooms ask for it."""
+        Returns:
+            Seconds that ranks receive keys.
+        """
+        tokens, keys = max(int(self.room[group.first : group.last].max()), 1), 0
+        for document in documents.tolist():
+            parts = max(-(-self.tokens[document] // tokens), math.ceil(self._seconds[document] / ((1 + _SLACK) * level)))
+            keys += self._spread(group, document, min(max(parts, 1), group.last - group.first), level)
+        return group.key_seconds * keys
+
+    def _spread(self, group: _Group, document: int, parts: int, level: float) -> int:
+        """Cut a document head and tail over so many ranks, more where their rooms ask for it; keys that these receive."""
         length = self.tokens[document]
         ranks, rooms = self._chosen(group, length, parts, level)
         # Of each rank its own tokens so far, and the keys that it receives: those before its last piece, but for its own.
@@ -198,6 +202,7 @@ class Dealer:
             held[piece.rank] += piece.length
         for rank in ranks:
             self.work[rank] += group.key_seconds * keys[rank]
+        return sum(keys.values())
 
     def _chosen(self, group: _Group, length: int, parts: int, level: float) -> tuple[list[int], list[int]]:
         """Ranks with the least to do that have room for a document together, in one node if one has, and how to divide it."""
