@@ -29,8 +29,8 @@ EQUAL = 1.002**2
 
 @st.composite
 def nodes(draw: st.DrawFn) -> tuple[list[list[int]], int]:
-    """Lengths of the documents of each rank, none of which lies on two, and how many ranks are a node."""
-    size, count = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    """Lengths of the documents of each rank, none of which lies on two, and how many ranks are a node, of two or more."""
+    size, count = draw(st.integers(1, 4)), draw(st.integers(2, 4))
     length = st.one_of(st.integers(1, 300), st.integers(1000, 60_000))
     ranks = draw(st.lists(st.lists(length, max_size=6), min_size=size * count, max_size=size * count))
     return ranks, size
