@@ -19,7 +19,7 @@ if sys.argv[1] == "interpreted":
     sys.modules["numba"] = None
 from dataclasses import replace
 from hf_distca.config import DistCAConfig
-from hf_distca.schedule import moves
+from hf_distca.schedule import compiled
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal
@@ -28,7 +28,7 @@ from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.share import share_of
 from hf_distca.schedule.waves import Waves
 
-assert (moves.numba is None) == (sys.argv[1] == "interpreted")
+assert (compiled.numba is None) == (sys.argv[1] == "interpreted")
 shape = AttentionShape(32, 8, 128, 128, 2)
 cost = CostModel.analytic(shape, device_type="cuda")
 layout = Layout.from_lengths([[2**17], [2**16, 2**16], [2**15] * 4, *[[4096] * 32] * 13])
@@ -61,8 +61,9 @@ for _ in range(150):
     config = DistCAConfig(
         ping_pong=random_.random() < 0.5, min_gain=0.0, tolerance=random_.choice((0.0, 0.05)), tile=random_.choice((1, 128))
     )
+    per_node = random_.choice([None, *(size for size in (2, 3, 4) if ranks % size == 0)])
     speeds = random_.choice((None, tuple(random_.choice((0.5, 1.0, 1.3)) for _ in range(ranks))))
-    plans.append(balance(Layout.from_segments(rows[:ranks]), replace(cost, window=window), config, Ranks(speeds=speeds)))
+    plans.append(balance(Layout.from_segments(rows[:ranks]), replace(cost, window=window), config, Ranks(speeds, per_node)))
 assert sum(plan.relays is not None for plan in plans[-150:]) > 10
 assert sum(plan.layout.groups > 1 for plan in plans[-150:]) > 10
 assert all((plan.home != plan.server).any() for plan in plans[:8])
@@ -110,10 +111,12 @@ price = (0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1, 1, 2**62)
 rows, seconds = np.zeros(0, np.int64), np.zeros(0)
 price = __import__("collections").namedtuple("Price", "task row key pair query_bytes key_bytes tile grid window")(*price)
 pieces = moves.QueryPieces(rows, rows, rows, seconds, np.zeros(1, np.int64))
-loads = moves.Loads(seconds, seconds, seconds > 0, np.zeros(5), np.zeros(5), 0.0, 0.0, 1)
+ranks = seconds, seconds, seconds > 0, 0
+group = np.zeros((0, 5)), np.zeros(5), np.zeros(2, np.int64), np.zeros(0), np.zeros(0)
+loads = moves.Loads(*ranks, *group, 0, seconds, seconds, 0)
 ledger = moves.Ledger(np.zeros((0, 4), np.int64), np.zeros((0, 3), np.int64), rows)
 for _ in range(2):
-    print(moves.make_moves(pieces, moves.Prices(price, price), loads, ledger, rows))
+    print(moves.make_moves(pieces, moves.Prices(price, price), loads, ledger, (rows, 0)))
 """
 
 
@@ -164,6 +167,6 @@ def test_a_cache_that_cannot_be_written_is_said_once(tmp_path: Path, loop: Path)
 
 def test_plans_are_made_where_numba_compiles_nothing() -> None:
     pytest.importorskip("numba")
-    code = "import hf_distca.schedule.balance, hf_distca.schedule.moves as m; print(m.numba)"
+    code = "import hf_distca.schedule.balance, hf_distca.schedule.compiled as c; print(c.numba)"
     run = run_in(Path(hf_distca.__file__).parents[1], code, NUMBA_DISABLE_JIT="1")
     assert run.stdout.strip() == "None", run.stderr

@@ -156,23 +156,15 @@ def test_routes_send_what_the_load_says(ping_pong: bool) -> None:
         assert here == (rows * plan.heads * groups)[mine].sum()
 
 
-def test_a_document_that_outweighs_all_others_is_dealt_by_tokens() -> None:
-    """Its keys travel longer than ranks compute; cut for its attention, all ranks would need all of them."""
-    ranks, tokens, slowest = 128, 65536, []
+def test_a_document_that_outweighs_all_others_gains_by_heads() -> None:
+    """Its keys travel longer than ranks compute."""
+    ranks, tokens = 128, 65536
     for others in (1792, 1800, 2000):
         lengths = [300_000, *[others] * ((ranks * tokens - 300_000) // others)]
         lengths.append(ranks * tokens - sum(lengths))
         layout = deal(lengths, ranks, tokens, CUDA, overlapped=True)
-        assert layout.query_tokens.tolist() == [tokens] * ranks
         mean = PlanLoad(Plan.local(layout), CUDA).compute_seconds.mean()
         assert CUDA.transfer_seconds(0, 300_000) > mean
-        holders = np.unique(layout.rank[layout.document == 0])
-        most = np.bincount(layout.rank, layout.length * (layout.document == 0)).max()
-        assert CUDA.transfer_seconds(int(most), 0) <= mean
-        assert 300_000 / tokens < len(holders) < ranks
         load = PlanLoad(balance(layout, CUDA, SPLIT), CUDA, overlapped=True)
-        slowest.append(load.slowest_seconds / mean)
         alone = PlanLoad(balance(layout, CUDA, WHOLE), CUDA, overlapped=True)
         assert alone.slowest_seconds > 1.05 * load.slowest_seconds
-    # Servers of a head group read its keys again, which is some 3 % of all work here.
-    assert np.mean(slowest) <= 1.10

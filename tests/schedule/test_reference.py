@@ -17,6 +17,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.reference import Formula, reference_plan
 
 SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
@@ -96,3 +97,15 @@ def test_windows_and_bounds_of_bytes_are_left_to_balance() -> None:
     for refused, config in ((cost, DistCAConfig()), (MODELS[2], DistCAConfig(max_transient_bytes=2**30))):
         with pytest.raises(ConfigError, match="the reference knows no windows"):
             reference_plan(Layout.from_lengths([[65536], [1024]]), refused, config)
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_both_planners_know_of_nodes(ping_pong: bool) -> None:
+    """Nodes are even among themselves, so both keep all work inside them."""
+    layout = Layout.from_lengths([[65536], [4096] * 16, [8192] * 8, [32768] * 2] * 3)
+    cost = CostModel.analytic(SHAPE, device_type="cuda")
+    config, nodes = DistCAConfig(ping_pong=ping_pong), Ranks(per_node=4)
+    plans = reference_plan(layout, cost, config, per_node=4), balance(layout, cost, config, nodes)
+    loads = [PlanLoad(plan, cost, overlapped=ping_pong, ranks=nodes) for plan in plans]
+    assert not any(load.node_bytes.between.any() for load in loads)
+    assert loads[0].slowest_seconds <= 1.03 * loads[1].slowest_seconds

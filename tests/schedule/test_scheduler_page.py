@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from hf_distca.config import DistCAConfig
+from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "scheduler.md").read_text(encoding="utf-8")
@@ -38,6 +41,20 @@ def test_the_example_is_what_the_planner_does() -> None:
     assert f"the slowest rank from {1e3 * before.slowest_seconds:.0f} to {1e3 * after.slowest_seconds:.0f} ms" in text
     relayed, direct = (float(load.exchange_bytes[0, 0]) / 1e9 for load in (after, PlanLoad(plan.with_relays(None), cost)))
     assert f"rank 0 exchanges {relayed:.2f} GB as a home instead of {direct:.2f}" in text
+
+
+def test_the_example_of_two_nodes_prints_what_stands_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    for code in PAGE.split("```python\n")[1:]:
+        exec(code.split("```")[0], names)
+    printed = PAGE.split("### Two nodes")[1].split("```\n")[2].split("```")[0]
+    assert capsys.readouterr().out.strip() == printed.strip()
+    plan, cost, nodes = names["plan"], CostModel.analytic(names["shape"]), Ranks(per_node=2)
+    before, after = (PlanLoad(one, cost, ranks=nodes) for one in (Plan.local(names["layout"]), plan))
+    text = " ".join(PAGE.split("### Two nodes")[1].split())
+    assert f"from {1e3 * before.slowest_seconds:.0f} to {1e3 * after.slowest_seconds:.0f} ms" in text
+    assert after.node_bytes.between.sum() == 0
+    assert balance(names["layout"], cost, DistCAConfig(head_groups=1), nodes).digest == plan.digest
 
 
 @pytest.mark.parametrize("heading", ["From notation to names", "How to change it"])

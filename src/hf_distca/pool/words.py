@@ -120,7 +120,7 @@ def read_dtype(name: str) -> torch.dtype:
 
 
 @cache
-def _steps_of(kind: type) -> frozenset[str]:
+def _steps_of(kind: Any) -> frozenset[str]:
     return frozenset(name for name, _ in getmembers(kind, isfunction) if not name.startswith("_")) - {"run"}
 
 

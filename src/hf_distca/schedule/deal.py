@@ -18,9 +18,10 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.dealer import Dealer, Served, pour
+from hf_distca.schedule.dealer import Dealer, DealtPiece, pour
 from hf_distca.schedule.layout import IntArray, Layout, as_integers
 from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 
 __all__ = ["deal", "deal_nano_batches", "in_order"]
@@ -28,6 +29,9 @@ __all__ = ["deal", "deal_nano_batches", "in_order"]
 # Tokens of the short documents that make the halves of a global batch equal, at most, and how many documents at least.
 _CHANGE = 2**19
 _COINS = 16
+# Part by which a layout by nodes may be slower than one over all ranks; and than the mean, for no other to be made.
+_EQUAL = 0.002
+_CLOSE = 0.05
 # Tokens of a document. Cuts are found with products of such numbers, which must fit 64 bits.
 _LONGEST = 2**32
 
@@ -104,7 +108,7 @@ def in_order(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence
     Args and raises: as `deal`.
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, 1, None)
-    pieces = pour(range(len(length)), length.tolist(), tokens)
+    pieces = pour([DealtPiece(-1, document, 0, count) for document, count in enumerate(length.tolist())], tokens)
     rank, document, start, size = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
     return Layout(document, start, size, np.searchsorted(rank, np.arange(ranks + 1)))
 
@@ -125,25 +129,33 @@ def _dealt(
     *,
     overlapped: bool,
 ) -> Layout:
-    """The layout of some documents: all by tokens and attention, or those that servers compute by their tokens alone."""
-    document = np.flatnonzero(among)
+    """The layout of some documents: to nodes first, or to all ranks if the plan of that layout ends earlier."""
+    document, ranks = np.flatnonzero(among), Ranks(per_node=ranks_per_node).seen_by(cost)
     per_node = len(tokens) if ranks_per_node is None else ranks_per_node
 
-    def layout(served: Served) -> Layout:
-        dealt = Dealer(length[document], served, cost, tile, per_node, overlapped=overlapped).layout()
+    def dealer() -> Dealer:
+        return Dealer(length[document], tokens, cost, tile, per_node, overlapped=overlapped)
+
+    def numbered(dealt: Layout) -> Layout:
         return Layout(document[dealt.document], dealt.start, dealt.length, dealt.offsets)
 
-    dealt = layout(Served(np.ones(len(document), dtype=np.bool_), [], tokens))
-    served = Served.of(length[document], tokens, cost, tile, overlapped=overlapped)
-    if not served.pieces:
-        return dealt
-    config, ranks = DistCAConfig(tile=tile, ping_pong=overlapped), Ranks(per_node=ranks_per_node)
+    if ranks.per_node is None or per_node == len(tokens):
+        return numbered(dealer().layout())
+    by_nodes, config = dealer().layout_by_nodes(), DistCAConfig(tile=tile, ping_pong=overlapped)
+    if by_nodes is None:
+        return numbered(dealer().layout())
 
-    def end(dealt: Layout) -> float:
-        return PlanLoad(balance(dealt, cost, config, ranks), cost, overlapped=overlapped, ranks=ranks).slowest_seconds
+    def slowest(dealt: Layout) -> float:
+        plan = balance(dealt, cost, config, ranks)
+        return PlanLoad(plan, cost, overlapped=overlapped, ranks=ranks).slowest_seconds
 
-    # Which of them ends earlier depends on what servers can be found, and so on the whole plan.
-    return min(dealt, layout(served), key=end)
+    end, unmoved = slowest(by_nodes), PlanLoad(Plan.local(by_nodes, cost.window), cost, overlapped=overlapped, ranks=ranks)
+    ends = unmoved.compute_seconds if overlapped else unmoved.ends
+    # No other layout ends much before what ranks take on average.
+    if end <= (1 + _CLOSE) * math.fsum(ends.tolist()) / len(ends):
+        return numbered(by_nodes)
+    every = dealer().layout()
+    return numbered(by_nodes if end <= (1 + _EQUAL) * slowest(every) else every)
 
 
 def _halves(tokens: list[int], total: int) -> list[int]:

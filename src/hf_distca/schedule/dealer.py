@@ -1,10 +1,14 @@
 """Which rank gets which document, or which part of one: the work behind `deal`.
 
-1. Lay the documents whose attention is left to servers over ranks by their tokens (`Served`).
-2. Cut *wide* documents, which alone take longer than a rank should, head and tail over as few ranks as hold their tokens and
+Of a group of ranks, steps are:
+
+1. Cut *wide* documents, which alone take longer than a rank should, head and tail over as few ranks as hold their tokens and
    their attention, longest first, on the ranks with the least to do; in one node, if one has room.
-3. Put the others whole, longest first, on the rank that lacks the most seconds and has room.
-4. Fill ranks up with short ones, denser ones where more attention is missing; the last ones are cut to fit, to the token.
+2. Put the others whole, longest first, on the rank that lacks the most seconds and has room.
+3. Fill ranks up with short ones, denser ones where more attention is missing; the last ones are cut to fit, to the token.
+
+The group is all ranks (`Dealer.layout`). Or documents go to nodes first (`Dealer.layout_by_nodes`): step 1 with those that alone
+take longer than a node should, over all ranks; steps 2 and 3 with nodes in place of ranks; then all steps inside each node.
 
 Every rank deals for itself, so everything here is plain IEEE double arithmetic in a fixed order.
 """
@@ -14,25 +18,25 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from hf_distca.schedule.cost import CostModel, Price
+from hf_distca.schedule.cost import CostModel, FloatArray, Price
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.moves import slice_seconds
 
-__all__ = ["Dealer", "Served", "pour"]
+__all__ = ["DealtPiece", "Dealer", "pour"]
+
+Array = TypeVar("Array", IntArray, FloatArray)
 
 # Parts of the mean seconds of a rank: what documents take that only fill up ranks; and how much more than a whole number of
 # ranks a wide document may take.
 _SHORT = 0.004
 _SLACK = 0.3
-# Part of the mean seconds of a rank that sending all its rows of a served document may take: more where it hides behind compute.
-_SENDING = 0.25
-_SENDING_OVERLAPPED = 0.3
+# Part of all seconds that documents which take longer than a node may have, for the others to go to nodes first.
+_MOST = 0.5
 
 
 class DealtPiece(NamedTuple):
@@ -42,57 +46,6 @@ class DealtPiece(NamedTuple):
     document: int
     start: int
     length: int
-
-
-@dataclass
-class Served:
-    """Documents whose attention is left to servers: where they lie is decided by their tokens alone.
-
-    Where a document is cut for its attention, every rank that has a piece needs the keys before it, which for the longest
-    documents travel longer than a rank should compute. Such a document is laid over ranks by its tokens, few enough on each for
-    their rows to be sent in time, and `balance` gives its attention to all ranks, split by heads.
-
-    Attributes:
-        rest: which documents are dealt by their attention.
-        pieces: of the others.
-        tokens: what each rank has left for the rest.
-    """
-
-    rest: npt.NDArray[np.bool_]
-    pieces: list[DealtPiece]
-    tokens: list[int]
-
-    @classmethod
-    def of(cls, length: IntArray, tokens: list[int], cost: CostModel, tile: int, *, overlapped: bool) -> Served:
-        """Choose them and lay them out.
-
-        Args:
-            length: tokens of the documents, whose numbers are their indices.
-            tokens: of each rank.
-            cost: cost model; nothing is served if its heads are one group, or if a window bounds the keys.
-            tile: pieces are cut at multiples of it, as far as `tokens` allows.
-            overlapped: whether exchanges are hidden behind compute.
-        """
-        served, ranks = cls(np.ones(len(length), dtype=np.bool_), [], list(tokens)), len(tokens)
-        if ranks < 3 or cost.shape.key_value_heads == 1 or cost.window is not None:
-            return served
-        mean = math.fsum(cost.seconds(length, length).tolist()) / ranks
-        row_seconds = float(cost.transfer_seconds(1, 0))
-        late = np.flatnonzero(cost.transfer_seconds(0, length) > mean)
-        for number, document in enumerate(late[np.argsort(-length[late], kind="stable")].tolist()):
-            count = int(length[document])
-            wanted = count * row_seconds / ((_SENDING_OVERLAPPED if overlapped else _SENDING) * mean)
-            # At least one more than its tokens fill: other documents have to be cut to fit as well.
-            over = min(max(math.ceil(wanted), count // max(tokens) + 2), ranks)
-            some = sorted({(number + step * ranks // over) % ranks for step in range(over)})
-            rooms = [served.tokens[rank] for rank in some]
-            if sum(rooms) < count:
-                continue
-            served.rest[document] = False
-            for piece in _head_and_tail(document, count, some, _divided(count, rooms, tile)):
-                served.pieces.append(piece)
-                served.tokens[piece.rank] -= piece.length
-        return served
 
 
 def _divided(length: int, rooms: list[int], tile: int) -> list[int]:
@@ -119,54 +72,126 @@ def _head_and_tail(document: int, length: int, ranks: Sequence[int], parts: Sequ
     return [piece for piece in pieces if piece.length]
 
 
+class _Group(NamedTuple):
+    """Ranks [first, last) in nodes of so many, and the seconds that each takes to receive a key."""
+
+    first: int
+    last: int
+    per_node: int
+    key_seconds: float
+
+
+class _Places(NamedTuple):
+    """Ranks or nodes that get whole documents: the number of the first, and the tokens and seconds that each may still get."""
+
+    first: int
+    tokens: list[int]
+    seconds: list[float]
+
+
 class Dealer:
     """Deals documents to ranks with so many tokens each; see `deal` for the other arguments.
 
     Args:
         length: tokens of the documents, whose numbers are their indices.
-        served: those that are laid out already.
+        tokens: of each rank.
         cost: seconds of tasks and of exchanges.
         tile: documents are cut at multiples of it where tokens allow.
         per_node: ranks of a node; as many as there are ranks, if nodes make no difference.
         overlapped: whether exchanges are hidden behind compute; else ranks that receive keys get less to compute.
     """
 
-    def __init__(self, length: IntArray, served: Served, cost: CostModel, tile: int, per_node: int, *, overlapped: bool) -> None:
+    def __init__(
+        self, length: IntArray, tokens: list[int], cost: CostModel, tile: int, per_node: int, *, overlapped: bool
+    ) -> None:
         if not Price.of(cost, tile).pair:
             # Attention that costs nothing a pair is as long as its tokens are many: pairs decide then.
             cost = replace(CostModel.pairs(cost.shape), window=cost.window)
-        self.length, self.price, self.tile, self.per_node = length, Price.of(cost, tile), tile, per_node
-        self.key_seconds = 0.0 if overlapped else float(cost.transfer_seconds(0, 1))
+        self.length, self.price, self.tile = length, Price.of(cost, tile), tile
+        self.seconds = cost.seconds(length, length)
+        self.tokens, self._seconds = length.tolist(), self.seconds.tolist()
+        self.documents = np.argsort(-length, kind="stable")
+        self.pieces: list[DealtPiece] = []
+        self.room = np.array(tokens, dtype=np.int64)
+        self.work = np.zeros(len(self.room))
         # Which rank has all of a document, or -1: so many tuples would make Python look for garbage, in all there is.
         self.home = [-1] * len(length)
-        self.pieces = list(served.pieces)
-        self.room = np.array(served.tokens, dtype=np.int64)
-        self.work = np.zeros(len(self.room))
-        self.seconds = cost.seconds(length, length)
-        self.documents = np.flatnonzero(served.rest)
-        self.documents = self.documents[np.argsort(-length[self.documents], kind="stable")]
-        self.mean = math.fsum(self.seconds[self.documents].tolist()) / len(self.room)
+        ranks, key_seconds = len(self.room), 0.0 if overlapped else float(cost.transfer_seconds(0, 1))
+        self.every = _Group(0, ranks, per_node, key_seconds)
+        starts, near = range(0, ranks, per_node), key_seconds * cost.near
+        self.nodes = [_Group(first, first + per_node, per_node, near) for first in starts]
 
     def layout(self) -> Layout:
-        """Deal them all."""
-        ranks, tokens, mean = len(self.room), max(int(self.room.max()), 1), max(self.mean, 1e-300)
-        length, seconds = self.length[self.documents], self.seconds[self.documents]
-        # The least ranks that hold a document's tokens and its attention.
-        parts = np.maximum(-(-length // tokens), np.ceil(seconds / ((1 + _SLACK) * mean)).astype(np.int64)).clip(1, ranks)
-        wide = parts > 1
-        received = math.fsum(map(self._spread, self.documents[wide].tolist(), parts[wide].tolist()))
-        rest = self.documents[~wide]
-        long = int(np.searchsorted(-self.seconds[rest], -_SHORT * mean, side="right"))
-        room, left = self.room.tolist(), (self.mean + received / ranks - self.work).tolist()
-        over = self._put(rest[:long].tolist(), room, left, dense=False)
-        over += self._put(rest[long:].tolist(), room, left, dense=True)
-        self.pieces += pour(over, self.length.tolist(), room)
+        """Deal all documents to all ranks."""
+        self._deal(self.every, self.documents)
         return self._layout()
 
-    def _spread(self, document: int, parts: int) -> float:
-        """Cut a document head and tail over so many ranks, more where their rooms ask for it; seconds that they receive keys."""
-        length, received = int(self.length[document]), 0.0
-        ranks, rooms = self._chosen(length, parts)
+    def layout_by_nodes(self) -> Layout | None:
+        """Deal documents that take longer than a node should to all ranks, the others to nodes, and then inside each node.
+
+        None if most of the seconds are those of such documents: what is left would not make nodes even.
+        """
+        nodes, size, documents = len(self.nodes), self.every.per_node, self.documents
+        fair, most = math.fsum(self.seconds[documents].tolist()) / nodes, int(self._by_node(self.room).max())
+        wide = (self.seconds[documents] > fair) | (self.length[documents] > most)
+        if math.fsum(self.seconds[documents[wide]].tolist()) > _MOST * nodes * fair:
+            return None
+        self._spread_all(self.every, documents[wide], fair / size)
+        documents = documents[~wide]
+        work = self._by_node(self.work)
+        level = (math.fsum(work.tolist()) + math.fsum(self.seconds[documents].tolist())) / nodes
+        places, home = _Places(0, self._by_node(self.room).tolist(), (level - work).tolist()), [-1] * len(self.tokens)
+        cut: list[list[DealtPiece]] = [[] for _ in self.nodes]
+        for piece in pour(self._whole(self._put_all(documents, level, places, home)), places.tokens):
+            cut[piece.rank].append(piece)
+        node = np.array(home, dtype=np.int64)[documents]
+        order = np.argsort(node, kind="stable")
+        bounds = np.searchsorted(node[order], np.arange(nodes + 1)).tolist()
+        for group, first, last, pieces in zip(self.nodes, bounds, bounds[1:], cut, strict=False):
+            self._deal(group, documents[order[first:last]], pieces)
+        return self._layout()
+
+    def _by_node(self, values: Array) -> Array:
+        """Sums of what the ranks of each node have."""
+        sums: Array = np.add.reduceat(values, np.arange(0, len(values), self.every.per_node))
+        return sums
+
+    def _deal(self, group: _Group, documents: IntArray, cut: Sequence[DealtPiece] = ()) -> None:
+        """Deal documents, the longest first, and then pieces of others, to the ranks of a group."""
+        some, level = slice(group.first, group.last), self._level(group, documents)
+        wide = (self.length[documents] > int(self.room[some].max())) | (self.seconds[documents] > (1 + _SLACK) * level)
+        received = self._spread_all(group, documents[wide], level) / (group.last - group.first)
+        documents = documents[~wide]
+        places = _Places(group.first, self.room[some].tolist(), (level + received - self.work[some]).tolist())
+        over = self._put_all(documents, level, places, self.home)
+        pieces = pour([*self._whole(over), *cut], places.tokens)
+        self.pieces += [piece._replace(rank=piece.rank + group.first) for piece in pieces]
+
+    def _level(self, group: _Group, documents: IntArray) -> float:
+        """Mean seconds of the ranks of a group, with documents that they are to get."""
+        seconds = self.work[group.first : group.last].tolist() + self.seconds[documents].tolist()
+        return max(math.fsum(seconds) / (group.last - group.first), 1e-300)
+
+    def _whole(self, documents: list[int]) -> list[DealtPiece]:
+        """Documents as pieces of no rank."""
+        return [DealtPiece(-1, document, 0, self.tokens[document]) for document in documents]
+
+    def _spread_all(self, group: _Group, documents: IntArray, level: float) -> float:
+        """Cut documents, the longest first, each over the least ranks of a group that hold its tokens and its attention.
+
+        Returns:
+            Seconds that ranks receive keys.
+        """
+        tokens, keys = max(int(self.room[group.first : group.last].max()), 1), 0
+        for document in documents.tolist():
+            parts = max(-(-self.tokens[document] // tokens), math.ceil(self._seconds[document] / ((1 + _SLACK) * level)))
+            keys += self._spread(group, document, min(max(parts, 1), group.last - group.first), level)
+        return group.key_seconds * keys
+
+    def _spread(self, group: _Group, document: int, parts: int, level: float) -> int:
+        """Cut a document head and tail over so many ranks, more where their rooms ask for it; keys that these receive."""
+        length = self.tokens[document]
+        ranks, rooms = self._chosen(group, length, parts, level)
         # Of each rank its own tokens so far, and the keys that it receives: those before its last piece, but for its own.
         held, keys = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
         for piece in _head_and_tail(document, length, ranks, _divided(length, rooms, self.tile)):
@@ -176,68 +201,75 @@ class Dealer:
             keys[piece.rank] = piece.start - held[piece.rank]
             held[piece.rank] += piece.length
         for rank in ranks:
-            self.work[rank] += self.key_seconds * keys[rank]
-            received += self.key_seconds * keys[rank]
-        return received
+            self.work[rank] += group.key_seconds * keys[rank]
+        return sum(keys.values())
 
-    def _chosen(self, length: int, parts: int) -> tuple[list[int], list[int]]:
+    def _chosen(self, group: _Group, length: int, parts: int, level: float) -> tuple[list[int], list[int]]:
         """Ranks with the least to do that have room for a document together, in one node if one has, and how to divide it."""
         share = -(-length // parts)
         # Work that differs by what rounds off is equal: then the emptiest.
-        work = np.round(self.work / max(self.mean, 1e-300), 3)
-        room, nodes = self.room.reshape(-1, self.per_node), work.reshape(-1, self.per_node)
+        some = slice(group.first, group.last)
+        work, rooms = np.round(self.work[some] / level, 3), self.room[some]
+        room, nodes = rooms.reshape(-1, group.per_node), work.reshape(-1, group.per_node)
         candidates = np.arange(len(work))
         for able in ((room >= share).sum(axis=1) >= parts, room.sum(axis=1) >= length):
             if able.any():
                 least = np.sort(np.where(room >= share, nodes, np.inf), axis=1)[:, :parts].mean(axis=1)
                 node = int(np.argmin(np.where(able, np.where(np.isfinite(least), least, nodes.mean(axis=1)), np.inf)))
-                candidates = np.arange(node * self.per_node, (node + 1) * self.per_node)
+                candidates = np.arange(node * group.per_node, (node + 1) * group.per_node)
                 break
-        order = candidates[np.lexsort((-self.room[candidates], work[candidates]))]
-        some = order[self.room[order] >= share]
-        if len(some) >= parts:
-            return some[:parts].tolist(), [share] * parts
-        order = candidates[np.argsort(-self.room[candidates], kind="stable")]
-        count = max(int(np.searchsorted(np.cumsum(self.room[order]), length)) + 1, parts)
-        return order[:count].tolist(), self.room[order[:count]].tolist()
+        order = candidates[np.lexsort((-rooms[candidates], work[candidates]))]
+        able_ranks = order[rooms[order] >= share]
+        if len(able_ranks) >= parts:
+            return (able_ranks[:parts] + group.first).tolist(), [share] * parts
+        order = candidates[np.argsort(-rooms[candidates], kind="stable")]
+        count = max(int(np.searchsorted(np.cumsum(rooms[order]), length)) + 1, parts)
+        return (order[:count] + group.first).tolist(), rooms[order[:count]].tolist()
 
-    def _put(self, documents: list[int], room: list[int], left: list[float], *, dense: bool) -> list[int]:
-        """Put whole documents, in this order, each on the rank with room that lacks the most seconds, in all or for each token.
+    def _put_all(self, documents: IntArray, level: float, places: _Places, home: list[int]) -> list[int]:
+        """Put whole documents on places: long ones by the seconds that these lack, short ones by those they lack a token."""
+        long = int(np.searchsorted(-self.seconds[documents], -_SHORT * level, side="right"))
+        over = self._put(documents[:long].tolist(), places, home, dense=False)
+        return over + self._put(documents[long:].tolist(), places, home, dense=True)
+
+    def _put(self, documents: list[int], places: _Places, home: list[int], *, dense: bool) -> list[int]:
+        """Put whole documents, in this order, each on the place with room that lacks the most seconds, in all or for each token.
 
         Args:
             documents: in order of falling length.
-            room, left: tokens and seconds that each rank may still get; brought up to date.
+            places: that get them; brought up to date.
+            home: of each document the place that has all of it; brought up to date.
             dense: whether seconds a token count.
 
         Returns:
             Those that fit nowhere.
         """
-        length, seconds = self.length.tolist(), self.seconds.tolist()
+        first, room, left = places
 
-        def lacking(rank: int) -> tuple[float, int]:
-            return -left[rank] / (room[rank] if dense else 1), rank
+        def lacking(place: int) -> tuple[float, int]:
+            return -left[place] / (room[place] if dense else 1), place
 
-        ready = [lacking(rank) for rank, tokens in enumerate(room) if tokens]
+        ready = [lacking(place) for place, tokens in enumerate(room) if tokens]
         heapq.heapify(ready)
-        # Ranks without room for a document wait for a shorter one.
+        # Places without room for a document wait for a shorter one.
         waiting: list[tuple[int, int]] = []
-        over = []
+        over, taken = [], self._seconds
         for document in documents:
-            tokens = length[document]
+            tokens = self.tokens[document]
             while waiting and -waiting[0][0] >= tokens:
                 heapq.heappush(ready, lacking(heapq.heappop(waiting)[1]))
             while ready and room[ready[0][1]] < tokens:
-                rank = heapq.heappop(ready)[1]
-                heapq.heappush(waiting, (-room[rank], rank))
+                place = heapq.heappop(ready)[1]
+                heapq.heappush(waiting, (-room[place], place))
             if not ready:
                 over.append(document)
                 continue
-            rank = ready[0][1]
-            self.home[document] = rank
-            room[rank] -= tokens
-            left[rank] -= seconds[document]
-            if room[rank]:
-                heapq.heapreplace(ready, lacking(rank))
+            place = ready[0][1]
+            home[document] = first + place
+            room[place] -= tokens
+            left[place] -= taken[document]
+            if room[place]:
+                heapq.heapreplace(ready, lacking(place))
             else:
                 heapq.heappop(ready)
         return over
@@ -254,16 +286,16 @@ class Dealer:
         return Layout(document[begin], start[begin], length, np.searchsorted(rank[begin], np.arange(len(self.room) + 1)))
 
 
-def pour(documents: Sequence[int], length: Sequence[int], room: Sequence[int]) -> list[DealtPiece]:
-    """Put documents one after another into what room there is, cut where it ends."""
+def pour(documents: Sequence[DealtPiece], room: Sequence[int]) -> list[DealtPiece]:
+    """Put documents or pieces of them one after another into what room there is, cut where it ends."""
     pieces, rank, left = [], -1, 0
-    for document in documents:
-        start = 0
-        while start < length[document]:
+    for _, document, start, length in documents:
+        end = start + length
+        while start < end:
             while not left:
                 rank += 1
                 left = room[rank]
-            size = min(length[document] - start, left)
+            size = min(end - start, left)
             pieces.append(DealtPiece(rank, document, start, size))
             start, left = start + size, left - size
     return pieces

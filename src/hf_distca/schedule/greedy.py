@@ -19,10 +19,10 @@ from hf_distca.schedule.heads import Heads
 from hf_distca.schedule.layout import BoolArray, IntArray, Layout, repeated
 from hf_distca.schedule.moves import END, PIECE, SERVER, START, Ledger, Loads, Prices, QueryPieces, make_moves
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import Ranks
+from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.waves import TransientBytes
 
-__all__ = ["Bound", "Greedy", "Levels"]
+__all__ = ["Bound", "Greedy", "Levels", "PlanRows", "Step"]
 
 # Levels are set inside the tolerated band, because slices end on a grid and seldom move exactly what was wanted.
 _INNER_BAND = 0.7
@@ -82,6 +82,18 @@ class Levels(NamedTuple):
             high = max(-_filled([(-taken, speed) for taken, speed in pairs], deficit), mean)
         return cls(mean * (1 - tolerance), low, mean, high, mean * (1 + tolerance))
 
+    @classmethod
+    def among(cls, seconds: FloatArray, speeds: FloatArray, serves: BoolArray, tolerance: float) -> Self:
+        """Those of some ranks. Who neither serves nor is above the mean stays as it is, and does not count."""
+        evened = np.ones(len(seconds), dtype=np.bool_)
+        while True:
+            ranks = ALIKE if (speeds == 1.0).all() else Ranks.of(speeds[evened])
+            taken = seconds[evened].tolist()
+            below = evened & ~serves & (seconds < ranks.level(taken))
+            if not below.any():
+                return cls.of(taken, ranks, tolerance)
+            evened &= ~below
+
 
 def _filled(pairs: list[tuple[float, float]], amount: float) -> float:
     """The level that `amount` poured over the lowest ranks reaches, given as (seconds, speed)."""
@@ -94,6 +106,24 @@ def _filled(pairs: list[tuple[float, float]], amount: float) -> float:
         if count == len(ordered) or level <= ordered[count][0]:
             break
     return level
+
+
+class Step(NamedTuple):
+    """Moves of slices among the ranks of each group.
+
+    Attributes:
+        prices: of slices.
+        levels: what ranks should end at, or the tolerance that these are set by.
+        size: ranks of a group.
+        per_node: ranks of a node, if work moves between the nodes of a group until these are even; else 0.
+        near: ranks of a node, if servers in the node of a source are preferred; else 0.
+    """
+
+    prices: Prices
+    levels: Levels | float
+    size: int
+    per_node: int = 0
+    near: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,39 +146,66 @@ class Greedy:
     window: int | None
     serves: BoolArray
 
-    def even_out(self, prices: Prices, seconds: FloatArray, levels: Levels) -> Plan:
-        """The plan that evens out what ranks take.
+    def even_out(self, steps: Sequence[Step], seconds: FloatArray) -> PlanRows:
+        """The rows of the plan that evens out what ranks take, in steps.
 
         Args:
-            prices: of slices.
+            steps: the moves.
             seconds: what each rank takes if nothing moves; shape (ranks,).
-            levels: what they should end at; see `Levels.of`.
         """
-        ranks, world_size = self.ranks, len(seconds)
-        speeds = np.array(ranks.each(world_size))
-        surplus = math.fsum((np.maximum(seconds - levels.high, 0.0) * speeds).tolist())
-        work = float(ranks.work(seconds.tolist()))
-        segment, before = self._pieces
-        movable = np.minimum(before.end, np.where(before.heads < 1, *self.bound.last_ends(prices.served, self.heads.groups)))
-        order, room = np.argsort(-seconds, kind="stable"), 16 * world_size + 64
-        while True:
-            pieces = before._replace(start=before.start.copy(), end=movable.copy())
-            level = np.array(levels)
-            loads = Loads(seconds.copy(), speeds, self.serves, level, level.copy(), surplus, work, ranks.per_node or world_size)
-            ledger = _ledger(self.layout, segment, before, room)
-            count = make_moves(pieces, prices, loads, ledger, order)
-            if count >= 0:
-                break
+        room = 16 * len(seconds) + 64
+        while (rows := self._moved(steps, seconds.copy(), room)) is None:
             room *= 4
+        return rows
+
+    def _moved(self, steps: Sequence[Step], seconds: FloatArray, room: int) -> PlanRows | None:
+        """The rows; None if there are more moves than room for them."""
+        segment, before = self._pieces
+        movable = before.end
+        if steps:
+            ends = self.bound.last_ends(steps[0].prices.served, self.heads.groups)
+            movable = np.minimum(before.end, np.where(before.heads < 1, *ends))
+        pieces = before._replace(start=before.start.copy(), end=movable.copy())
+        ledger, count = _ledger(self.layout, segment, before, room), 0
+        for step in steps:
+            loads, order = self._loads(step, seconds)
+            count = make_moves(pieces, step.prices, loads, ledger, (order, count))
+            if count < 0:
+                return None
         moves = ledger.moves[:count]
         left, stayed = np.flatnonzero(pieces.start < pieces.end), np.flatnonzero(movable < before.end)
-        rows = _Rows(
+        return PlanRows(
             np.concatenate([moves[:, PIECE], left, stayed]),
             np.concatenate([moves[:, START], pieces.start[left], np.maximum(movable, before.start)[stayed]]),
             np.concatenate([moves[:, END], pieces.end[left], before.end[stayed]]),
             np.concatenate([moves[:, SERVER], self.layout.rank[segment[left]], self.layout.rank[segment[stayed]]]),
         )
-        return self._plan(segment, before, rows)
+
+    def _loads(self, step: Step, seconds: FloatArray) -> tuple[Loads, IntArray]:
+        """What ranks take before a step, and where they should end; and in which order they give."""
+        size, speeds = step.size, np.array(self.ranks.each(len(seconds)))
+        taken, speed, serves = seconds, speeds, self.serves
+        if step.per_node:
+            node = np.arange(len(taken)) // step.per_node
+            amount, speed = np.bincount(node, weights=taken * speed), np.bincount(node, weights=speed)
+            taken, serves, size = amount / speed, np.bincount(node, weights=serves) > 0, size // step.per_node
+        groups = [slice(first, first + size) for first in range(0, len(taken), size)]
+        levels = [
+            step.levels if isinstance(step.levels, Levels) else Levels.among(taken[g], speed[g], serves[g], step.levels)
+            for g in groups
+        ]
+        high = np.repeat([of_group.high for of_group in levels], size)
+        surplus, work = _sums(np.maximum(taken - high, 0.0) * speed, size), _sums(taken * speed, size)
+        order = np.lexsort((-seconds, np.arange(len(seconds)) // step.size))
+        group = step.size, np.array(levels), np.zeros(5), np.zeros(2, dtype=np.int64), surplus, work
+        return Loads(seconds, speeds, self.serves, *group, step.per_node, taken, speed, step.near), order
+
+    def mixed(self, several: Sequence[PlanRows], chosen: IntArray) -> PlanRows:
+        """Rows of the pieces of each rank from one of several ways to move them inside groups."""
+        of = chosen[self.layout.rank[self._pieces[0]]]
+        parts = [np.flatnonzero(of[rows.piece] == number) for number, rows in enumerate(several)]
+        columns = zip(*several, strict=True)
+        return PlanRows(*(np.concatenate([c[p] for c, p in zip(column, parts, strict=True)]) for column in columns))
 
     @cached_property
     def _pieces(self) -> tuple[IntArray, QueryPieces]:
@@ -165,9 +222,10 @@ class Greedy:
         number = layout.place[segment] * parts + group
         return segment, QueryPieces(number, layout.start[segment], layout.end[segment], part, offsets)
 
-    def _plan(self, segment: IntArray, pieces: QueryPieces, rows: _Rows) -> Plan:
+    def plan(self, rows: PlanRows) -> Plan:
         """The plan of rows of pieces, each on a segment. Neighbours on one server are one task."""
         layout, parts = self.layout, self.heads.groups + 1 if self.heads.groups > 1 else 1
+        segment, pieces = self._pieces
         home, place, group = layout.rank[segment], layout.place[segment], pieces.number % parts
         # A document of which no group is moved is not split.
         apart = np.zeros(len(layout.documents), dtype=np.bool_)
@@ -186,13 +244,18 @@ class Greedy:
         return Plan(split, number[begin], start[begin], end[last], home[piece[begin]], server[begin], self.window)
 
 
-class _Rows(NamedTuple):
+class PlanRows(NamedTuple):
     """Rows [start, end) of pieces, none of them empty, and the server that computes them."""
 
     piece: IntArray
     start: IntArray
     end: IntArray
     server: IntArray
+
+
+def _sums(values: FloatArray, size: int) -> FloatArray:
+    """Sums of each so many values."""
+    return np.array([math.fsum(some) for some in values.reshape(-1, size).tolist()], dtype=np.float64)
 
 
 def _ledger(layout: Layout, segment: IntArray, pieces: QueryPieces, room: int) -> Ledger:

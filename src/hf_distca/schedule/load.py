@@ -187,11 +187,15 @@ class PlanLoad:
         return np.maximum(np.bincount(pairs // ranks, minlength=ranks), np.bincount(pairs % ranks, minlength=ranks))
 
     @cached_property
-    def slowest_seconds(self) -> float:
-        """Estimated seconds of the slowest rank: compute plus exchange, or plus what of the exchange is longer, if overlapped."""
+    def ends(self) -> FloatArray:
+        """Seconds after which each rank ends: compute plus exchange, or the longer of both if overlapped."""
         compute, exchange = self.compute_seconds, self.exchange_seconds
-        ends = np.maximum(compute, exchange) if self.overlapped else compute + exchange
-        return float(ends.max(initial=0.0))
+        return np.maximum(compute, exchange) if self.overlapped else compute + exchange
+
+    @cached_property
+    def slowest_seconds(self) -> float:
+        """Estimated seconds of the slowest rank."""
+        return float(self.ends.max(initial=0.0))
 
 
 def imbalance(values: FloatArray) -> float:

@@ -18,40 +18,23 @@ part of. Where numba cannot be imported, or is told to compile nothing, the loop
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import math
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from hf_distca.schedule.compiled import compiled, inner
+
 if TYPE_CHECKING:
     from hf_distca.schedule.cost import Price  # which counts with `task_counts`
 
-__all__ = [
-    "END",
-    "PIECE",
-    "SERVER",
-    "START",
-    "Ledger",
-    "Loads",
-    "QueryPieces",
-    "Prices",
-    "make_moves",
-    "slice_seconds",
-    "tail_start",
-    "task_counts",
-]
-
-_log = logging.getLogger("hf_distca")
+__all__ = ["END", "PIECE", "SERVER", "START", "Ledger", "Loads", "Prices", "QueryPieces"]
+__all__ += ["make_moves", "slice_seconds", "tail_start", "task_counts"]
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
-F = TypeVar("F", bound=Callable[..., Any])
 
 # Places in `Loads.levels`: the edges of the tolerated band, and where ranks outside it should end.
 FLOOR, LOW, MEAN, HIGH, CAP = range(5)
@@ -86,24 +69,33 @@ class QueryPieces(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """What ranks have to do, and where they should end.
+    """What ranks have to do, and where those of each group, [0, size), [size, 2 * size), ..., should end.
 
     Attributes:
         seconds, speed: what each rank takes, and how fast it is.
         serves: whether each may get slices.
-        begin, levels: seconds at places `FLOOR` to `CAP`, before the first move and now.
-        surplus, work: seconds of work to be moved, and of all work.
-        per_node: ranks of a node; all of them where nodes make no difference.
+        size: ranks of a group.
+        begin: seconds at places `FLOOR` to `CAP` before the first move, a row for each group.
+        levels, span: those of the group at hand now, and its first rank and the one after its last.
+        surplus, work: seconds of work to be moved, and of all work, of each group.
+        per_node: ranks of a node, where nodes are evened out; else 0.
+        node_seconds, node_speed: those of the nodes.
+        near: ranks of a node, where a server in the node of the source is preferred; else 0.
     """
 
     seconds: FloatArray
     speed: FloatArray
     serves: npt.NDArray[np.bool_]
+    size: int
     begin: FloatArray
     levels: FloatArray
-    surplus: float
-    work: float
+    span: IntArray
+    surplus: FloatArray
+    work: FloatArray
     per_node: int
+    node_seconds: FloatArray
+    node_speed: FloatArray
+    near: int
 
 
 class Ledger(NamedTuple):
@@ -161,48 +153,6 @@ class _Move(NamedTuple):
     keys: int
 
 
-def _numba() -> Any:
-    try:
-        module = import_module("numba")
-    except ImportError:
-        return None
-    return None if module.config.DISABLE_JIT else module
-
-
-numba = _numba()
-
-
-def _compiled(function: F, *, keep: bool = False, inner: bool = False) -> F:
-    """A function as machine code, which calls only such functions. Divisions by zero are what numpy makes of them.
-
-    Args:
-        function: to be compiled when it is first called.
-        keep: whether the machine code is kept for other processes.
-        inner: whether only compiled functions call it. A way in from Python takes as long to compile as the function.
-    """
-    if numba is None:
-        return function
-    if keep:
-        # numba names what it keeps by this, and otherwise looks at times of files, which copies may share.
-        function.__qualname__ += f"-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}"
-    # Without the GIL, so that plans can be made beside training. The arrays outlive the call, so nothing counts references.
-    options = {"error_model": "numpy", "nogil": True, "_nrt": False, "no_cfunc_wrapper": True, "no_cpython_wrapper": inner}
-    try:
-        compiled: F = numba.njit(cache=keep, **options)(function)
-    except RuntimeError:
-        _log.warning(
-            "numba finds no folder that it can write to, so every process compiles the moves of the scheduler again, in a few "
-            "seconds: set NUMBA_CACHE_DIR to a folder that can be written."
-        )
-        return _compiled(function)
-    return compiled
-
-
-def _inner(function: F) -> F:
-    """A function that only compiled functions may call."""
-    return _compiled(function, inner=True)
-
-
 def task_counts(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any]:
     """Keys that tasks read, and query-key pairs that they compute: in whole kernel tiles, with the keys behind a row in its own.
 
@@ -222,10 +172,10 @@ def task_counts(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any]
     return keys - unseen * (unseen > 0), pairs * (tiled / (rows + (rows == 0))) + tiled * (tile - 1) / 2
 
 
-_task_counts = _compiled(task_counts)
+_task_counts = compiled(task_counts)
 
 
-@_compiled
+@compiled
 def slice_seconds(price: Price, heads: float, start: int, end: int) -> float:
     """Seconds of query rows [start, end) of a document, 0 if there are none."""
     if start >= end:
@@ -235,7 +185,7 @@ def slice_seconds(price: Price, heads: float, start: int, end: int) -> float:
     return seconds
 
 
-@_compiled
+@compiled
 def tail_start(price: Price, heads: float, start: int, end: int, want: float, most: float) -> int:
     """Where the tail of rows [start, end) begins that is nearest to `want` seconds, up to `most`, or the shortest."""
     grid = price.grid
@@ -255,40 +205,65 @@ def tail_start(price: Price, heads: float, start: int, end: int, want: float, mo
     return first * grid
 
 
-@_inner
-def _emptiest(loads: Loads, source: int, per_node: int, surplus: float, most: float) -> int:
-    """In the node of the source the emptiest rank below `most` seconds, or one that the surplus fills just so; -1 if none is."""
-    work, speed, level = loads.seconds, loads.speed, loads.levels
-    first = source // per_node * per_node
+@inner
+def _lack(loads: Loads, rank: int) -> float:
+    """Seconds of work that a rank lacks to the lower level; where nodes are evened out, as far as its node lacks them, too."""
+    level, per_node = loads.levels[LOW], loads.per_node
+    lack: float = (level - loads.seconds[rank]) * loads.speed[rank]
+    if per_node:
+        node = rank // per_node
+        lack = min(lack, (level - loads.node_seconds[node]) * loads.node_speed[node])
+    return lack
+
+
+@inner
+def _spare(loads: Loads, rank: int, place: int) -> float:
+    """Seconds of work that a rank has above a level; where nodes are evened out, as far as its node has them, too."""
+    level, per_node = loads.levels[place], loads.per_node
+    spare: float = (loads.seconds[rank] - level) * loads.speed[rank]
+    if per_node:
+        node = rank // per_node
+        spare = min(spare, (loads.node_seconds[node] - level) * loads.node_speed[node])
+    return spare
+
+
+@inner
+def _emptiest(loads: Loads, first: int, last: int, surplus: float, most: float) -> int:
+    """Of ranks [first, last) the emptiest below `most` seconds, or one that the surplus fills just so; -1 if none is."""
+    work, speed, level, per_node = loads.seconds, loads.speed, loads.levels, loads.per_node
     emptiest, fits = -1, -1
-    for rank in range(first, first + per_node):
-        if work[rank] < most and loads.serves[rank]:
-            if emptiest < 0 or work[rank] < work[emptiest]:
-                emptiest = rank
-            after = work[rank] + surplus / speed[rank]
-            if level[FLOOR] <= after <= level[CAP] and (fits < 0 or work[rank] < work[fits]):
-                fits = rank
+    for rank in range(first, last):
+        if work[rank] >= most or not loads.serves[rank]:
+            continue
+        if per_node and loads.node_seconds[rank // per_node] >= level[LOW]:
+            continue
+        if emptiest < 0 or work[rank] < work[emptiest]:
+            emptiest = rank
+        after = work[rank] + surplus / speed[rank]
+        if level[FLOOR] <= after <= level[CAP] and (fits < 0 or work[rank] < work[fits]):
+            fits = rank
     if fits >= 0 and (level[LOW] - work[emptiest]) * speed[emptiest] > surplus:
         return fits
     return emptiest
 
 
-@_inner
+@inner
 def _server_for(loads: Loads, source: int, surplus: float) -> int:
     """The emptiest rank below the mean, or one that the surplus fills just so; -1 if there is none.
 
-    A server in the node of the source is as good if it is below the floor, and has room for half as much.
+    With `near`, a server in the node of the source is as good if it is below the floor, and has room for half as much.
     """
-    work, speed, level = loads.seconds, loads.speed, loads.levels
-    emptiest = _emptiest(loads, source, len(work), surplus, level[MEAN])
-    if emptiest < 0 or loads.per_node == len(work):
+    work, speed, level, near = loads.seconds, loads.speed, loads.levels, loads.near
+    emptiest = _emptiest(loads, loads.span[0], loads.span[1], surplus, level[MEAN])
+    if emptiest < 0 or not near:
         return emptiest
-    near = _emptiest(loads, source, loads.per_node, surplus, level[FLOOR])
+    first = source // near * near
+    other = _emptiest(loads, first, first + near, surplus, level[FLOOR])
     wanted = min(surplus, (level[LOW] - work[emptiest]) * speed[emptiest])
-    return near if near >= 0 and (level[LOW] - work[near]) * speed[near] >= 0.5 * wanted else emptiest
+    return other if other >= 0 and (level[LOW] - work[other]) * speed[other] >= 0.5 * wanted else emptiest
 
 
-@_inner
+@inner
 def _slice(prices: Prices, heads: float, span: tuple[int, int], held: int, wish: _Wish) -> _Slice:
     """The tail of rows [start, end) that fulfils a wish of a server with the first `held` keys, or else their first rows.
 
@@ -322,13 +297,13 @@ def _slice(prices: Prices, heads: float, span: tuple[int, int], held: int, wish:
     return _Slice(x, y, shed, added, ratio)
 
 
-@_inner
+@inner
 def _best_move(
-    pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, asked: tuple[int, int, float, float]
+    pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, asked: tuple[int, int, int, float]
 ) -> tuple[_Move, _Slice]:
     """The move with the fewest bytes per second; its piece is -1 if there is none.
 
-    `asked` are the source, a server, the seconds that the source should come down to, and a leeway: the part of what both have
+    `asked` are the source, a server, the level that the source should come down to, and a leeway: the part of what both have
     that the server may come up to, while the source may end below the band. A server that has keys of a document may get a slice
     of it in place of the one that was asked.
     """
@@ -337,7 +312,8 @@ def _best_move(
     move, best = _Move(-1, -1, 0), _Slice(0, 0, 0.0, 0.0, math.inf)
     looked_at = 0
     # Holders that lack much less than the server that was asked would get slivers, in very many moves.
-    enough = _LEAST_LACK * min((work[source] - aim) * speed[source], (level[LOW] - work[asked_server]) * speed[asked_server])
+    surplus = _spare(loads, source, aim)
+    enough = _LEAST_LACK * min(surplus, _lack(loads, asked_server))
     for piece in range(pieces.offsets[source], pieces.offsets[source + 1]):
         start, end, last = pieces.start[piece], pieces.end[piece], ledger.last[pieces.number[piece]]
         if start >= end:
@@ -352,18 +328,18 @@ def _best_move(
         row, tried = last, 0
         while True:
             room = (max(level[CAP], leeway * (work[source] + work[server])) - work[server]) * speed[server]
-            over = room if leeway > 0 else (work[source] - level[FLOOR]) * speed[source]
-            lack = (level[LOW] - work[server]) * speed[server] if work[server] < level[FLOOR] else math.inf
-            wish = _Wish((work[source] - aim) * speed[source], over, lack, room, level[CAP] - level[HIGH])
+            over = room if leeway > 0 else _spare(loads, source, FLOOR)
+            lack = _lack(loads, server) if work[server] < level[FLOOR] else math.inf
+            wish = _Wish(surplus, over, lack, room, level[CAP] - level[HIGH])
             cut = _slice(prices, pieces.heads[piece], (start, end), held, wish)
             if cut.ratio < best.ratio:
                 move, best = _Move(piece, server, max(held, cut.end)), cut
             server = -1
             while row >= 0 and server < 0:
                 rank, held, row = holders[row, RANK], holders[row, KEYS], holders[row, BEFORE]
-                lack = (level[LOW] - work[rank]) * speed[rank]
+                lack = _lack(loads, rank)
                 fits = rank != asked_server and rank != source and work[rank] < level[FLOOR] and lack >= enough
-                if fits and loads.serves[rank]:
+                if fits and loads.serves[rank] and loads.span[0] <= rank < loads.span[1]:
                     server = rank
             if server < 0 or tried == _HOLDERS:
                 break
@@ -371,35 +347,26 @@ def _best_move(
     return move, best
 
 
-def _make_moves(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, order: IntArray) -> int:
-    """Make all moves.
-
-    Args:
-        pieces: of the layout; they shrink.
-        prices: of slices.
-        loads: what ranks have to do; brought up to date.
-        ledger: without moves, with the homes of pieces of documents that lie on several ranks as holders.
-        order: ranks, those that take longest first.
-
-    Returns:
-        How many there are; -1 if the ledger has no room for them.
-    """
+@inner
+def _moves_of_group(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, givers: tuple[IntArray, int, int]) -> int:
+    """Make all moves in a group; how many there are then, or -1. `givers` are its ranks, its number, and the moves so far."""
+    order, group, count = givers
     work, speed, level, moves, holders = loads.seconds, loads.speed, loads.levels, ledger.moves, ledger.holders
-    shed, grown, count = 0.0, 0.0, 0
+    shed, grown = 0.0, 0.0
     # First ranks above the band give, and then, while others are below it, those that have more than these should.
     for above, until in ((CAP, HIGH), (LOW, FLOOR)):
         for source in order:
             leeway = 0.0
-            while work[source] > level[above]:
-                surplus = (work[source] - level[HIGH]) * speed[source] if above == CAP and leeway == 0 else math.inf
+            while _spare(loads, source, above) > 0:
+                surplus = _spare(loads, source, HIGH) if above == CAP and leeway == 0 else math.inf
                 server = _server_for(loads, source, surplus)
                 if server < 0 or (above == LOW and work[server] >= level[FLOOR]):
                     break
-                move, cut = _best_move(pieces, prices, loads, ledger, (source, server, level[until], leeway))
+                move, cut = _best_move(pieces, prices, loads, ledger, (source, server, until, leeway))
                 if move.piece < 0 or (above == LOW and cut.added > 2.0 * cut.shed):
                     # The shortest slice may be more than the tolerated band is wide. Then a source below it, or a server above it
                     # but lower than the source was, is better than leaving the source as it is.
-                    if above == LOW or leeway > 0:
+                    if above == LOW or leeway > 0 or loads.per_node:
                         break
                     leeway = 0.5
                     continue
@@ -417,12 +384,41 @@ def _make_moves(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledge
                 leeway, count = 0.0, count + 1
                 work[source] -= cut.shed / speed[source]
                 work[move.server] += cut.added / speed[move.server]
+                if loads.per_node:
+                    home, node = source // loads.per_node, move.server // loads.per_node
+                    loads.node_seconds[home] -= cut.shed / loads.node_speed[home]
+                    loads.node_seconds[node] += cut.added / loads.node_speed[node]
                 # Levels rise to where they will be when all surplus is moved at the same rate.
                 shed, grown = shed + cut.shed, grown + cut.added - cut.shed
-                rise = 1 + grown / shed * max(loads.surplus, shed) / loads.work
+                rise = 1 + grown / shed * max(loads.surplus[group], shed) / loads.work[group]
                 for place in range(len(level)):
-                    level[place] = loads.begin[place] * rise
+                    level[place] = loads.begin[group, place] * rise
     return count
 
 
-make_moves = _compiled(_make_moves, keep=True)
+def _make_moves(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, begun: tuple[IntArray, int]) -> int:
+    """Make all moves, in one group after another.
+
+    Args:
+        pieces: of the layout; they shrink.
+        prices: of slices.
+        loads: what ranks have to do; brought up to date.
+        ledger: of earlier moves, with the homes of pieces of documents that lie on several ranks as holders.
+        begun: all ranks by groups, in each those that take longest first, and the number of earlier moves.
+
+    Returns:
+        How many there are then; -1 if the ledger has no room for them.
+    """
+    order, count = begun
+    for group in range(len(loads.surplus)):
+        first, last = group * loads.size, (group + 1) * loads.size
+        loads.span[0], loads.span[1] = first, last
+        for place in range(len(loads.levels)):
+            loads.levels[place] = loads.begin[group, place]
+        count = _moves_of_group(pieces, prices, loads, ledger, (order[first:last], group, count))
+        if count < 0:
+            break
+    return count
+
+
+make_moves = compiled(_make_moves, keep=Path(__file__))

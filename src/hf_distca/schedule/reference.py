@@ -22,10 +22,12 @@ its last slice. Rows at the end of a document see the most keys, so its *tail* t
    or to one that has keys of the document. Of all tails that the rank could cut off its pieces (`tail`), it gives the one that
    sheds a second for the fewest bytes.
 5. `relieve` (`schedule.relays`): keys that several servers need leave their holder once, and servers pass them on.
-6. `reference_plan` takes steps 3 to 5 twice, to even out compute alone, and compute and exchange together. The plan whose last
-   rank ends first is taken; if it gains less than `min_gain`, nothing moves.
+6. `reference_plan` takes steps 3 to 5 twice, to even out compute alone, and compute and exchange together (`ways_to_count`); and
+   with nodes for each node by itself, and again for all ranks as one group. The plan whose last rank ends first is taken; if it
+   gains less than `min_gain`, nothing moves.
 
-Left out are windows, nodes, unequal speeds, a bound of transient bytes, moves of first rows, and the further plans of `balance`.
+Left out are windows, unequal speeds, a bound of transient bytes, moves of first rows, moves that even out nodes before their
+ranks, and the further plans of `balance`.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from hf_distca.schedule.heads import WHOLE, cut_grid
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import CATask, Plan
-from hf_distca.schedule.ranks import ALIKE
+from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.relays import relieve
 
 __all__ = ["reference_plan"]
@@ -149,13 +151,17 @@ class Evening:
         tolerance: half the width of the band around the mean, as a part of it.
         served: what a slice costs its server.
         cost: what it costs its home; and what rows and keys are in bytes.
+        group: the ranks that share work: those of a node, or all.
     """
 
-    def __init__(self, pieces: list[QueryPiece], work: list[float], tolerance: float, served: Formula, cost: CostModel) -> None:
-        self.pieces, self.work, self.served, self.kept, self.shape = pieces, list(work), served, Formula.of(cost), cost.shape
-        self.total, self.shed, self.grown, self.filling = math.fsum(work), 0.0, 0.0, False
-        self.levels = self.base = Levels.of(work, ALIKE, tolerance)
-        self.surplus = math.fsum(max(seconds - self.base.high, 0.0) for seconds in work)
+    def __init__(
+        self, pieces: list[QueryPiece], work: list[float], tolerance: float, served: Formula, cost: CostModel, group: range
+    ) -> None:
+        self.work, self.served, self.kept, self.shape, self.group = list(work), served, Formula.of(cost), cost.shape, group
+        self.pieces, some = [piece for piece in pieces if piece.home in group], [work[rank] for rank in group]
+        self.total, self.shed, self.grown, self.filling = math.fsum(some), 0.0, 0.0, False
+        self.levels = self.base = Levels.of(some, ALIKE, tolerance)
+        self.surplus = math.fsum(max(seconds - self.base.high, 0.0) for seconds in some)
         # By document and group: how many keys ranks have there anyway, in the order in which they came by them.
         self.held: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
         for piece in sorted(pieces, key=lambda piece: piece.end):
@@ -164,7 +170,7 @@ class Evening:
     def even_out(self, grid: int) -> list[QueryPiece]:
         """The pieces after all moves, cut at multiples of the grid."""
         moved = []
-        order = sorted(range(len(self.work)), key=lambda rank: -self.work[rank])
+        order = sorted(self.group, key=lambda rank: -self.work[rank])
         for self.filling, source in itertools.product((False, True), order):
             mine = [piece for piece in self.pieces if piece.home == source]
             while move := self.next_move(source, mine, grid):
@@ -196,7 +202,7 @@ class Evening:
             moves = []
             for piece in pieces:
                 holders = reversed(self.held[piece.document, piece.group])
-                near = [rank for rank in holders if rank not in (best, source) and work[rank] < enough]
+                near = [rank for rank in holders if rank in self.group and rank not in (best, source) and work[rank] < enough]
                 tails = (self.tail(piece, server, leeway, grid) for server in (best, *near[:_HOLDERS]) if piece.start < piece.end)
                 moves += [move for move in tails if move is not None]
             if moves:
@@ -207,7 +213,7 @@ class Evening:
     def server_for(self, surplus: float) -> int | None:
         """The emptiest rank below the mean; if it lacks more than the surplus, rather one that the surplus fills just so."""
         work, levels = self.work, self.levels
-        below = [rank for rank in range(len(work)) if work[rank] < levels.mean]
+        below = [rank for rank in self.group if work[rank] < levels.mean]
         emptiest = min(below, key=lambda rank: work[rank], default=None)
         if emptiest is None or levels.low - work[emptiest] <= surplus:
             return emptiest
@@ -263,37 +269,52 @@ def plan_of(layout: Layout, pieces: list[QueryPiece], groups: int) -> Plan:
     return Plan.from_tasks(layout.split(split, groups) if apart else layout, tasks)
 
 
-def reference_plan(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
+def reference_plan(layout: Layout, cost: CostModel, config: DistCAConfig, per_node: int | None = None) -> Plan:
     """Assign every query token of `layout` to a server, as `balance` does for ranks that are all alike.
+
+    With nodes of `per_node` ranks, plans are made node by node and in one group, and measured with the rates of both links. No
+    work moves between nodes before the rest moves inside them, as it does in `balance`.
 
     Raises:
         ConfigError: if a document is longer than the cost model's window, or `config` bounds transient bytes.
     """
     if config.max_transient_bytes is not None or (cost.window is not None and cost.window < layout.longest):
         raise ConfigError(f"window={cost.window}, {config}: the reference knows no windows and no bound of transient bytes.")
-    cost, formula = replace(cost, window=None), Formula.of(cost)
-    unmoved = relieve(PlanLoad(Plan.local(layout), cost, overlapped=config.ping_pong), config.min_gain)
+    cost, formula, ranks = replace(cost, window=None), Formula.of(cost), Ranks(per_node=per_node).seen_by(cost)
+    unmoved = relieve(PlanLoad(Plan.local(layout), cost, overlapped=config.ping_pong, ranks=ranks), config.min_gain)
     compute, exchange = unmoved.compute_seconds.tolist(), unmoved.exchange_seconds.tolist()
     mean = math.fsum(compute) / len(compute)
     within = max(compute) <= mean * (1 + config.tolerance) and min(compute) >= mean * (1 - config.tolerance)
     if not config.balance or layout.world_size < 2 or not formula.pair or within:
         return unmoved.plan
-    tries = [(compute, max(config.tolerance, _FINEST), formula)]
-    if not config.ping_pong and cost.exchange_bytes_per_second < math.inf:
-        row, key = (
-            amount / cost.exchange_bytes_per_second for amount in (cost.shape.moved_query_bytes, cost.shape.moved_key_bytes)
-        )
-        served = replace(formula, row=formula.row + row, key=formula.key + key)
-        both = [sum(pair) for pair in zip(compute, exchange, strict=True)]
-        tries.append((both, max(config.tolerance, _FINEST_WITH_EXCHANGE), served))
     groups, documents = head_groups(layout, cost, compute, config.head_groups)
     heads = WHOLE._replace(groups=groups)
     grid = cut_grid(Price.of(cost, config.tile), heads, layout.longest, config.tolerance * mean)
-    best = unmoved
-    for work, tolerance, served in tries:
-        pieces = Evening(unmoved_pieces(layout, groups, documents), work, tolerance, served, cost).even_out(grid)
-        load = relieve(PlanLoad(plan_of(layout, pieces, groups), cost, overlapped=config.ping_pong))
+    best, sizes = unmoved, [layout.world_size] if ranks.per_node is None else [ranks.per_node, layout.world_size]
+    for size, (work, tolerance, served) in itertools.product(sizes, ways_to_count(compute, exchange, cost, config)):
+        pieces = unmoved_pieces(layout, groups, documents)
+        evened = [
+            piece
+            for first in range(0, layout.world_size, size)
+            for piece in Evening(pieces, work, tolerance, served, cost, range(first, first + size)).even_out(grid)
+        ]
+        load = PlanLoad(plan_of(layout, evened, groups), cost, overlapped=config.ping_pong, ranks=ranks)
+        load = relieve(load)
         enough = unmoved.slowest_seconds - load.slowest_seconds >= config.min_gain * unmoved.slowest_seconds
         if enough and load.slowest_seconds < best.slowest_seconds:
             best = load
     return best.plan
+
+
+def ways_to_count(
+    compute: list[float], exchange: list[float], cost: CostModel, config: DistCAConfig
+) -> list[tuple[list[float], float, Formula]]:
+    """What ranks take, the tolerance, and what a slice costs its server: compute alone, and with exchanges if they take time."""
+    formula, rate = Formula.of(cost), cost.exchange_bytes_per_second
+    ways = [(compute, max(config.tolerance, _FINEST), formula)]
+    if not config.ping_pong and rate < math.inf:
+        row, key = cost.shape.moved_query_bytes / rate, cost.shape.moved_key_bytes / rate
+        served = replace(formula, row=formula.row + row, key=formula.key + key)
+        both = [sum(pair) for pair in zip(compute, exchange, strict=True)]
+        ways.append((both, max(config.tolerance, _FINEST_WITH_EXCHANGE), served))
+    return ways

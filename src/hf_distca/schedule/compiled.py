@@ -1,0 +1,58 @@
+"""Functions as machine code: what `schedule.moves` needs of numba, and what stands in for it where it is not installed."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+__all__ = ["compiled", "inner"]
+
+_log = logging.getLogger("hf_distca")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _numba() -> Any:
+    try:
+        module = import_module("numba")
+    except ImportError:
+        return None
+    return None if module.config.DISABLE_JIT else module
+
+
+numba = _numba()
+
+
+def compiled(function: F, *, keep: Path | None = None, inside: bool = False) -> F:
+    """A function as machine code, which calls only such functions. Divisions by zero are what numpy makes of them.
+
+    Args:
+        function: to be compiled when it is first called.
+        keep: the file that it stands in, if the machine code is kept for other processes.
+        inside: whether only compiled functions call it. A way in from Python takes as long to compile as the function.
+    """
+    if numba is None:
+        return function
+    if keep:
+        # numba names what it keeps by this, and otherwise looks at times of files, which copies may share.
+        function.__qualname__ += f"-{hashlib.sha256(keep.read_bytes()).hexdigest()[:16]}"
+    # Without the GIL, so that plans can be made beside training. The arrays outlive the call, so nothing counts references.
+    options = {"error_model": "numpy", "nogil": True, "_nrt": False, "no_cfunc_wrapper": True, "no_cpython_wrapper": inside}
+    try:
+        machine_code: F = numba.njit(cache=keep is not None, **options)(function)
+    except RuntimeError:
+        _log.warning(
+            "numba finds no folder that it can write to, so every process compiles the moves of the scheduler again, in a few "
+            "seconds: set NUMBA_CACHE_DIR to a folder that can be written."
+        )
+        return compiled(function)
+    return machine_code
+
+
+def inner(function: F) -> F:
+    """A function that only compiled functions may call."""
+    return compiled(function, inside=True)
