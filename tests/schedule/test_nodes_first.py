@@ -84,7 +84,7 @@ def test_documents_that_fit_nodes_need_no_exchange_between_them(name: str, token
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_dealing_that_knows_of_nodes_is_no_slower(longest: int, overlapped: bool) -> None:
     config = DistCAConfig(ping_pong=overlapped)
-    within = 1 + config.tolerance / 2 + 1e-4  # of the mean, ranks are even, but for a tile
+    within = 1 + config.tolerance + 1e-4  # ranks that end so near each other are even, but for a few rows
     for name in ("pretrain", "prolong"):
         lengths = drawn(name, longest, 64, 32768)
         blind, known = (deal(lengths, 64, 32768, CUDA, ranks_per_node=size, overlapped=overlapped) for size in (None, 8))

@@ -120,11 +120,11 @@ def read_dtype(name: str) -> torch.dtype:
 
 
 @cache
-def _steps_of(kind: Any) -> frozenset[str]:
+def _steps_of(kind: type) -> frozenset[str]:
     return frozenset(name for name, _ in getmembers(kind, isfunction) if not name.startswith("_")) - {"run"}
 
 
-def read_step(server: object, name: str) -> Callable[..., None]:
+def read_step(server: Any, name: str) -> Callable[..., None]:
     """The step of that name, a public method that a server has besides `run`; `ValueError` if there is none."""
     if name not in (known := _steps_of(type(server))):
         raise ValueError(f"rank 0 named the step {name!r}, and servers take {', '.join(sorted(known))}")
