@@ -14,7 +14,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, fields
-from functools import cache
 from inspect import getmembers, isfunction
 from typing import Any
 
@@ -119,14 +118,10 @@ def read_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-@cache
-def _steps_of(kind: type) -> frozenset[str]:
-    return frozenset(name for name, _ in getmembers(kind, isfunction) if not name.startswith("_")) - {"run"}
-
-
-def read_step(server: Any, name: str) -> Callable[..., None]:
+def read_step(server: object, name: str) -> Callable[..., None]:
     """The step of that name, a public method that a server has besides `run`; `ValueError` if there is none."""
-    if name not in (known := _steps_of(type(server))):
+    if name.startswith("_") or name == "run" or not isfunction(getattr(type(server), name, None)):
+        known = {known for known, _ in getmembers(type(server), isfunction) if not known.startswith("_")} - {"run"}
         raise ValueError(f"rank 0 named the step {name!r}, and servers take {', '.join(sorted(known))}")
     step: Callable[..., None] = getattr(server, name)
     return step
