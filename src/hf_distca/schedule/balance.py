@@ -164,7 +164,10 @@ class _Tries:
         if config.max_transient_bytes is not None:  # which may allow no more than a tile of rows
             return price
         heads = Heads.of(self.layout, price, self.cost, self.unmoved.compute_seconds, config.head_groups)
-        return price._replace(grid=cut_grid(price, heads, self.layout.longest, config.tolerance * self.mean))
+        # Where nodes are evened out before ranks are and nothing else counts, both share the tolerance.
+        shared = 0.5 if config.ping_pong and self.ranks.per_node is not None else 1.0
+        tolerated = shared * config.tolerance * self.mean
+        return price._replace(grid=cut_grid(price, heads, self.layout.longest, tolerated))
 
     def _greedy(self, size: int | None) -> Greedy:
         """What makes plans in groups of so many ranks, or of all."""
