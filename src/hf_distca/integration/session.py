@@ -40,6 +40,7 @@ from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.cost import AttentionShape
+from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
 
@@ -201,7 +202,8 @@ class Session:
         """The documents of a batch, from the keyword arguments of a layer or of attention."""
         if handle.documents is not None:
             return handle.documents
-        with self._reporting(self.group_for(handle, training), "reading documents"):
+        group = self.group_for(handle, training)
+        with self._reporting(group, "reading documents") if group.size > 1 else nullcontext():
             return handle.read(arguments, span_ranks=self.config.documents_span_ranks, training=training)
 
     def work_for(
@@ -243,19 +245,18 @@ class Session:
     def _work_alone(
         self, handle: AttentionHandle, documents: Documents, key: PlanKey, device: torch.device, *, evaluating: bool
     ) -> Work:
-        try:
-            layout = layout_of(Stated.of(documents))
-        except LayoutError as error:
-            if not (evaluating and documents.spans):
-                raise
-            raise UnsupportedError(
-                "a document that spans ranks met a model in evaluation mode, where each rank works alone: "
-                "call model.train() to train, or set DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
-            ) from error
-        handle.check(layout, key.window)
-        plan = Plan.local(layout, None if key.window is None or key.window >= layout.longest else key.window)
-        route = Route.build(plan, 0)
-        return Work(_ALONE, route, _keep(documents, device), plan.window, Meter(self.meter), key.nano, OutputStore())
+        """Take up a micro-batch that this rank computes by itself: of whole documents, nothing has to be planned."""
+        if documents.are_whole:
+            handle.check(None, key.window)
+            lengths = documents.rows[:, 2].tolist()
+            route, longest = Route.alone(lengths), max(lengths, default=0)
+        else:
+            layout = _layout_alone(documents, evaluating=evaluating)
+            handle.check(layout, key.window)
+            route, longest = Route.build(Plan.local(layout, _within(key.window, layout.longest)), 0), layout.longest
+        # Nobody asks how long kernels of a rank alone take, and on CUDA a layer would have to record four events.
+        meter = Meter(self.meter, timed=device.type != "cuda")
+        return Work(_ALONE, route, _keep(documents, device), _within(key.window, longest), meter, key.nano, OutputStore())
 
     def use_plan(self, documents: Documents, planned: Planned, group: AttentionGroup, device: torch.device) -> Work:
         """Take up a plan for the micro-batch at hand, which has these documents on this rank."""
@@ -345,6 +346,24 @@ class Session:
                 "Raise the bound, or cut documents so that each lies on one rank.",
                 stacklevel=2,
             )
+
+
+def _layout_alone(documents: Documents, *, evaluating: bool) -> Layout:
+    """The layout of a rank that computes by itself and has parts of documents, which must be all parts."""
+    try:
+        return layout_of(Stated.of(documents))
+    except LayoutError as error:
+        if not (evaluating and documents.spans):
+            raise
+        raise UnsupportedError(
+            "a document that spans ranks met a model in evaluation mode, where each rank works alone: "
+            "call model.train() to train, or set DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
+        ) from error
+
+
+def _within(window: int | None, longest: int) -> int | None:
+    """A window that hides a key of the longest document from one of its tokens, or None."""
+    return None if window is None or window >= longest else window
 
 
 def _keep(documents: Documents, device: torch.device) -> torch.Tensor | None:

@@ -164,7 +164,7 @@ class VarlenKernel:
             if not keys.covers(k_TKD):
                 taken = Operands(padded.q_THD, keys.take(padded.k_TKD), keys.take(padded.v_TKV))
             o, lse = self._op.forward(taken, call.sequences, call.within(scores))
-            return Outputs(call.cleared(_narrowed(o, value_width).contiguous()), call.cleared(lse.contiguous()))
+            return Outputs(call.cleared(_narrowed(o, value_width).contiguous()), call.cleared(lse))
         o_THV = q_THD.new_zeros(*q_THD.shape[:2], value_width)
         lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=accumulation_dtype(q_THD.dtype))
         for call in calls:
@@ -237,12 +237,12 @@ def _whole_call(tasks: TaskBatch, members: list[int], pools: _PoolSizes) -> _OpC
             if any(lengths):
                 row_lengths.append(lengths[0])
                 key_lengths.append(lengths[1])
-        gaps.append(torch.arange(row, next_row, device="cpu"))
+        if next_row > row:
+            gaps.append(torch.arange(row, next_row, device="cpu"))
         row, key = next_row + rows, next_key + keys
     sequences = _sequences(row_lengths, key_lengths, pools.device)
-    gap = torch.cat(gaps)
     whole = _Run(0, pools.rows, None), _Run(0, pools.keys, None)
-    return _OpCall(*whole, sequences, to_device(gap, pools.device) if len(gap) else None)
+    return _OpCall(*whole, sequences, to_device(torch.cat(gaps), pools.device) if gaps else None)
 
 
 def _op_call(tasks: TaskBatch, members: list[int], device: torch.device) -> _OpCall:
@@ -254,12 +254,14 @@ def _op_call(tasks: TaskBatch, members: list[int], device: torch.device) -> _OpC
 
 
 def _sequences(row_lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device) -> Sequences:
-    return Sequences(
-        cu_rows=to_device(torch.tensor([0, *accumulate(row_lengths)], dtype=torch.int32, device="cpu"), device),
-        cu_keys=to_device(torch.tensor([0, *accumulate(key_lengths)], dtype=torch.int32, device="cpu"), device),
-        max_rows=max(row_lengths),
-        max_keys=max(key_lengths),
-    )
+    cu_rows = _bounds(row_lengths, device)
+    if row_lengths == key_lengths:  # whole documents, of most layers all tasks
+        return Sequences(cu_rows, cu_rows, max(row_lengths), max(key_lengths))
+    return Sequences(cu_rows, _bounds(key_lengths, device), max(row_lengths), max(key_lengths))
+
+
+def _bounds(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu"), device)
 
 
 def _run(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> _Run:

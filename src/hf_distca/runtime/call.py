@@ -102,7 +102,7 @@ class AttentionServer:
         """Outputs of a batch, or its gradients; zeros in rows that no task covers. `beside` messages it leaves them room."""
         device, backward = pools.q_THD.device, isinstance(pools, Saved)
         self.meter.count(kernel_calls=1, backward_calls=int(backward))
-        begin = now(device)
+        begin = now(device) if self.meter.timed else None
         kernel = beside_messages(self.kernel) if beside else self.kernel
         compute: Callable[..., Outputs | Grads] = kernel.backward if backward else kernel.forward
         try:
@@ -115,7 +115,8 @@ class AttentionServer:
         except Exception:
             with self.reporting():
                 raise
-        self.meter.span("server", begin, now(device), backward=backward)
+        if begin is not None:
+            self.meter.span("server", begin, now(device), backward=backward)
         return results
 
 
@@ -217,6 +218,8 @@ class Call:
     def run_local(self, home: Operands | Saved) -> Outputs | Grads:
         """Run this rank's own tasks, which wait for no message. Returns results of all its tokens, in rows of head groups."""
         wave, groups, results = self.route.local_wave, self.route.groups, self._run(home, self.route.local_tasks)
+        if self.route.exchanges and isinstance(results, Outputs):  # rows travel in backward
+            results = results._replace(lse_TH=results.lse_TH.contiguous())
         if groups == 1 and wave is None:
             return results
         results = in_groups(results, groups)
