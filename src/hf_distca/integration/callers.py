@@ -21,6 +21,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import islice
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -44,13 +45,12 @@ class MaskCall:
     """
 
     def __init__(self) -> None:
-        masking, here = create_causal_mask.__module__, inspect.currentframe()
-        frame = maker = None if here is None else here.f_back
-        while frame is not None and frame.f_globals.get("__name__") != masking:
-            frame = frame.f_back
-        self._creator = frame
-        self._frames = list(_callers(frame if frame is not None or maker is None else maker.f_back))
-        self._models = [frame for frame in self._frames if _is_of_model(frame)]
+        masking = create_causal_mask.__module__
+        frames = _callers(inspect.currentframe())
+        self._creator = next((frame for frame in frames if frame.f_globals.get("__name__") == masking), None)
+        above = islice(_callers(inspect.currentframe()), 2, None) if self._creator is None else _callers(self._creator)
+        self._frames = list(above)
+        self._models = list(_of_models(self._frames))
 
     @property
     def position_ids(self) -> torch.Tensor | None:
@@ -113,7 +113,7 @@ def given_documents(frame: FrameType | None = None) -> Any:
 
 def given_to_model(name: str, frame: FrameType | None = None) -> Any:
     """What the innermost model that has it, above a frame or the caller, was given under a name; None if none was."""
-    return _given(name, _of_models(frame))
+    return _given(name, _of_models(_callers(frame or inspect.currentframe())))
 
 
 def _given(name: str, models: Iterable[FrameType]) -> Any:
@@ -127,7 +127,7 @@ def _given(name: str, models: Iterable[FrameType]) -> Any:
 
 def is_in_model() -> bool:
     """Whether the forward of a model led here."""
-    return next(_of_models(None), None) is not None
+    return next(_of_models(_callers(inspect.currentframe())), None) is not None
 
 
 def is_compiled() -> bool:
@@ -153,14 +153,10 @@ def _generate() -> CodeType:
     return code
 
 
-def _of_models(frame: FrameType | None) -> Iterator[FrameType]:
-    """The forwards of models that led to a frame, or here, from the inside out."""
-    yield from filter(_is_of_model, _callers(frame or inspect.currentframe()))
-
-
-def _is_of_model(frame: FrameType) -> bool:
-    """Whether a frame is that of a model's forward. What torch.compile resumes is named after what it compiled."""
-    return "forward" in frame.f_code.co_name and isinstance(frame.f_locals.get("self"), PreTrainedModel)
+def _of_models(frames: Iterable[FrameType]) -> Iterator[FrameType]:
+    """Those that are forwards of models. What torch.compile resumes is named after what it compiled."""
+    named = (frame for frame in frames if "forward" in frame.f_code.co_name)
+    return (frame for frame in named if isinstance(frame.f_locals.get("self"), PreTrainedModel))
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:

@@ -139,7 +139,8 @@ def _parts(function: Callable[..., Any]) -> Iterator[str]:
 
 def _closed_over(function: FunctionType) -> dict[str, Any]:
     """What a function closes over, by name."""
-    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
 
 
 def _name(function: Callable[..., Any]) -> str:
