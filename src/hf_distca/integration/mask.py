@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -118,23 +118,22 @@ def _numbered(given: torch.Tensor | None, padding: torch.Tensor | None) -> torch
     return padding if given is None or padding is None or given.shape != padding.shape else given
 
 
-def _parts(function: Callable[..., Any]) -> Iterator[str]:
+def _parts(function: Callable[..., Any]) -> list[str]:
     """Names of the functions that a mask function is composed of, read from what they close over.
 
     Without blocks of tokens that see each other both ways where the batch has none, as in Gemma 4's masks of text alone.
     """
     name = _name(function)
     if not isinstance(function, FunctionType):
-        yield name
-        return
+        return [name]
     inner = _closed_over(function).values()
     functions = [part for value in inner for part in (value if isinstance(value, (tuple, list)) else (value,)) if callable(part)]
     if name == MASK_UNION:
         functions = [part for part in functions if not _hides_all(part)]
-    if name != MASK_UNION or len(functions) > 1:
-        yield name
+    names = [name] if name != MASK_UNION or len(functions) > 1 else []
     for part in functions:
-        yield from _parts(part)
+        names += _parts(part)
+    return names
 
 
 def _closed_over(function: FunctionType) -> dict[str, Any]:
