@@ -186,7 +186,8 @@ class Call:
         """Send rows of this rank's own to the servers of a wave."""
         if not self.route.exchanges:
             return None
-        parts = [Part(t, wave.queries) for t in home.query_rows] + [Part(t, wave.keys) for t in home.key_rows]
+        # Log-sum-exps lie as kernels give them.
+        parts = [Part(t.contiguous(), wave.queries) for t in home.query_rows] + [Part(t, wave.keys) for t in home.key_rows]
         return self._launch(wave, parts, "dispatch", dispatches=1)
 
     def pass_on_keys(self, home: Operands | Saved, dispatch: Pending | None) -> Pending | None:
@@ -218,8 +219,6 @@ class Call:
     def run_local(self, home: Operands | Saved) -> Outputs | Grads:
         """Run this rank's own tasks, which wait for no message. Returns results of all its tokens, in rows of head groups."""
         wave, groups, results = self.route.local_wave, self.route.groups, self._run(home, self.route.local_tasks)
-        if self.route.exchanges and isinstance(results, Outputs):  # rows travel in backward
-            results = results._replace(lse_TH=results.lse_TH.contiguous())
         if groups == 1 and wave is None:
             return results
         results = in_groups(results, groups)
