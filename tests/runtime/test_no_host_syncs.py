@@ -41,6 +41,8 @@ SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 4)
 class Op:
     """A varlen op of zeros: what it would compute is not the matter."""
 
+    takes_gaps = True  # as those for GPUs
+
     def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
         q_THD = pools.q_THD
         return Outputs(torch.zeros_like(q_THD), q_THD.new_zeros(q_THD.shape[:2], dtype=torch.float32))
