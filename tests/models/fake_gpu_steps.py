@@ -143,7 +143,7 @@ def in_group(group: AttentionGroup) -> Iterator[None]:
         patch.object(Session, "group", property(lambda session: group)),
         patch.object(kernels, "wrong", lambda *case: None),
         patch.object(mask, "check_positions"),
-        patch.object(checks, "_watch_loss"),
+        patch.object(checks, "watch_gradient"),
     ):
         yield
 
