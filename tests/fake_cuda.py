@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_distca import kernels
+from hf_distca.kernels import aten_flash
 
 CUDA = torch.device("cuda", 0)
 # A build for CUDA would look for the GPU.
@@ -135,6 +137,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), *, autograd: bool = False) -
         # What is remembered of the GPU that is there, or of another one.
         patch.object(kernels, "_selected", kernels._selected.__wrapped__),
         patch.object(kernels, "_checked", kernels._checked.__wrapped__),
+        patch.object(aten_flash, "_unread", cache(aten_flash._unread.__wrapped__)),
         FakeTensorMode(),
         _EfficientBackward(),
         nullcontext() if autograd else torch.no_grad(),

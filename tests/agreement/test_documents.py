@@ -12,6 +12,7 @@ from torch.distributed.utils import _apply_to_tensors
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.errors import LayoutError
+from hf_distca.integration.attention import distca_attention
 from hf_distca.integration.handle import AttentionHandle
 
 
@@ -35,6 +36,43 @@ def test_packed_documents_without_a_number_of_each_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"starts=\(\), documents=\(\)\): give starts and documents for each"):
         PackedDocuments([3], [], [])
     assert PackedDocuments([], [], []).lengths == ()
+
+
+@pytest.mark.parametrize(
+    ("starts", "numbers", "whole"),
+    [
+        (None, None, True),
+        ((0, 0, 0), (7, 3, 9), True),
+        ((0, 3, 0), (7, 7, 9), False),  # in two parts, both here
+        ((0, 0, 2), (7, 3, 9), False),  # its head is elsewhere
+    ],
+)
+def test_documents_are_whole_where_each_is_one_run(
+    starts: tuple[int, ...] | None, numbers: tuple[int, ...] | None, whole: bool
+) -> None:
+    documents = TokenBatch(1, 9, packed=PackedDocuments((3, 4, 2), starts, numbers)).documents()
+    assert documents.are_whole == whole
+
+
+@pytest.mark.parametrize(("positions", "whole"), [([0, 1, 2, 0, 1], True), ([2, 3, 0, 1, 2], False)])
+def test_runs_of_positions_are_whole_if_all_begin_at_0(positions: list[int], whole: bool) -> None:
+    documents = TokenBatch(1, 5, position_ids=torch.tensor([positions])).documents(span_ranks=True)
+    assert documents.are_whole == whole
+
+
+def test_documents_with_context_are_not_whole() -> None:
+    first, second = TokenBatch(1, 9, packed=PackedDocuments((3, 6))).documents().cut(5)
+    assert first.are_whole
+    assert not second.are_whole
+
+
+def test_the_same_document_twice_is_refused_by_a_rank_alone() -> None:
+    """Both runs begin at position 0: no short way goes around the layout, which says so."""
+    packed, module = PackedDocuments((3, 4), (0, 0), (7, 7)), torch.nn.Linear(1, 1).train()
+    states = (torch.randn(1, heads, 7, 8) for heads in (2, 1, 1))
+    hf_distca.configure()
+    with pytest.raises(LayoutError, match="must cover it from 0"):
+        distca_attention(module, *states, AttentionHandle(1, 7), distca_documents=packed)
 
 
 def test_a_training_row_that_another_tool_has_cut_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,16 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], dict[str, float]]:
-    """The counter of `benchmarks/host_time.py`, by number of documents."""
+    """The counter of `benchmarks/host_time.py`, by number of documents, not on the deep stack of pytest."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import host_time
 
     hf_distca.configure()
-    counter: Callable[[int], dict[str, float]] = host_time.calls
+
+    def counter(documents: int) -> dict[str, float]:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(host_time.calls, documents).result()
+
     return counter
 
 
@@ -33,7 +38,7 @@ def test_python_calls_of_a_layer_are_bounded(calls: Callable[[int], dict[str, fl
     found = calls(2)
     assert found["bare: a layer"] > 100, "a layer was counted"
     assert found["beyond bare: a layer"] <= 220
-    assert found["beyond bare: a step besides"] <= 1100
+    assert found["beyond bare: a step besides"] <= 450
 
 
 def test_layers_that_are_called_otherwise_share_nothing() -> None:

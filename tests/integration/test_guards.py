@@ -67,7 +67,8 @@ def test_a_family_that_nobody_compared_is_named_once(caplog: pytest.LogCaptureFi
 def test_data_parallel_replicas_are_refused() -> None:
     """Its threads need GPUs; what they run lies in a module of torch."""
     parallel = types.ModuleType(torch.nn.parallel.parallel_apply.__module__)
-    exec("def worker(function, **arguments): return function(**arguments)", parallel.__dict__)
+    worker = "def worker(function, **arguments): return function(**arguments)"
+    exec(compile(worker, torch.nn.parallel.parallel_apply.__code__.co_filename, "exec"), parallel.__dict__)
     with pytest.raises(hf_distca.UnsupportedError, match=r"torch.nn.DataParallel .*torchrun or accelerate launch"):
         parallel.worker(tiny_llama("distca"), **batch(5, 7), use_cache=False)
 

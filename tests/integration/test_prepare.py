@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -126,3 +128,21 @@ def test_a_model_of_another_attention_makes_no_group() -> None:
     with patch.object(AttentionGroup, "of", side_effect=AssertionError("asked for a group")):
         assert hf_distca.prepare(tiny_llama("sdpa")).training
     assert not dist.is_initialized()
+
+
+def test_questions_to_the_call_stack_hold_no_frame_of_who_asks() -> None:
+    """A cycle of frames would keep their variables, such as logits, until the garbage collector comes by."""
+
+    class Logits:
+        pass
+
+    def ask() -> weakref.ref[Logits]:
+        logits, call = Logits(), MaskCall()
+        assert not call.generating
+        return weakref.ref(logits)
+
+    gc.disable()
+    try:
+        assert ask()() is None
+    finally:
+        gc.enable()

@@ -62,7 +62,7 @@ def check(kernel: Kernel, case: Case, dtype: torch.dtype, scores: Scores, right:
     assert found["o"].dtype == found["dq"].dtype == dtype
     assert found["lse"].dtype == wide
     assert found["dk"].dtype == found["dv"].dtype == (wide if case.tasks.shares_keys else dtype)
-    assert found["lse"].is_contiguous()
+    assert found["o"].is_contiguous()
     for name, like in {"o": "do", "dq": "q", "dk": "k", "dv": "v"}.items():
         assert found[name].shape == pools[like].shape, name
     rows, keys = untouched(case)

@@ -30,6 +30,26 @@ def test_packed_documents_are_not_copied() -> None:
     assert backward["do"].data_ptr() == pools["do"].data_ptr()
 
 
+def test_what_is_derived_of_packed_documents_is_that_of_tasks_with_gaps() -> None:
+    """Packed documents are seen to be such as a whole; sequences and runs are those of a look at each, and bounds are shared."""
+    lengths, starts = (3, 5, 2), (0, 3, 8)
+    packed, pools = TaskBatch(starts, lengths, starts, lengths), varlen._PoolSizes(torch.device("cpu"), 10, 10)
+    (short,) = VarlenKernel(StrictVarlenOp())._new_calls(packed, pools)
+    for long in (varlen._whole_call(packed, [0, 1, 2], pools), varlen._op_call(packed, [0, 1, 2], pools.device)):
+        assert (short.rows, short.keys, short.gaps) == (long.rows, long.keys, long.gaps)
+        assert short.sequences.cu_rows.tolist() == long.sequences.cu_rows.tolist() == [0, 3, 8, 10]
+        assert short.sequences[2:] == long.sequences[2:]
+        assert short.sequences.cu_keys is short.sequences.cu_rows
+
+
+@pytest.mark.parametrize("pools", [(11, 10), (10, 11)], ids=["a row more", "a key more"])
+def test_pools_with_more_than_packed_documents_are_not_taken_whole(pools: tuple[int, int]) -> None:
+    lengths, starts = (3, 5, 2), (0, 3, 8)
+    sizes = varlen._PoolSizes(torch.device("cpu"), *pools)
+    (call,) = VarlenKernel(StrictVarlenOp())._new_calls(TaskBatch(starts, lengths, starts, lengths), sizes)
+    assert (call.rows.length, call.keys.length) == (10, 10)
+
+
 def test_slices_of_one_document_are_views() -> None:
     pools, found = calls(CASES["shared keys"])
     assert len(found) == 6

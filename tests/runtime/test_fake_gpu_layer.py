@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_distca
 from device_events import Device
@@ -146,4 +147,53 @@ def test_the_attention_function_stays_on_the_gpu(monkeypatch: pytest.MonkeyPatch
         assert len(pinned) == first > 0
     assert current_session().meter.kernel_calls == 4
     assert gpu.waits == []
+    hf_distca.configure()
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations, without those that only ask a tensor for its device.
+
+    Attributes:
+        names: of the operations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := function.overloadpacket.__name__) != "device":
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_layer_alone_launches_what_plain_attention_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain varlen attention has three transposes, four views and the kernel; log-sum-exps are transposed besides."""
+    monkeypatch.setattr(kernels, "wrong", lambda *case: None)
+    hf_distca.configure(hf_distca.DistCAConfig(kernel="cuda"))
+    layer_of_model, gpu, tape = torch.nn.Linear(1, 1).train(), Device(), Tape()
+    monkeypatch.setattr(module, "_apply", tape.apply)
+    shape = {"dtype": torch.bfloat16, "device": CUDA}
+    with fake_cuda(), gpu.installed():
+        states = [torch.empty(1, 100, heads, DIM, **shape).transpose(1, 2) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]  # type: ignore[call-overload]
+        gradient = torch.empty(100, HEADS, DIM, **shape)  # type: ignore[call-overload]
+
+        def layer(handle: AttentionHandle) -> tuple[list[str], list[str]]:
+            with Launches() as forward:
+                distca_attention(layer_of_model, *states, handle, distca_documents=PackedDocuments((60, 40)), scaling=0.1)
+            with Launches() as backward:
+                tape.backward(gradient)
+            return [name for name in forward.names if name != "detach"], backward.names  # of outputs that a recompute may need
+
+        gpu.launch(1.0)
+        handle = AttentionHandle(1, 100)
+        first, _ = layer(handle)
+        assert first.count("_to_copy") == 1, "rows and keys of whole documents end at the same places"
+        forward, backward = layer(handle)
+        assert sorted(forward) == ["_flash_attention_forward", "permute", *["transpose"] * 3, *["view"] * 4]
+        assert sorted(backward) == ["_flash_attention_backward", "permute"]
+        assert (gpu.events, current_session().meter.kernel_calls) == (0, 4), "nobody has asked for times"
+        hf_distca.metrics()
+        layer(AttentionHandle(1, 100))
+        assert gpu.events == 4
     hf_distca.configure()

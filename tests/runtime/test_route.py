@@ -53,6 +53,17 @@ def test_slices_of_one_document_share_one_copy_of_its_prefix() -> None:
     assert wave.as_received, "rows of one source are used as they come"
 
 
+@pytest.mark.parametrize("lengths", [[], [7], [5, 1, 7]])
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_route_alone_is_that_of_the_plan_that_moves_nothing(lengths: list[int], window: int | None) -> None:
+    alone, planned = Route.alone(lengths), Route.build(Plan.local(Layout.from_lengths([lengths]), window), 0)
+    columns = ("query_start", "query_length", "key_start", "key_length")
+    for column in columns:
+        assert list(getattr(alone.local_tasks, column)) == list(getattr(planned.local_tasks, column))
+        assert not getattr(alone.waves[0].arrived, column)
+    assert (alone.exchanges, alone.groups, alone.local_wave) == (planned.exchanges, planned.groups, planned.local_wave)
+
+
 def test_neighbouring_tasks_become_one() -> None:
     layout = Layout.from_lengths([[100], []])
     tasks = [CATask(0, 0, 40, 0, 0), CATask(0, 40, 70, 0, 1), CATask(0, 70, 100, 0, 1)]

@@ -172,16 +172,24 @@ class Documents:
         )
 
     @property
+    def are_whole(self) -> bool:
+        """Whether all tokens of each document are among them, one document after another. Those that span ranks may be."""
+        if self.context or not self.spans:
+            return not self.context
+        numbers, starts, _ = self.rows.T.tolist()
+        return not any(starts) and (max(numbers, default=-1) < 0 or len(set(numbers)) == len(numbers))
+
+    @property
     def first_tokens(self) -> IntArray:
         """(rows,) int64: of the first token of each document the index among batch * sequence."""
-        first = np.cumsum(self.rows[:, 2]) - self.rows[:, 2]
+        first = self.rows[:, 2].cumsum() - self.rows[:, 2]
         return first if self.keep is None else self.keep[first]
 
     def packed(self, length: int) -> bool:
         """Whether rows of `length` tokens hold more than one document each, or a document goes on in the next row."""
-        last = np.cumsum(self.rows[:, 2]) - 1
-        rows = np.stack([self.first_tokens, last if self.keep is None else self.keep[last]]) // max(length, 1)
-        return bool((rows[0] != rows[1]).any() or (np.diff(rows[0]) == 0).any())
+        last = self.rows[:, 2].cumsum() - 1
+        first, last = self.first_tokens // max(length, 1), (last if self.keep is None else self.keep[last]) // max(length, 1)
+        return bool((first != last).any() or (first[1:] == first[:-1]).any())
 
     @property
     def numbers(self) -> IntArray:

@@ -19,7 +19,7 @@ from hf_distca.integration.checks import check_evaluation, check_loader
 from hf_distca.integration.dealt_trainers import follow_trainers
 from hf_distca.integration.loading import distca_configs, prepare
 from hf_distca.integration.record import Recorder
-from hf_distca.integration.reports import Metrics, metrics, sum_up, trace, why_given_up, why_nothing_moved
+from hf_distca.integration.reports import Metrics, metrics_of, sum_up, trace, why_given_up, why_nothing_moved
 from hf_distca.integration.session import Session, current_session, use_session
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class DistCACallback(TrainerCallback):
             prepare(model)
             _say_what_is_missing(model)
         self._calls, self._steps = current_session().meter.calls, 0
-        self._logged = self._began = metrics()
+        self._logged = self._began = metrics_of(current_session())
         self._judged = False
 
     def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -156,7 +156,7 @@ class DistCACallback(TrainerCallback):
             self._recorder.stop()
             self._recorder = None
         if self.summary:
-            sum_up((metrics() - self._began).balance, session)
+            sum_up((metrics_of(current_session()) - self._began).balance, session)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the figures to the logs of training steps, and to those that training ends with."""
@@ -165,7 +165,7 @@ class DistCACallback(TrainerCallback):
             return
         if self._recorder is not None:
             self._recorder.write(state.global_step, logs.get("loss"))
-        before, self._logged = self._logged, metrics()
+        before, self._logged = self._logged, metrics_of(current_session())
         figures = {name: round(value, 4) for name, value in (self._logged - before).figures().items()}
         logs.update(figures)
         if state.log_history:  # the Trainer has already put a copy of the logs there
@@ -183,7 +183,8 @@ class DistCACallback(TrainerCallback):
 
     def _judge(self, after: int) -> None:
         """Say once why nothing was moved, if it was not, after so many micro-batches; and once that exchanges were given up."""
-        done, session = (metrics() - self._began).balance, current_session()
+        session = current_session()
+        done = (metrics_of(session) - self._began).balance
         reasons = [None if self._given_up else why_given_up(session)]
         self._given_up |= reasons[0] is not None
         if not self._judged and done.micro_batches >= after:

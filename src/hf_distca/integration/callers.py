@@ -19,8 +19,9 @@ frames that end soon, and of none of those that look: a loop whose variables wer
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import islice
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,12 +39,18 @@ _STEPS = ("training_step", "prediction_step")
 
 
 class MaskCall:
-    """The call of a ``create_..._mask`` of transformers from inside which this is made; keep it no longer than that call."""
+    """The call of a ``create_..._mask`` of transformers from inside which this is made; keep it no longer than that call.
+
+    The stack is walked once, for all questions. The frames of who makes this are not among those it holds, which would hold them.
+    """
 
     def __init__(self) -> None:
         masking = create_causal_mask.__module__
         frames = _callers(inspect.currentframe())
         self._creator = next((frame for frame in frames if frame.f_globals.get("__name__") == masking), None)
+        above = islice(_callers(inspect.currentframe()), 2, None) if self._creator is None else _callers(self._creator)
+        self._frames = list(above)
+        self._models = list(_of_models(self._frames))
 
     @property
     def position_ids(self) -> torch.Tensor | None:
@@ -54,55 +61,49 @@ class MaskCall:
     @property
     def given_positions(self) -> torch.Tensor | None:
         """The position ids of the innermost model: of some that hand none to the mask (RoBERTa), or hand none with three axes."""
-        return _tensor_of(self._creator, "position_ids")
+        return self._tensor("position_ids")
 
     @property
     def attention_mask(self) -> torch.Tensor | None:
         """The mask of the innermost model in its own numbers, which transformers makes bool."""
-        return _tensor_of(self._creator, "attention_mask")
+        return self._tensor("attention_mask")
 
     @property
     def lacks_positions(self) -> bool:
         """Whether the outermost model that names position ids was given none; what is inside may have made its own."""
-        names = [frame.f_locals for frame in _of_models(self._creator) if "position_ids" in frame.f_locals]
+        names = [frame.f_locals for frame in self._models if "position_ids" in frame.f_locals]
         return bool(names) and names[-1]["position_ids"] is None
 
     @property
     def documents(self) -> Any:
         """What the model was given as ``distca_documents``. Not all hand it on to attention (Nemotron, StableLM)."""
-        return given_documents(self._creator)
+        return _given("distca_documents", self._models)
 
     @property
     def generating(self) -> bool:
         """Whether `generate` led here."""
-        return any(frame.f_code is _generate() for frame in self._frames())
+        return _generate() in [frame.f_code for frame in self._frames]
 
     @property
     def in_data_parallel(self) -> bool:
         """Whether a thread of `torch.nn.DataParallel` led here, which runs a replica of the model."""
-        parallel = torch.nn.parallel.parallel_apply.__module__
-        return any(frame.f_globals.get("__name__") == parallel for frame in self._frames())
+        return torch.nn.parallel.parallel_apply.__code__.co_filename in [frame.f_code.co_filename for frame in self._frames]
 
     @property
     def trainer(self) -> Trainer | None:
         """The Trainer whose step led here, of training or of evaluation."""
-        steps = (frame.f_locals.get("self") for frame in self._frames() if frame.f_code.co_name in _STEPS)
+        steps = (frame.f_locals.get("self") for frame in self._frames if frame.f_code.co_name in _STEPS)
         return cast("Trainer | None", next((trainer for trainer in steps if hasattr(trainer, "callback_handler")), None))
 
     def models(self) -> Iterator[PreTrainedModel]:
         """The models whose forwards led here, from the inside out."""
-        for frame in _of_models(self._creator):
+        for frame in self._models:
             yield frame.f_locals["self"]
 
-    def _frames(self) -> Iterator[FrameType]:
-        return _callers(self._creator or inspect.currentframe())
-
-
-def _tensor_of(frame: FrameType | None, name: str) -> torch.Tensor | None:
-    """A variable of the innermost model above a frame, if it is a tensor."""
-    model = next(_of_models(frame), None)
-    value = None if model is None else model.f_locals.get(name)
-    return value if isinstance(value, torch.Tensor) else None
+    def _tensor(self, name: str) -> torch.Tensor | None:
+        """A variable of the innermost model, if it is a tensor."""
+        value = self._models[0].f_locals.get(name) if self._models else None
+        return value if isinstance(value, torch.Tensor) else None
 
 
 def given_documents(frame: FrameType | None = None) -> Any:
@@ -112,7 +113,12 @@ def given_documents(frame: FrameType | None = None) -> Any:
 
 def given_to_model(name: str, frame: FrameType | None = None) -> Any:
     """What the innermost model that has it, above a frame or the caller, was given under a name; None if none was."""
-    for model in _of_models(frame):
+    return _given(name, _of_models(_callers(frame or inspect.currentframe())))
+
+
+def _given(name: str, models: Iterable[FrameType]) -> Any:
+    """What the first of these forwards of models that has it was given under a name; None if none was."""
+    for model in models:
         for value in model.f_locals.values():
             if isinstance(value, dict) and value.get(name) is not None:
                 return value[name]
@@ -121,7 +127,7 @@ def given_to_model(name: str, frame: FrameType | None = None) -> Any:
 
 def is_in_model() -> bool:
     """Whether the forward of a model led here."""
-    return next(_of_models(None), None) is not None
+    return next(_of_models(_callers(inspect.currentframe())), None) is not None
 
 
 def is_compiled() -> bool:
@@ -147,12 +153,10 @@ def _generate() -> CodeType:
     return code
 
 
-def _of_models(frame: FrameType | None) -> Iterator[FrameType]:
-    """The forwards of models that led to a frame, or here, from the inside out."""
-    for caller in _callers(frame or inspect.currentframe()):
-        # What torch.compile resumes is named after what it compiled.
-        if "forward" in caller.f_code.co_name and isinstance(caller.f_locals.get("self"), PreTrainedModel):
-            yield caller
+def _of_models(frames: Iterable[FrameType]) -> Iterator[FrameType]:
+    """Those that are forwards of models. What torch.compile resumes is named after what it compiled."""
+    named = (frame for frame in frames if "forward" in frame.f_code.co_name)
+    return (frame for frame in named if isinstance(frame.f_locals.get("self"), PreTrainedModel))
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:

@@ -177,8 +177,8 @@ class AttentionHandle:
             self.documents = documents.in_chunks(self.mask.chunk)
         return self.documents
 
-    def check(self, layout: Layout, window: int | None) -> None:
-        """Check the documents for layers with a window, or None for no window.
+    def check(self, layout: Layout | None, window: int | None) -> None:
+        """Check the documents for layers with a window, or None for no window. Without a layout, all of them are whole here.
 
         By `check_parts` all ranks raise or none, as all know the layout; of its mask a rank knows alone.
         """
@@ -188,7 +188,7 @@ class AttentionHandle:
         documents.check_holes(window)
         if documents.numbered:
             check_numbered(model_type, self.mask.unnumbered)
-        if documents.spans and layout.scattered:
+        if layout is not None and documents.spans and layout.scattered:
             check_parts(model_type, self.mask.whole or (None if self.segmented else why_unsegmented(model_type)))
 
     def contiguous(self) -> AttentionHandle:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -118,23 +118,28 @@ def _numbered(given: torch.Tensor | None, padding: torch.Tensor | None) -> torch
     return padding if given is None or padding is None or given.shape != padding.shape else given
 
 
-def _parts(function: Callable[..., Any]) -> Iterator[str]:
+def _parts(function: Callable[..., Any]) -> list[str]:
     """Names of the functions that a mask function is composed of, read from what they close over.
 
     Without blocks of tokens that see each other both ways where the batch has none, as in Gemma 4's masks of text alone.
     """
     name = _name(function)
-    if not inspect.isfunction(function):
-        yield name
-        return
-    inner = inspect.getclosurevars(function).nonlocals.values()
+    if not isinstance(function, FunctionType):
+        return [name]
+    inner = _closed_over(function).values()
     functions = [part for value in inner for part in (value if isinstance(value, (tuple, list)) else (value,)) if callable(part)]
     if name == MASK_UNION:
         functions = [part for part in functions if not _hides_all(part)]
-    if name != MASK_UNION or len(functions) > 1:
-        yield name
+    names = [name] if name != MASK_UNION or len(functions) > 1 else []
     for part in functions:
-        yield from _parts(part)
+        names += _parts(part)
+    return names
+
+
+def _closed_over(function: FunctionType) -> dict[str, Any]:
+    """What a function closes over, by name."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -146,7 +151,7 @@ def _hides_all(function: Callable[..., Any]) -> bool:
 
     Reads the device once a mask, for models with such blocks only.
     """
-    if _name(function) != MASK_BLOCKS:
+    if _name(function) != MASK_BLOCKS or not isinstance(function, FunctionType):
         return False
-    ids = inspect.getclosurevars(function).nonlocals.get("block_sequence_ids")
+    ids = _closed_over(function).get("block_sequence_ids")
     return isinstance(ids, torch.Tensor) and bool((ids < 0).all())

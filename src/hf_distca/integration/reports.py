@@ -17,7 +17,7 @@ from hf_distca.integration.session import Session, current_session
 from hf_distca.kernels.variants import late_compiles
 from hf_distca.measure.timeline import Trace
 
-__all__ = ["Metrics", "metrics", "sum_up", "summary", "trace", "why_nothing_moved"]
+__all__ = ["Metrics", "metrics", "metrics_of", "sum_up", "summary", "trace", "why_nothing_moved"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Metrics:
     Attributes:
         balance: sums over the micro-batches that were planned with other ranks.
         attention_seconds: that this rank spent in attention kernels, forward and backward, for itself and for others. On CUDA
-            those of finished kernels: synchronise first for an exact figure.
+            those of finished kernels: synchronise first for an exact figure. Of what it computes without other ranks, CUDA tells
+            seconds from the first reading on.
         elapsed_seconds: that have passed.
         since: when they began, by `time.perf_counter`.
         state_bytes: that this rank sent to others for recurrent layers, forward and backward.
@@ -80,8 +81,14 @@ def metrics(*, gather: bool = False) -> Metrics:
         DistCADesyncError: with `gather`, if not all ranks come.
     """
     session = current_session()
+    session.times_alone = True
     if gather:
         session.gather()
+    return metrics_of(session)
+
+
+def metrics_of(session: Session) -> Metrics:
+    """The same for a log, which has no figures of a rank alone: asking does not make a session time what it does alone."""
     since, meter = session.started, session.meter
     elapsed = time.perf_counter() - since
     return Metrics(session.planner.history.total, meter.seconds, elapsed, since, meter.state_bytes, late_compiles())

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from hf_distca.agreement.announce import PlanKey, Stated, layout_of
+from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planned import Planned
 from hf_distca.agreement.planner import Planner, current_world
@@ -28,8 +28,8 @@ from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
 from hf_distca.integration.families import known_cost, source_of_rates
 from hf_distca.integration.handle import AttentionHandle, Work
 from hf_distca.integration.processes import check_pool, data_parallel_group, find_members, said_if_long, size_of_groups
+from hf_distca.integration.work_alone import ALONE, keep_of, work_alone
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
-from hf_distca.kernels.varlen import to_device
 from hf_distca.measure.calibrate import calibrate, fastest
 from hf_distca.measure.shipped import shipped_profile
 from hf_distca.measure.timeline import Trace
@@ -40,12 +40,9 @@ from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.cost import AttentionShape
-from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
 
 __all__ = ["Session", "balancing", "configure", "current_session"]
-
-_ALONE = AttentionGroup()
 
 
 class Elsewhere(Protocol):
@@ -80,6 +77,7 @@ class Session:
         kernels: names of those that attention ran in, in the order of their first use.
         summarized: whether somebody has printed the summary of the run.
         elsewhere: who answers in its place while a schedule of pipeline stages runs forwards.
+        times_alone: whether kernels are timed on CUDA, too, where no other rank takes part: not before somebody asks for it.
     """
 
     pool: ClassVar[ServerPool | None] = None  # servers that take part, for all sessions of the process
@@ -91,7 +89,7 @@ class Session:
         self.started = time.perf_counter()
         self.given = members
         self.kernels: dict[str, None] = {}
-        self.summarized = False
+        self.summarized = self.times_alone = False
         self._fastest: dict[tuple[torch.dtype, tuple[int, int]], str | None] = {}
         self.elsewhere: Elsewhere | None = None
         self._members = members
@@ -184,7 +182,7 @@ class Session:
             if together and self.pool is not None and (leaving := self.planner.progress.leaving):
                 self.gather()
                 self.take_group(replace(self.pool.without(leaving), session=self.group.session))
-            handle.group = self.group if together else _ALONE
+            handle.group = self.group if together else ALONE
         return handle.group
 
     def is_collective(self, handle: AttentionHandle, training: bool) -> bool:
@@ -201,7 +199,8 @@ class Session:
         """The documents of a batch, from the keyword arguments of a layer or of attention."""
         if handle.documents is not None:
             return handle.documents
-        with self._reporting(self.group_for(handle, training), "reading documents"):
+        group = self.group_for(handle, training)
+        with self._reporting(group, "reading documents") if group.size > 1 else nullcontext():
             return handle.read(arguments, span_ranks=self.config.documents_span_ranks, training=training)
 
     def work_for(
@@ -222,8 +221,10 @@ class Session:
         handles = [handle] if handle.second is None else [handle, handle.second]  # both nano-batches, so that ranks meet once
         requests = [(self.documents(part, arguments, training), key._replace(nano=part.nano)) for part in handles]
         if group.size == 1:
+            # To time a layer on CUDA, the host records four events.
+            meter = Meter(self.meter, timed=self.times_alone or key.device != "cuda")
             alone, pairs = handle.alone or not training, zip(handles, requests, strict=True)
-            works = [self._work_alone(part, *request, query.device, evaluating=alone) for part, request in pairs]
+            works = [work_alone(part, which, query.device, meter, evaluating=alone) for part, (_, which) in pairs]
         else:
             with self._reporting(group, "measuring costs"):
                 self.learn_cost(key, query, group)
@@ -240,23 +241,6 @@ class Session:
             part.work[which] = work if part.mask.recomputes and training else replace(work, outputs=None)
         return handle.work[requests[0][1]]
 
-    def _work_alone(
-        self, handle: AttentionHandle, documents: Documents, key: PlanKey, device: torch.device, *, evaluating: bool
-    ) -> Work:
-        try:
-            layout = layout_of(Stated.of(documents))
-        except LayoutError as error:
-            if not (evaluating and documents.spans):
-                raise
-            raise UnsupportedError(
-                "a document that spans ranks met a model in evaluation mode, where each rank works alone: "
-                "call model.train() to train, or set DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
-            ) from error
-        handle.check(layout, key.window)
-        plan = Plan.local(layout, None if key.window is None or key.window >= layout.longest else key.window)
-        route = Route.build(plan, 0)
-        return Work(_ALONE, route, _keep(documents, device), plan.window, Meter(self.meter), key.nano, OutputStore())
-
     def use_plan(self, documents: Documents, planned: Planned, group: AttentionGroup, device: torch.device) -> Work:
         """Take up a plan for the micro-batch at hand, which has these documents on this rank."""
         meter, nano = self.planner.progress.use(planned, documents), planned.key.nano
@@ -268,7 +252,7 @@ class Session:
         name += f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
         serial = group.number(route)
         group.tell("use_plan", plan=planned.serial, work=serial)
-        return Work(group, route, _keep(documents, device), plan.window, meter, nano, OutputStore(), name, serial)
+        return Work(group, route, keep_of(documents, device), plan.window, meter, nano, OutputStore(), name, serial)
 
     def server(self, work: Work, query: torch.Tensor, shape: AttentionShape, scores: Scores) -> AttentionServer:
         """A server for the tasks of layers of this shape and these scores, which compute in the dtype of `query`."""
@@ -345,10 +329,6 @@ class Session:
                 "Raise the bound, or cut documents so that each lies on one rank.",
                 stacklevel=2,
             )
-
-
-def _keep(documents: Documents, device: torch.device) -> torch.Tensor | None:
-    return None if documents.keep is None else to_device(torch.from_numpy(documents.keep), device)
 
 
 _configured: Session | None = None  # by `configure`, or with the defaults

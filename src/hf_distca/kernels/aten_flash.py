@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from hf_distca.borrowed import cuda_attention, cuda_attention_backward
@@ -9,6 +11,12 @@ from hf_distca.kernels.base import Grads, Operands, Outputs, Saved, Scores
 from hf_distca.kernels.varlen import Sequences
 
 __all__ = ["AtenFlash"]
+
+
+@cache
+def _unread(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What stands for the state of random numbers on a device; nobody reads it, so no stream has to wait for it."""
+    return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, dtype=torch.uint64, device=device)
 
 
 class AtenFlash:
@@ -30,11 +38,9 @@ class AtenFlash:
     def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
         """See `VarlenOp.backward`."""
         do_THD, q_THD, o_THD, lse_TH, k_TKD, v_TKD = pools
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
-        unused = torch.empty(0, dtype=torch.uint64, device=q_THD.device)
         tensors = (do_THD, q_THD, k_TKD, v_TKD, o_THD, lse_TH.T.contiguous())
         options = {"scale": scores.scale, **self._window(scores)}
-        return Grads(*cuda_attention_backward()(*tensors, *sequences, 0.0, True, rng_state, unused, **options))
+        return Grads(*cuda_attention_backward()(*tensors, *sequences, 0.0, True, *_unread(q_THD.device), **options))
 
     def _window(self, scores: Scores) -> dict[str, int]:
         """The op counts the keys to the left of a row's own; without these arguments it hides none."""

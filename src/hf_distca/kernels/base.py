@@ -109,13 +109,12 @@ class TaskBatch:
     @cached_property
     def needs(self) -> tuple[float, float]:
         """Query rows and keys of the smallest pools that hold all tasks; infinite if one of them is no task."""
-        rows = keys = 0
-        runs = zip(self.query_start, self.query_length, self.key_start, self.key_length, strict=True)
-        for query_start, query_length, key_start, key_length in runs:
-            if not 1 <= query_length <= key_length or query_start < 0 or key_start < 0:
-                return math.inf, math.inf
-            rows, keys = max(rows, query_start + query_length), max(keys, key_start + key_length)
-        return rows, keys
+        rows = [start + length for start, length in zip(self.query_start, self.query_length, strict=True)]
+        keys = [start + length for start, length in zip(self.key_start, self.key_length, strict=True)]
+        fit = [1 <= query <= key for query, key in zip(self.query_length, self.key_length, strict=True)]
+        if not all(fit) or min(*self.query_start, *self.key_start, 0, 0) < 0:
+            return math.inf, math.inf
+        return max(rows, default=0), max(keys, default=0)
 
     @cached_property
     def rows(self) -> int:
@@ -229,8 +228,8 @@ class Kernel(Protocol):
         """Attention output and log-sum-exp.
 
         Returns:
-            o_THV in q's dtype and lse_TH in float32 (float64 for float64 inputs), natural logarithm, contiguous. Rows that
-            no task covers are 0 in both.
+            o_THV in q's dtype and lse_TH in float32 (float64 for float64 inputs), natural logarithm. Rows that no task
+            covers are 0 in both. o_THV is contiguous, and lse_TH may lie in any way.
         """
         ...
 

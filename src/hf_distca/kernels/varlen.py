@@ -14,6 +14,7 @@ They are made on the stream that is current in the first call; the caller orders
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -138,6 +139,9 @@ class VarlenKernel:
         Tasks join the first call whose keys end before their own begin. Taken in the order of their first key, that needs no more
         calls than the most shared key has tasks.
         """
+        key_ends = [start + length for start, length in zip(tasks.key_start, tasks.key_length, strict=True)]
+        if key_ends and all(map(operator.le, key_ends, tasks.key_start[1:])):
+            return [list(range(len(tasks)))]  # as documents are packed
         calls: list[list[int]] = []
         ends: list[int] = []
         for task in sorted(range(len(tasks)), key=lambda i: (tasks.key_start[i], tasks.query_start[i])):
@@ -164,7 +168,7 @@ class VarlenKernel:
             if not keys.covers(k_TKD):
                 taken = Operands(padded.q_THD, keys.take(padded.k_TKD), keys.take(padded.v_TKV))
             o, lse = self._op.forward(taken, call.sequences, call.within(scores))
-            return Outputs(call.cleared(_narrowed(o, value_width).contiguous()), call.cleared(lse.contiguous()))
+            return Outputs(call.cleared(_narrowed(o, value_width).contiguous()), call.cleared(lse))
         o_THV = q_THD.new_zeros(*q_THD.shape[:2], value_width)
         lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=accumulation_dtype(q_THD.dtype))
         for call in calls:
@@ -206,6 +210,9 @@ class VarlenKernel:
 
     def _new_calls(self, tasks: TaskBatch, pools: _PoolSizes) -> tuple[_OpCall, ...]:
         split = self.split(tasks)
+        if len(split) == 1 and _are_packed(tasks, pools):
+            whole = _Run(0, pools.rows, None)
+            return (_OpCall(whole, whole, _sequences(tasks.query_length, tasks.key_length, pools.device)),)
         if self._op.takes_gaps and len(split) == 1 and _are_in_order(tasks, split[0]):
             return (_whole_call(tasks, split[0], pools),)
         return tuple(_op_call(tasks, members, pools.device) for members in split)
@@ -219,6 +226,13 @@ def _narrowed(x: torch.Tensor, width: int) -> torch.Tensor:
 def _width(q_THD: torch.Tensor, v_TKV: torch.Tensor) -> int:
     """The one head dim of a call: q's or v's, the larger, rounded up."""
     return -(-max(q_THD.shape[2], v_TKV.shape[2]) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
+
+
+def _are_packed(tasks: TaskBatch, pools: _PoolSizes) -> bool:
+    """Whether tasks are whole documents, one after another, and the pools have nothing else."""
+    *starts, end = accumulate(tasks.query_length, initial=0)
+    same = tasks.query_start == tasks.key_start and tasks.query_length == tasks.key_length
+    return same and bool(starts) and pools.rows == pools.keys == end and tuple(tasks.query_start) == tuple(starts)
 
 
 def _are_in_order(tasks: TaskBatch, members: list[int]) -> bool:
@@ -237,12 +251,12 @@ def _whole_call(tasks: TaskBatch, members: list[int], pools: _PoolSizes) -> _OpC
             if any(lengths):
                 row_lengths.append(lengths[0])
                 key_lengths.append(lengths[1])
-        gaps.append(torch.arange(row, next_row, device="cpu"))
+        if next_row > row:
+            gaps.append(torch.arange(row, next_row, device="cpu"))
         row, key = next_row + rows, next_key + keys
     sequences = _sequences(row_lengths, key_lengths, pools.device)
-    gap = torch.cat(gaps)
     whole = _Run(0, pools.rows, None), _Run(0, pools.keys, None)
-    return _OpCall(*whole, sequences, to_device(gap, pools.device) if len(gap) else None)
+    return _OpCall(*whole, sequences, to_device(torch.cat(gaps), pools.device) if gaps else None)
 
 
 def _op_call(tasks: TaskBatch, members: list[int], device: torch.device) -> _OpCall:
@@ -254,12 +268,14 @@ def _op_call(tasks: TaskBatch, members: list[int], device: torch.device) -> _OpC
 
 
 def _sequences(row_lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device) -> Sequences:
-    return Sequences(
-        cu_rows=to_device(torch.tensor([0, *accumulate(row_lengths)], dtype=torch.int32, device="cpu"), device),
-        cu_keys=to_device(torch.tensor([0, *accumulate(key_lengths)], dtype=torch.int32, device="cpu"), device),
-        max_rows=max(row_lengths),
-        max_keys=max(key_lengths),
-    )
+    cu_rows = _bounds(row_lengths, device)
+    if row_lengths == key_lengths:  # whole documents, of most layers all tasks
+        return Sequences(cu_rows, cu_rows, max(row_lengths), max(key_lengths))
+    return Sequences(cu_rows, _bounds(key_lengths, device), max(row_lengths), max(key_lengths))
+
+
+def _bounds(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu"), device)
 
 
 def _run(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> _Run:

@@ -102,7 +102,7 @@ class AttentionServer:
         """Outputs of a batch, or its gradients; zeros in rows that no task covers. `beside` messages it leaves them room."""
         device, backward = pools.q_THD.device, isinstance(pools, Saved)
         self.meter.count(kernel_calls=1, backward_calls=int(backward))
-        begin = now(device)
+        begin = now(device) if self.meter.timed else None
         kernel = beside_messages(self.kernel) if beside else self.kernel
         compute: Callable[..., Outputs | Grads] = kernel.backward if backward else kernel.forward
         try:
@@ -115,7 +115,8 @@ class AttentionServer:
         except Exception:
             with self.reporting():
                 raise
-        self.meter.span("server", begin, now(device), backward=backward)
+        if begin is not None:
+            self.meter.span("server", begin, now(device), backward=backward)
         return results
 
 
@@ -185,7 +186,8 @@ class Call:
         """Send rows of this rank's own to the servers of a wave."""
         if not self.route.exchanges:
             return None
-        parts = [Part(t, wave.queries) for t in home.query_rows] + [Part(t, wave.keys) for t in home.key_rows]
+        # Log-sum-exps lie as kernels give them.
+        parts = [Part(t.contiguous(), wave.queries) for t in home.query_rows] + [Part(t, wave.keys) for t in home.key_rows]
         return self._launch(wave, parts, "dispatch", dispatches=1)
 
     def pass_on_keys(self, home: Operands | Saved, dispatch: Pending | None) -> Pending | None:

@@ -45,6 +45,7 @@ class Meter:
 
     Attributes:
         whole: another meter that counts the same and more.
+        timed: whether kernels are timed; whoever would mark a moment for a span asks first.
         kernel_calls: batches of tasks handed to a kernel, empty ones included.
         backward_calls: those of them in backward.
         dispatches, returns: exchanges launched, forward and backward.
@@ -55,8 +56,8 @@ class Meter:
         running: spans of this meter, its parts and its whole whose times are not known yet, oldest first: each is held once.
     """
 
-    def __init__(self, whole: Meter | None = None) -> None:
-        self.whole = whole
+    def __init__(self, whole: Meter | None = None, *, timed: bool = True) -> None:
+        self.whole, self.timed = whole, timed
         self.kernel_calls = self.backward_calls = self.dispatches = self.returns = self.sent_bytes = self.calls = self.recalls = 0
         self.state_exchanges = self.state_bytes = 0
         self.running: deque[_Running] = deque() if whole is None else whole.running

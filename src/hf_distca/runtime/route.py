@@ -159,6 +159,12 @@ class Route:
         built, local_wave = (_wave(share, groups) for share in shares), None if local is None else _wave(local, groups)
         return cls(_batch(local_tasks), tuple(built) or (_empty_wave(),), plan.moved, groups, local_wave)
 
+    @classmethod
+    def alone(cls, lengths: Sequence[int]) -> Route:
+        """The route of a rank that has so many tokens of each document, all of them, and no other rank to exchange with."""
+        starts = tuple(accumulate(lengths, initial=0))[:-1]
+        return cls(TaskBatch(starts, lengths, starts, lengths), (_empty_wave(),), exchanges=False)
+
 
 def _empty_wave() -> Wave:
     """A wave in which nothing travels and nothing is served."""
