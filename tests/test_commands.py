@@ -119,6 +119,8 @@ NOT_HERE |= {"python tests/cuda_wheel.py tests/kernels tests/runtime tests/test_
 # What is below them on a page was measured; other commands print the same on every machine.
 MEASURED = ["hf-distca profile --ranks 2 --output profile.json"]
 PRINTED = [(page, *shown) for page in PAGES for shown in printed(page) if shown[0] != MEASURED]
+# Pages of which one command in the run stands for the others.
+SLOW_PAGES = [(page, block) for page, block, _ in PRINTED if page == "docs/is_it_worth_it.md"][1:]
 SHOWN = {command for _, block, _ in PRINTED for command in block}
 
 
@@ -180,7 +182,13 @@ def installed(command: str) -> list[str] | None:
     return None if found is None else (found[1] or "").split(",")
 
 
-@pytest.mark.parametrize(("page", "block", "text"), PRINTED, ids=[f"{page} {block[-1]}" for page, block, _ in PRINTED])
+@pytest.mark.parametrize(
+    ("page", "block", "text"),
+    [
+        pytest.param(*shown, id=f"{shown[0]} {shown[1][-1]}", marks=[pytest.mark.slow] * (shown[:2] in SLOW_PAGES))
+        for shown in PRINTED
+    ],
+)
 def test_commands_print_what_the_page_says(page: str, block: list[str], text: str, tmp_path: Path) -> None:
     """In one folder, one after the other; the text is of the last. It may be only a part of what the command prints."""
     for command in block[:-1]:

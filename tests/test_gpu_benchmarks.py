@@ -120,6 +120,7 @@ def test_a_stack_of_layers_computes_the_same_in_both(folder: Path) -> None:
         assert row["syncs"]["distca"]["profiler"] == row["syncs"]["plain_varlen"]["profiler"]
 
 
+@slow
 def test_steps_of_one_gpu_and_what_the_host_does(folder: Path) -> None:
     for row in figures(folder, "checkpointing")["rows"]:
         assert row["times_faster"] > 0

@@ -76,7 +76,7 @@ WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way if way == "full_determinism" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_runs_repeat_to_the_bit_where_that_is_asked_for(rank_pool: Callable[[int], RankPool], tmp_path: Path, way: str) -> None:
     deterministic, changes = WAYS[way]
     runs = [rank_pool(2)(train, str(tmp_path / str(slower)), slower, deterministic, changes) for slower in (1.0, 3.0)]

@@ -185,8 +185,8 @@ def mean_over_targets(numbers: tuple[int, ...] = tuple(range(len(EVALUATED)))) -
 def test_loss_of_dealt_evaluation_is_the_mean_over_targets(rank_pool: Callable[[int], RankPool]) -> None:
     pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
     cases = list(product(KINDS, FORMS))
-    by_ranks = {1: [evaluate(0, 1, cases)], 2: rank_pool(2)(evaluate, 2, cases)}
-    by_ranks[3] = rank_pool(3)(evaluate, 3, [case for case in cases if case[1] == "float32"])
+    plain = [case for case in cases if case[1] == "float32"]
+    by_ranks = {1: [evaluate(0, 1, plain)], 2: rank_pool(2)(evaluate, 2, cases), 3: rank_pool(3)(evaluate, 3, plain)}
     print()  # noqa: T201
     for ranks, (kind, form) in ((ranks, case) for ranks, found in by_ranks.items() for case in found[0]):
         found = by_ranks[ranks]
