@@ -43,6 +43,7 @@ def make_again(rank: int) -> int:
 
     def made(_: Any, __: Any, ___: Any, name: str, ____: Any) -> Any:
         tried.append(name)
+        dist.barrier()  # rank 0 has begun before rank 1 fails: else it would begin with the next name, and fail, too
         if rank:
             raise RuntimeError("lost connection")
 
