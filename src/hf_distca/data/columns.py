@@ -69,8 +69,9 @@ def check_columns(row: Mapping[str, Any], tokens: int, read: Collection[str], in
         value = row[name]
         if value is None:
             continue
-        check_column(name, read, inputs, numbers=_has_numbers(value))
-        if inputs.names is not None and _has_numbers(value) and len(value) == tokens > 1:
+        numbers = _has_numbers(value)
+        check_column(name, read, inputs, numbers=numbers)
+        if inputs.names is not None and numbers and len(value) == tokens > 1:
             _warn_of_column(name, tuple(sorted(read)))
 
 
