@@ -64,49 +64,49 @@ def _rows(*states_BHLD: torch.Tensor) -> list[torch.Tensor]:
     return [x.transpose(1, 2).flatten(0, 1).to(dtype) for x in states_BHLD]
 
 
+def _as_attention_function(attend: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, None]]:
+    """An attention function of transformers, as flash attention's is, of one varlen call for a packed row."""
+
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        *,
+        scaling: float,
+        cu_seq_lens_q: torch.Tensor,
+        max_length_q: int,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        o_THD = attend(*_rows(query, key, value), cu_seq_lens_q, max_length_q, scaling)
+        return o_THD.unflatten(0, (query.shape[0], -1)), None
+
+    return attention
+
+
+@_as_attention_function
 def plain_varlen(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    *,
-    scaling: float,
-    cu_seq_lens_q: torch.Tensor,
-    max_length_q: int,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers, as flash attention's is: one varlen call for a packed row."""
-    q_THD, k_TKD, v_TKD = _rows(query, key, value)
-    if query.device.type == "cuda":
-        o_THD = _PlainVarlen.apply(q_THD, k_TKD, v_TKD, cu_seq_lens_q, max_length_q, scaling)
-    else:
-        o_THD = _by_document(q_THD, k_TKD, v_TKD, cu_seq_lens_q)
-    return o_THD.unflatten(0, (query.shape[0], -1)), None
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cu: torch.Tensor, longest: int, scale: float
+) -> torch.Tensor:
+    """Torch's own varlen call."""
+    if q_THD.device.type != "cuda":
+        return _by_document(q_THD, k_TKD, v_TKD, cu)
+    o_THD: torch.Tensor = _PlainVarlen.apply(q_THD, k_TKD, v_TKD, cu, longest, scale)
+    return o_THD
 
 
+@_as_attention_function
 def plain_flash_attention_4(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    *,
-    scaling: float,
-    cu_seq_lens_q: torch.Tensor,
-    max_length_q: int,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cu: torch.Tensor, longest: int, scale: float
+) -> torch.Tensor:
     """The same by FlashAttention 4's own autograd function."""
     from flash_attn.cute.interface import flash_attn_varlen_func
 
-    rows = _rows(query, key, value)
-    lengths = {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_k": cu_seq_lens_q}
-    longest = {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_q}
-    o_THD = flash_attn_varlen_func(*rows, **lengths, **longest, softmax_scale=scaling, causal=True)
-    if isinstance(o_THD, tuple):
-        o_THD = o_THD[0]
-    return o_THD.unflatten(0, (query.shape[0], -1)), None
+    ends = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    found = flash_attn_varlen_func(q_THD, k_TKD, v_TKD, **ends, softmax_scale=scale, causal=True)
+    o_THD: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    return o_THD
 
 
 def _no_mask(**_: Any) -> None:
