@@ -59,17 +59,27 @@ def test_rates_of_slices_and_of_rebatched_tasks(folder: Path) -> None:
     assert all(row["forward"] > 0 < row["backward"] for row in found["curves"][0]["many"])
 
 
-def test_emulated_ranks_end_earlier_after_balancing(folder: Path) -> None:
-    rows = measured_ranks(folder)
+def test_emulated_ranks_are_measured_and_estimated_before_and_after_balancing(folder: Path) -> None:
+    rows = figures(folder, "emulator")["placements"]
     assert rows
     for row in rows:
         before, after = row["before"], row["after"]
         assert row["query_tokens_moved"] > 0 or row["placement"].endswith("dealt")
-        assert after["both"]["slowest"] < before["both"]["slowest"]
         for direction in ("forward", "backward"):
             assert after[direction]["estimated_imbalance"] <= before[direction]["estimated_imbalance"]
             assert len(after[direction]["seconds"]) == row["ranks"]
             assert min(after[direction]["seconds"]) > 0
+
+
+@slow
+def test_emulated_ranks_end_earlier_after_balancing(folder: Path) -> None:
+    """By the clock, which on a machine that does other things says so of one run in some: tried three times at most."""
+    for attempts_left in (2, 1, 0):
+        rows = figures(folder, "emulator")["placements"]
+        if not attempts_left or all(row["slowest_after_to_before"] < 1 for row in rows):
+            break
+        (folder / "emulator.json").unlink()
+    assert [row["placement"] for row in rows if row["slowest_after_to_before"] >= 1] == []
 
 
 @slow
@@ -85,16 +95,6 @@ def test_what_is_hidden_of_artificial_exchanges(folder: Path) -> None:
             assert row[way]["bytes"] > 0 < row["exchange_seconds"]
             assert row[way]["hidden"] == pytest.approx(1 - (row[way]["with"] - row[way]["without"]) / row["exchange_seconds"])
     assert [found["rows"][1][way]["exchanges"] for way in ways] == [8, 16, 14, 14], "of two layers; relays make 7 of 4"
-
-
-def measured_ranks(folder: Path) -> list[dict[str, Any]]:
-    """Measured again, twice at most, where a machine that does other things was slow just after balancing."""
-    for again in (True, True, False):
-        rows: list[dict[str, Any]] = figures(folder, "emulator")["placements"]
-        if not again or all(row["after"]["both"]["slowest"] < row["before"]["both"]["slowest"] for row in rows):
-            break
-        (folder / "emulator.json").unlink()
-    return rows
 
 
 def test_the_cost_model_that_was_fitted_can_be_read(folder: Path) -> None:

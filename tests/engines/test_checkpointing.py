@@ -152,7 +152,7 @@ def alive(no_more_than: int = 0) -> int:
 
 
 def live_tensors(rank: int, switch: str | None) -> tuple[int, list[int]]:
-    """Bytes of tensors alive before, and after each of 20 steps, of which every fifth has no backward.
+    """Bytes of tensors alive before, and after each of 10 steps, of which every fifth has no backward.
 
     Without the cycle collector, which would hide for a while that something is held for too long.
     """
@@ -167,7 +167,7 @@ def live_tensors(rank: int, switch: str | None) -> tuple[int, list[int]]:
         model(**micro_batch(rank), use_cache=False).loss.backward()  # fills caches
         model.zero_grad()
         before = alive()
-        for n in range(20):
+        for n in range(10):
             loss = model(**micro_batch(rank + 2 * n), use_cache=False).loss
             if n % 5 != 4:
                 loss.backward()

@@ -145,22 +145,6 @@ def test_one_line_trains_as_one_process_does(rank_pool: Callable[[int], RankPool
 
 
 # What users do by default: autocast to bfloat16, and DDP as the Trainer sets it up without activation checkpointing.
-HALF = {"bf16": True, "ddp_find_unused_parameters": None}
-
-
-def train_half(rank: int, ranks: int, implementation: str, changes: dict[str, Any]) -> list[float]:
-    hf_distca.configure(settings(cost_model="analytic"))
-    trainer = make(Trainer, implementation, rows(), {**HALF, **changes})
-    hf_distca.deal(trainer, TOKENS // ranks).train()
-    return losses(trainer)[::2]
-
-
-@pytest.mark.parametrize("steps", [1, 2], ids=["plain", "accumulation"])
-def test_half_precision_trains_as_one_process_does(rank_pool: Callable[[int], RankPool], steps: int) -> None:
-    changes = {"gradient_accumulation_steps": steps}
-    expected = train_half(0, 1, "sdpa", changes)
-    assert len(expected) == STEPS
-    assert rank_pool(2)(train_half, 2, "distca", changes)[0] == pytest.approx(expected, rel=4e-3)
 
 
 def test_masks_and_packing_change_nothing_but_what_they_should() -> None:

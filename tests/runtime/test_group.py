@@ -151,7 +151,7 @@ def test_no_word_is_read_once_a_rank_has_given_up() -> None:
     """Its thread would come back from the store while the interpreter ends, which aborts the process."""
     store = LateStore()
     for _ in range(3):
-        gives_up(Watch((0, 1), 1, 10.0, (store.link(),)))  # 1 s for the words of the other
+        gives_up(Watch((0, 1), 1, 3.0, (store.link(),)))  # 0.3 s for the words of the other
         before = store.calls.total()
         time.sleep(0.3)
         assert store.calls.total() == before
@@ -196,11 +196,11 @@ class SilentStore(CountedStore):
 
 def test_a_store_that_no_longer_answers_keeps_nobody_waiting() -> None:
     """TCP would wait a quarter of an hour."""
-    watches = [Watch((0, 1), 1, 10.0, (SilentStore().link(),)) for _ in range(2)]  # 1 s for the words of others
+    watches = [Watch((0, 1), 1, 3.0, (SilentStore().link(),)) for _ in range(2)]  # 0.3 s for the words of others
     started = time.monotonic()
     assert "rank 0 is silent" in gives_up(watches[0])
     assert watches[1].follow(), "nobody can know"
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 3.0
 
 
 def receives_of_breaking(rank: int) -> int:

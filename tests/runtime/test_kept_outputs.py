@@ -79,7 +79,7 @@ def live_bytes(implementation: str, switch: Callable[[LlamaForCausalLM], None], 
     with live:
         with offloading() if moved else nullcontext():
             loss = model.model(input_ids=ids, use_cache=False).last_hidden_state.square().mean()
-        alive, peak = live.settle(), live.take_peak()
+        alive, peak = live.alive, live.take_peak()
         loss.backward()
     return alive, peak, [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
 
