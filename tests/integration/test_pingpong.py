@@ -131,8 +131,14 @@ def checkpointed_whole(rank: int, ping_pong: bool, layers: bool | None, around: 
     return step(rank, "skewed", layers, False, around, ping_pong=ping_pong)
 
 
-@pytest.mark.parametrize("ping_pong", [False, True])
-@pytest.mark.parametrize(("layers", "around"), [(None, False), (False, False), (None, True)], ids=str)
+@pytest.mark.parametrize(
+    ("layers", "around", "ping_pong"),
+    in_turn(
+        ((*where, halves) for where in ((None, False), (False, False), (None, True)) for halves in (False, True)),
+        6,
+        [(False, False, False), (None, True, True)],
+    ),
+)
 def test_a_checkpoint_may_be_around_the_whole_model(
     rank_pool: Callable[[int], RankPool], ping_pong: bool, layers: bool | None, around: bool
 ) -> None:
