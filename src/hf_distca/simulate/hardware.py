@@ -99,7 +99,9 @@ class _Device:
                 f"profile {measured.name} has inside={inside} and between={between}: of a GPU, it needs the rates of both."
             )
         faster = self.memory_rate / _DEVICES[self.profile].memory_rate  # than that of the GPU that was timed
-        costs = [replace(cost, bytes_per_second=faster * cost.bytes_per_second) for cost in (rates.forward, rates.backward)]
+        forward, backward = (
+            replace(cost, bytes_per_second=faster * cost.bytes_per_second) for cost in (rates.forward, rates.backward)
+        )
         memory = (
             f"{self.memory_rate / 1e12:.2f} TB/s, {self.memory_bytes / 1e9:.0f} GB (data sheet); {REACHED:.0%} reached: assumed"
         )
@@ -114,7 +116,7 @@ class _Device:
             name,
             *(self.matmul_flops, REACHED * self.memory_rate, self.memory_bytes, self.gather_rate, inside.bytes_per_second),
             *(self.link_gbps, between.bytes_per_second / wire, between.seconds, between.peer_seconds),
-            *(*costs, rates.element_bytes),
+            *(forward, backward, rates.element_bytes),
             sources=(
                 ("matmul", self.matmul),
                 ("memory", memory),
