@@ -353,7 +353,7 @@ def test_softcap_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KernelError, match=r"tensors on cpu with window and softcap, .*CPU kernel has no softcap. Set kernel="):
         select("cpu", CPU, torch.float32, 64, 64, BOTH)
     monkeypatch.setattr(flash, "unsupported_by_flash", lambda case: None)
-    with pytest.raises(KernelError, match=r"no softcap, the flash-attn package has: pip install flash-attn"):
+    with pytest.raises(KernelError, match=r"no softcap: flash-attn-4 has, on Hopper and Blackwell GPUs, and flash-attn"):
         select("cuda", CUDA, torch.bfloat16, 64, 64, BOTH)
 
 
@@ -373,6 +373,31 @@ def test_says_once_for_windows_and_softcaps(caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.usefixtures("_new_log", "_one_hopper")
+@pytest.mark.parametrize(
+    ("capability", "package", "advice"),
+    [
+        ((9, 0), ImportError("none"), "and install flash-attn-4, a fast kernel with softcap (pip install flash-attn-4)."),
+        ((9, 0), None, "To speed it up, train in bfloat16 or float16 (bf16=True or fp16=True)."),
+        ((8, 0), ImportError("none"), "and install flash-attn, a fast kernel with softcap (pip install flash-attn)."),
+    ],
+    ids=["a Hopper", "a Hopper that has it", "an Ampere"],
+)
+def test_a_softcap_asks_for_the_kernel_of_the_gpu(
+    capability: tuple[int, int],
+    package: ImportError | None,
+    advice: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flash, "_installed", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for module in (kernels, flash):
+        monkeypatch.setattr(module, "import_error", lambda name=None: package)
+    select("auto", CUDA, torch.float32, 64, 64, BOTH)
+    assert caplog.records[-1].getMessage().endswith(advice)
+
+
+@pytest.mark.usefixtures("_new_log", "_one_hopper")
 def test_warns_of_the_reference_on_a_gpu(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "_installed", lambda: None)
     with caplog.at_level(logging.INFO, logger="hf_distca"):
@@ -388,7 +413,7 @@ def test_warns_of_the_reference_on_a_gpu(caplog: pytest.LogCaptureFixture, monke
     assert "far slower than flash attention (flash_attn_4: it computes in bfloat16" in types
     assert types.endswith("To speed it up, train in bfloat16 or float16 (bf16=True or fp16=True).")
     assert "bf16=True" in both_ways
-    assert both_ways.endswith("and install flash-attn, a fast kernel with softcap (pip install flash-attn).")
+    assert both_ways.endswith("and install flash-attn-4, a fast kernel with softcap (pip install flash-attn-4).")
     assert "cuda: torch's flash attention has no softcap" in softcap
     assert "bf16=True" not in softcap
     assert "runs in kernel 'efficient' (flash_attn_4: head dimensions go up to 256" in width

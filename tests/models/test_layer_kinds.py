@@ -28,7 +28,7 @@ from hf_distca.schedule.cost import AttentionShape
 FAMILIES = (
     "llama gemma gemma2 gemma3_text gemma4_text gpt_oss gpt2 gpt_neox deepseek_v2 deepseek_v3 "
     "qwen2 qwen3 qwen3_moe mistral mixtral ministral phi3 olmo3 cohere2 llama4_text "
-    "longcat_flash glm4_moe smollm3 minicpm3 modernbert-decoder gemma3 exaone4 opt "
+    "longcat_flash glm4_moe smollm3 minicpm3 modernbert-decoder gemma3 exaone4 opt jetmoe "
 )
 
 

@@ -18,7 +18,9 @@ from hf_distca.schedule.moves import slice_seconds
 from hf_distca.schedule.plan import Plan
 
 SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
-MODELS = [CostModel.pairs(SHAPE), CostModel.analytic(SHAPE, device_type="cpu"), CostModel.analytic(SHAPE, device_type="cuda")]
+CUDA = CostModel.analytic(SHAPE, device_type="cuda")
+PASSES = replace(CUDA, name="rows move again", backward=replace(CUDA.backward, row_passes=1.75))
+MODELS = [CostModel.pairs(SHAPE), CostModel.analytic(SHAPE, device_type="cpu"), CUDA, PASSES]
 
 
 @given(st.integers(0, 300), st.integers(1, 300))
@@ -41,6 +43,7 @@ def test_a_window_counts_what_a_banded_mask_shows(start: int, rows: int, window:
     assert backward.tolist() == [1, width * (4 * rows + 6 * read), 2.5 * SHAPE.pair_flops * band.sum()]
     alone = replace(cost, shape=replace(SHAPE, key_value_heads=32)).counts(rows, start + rows)[1, 0, 1]
     assert alone == width * 4 * (rows + read), "gradients of keys that no heads share are written once"
+    assert replace(PASSES, tile=1, window=window).counts(rows, start + rows)[1, 0, 1] == width * (7 * rows + 6 * read)
 
 
 @given(st.integers(0, 20), st.integers(1, 300))
@@ -152,6 +155,8 @@ def test_json_keeps_a_model(model: CostModel) -> None:
         lambda data: data.pop("forward"),
         lambda data: data["forward"].update(flops_per_second=-1.0),
         lambda data: data["backward"].update(task_seconds=None),
+        lambda data: data["backward"].update(row_passes=0.0),
+        lambda data: data["forward"].update(row_passes=None),
         lambda data: data["shape"].update(query_heads=0),
         lambda data: data.update(exchange_bytes_per_second="fast"),
         lambda data: data.update(tile=0),

@@ -27,11 +27,9 @@ def test_shipped_profiles_are_the_fit_to_published_timings(benchmarks: tuple[Mod
         shipped = Profile.load(name).kernels[0]
         for direction in ("forward", "backward"):
             fit, cost = getattr(rates, direction), getattr(shipped, direction)
-            for part in ("bytes_per_second", "flops_per_second", "call_seconds", "least_seconds"):
+            for part in ("bytes_per_second", "flops_per_second", "call_seconds", "least_seconds", "row_passes"):
                 assert getattr(cost, part) == pytest.approx(getattr(fit, part), rel=1e-3), (name, direction, part)
-            # Ours were timed on another card, at other clocks, than those that were published: there, nine in ten are as near.
-            of = "90" if name in timings.WHOLE else "largest"
-            assert rates.errors[f"fitted_{direction}_{of}"] < (0.105 if name in timings.WHOLE else 0.10), (name, direction)
+            assert rates.errors[f"fitted_{direction}_largest"] < 0.10, (name, direction)
             assert rates.errors[f"{direction}_largest"] < 0.15, (name, direction)
 
 

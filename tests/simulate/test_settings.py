@@ -62,12 +62,23 @@ def test_attention_and_links_are_those_of_a_shipped_profile(
 ) -> None:
     hardware = find_hardware(name, kernel)
     simulated, shipped = replace(setting, hardware=hardware).cost(), Profile.load(profile).cost_model(setting.shape)
-    assert (simulated.forward, simulated.backward) == (shipped.forward, shipped.backward)
+    faster = 4.8 / 3.35 if name == "h200" else 1  # its memory, than that of the GPU that was timed
+    for ours, theirs in ((simulated.forward, shipped.forward), (simulated.backward, shipped.backward)):
+        assert ours == replace(theirs, bytes_per_second=pytest.approx(faster * theirs.bytes_per_second))
     assert simulated.exchange_bytes_per_second == pytest.approx(shipped.exchange_bytes_per_second)
     assert simulated.node_bytes_per_second == shipped.node_bytes_per_second
     assert simulated.peer_seconds == shipped.peer_seconds > 0
     assert {"matmul", "memory", "host", "gather", "links", "attention"} == dict(hardware.sources).keys()
     assert hardware.ranks_per_node == (72 if name == "gb200" else 8)
+
+
+def test_a_profile_of_a_gpu_without_rates_of_links_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = replace(Profile.load("h100_flash_attn_3"), between=None)
+    monkeypatch.setattr(Profile, "load", lambda name: alone)
+    with pytest.raises(
+        ConfigError, match=r"h100_flash_attn_3 has inside=ExchangeRates\(.*\) and between=None: of a GPU, it needs"
+    ):
+        find_hardware("h100", "flash_attn_3")
 
 
 def test_a_kernel_without_timings_on_a_device_is_refused() -> None:

@@ -305,7 +305,9 @@ def _shape(config: Any, element_bytes: int) -> AttentionShape:
             f"{type(config).__name__} does not say what its attention is like: looked for one of {', '.join(_HEADS)}, and for "
             f"head_dim or one of {', '.join(_WIDTHS)}. Give shapes=[(AttentionShape(...), window), ...] of its kinds of layers."
         )
-    key_value_heads = _first(config, "num_key_value_heads") or heads
+    # JetMoe repeats keys and values for the experts of a token before they are attended to.
+    repeated = config.model_type == "jetmoe"
+    key_value_heads = heads if repeated else _first(config, "num_key_value_heads") or heads
     return AttentionShape(heads, key_value_heads, head_dim, _first(config, "v_head_dim") or head_dim, element_bytes)
 
 

@@ -138,7 +138,7 @@ def _announce(name: str, case: Case, refused: list[str], *, automatic: bool) -> 
     message = f"core attention in {dtype} on {device.type}{_extras(scores)} runs in kernel {name!r}"
     why = f" ({'; '.join(refused)})" if refused else ""
     if refused and device.type == "cuda" and is_slow(name, dtype):
-        _logger.warning("%s, far slower than flash attention%s.%s", message, why, _way_out(dtype, scores))
+        _logger.warning("%s, far slower than flash attention%s.%s", message, why, _way_out(case))
     else:
         _logger.info("%s%s%s", message, why, _faster(name, device, automatic))
 
@@ -154,13 +154,14 @@ def _extras(scores: Scores) -> str:
     return f" with {' and '.join(present)}" if present else ""
 
 
-def _way_out(dtype: torch.dtype, scores: Scores) -> str:
+def _way_out(case: Case) -> str:
     """What brings flash attention to a case on a GPU, "" where the head dimensions or the GPU itself stand in the way."""
     ways = []
-    if dtype not in (torch.bfloat16, torch.float16):
+    if case.dtype not in (torch.bfloat16, torch.float16):
         ways.append("train in bfloat16 or float16 (bf16=True or fp16=True)")
-    if scores.softcap is not None:
-        ways.append("install flash-attn, a fast kernel with softcap (pip install flash-attn)")
+    package = "flash-attn-4" if _made_for(case.device) else "flash-attn"
+    if case.scores.softcap is not None and (package == "flash-attn" or import_error(INTERFACE_4) is not None):
+        ways.append(f"install {package}, a fast kernel with softcap (pip install {package})")
     return f" To speed it up, {' and '.join(ways)}." if ways else ""
 
 
@@ -172,11 +173,14 @@ def _faster(name: str, device: torch.device, automatic: bool) -> str:
     return f"; {advice}" if advice else ""
 
 
+def _made_for(device: torch.device) -> str | None:
+    """The kind of GPUs that FlashAttention 4 is made for, if this is one."""
+    return None if torch.version.hip is not None else _MADE_FOR.get(torch.cuda.get_device_capability(device)[0])
+
+
 def faster_kernel(name: str, device: torch.device) -> str | None:
     """How to get a kernel that is faster than the one that runs on a GPU; None if there is none to install."""
-    if name not in ("cuda", "flash_attn") or device.type != "cuda" or torch.version.hip is not None:
-        return None
-    kind = _MADE_FOR.get(torch.cuda.get_device_capability(device)[0])
+    kind = _made_for(device) if name in ("cuda", "flash_attn") and device.type == "cuda" else None
     if kind is None or import_error(INTERFACE_4) is None:
         return None
     return (

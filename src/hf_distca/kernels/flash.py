@@ -223,7 +223,7 @@ def import_error(name: str = _INTERFACE_3) -> Exception | None:
 def _no_aten(case: Case) -> str | None:
     reason = unsupported_by_flash(case)
     if reason is None and case.scores.softcap is not None:
-        return "torch's flash attention has no softcap, the flash-attn package has: pip install flash-attn"
+        return "torch's flash attention has no softcap: flash-attn-4 has, on Hopper and Blackwell GPUs, and flash-attn"
     if reason is None and not torch.backends.cuda.is_flash_attention_available():
         return "this build of torch comes without flash attention"
     return reason

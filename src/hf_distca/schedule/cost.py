@@ -10,7 +10,9 @@ query-key pair and head forward, 2.5 times that backward. Bytes are those that a
 for no product hides them. A block of forward has rows, and one of backward keys, of one query head (section 3.2); others stream
 past, beside products. So forward reads q and writes o. Backward reads q, o and do and writes dq for each row. For each key and
 query head it reads k and v and writes dk and dv, and reads these once more to add them up where heads share keys. What fills up a
-tile is neither read nor written. The three coefficients come from a built-in profile or from timing the kernel.
+tile is neither read nor written. The three coefficients come from a built-in profile or from timing the kernel. Where slices were
+timed, which tell bytes of rows from those of keys, a kernel may also move its rows more than once (`KernelCost.row_passes`): in
+backward one more kernel reads o and do first, and another one dq last, in float32.
 
 With a sliding window of w keys, position p sees keys (p - w, p]: only the pairs of that band count, and of the keys only the
 last n + w - 1 are read.
@@ -138,6 +140,7 @@ class KernelCost:
         task_seconds, bytes_per_second, flops_per_second: what tasks take.
         call_seconds: what a call takes besides its tasks.
         least_seconds: what no call takes less than, however little it computes: its launch.
+        row_passes: how often the bytes of a row count.
     """
 
     task_seconds: float
@@ -145,6 +148,7 @@ class KernelCost:
     flops_per_second: float
     call_seconds: float = 0.0
     least_seconds: float = 0.0
+    row_passes: float = 1.0
 
     @property
     def coefficients(self) -> FloatArray:
@@ -162,8 +166,9 @@ class KernelCost:
         """The coefficients by name, None for an infinite one."""
         cost = cls(**{name: rate_or_infinity(value) for name, value in data.items()})
         seconds = cost.task_seconds, cost.call_seconds, cost.least_seconds
-        if not (min(seconds) >= 0 and max(seconds) < math.inf and cost.bytes_per_second > 0 and cost.flops_per_second > 0):
-            raise ValueError(f"{cost}: seconds must be finite and not negative, rates positive")
+        rates = cost.bytes_per_second, cost.flops_per_second, cost.row_passes
+        if not (min(seconds) >= 0 and max(*seconds, cost.row_passes) < math.inf and min(rates) > 0):
+            raise ValueError(f"{cost}: seconds must be finite and not negative, passes finite, passes and rates positive")
         return cost
 
     @classmethod
@@ -294,8 +299,9 @@ class CostModel:
         n, m = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(keys))
         read, pairs = task_counts(n, m, self.tile, ALL_KEYS if self.window is None else self.window)
         tasks, flops = np.ones(n.shape), pairs * (self.shape.pair_flops * np.asarray(heads))
-        forward = n * (self.shape.row_bytes * np.asarray(heads, dtype=np.float64))
-        backward = 2.0 * forward + read * self.shape.backward_key_bytes * heads
+        rows_moved = n * (self.shape.row_bytes * np.asarray(heads, dtype=np.float64))
+        forward = rows_moved * self.forward.row_passes
+        backward = 2.0 * rows_moved * self.backward.row_passes + read * self.shape.backward_key_bytes * heads
         return np.array([[tasks, forward, flops], [tasks, backward, 2.5 * flops]]).transpose(0, 2, 1)
 
     def parts(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
@@ -318,9 +324,9 @@ class CostModel:
         """Seconds of a task, a query row, a key and a query-key pair, forward and backward together."""
         shape, forward, backward = self.shape, self.forward, self.backward
         pair = shape.pair_flops * (1 / forward.flops_per_second + 2.5 / backward.flops_per_second)
-        row = shape.row_bytes * (1 / forward.bytes_per_second + 2.0 / backward.bytes_per_second)
+        passes = forward.row_passes / forward.bytes_per_second + 2.0 * backward.row_passes / backward.bytes_per_second
         key = shape.backward_key_bytes / backward.bytes_per_second
-        return float(forward.task_seconds + backward.task_seconds), row, key, pair
+        return float(forward.task_seconds + backward.task_seconds), shape.row_bytes * passes, key, pair
 
     def transfer_seconds(self, query_tokens: npt.ArrayLike, key_tokens: npt.ArrayLike) -> FloatArray:
         """Seconds on the wire of moved tokens, forward and backward together, without the fixed part."""

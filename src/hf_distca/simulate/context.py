@@ -76,7 +76,8 @@ def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int
         read = np.minimum(read, length + (chunks - 1) * (cost.window - 1.0))
     # As `CostModel.counts`; each key is in one of the calls.
     tasks, moved, flops = chunks * hops, length * shape.row_bytes * hops, shape.pair_flops * pairs
-    forward, backward = (tasks, moved, flops), (tasks, 2 * moved + read * shape.backward_key_bytes, 2.5 * flops)
+    backward = tasks, 2 * moved * cost.backward.row_passes + read * shape.backward_key_bytes, 2.5 * flops
+    forward = tasks, moved * cost.forward.row_passes, flops
     counts = [np.stack([rows.sums(part / degree) for part in parts]) for parts in (forward, backward)]
     calls = 2 if hops == 1 and degree > 1 else hops  # heads and tails are computed one after the other
     return in_calls(cost, np.stack([cost.forward.coefficients @ counts[0], cost.backward.coefficients @ counts[1]]), calls)

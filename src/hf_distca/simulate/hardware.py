@@ -8,13 +8,13 @@ from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import KernelCost
 from hf_distca.schedule.profiles import Profile
 
-__all__ = ["KNOWN_HARDWARE", "Hardware", "find_hardware"]
+__all__ = ["KNOWN_HARDWARE", "REACHED", "Hardware", "find_hardware"]
 
-_REACHED = 0.85  # of the data sheet's rates of memory and of the link to the host: assumed
+REACHED = 0.85  # of the data sheet's rates of memory and of the link to the host: assumed
 # Of that, by copies into another order. pytorch issue 178066: heads are put in order for an all-to-all in 0.38 of its time on
 # H100 and 0.43 on A100. With the all-to-alls of the shipped profiles among 8 GPUs, that is 0.54 and 0.55 of the data sheet's
 # rate.
-_REORDERED = 0.545 / _REACHED
+_REORDERED = 0.545 / REACHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Hardware:
     sources: tuple[tuple[str, str], ...]
     ranks_per_node: int = 8
     host_bytes: float = 2.5e11
-    host_rate: float = _REACHED * 6.4e10
+    host_rate: float = REACHED * 6.4e10
 
     def __post_init__(self) -> None:
         for part in fields(self):
@@ -94,34 +94,43 @@ class _Device:
     def with_kernel(self, name: str, kernel: str) -> Hardware:
         measured = Profile.load(f"{self.profile}_{kernel}")
         rates, inside, between = measured.kernels[0], measured.inside, measured.between
-        assert inside is not None  # shipped profiles of GPUs have both kinds of links
-        assert between is not None
+        if inside is None or between is None:
+            raise ConfigError(
+                f"profile {measured.name} has inside={inside} and between={between}: of a GPU, it needs the rates of both."
+            )
+        faster = self.memory_rate / _DEVICES[self.profile].memory_rate  # than that of the GPU that was timed
+        forward, backward = (
+            replace(cost, bytes_per_second=faster * cost.bytes_per_second) for cost in (rates.forward, rates.backward)
+        )
         memory = (
-            f"{self.memory_rate / 1e12:.2f} TB/s, {self.memory_bytes / 1e9:.0f} GB (data sheet); {_REACHED:.0%} reached: assumed"
+            f"{self.memory_rate / 1e12:.2f} TB/s, {self.memory_bytes / 1e9:.0f} GB (data sheet); {REACHED:.0%} reached: assumed"
         )
         wire = self.link_gbps * 1e9 / 8
         host = (
             f"{self.host_bytes / 1e9:.0f} GB a device, {self.host_rate / 1e9:.0f} GB/s each way (data sheets), "
-            f"{100 * _REACHED:.0f} % of it assumed"
+            f"{100 * REACHED:.0f} % of it assumed"
         )
         link = f"{self.link_gbps:.0f} Gbit/s a GPU, of which messages reach {between.bytes_per_second / wire:.0%}"
         errors = f"largest error of fitted timings {rates.errors['fitted_forward_largest']:.0%} forward"
         return Hardware(
             name,
-            *(self.matmul_flops, _REACHED * self.memory_rate, self.memory_bytes, self.gather_rate, inside.bytes_per_second),
+            *(self.matmul_flops, REACHED * self.memory_rate, self.memory_bytes, self.gather_rate, inside.bytes_per_second),
             *(self.link_gbps, between.bytes_per_second / wire, between.seconds, between.peer_seconds),
-            *(rates.forward, rates.backward, rates.element_bytes),
+            *(forward, backward, rates.element_bytes),
             sources=(
                 ("matmul", self.matmul),
                 ("memory", memory),
                 ("host", host),
                 ("gather", self.gather),
                 ("links", f"{link}; {measured.sources['links']}"),
-                ("attention", f"profile {measured.name}, {errors}, {measured.sources['kernel']}"),
+                (
+                    "attention",
+                    f"profile {measured.name}, bytes at {faster:.2f} of its rate, {errors}, {measured.sources['kernel']}",
+                ),
             ),
             ranks_per_node=self.ranks_per_node,
             host_bytes=self.host_bytes,
-            host_rate=_REACHED * self.host_rate,
+            host_rate=REACHED * self.host_rate,
         )
 
 
