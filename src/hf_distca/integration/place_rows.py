@@ -125,8 +125,8 @@ def _weigh(rows: Any, model: Any, config: DistCAConfig, end_of_document: int | N
     """Seconds of attention of each row, in all layers; without a model, squares of its documents' lengths."""
     if not hasattr(rows, "__len__") or isinstance(rows, IterableDataset):
         raise UnsupportedError(
-            f"place_rows weighs all rows before training, and a {type(rows).__name__} does not say how many "
-            "there are. Give a data set with a length, or leave place_rows out."
+            f"place_rows weighs all rows before training, and data of {type(rows).__name__} does not say how "
+            "many there are. Give a data set with a length, or leave place_rows out."
         )
     if shares_of(rows) is not None:
         raise UnsupportedError("documents of this data set are dealt, which makes ranks even: leave place_rows out.")
