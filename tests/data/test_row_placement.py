@@ -112,7 +112,7 @@ def test_ranks_of_a_node_get_even_batches() -> None:
 
 
 def test_samplers_are_told_of_epochs_and_replaced() -> None:
-    """As `DataLoaderShard.set_epoch`, the Trainer and `set_sampler` do it."""
+    """Both as `DataLoaderShard` does it."""
     places = StepPlaces(2, 1, 1, 2)
     placed = RowPlacement(batches(8, places, split=False, drop=False), some_work(8), places)
     first = list(placed)

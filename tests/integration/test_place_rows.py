@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import MistralConfig, Trainer, TrainingArguments
 
 import hf_distca
+from hf_distca.integration import place_rows
 from ranks import RankPool
 from tiny_runs import COMMON, documents, settings, tiny_llama
 
@@ -71,7 +72,7 @@ Seen = list[tuple[int, tuple[int, ...], float]]
 
 
 def train(rank: int, per_node: int | None, count: int, resume: str | None, changes: dict[str, Any]) -> Seen:
-    """What a rank saw; rows are placed on nodes of so many ranks, None for none."""
+    """Train on one rank, and tell which rows it saw; they are placed on nodes of so many ranks, or not."""
     trainer = make(count, **changes)
     if per_node is not None:
         assert hf_distca.place_rows(trainer, ranks_per_node=per_node) is trainer
@@ -80,7 +81,7 @@ def train(rank: int, per_node: int | None, count: int, resume: str | None, chang
 
 
 def steps(seen: list[Seen]) -> dict[int, tuple[list[int], float]]:
-    """Of each step the rows of all ranks, and the sum of their losses."""
+    """Rows of all ranks in each step, and the sum of their losses."""
     numbers = sorted({step for rank in seen for step, _, _ in rank})
     every = [micro_batch for rank in seen for micro_batch in rank]
     return {
@@ -125,7 +126,7 @@ def test_an_epoch_in_another_order(rank_pool: Callable[[int], RankPool]) -> None
 
 def test_a_rank_alone_keeps_its_order(capfd: pytest.CaptureFixture[str]) -> None:
     compare(lambda *given: [train(0, *given)], 1, 7, **ACCUMULATED)
-    assert "distca leaves rows in their order: 1 rank of one node" in capfd.readouterr().err
+    assert "distca leaves rows in their order: there is one node" in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -184,7 +185,7 @@ def test_loops_of_ones_own(rank_pool: Callable[[int], RankPool], split: bool) ->
 
 
 def loader_of(rank: int, count: int = 24, ranks: int = 4, **given: Any) -> DataLoaderShard:
-    """What accelerate makes of a loader on one of several processes."""
+    """A loader as accelerate makes it on one of several processes."""
     batches = given.pop("batches", BatchSampler(SequentialSampler(range(count)), 1, False))
     return DataLoaderShard(given.pop("dataset", rows(count)), batch_sampler=BatchSamplerShard(batches, ranks, rank))
 
@@ -208,7 +209,7 @@ def test_rows_are_weighed_by_the_model_or_by_squares(capfd: pytest.CaptureFixtur
 
 
 def test_ranks_of_one_attention_group_are_a_node() -> None:
-    """Of nodes of 4 ranks, groups of 2 share no work: each is evened by itself."""
+    """Groups of 2 ranks in nodes of 4 share no work: each is evened by itself."""
     orders = []
     for settings_, per_node in (({"group_size": 2}, 4), ({}, 2)):
         hf_distca.configure(settings(**settings_))
@@ -220,6 +221,23 @@ def test_ranks_of_one_attention_group_are_a_node() -> None:
 
 def dealt() -> Any:
     return hf_distca.document_shares(rows(24).select_columns("input_ids"), 16, model=tiny_llama("distca"), ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "expected"),
+    [
+        ((7, 7, 7, 7, 3, 3), 6, "3 nodes of 2"),  # of unequal size
+        ((7, 7, 7, 7, 3, 3, 3, 3), 4, "2 nodes of 2"),  # two tensor-parallel ranks read the same rows
+        ((7, 3, 7, 3), 4, "4 nodes of 1"),  # ranks in turns
+    ],
+)
+def test_nodes_are_found(
+    nodes: tuple[int, ...], ranks: int, expected: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hf_distca.configure(settings())
+    monkeypatch.setattr(place_rows, "gather_object", lambda said: [(node, said[0][1]) for node in nodes])
+    hf_distca.place_rows(loader_of(0, ranks=ranks))
+    assert f"on {expected} in 1 micro-batch." in capfd.readouterr().err
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -249,7 +267,7 @@ def test_trainers_that_cannot_be_placed() -> None:
 
 
 def refused_on_ranks(rank: int) -> list[str]:
-    """What is said of rows that ranks do not agree on, and of loaders that read for one rank alone."""
+    """Errors of rows that ranks do not agree on, of loaders that read for one rank alone, and of other rows."""
     said = []
     PartialState()
     for count in (8 + rank, 8):

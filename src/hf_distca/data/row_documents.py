@@ -35,38 +35,39 @@ def documents_in_rows(rows: Any, end_of_document: int | None = None, *, quiet: b
     Raises:
         LayoutError: if rows have none of these columns.
     """
-    names = _names(rows)
-    column = next((name for name in _TELLING if name in names), "input_ids")
-    if end_of_document is not None:
-        column = "input_ids"
-    if column not in names:
+    column = _telling_column(rows, end_of_document)
+    if column == "input_ids" and end_of_document is None:
+        return document_lengths(rows, quiet=quiet), np.arange(len(rows))
+    lengths, counts = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    for values, count in _blocks(rows, column, quiet=quiet):
+        if column in ("input_ids", "position_ids"):
+            starts = _starts(values, count, end_of_document)
+            lengths.append(np.diff(starts, append=len(values)))
+            counts.append(np.diff(np.searchsorted(starts, np.cumsum(count)), prepend=0))
+        else:
+            lengths.append(values.astype(np.int64))
+            counts.append(count)
+    documents = np.concatenate(counts)
+    return np.concatenate(lengths), np.repeat(np.arange(len(documents)), documents)
+
+
+def _telling_column(rows: Any, end_of_document: int | None) -> str:
+    """The column that says which documents rows have."""
+    if is_of("Dataset", rows) and rows.format["type"] != "custom":
+        names: list[str] = list(rows.column_names)
+    else:
+        row = rows[0] if len(rows) else {"input_ids": []}
+        if not hasattr(row, "keys"):
+            raise LayoutError(f"rows are of {type(row).__name__}: they must be mappings, with input_ids.")
+        names = list(row.keys())
+    told = () if end_of_document is not None else _TELLING
+    column: str | None = next((name for name in (*told, "input_ids") if name in names), None)
+    if column is None:
         raise LayoutError(
             f"rows have the columns {', '.join(names) or 'none'}: one of input_ids, {', '.join(_TELLING)} "
             "says how long their documents are."
         )
-    if column == "input_ids" and end_of_document is None:
-        return document_lengths(rows, quiet=quiet), np.arange(len(rows))
-    lengths, counts = [], []
-    for values, count in _blocks(rows, column, quiet=quiet):
-        if column in ("documents", "seq_lengths"):
-            lengths.append(values)
-            counts.append(count)
-            continue
-        starts = _starts(values, count, end_of_document)
-        lengths.append(np.diff(starts, append=len(values)))
-        counts.append(np.diff(np.searchsorted(starts, np.cumsum(count)), prepend=0))
-    documents = np.concatenate(counts or [np.zeros(0, dtype=np.int64)])
-    tokens = np.concatenate(lengths or [np.zeros(0, dtype=np.int64)])
-    return tokens.astype(np.int64), np.repeat(np.arange(len(documents)), documents)
-
-
-def _names(rows: Any) -> list[str]:
-    if is_of("Dataset", rows) and rows.format["type"] != "custom":
-        return list(rows.column_names)
-    row = rows[0] if len(rows) else {}
-    if not hasattr(row, "keys"):
-        raise LayoutError(f"rows are of {type(row).__name__}: they must be mappings, with input_ids.")
-    return list(row.keys())
+    return column
 
 
 def _starts(values: IntArray, count: IntArray, end_of_document: int | None) -> IntArray:
@@ -82,8 +83,7 @@ def _starts(values: IntArray, count: IntArray, end_of_document: int | None) -> I
 
 def _blocks(rows: Any, column: str, *, quiet: bool) -> Iterator[tuple[IntArray, IntArray]]:
     """Numbers of a column, row after row, and how many each row has; of documents, their lengths."""
-    bar = tqdm(total=len(rows), desc=f"reading {column}", delay=1.0, disable=quiet, unit=" rows")
-    with bar:
+    with tqdm(total=len(rows), desc=f"reading {column}", delay=1.0, disable=quiet, unit=" rows") as bar:
         if is_of("Dataset", rows) and rows.format["type"] != "custom":
             stored = rows.with_format("arrow", columns=[column])
             for first in range(0, len(rows), _READ):

@@ -136,7 +136,7 @@ class RowPlacement(BatchSampler):
 
     @property
     def sampler(self) -> Any:
-        """That of the batch sampler inside, which accelerate replaces to have one order on all ranks."""
+        """Sampler of the batch sampler inside, which accelerate replaces to have one order on all ranks."""
         return self.batch_sampler.sampler
 
     @sampler.setter

@@ -270,7 +270,7 @@ def layer_counts(model: Any, dtype: torch.dtype | None, device: str) -> dict[Pla
     if not counts:
         named = ", ".join(layers)
         raise ConfigError(f"{type(config).__name__} has layer_types {named}, and none of them is attention. Give shapes instead.")
-    return dict(sorted(counts.items(), key=lambda each: (each[0].window is not None, each[0].chunk is not None)))
+    return dict(sorted(counts.items(), key=lambda item: (item[0].window is not None, item[0].chunk is not None)))
 
 
 def known_cost(key: PlanKey, config: DistCAConfig) -> CostModel:

@@ -94,8 +94,8 @@ def place_rows(
     make = reader.get_train_dataloader
     if getattr(make, "places_rows", False):
         raise ConfigError("the rows of this Trainer are placed already: call hf_distca.place_rows once.")
-    callbacks = (each for each in reader.callback_handler.callbacks if isinstance(each, DistCACallback))
-    config = next((each.config for each in callbacks if each.config), current_session().config)
+    ours = (callback for callback in reader.callback_handler.callbacks if isinstance(callback, DistCACallback))
+    config = next((callback.config for callback in ours if callback.config), current_session().config)
     work = _weigh(reader.train_dataset, reader.model, config, end_of_document)
     placing = _Placing.agreed(work, reader.args.gradient_accumulation_steps, ranks_per_node, config)
 
@@ -151,7 +151,7 @@ def _attention_seconds(lengths: IntArray, model: Any, config: DistCAConfig) -> F
 
 @dataclass(frozen=True, eq=False)
 class _Placing:
-    """Where rows of some work are to be placed.
+    """Rows of some work, and the ranks that read them.
 
     Attributes:
         work: of each row.
@@ -169,7 +169,7 @@ class _Placing:
 
     @classmethod
     def agreed(cls, work: FloatArray, accumulation: int, per_node: int | None, config: DistCAConfig) -> Self:
-        """The same on all ranks, or an error on all of them."""
+        """Make sure that all ranks weigh the same rows, or raise on all of them."""
         said = gather_object([(node_number(), zlib.crc32(work.tobytes()))])
         read = [digest for _, digest in said]
         if len(set(read)) > 1:
@@ -186,7 +186,7 @@ class _Placing:
         ranks = 1 if shard is None else shard.num_processes
         per_node = 1 if shard is None else self._ranks_per_node(ranks)
         if shard is None or per_node == ranks:
-            _say(f"distca leaves rows in their order: {_ranks(ranks)} of one node even their work by themselves.")
+            _say("distca leaves rows in their order: there is one node, which evens its work by itself.")
             return
         batches = shard.batch_sampler
         if isinstance(batches, RowPlacement):
@@ -211,7 +211,7 @@ class _Placing:
 
 
 def _shard_of(loader: Any) -> BatchSamplerShard | None:
-    """What leaves each rank its batches; None if there is one rank.
+    """Find the batch sampler that leaves each rank its batches; None if there is one rank.
 
     Raises:
         UnsupportedError: if rows cannot be placed before it.
@@ -240,23 +240,19 @@ def _shard_of(loader: Any) -> BatchSamplerShard | None:
     return shard
 
 
-def _ranks(count: int) -> str:
-    return f"{count} ranks" if count > 1 else "1 rank"
-
-
 def _say(text: str) -> None:
     if PartialState().is_main_process:
         say(text)
 
 
 def _words(places: StepPlaces, work: IntArray) -> str:
-    """How rows are placed, and what it gains in steps of rows in random order."""
+    """Say where rows are placed, and what it gains in steps of rows in random order."""
     rows = places.micro_batch_rows * places.micro_batches
     order = np.random.default_rng(0).permutation(len(work))
     steps = [work[order[first : first + rows]] for first in range(0, len(work) - rows + 1, rows)][:_STEPS]
     text = (
-        f"distca places the {rows:,} rows of each step on {places.nodes} {'nodes' if places.nodes > 1 else 'node'} of "
-        f"{places.ranks_per_node} in {places.micro_batches} micro-batches."
+        f"distca places the {rows:,} rows of each step on {places.nodes} nodes of "
+        f"{places.ranks_per_node} in {places.micro_batches} {'micro-batches' if places.micro_batches > 1 else 'micro-batch'}."
     )
     if not steps:
         return text
