@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets import Dataset
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_distca.data.row_documents import documents_in_rows
@@ -32,6 +32,7 @@ def in_form(lengths: list[list[int]], form: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("form", ["documents", "seq_lengths", "position_ids", "end of document"])
+@settings(max_examples=15)
 @given(lengths=ROWS, seed=st.integers(0, 9))
 def test_all_forms_tell_of_the_same_documents(form: str, lengths: list[list[int]], seed: int) -> None:
     end = END if form == "end of document" else None
