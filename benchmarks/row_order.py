@@ -131,7 +131,7 @@ def main() -> int:
     parser.add_argument(
         "--documents", nargs="+", default=names, help="names of distributions, or JSON lists (default: both names)"
     )
-    sizes = ["64x65536", "512x65536"]
+    sizes = ["64x65536", "64x32768", "512x65536", "512x32768"]
     parser.add_argument("--sizes", nargs="+", default=sizes, help="ranks x tokens of a row (default: %(default)s)")
     parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 4], help="micro-batches of a step (default: 1 4)")
     parser.add_argument("--micro-batches", type=int, default=8, help="of each case, in whole steps (default: %(default)s)")
