@@ -38,6 +38,7 @@ SMALL = {
     "python benchmarks/levels.py --placements benchmarks/placements": "--json out.json",
     "python benchmarks/recurrent.py --placements benchmarks/placements": "--heads 1 --tokens 16 --rounds 1 --json out.json",
     "python benchmarks/group_size.py": "--ranks 16 --sizes 8 --tokens 8192 --longest 8192 --json out.json",
+    "python benchmarks/row_order.py": "--sizes 16x2048 --accumulation 2 --micro-batches 2 --seeds 1 --json out.json",
     "python benchmarks/timeline.py --record traces timeline.png": "--tokens 1024 --latency 20",
     "python benchmarks/context_parallel.py --placement benchmarks/placements/long_tail_8_ranks.json": "--json out.json",
     "python benchmarks/rates.py": "--ranks 2 --tokens 256 --layers 1 --heads 2 --steps 14 --json out.json",
@@ -75,6 +76,7 @@ LONG = {
 }
 IN_TURN = {
     "python benchmarks/group_size.py",
+    "python benchmarks/row_order.py",
     "python benchmarks/dealt_step_time.py",
     "python benchmarks/published_timings.py",
     "python benchmarks/profile_plans.py benchmarks/placements",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_distca.integration.document_shares import document_shares
     from hf_distca.integration.loading import prepare
     from hf_distca.integration.mixin import DistCATrainerMixin
+    from hf_distca.integration.place_rows import place_rows
     from hf_distca.integration.reports import metrics, trace
     from hf_distca.integration.session import balancing, configure
     from hf_distca.integration.share_tokens import share_tokens
@@ -39,6 +40,7 @@ __all__ = [
     "document_shares",
     "metrics",
     "pipeline",
+    "place_rows",
     "prepare",
     "share_tokens",
     "trace",
@@ -53,6 +55,7 @@ _MODULES = {
     "integration.document_shares": ("document_shares",),
     "integration.loading": ("prepare",),
     "integration.mixin": ("DistCATrainerMixin",),
+    "integration.place_rows": ("place_rows",),
     "integration.reports": ("metrics", "trace"),
     "integration.session": ("balancing", "configure"),
     "integration.share_tokens": ("share_tokens",),

@@ -26,6 +26,7 @@ def test_every_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     rng = np.random.default_rng(0)
     documents = [rng.integers(3, 50, length) for length in (700, 40, 3, 90, 300, 12)]
     datasets.Dataset.from_dict({"tokens": documents}).to_parquet("documents.parquet")
+    datasets.Dataset.from_dict({"input_ids": [[3, 4, 5]] * 4, "seq_lengths": [[3], [1, 2]] * 2}).to_parquet("rows.parquet")
     np.concatenate(documents).astype(np.uint16).tofile("tokens.bin")
     np.save("ends.npy", np.cumsum([len(document) for document in documents]))
     names: dict[str, Any] = {"model": tiny_llama("distca")}
@@ -33,7 +34,7 @@ def test_every_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     for block in blocks():
         exec(compile(block, "docs/data.md", "exec"), names)  # ours
         shares.append(names["shares"])
-    parquet, stream, file, _ = shares
+    parquet, stream, file, *_ = shares
     assert len(parquet) == len(file) == sum(map(len, documents)) // 256
     # The same documents in the same order: what they are read from makes no difference.
     assert [share["input_ids"].tolist() for share in parquet] == [share["input_ids"].tolist() for share in file]

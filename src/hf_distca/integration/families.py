@@ -7,6 +7,7 @@ what plans need to know of a model before its first step: the kinds of attention
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from importlib.resources import files
 from typing import Any
@@ -34,6 +35,7 @@ __all__ = [
     "check_numbered",
     "check_parts",
     "known_cost",
+    "layer_counts",
     "layer_keys",
     "source_of_rates",
     "warn_of_family",
@@ -235,7 +237,14 @@ _WIDTHS = ("hidden_size", "d_model", "n_embd")
 def layer_keys(model: Any, dtype: torch.dtype | None, device: str) -> list[PlanKey]:
     """The plan of each kind of layer, those without a window first.
 
-    What a config does not say is found at the first forward: plans for such layers are made there.
+    What a config does not say is found at the first forward: plans for such layers are made there. Args and raises: as
+    `layer_counts`.
+    """
+    return list(layer_counts(model, dtype, device))
+
+
+def layer_counts(model: Any, dtype: torch.dtype | None, device: str) -> dict[PlanKey, int]:
+    """How many layers have each plan, those without a window first; 1 if all layers are of one kind.
 
     Args:
         model: a config, of composite models that of all parts, or a model that has one.
@@ -250,16 +259,18 @@ def layer_keys(model: Any, dtype: torch.dtype | None, device: str) -> list[PlanK
         raise ConfigError(f"model={type(model).__name__} is no model of transformers and no config: give one, or shapes.")
     config = whole.get_text_config(decoder=True)
     bytes_ = (dtype or _dtype(model, config, whole)).itemsize
-    kinds = getattr(config, "layer_types", None)
+    kinds = getattr(config, "layer_types", None) or [None]
     # A layer of each kind; layers may differ in more than what `layer_types` says.
-    layers = {kind: kinds.index(kind) for kind in kinds} if kinds else {None: 0}
+    layers = {kind: kinds.index(kind) for kind in kinds}
     configs = config.per_layer_config if getattr(config, "is_heterogeneous", False) else dict.fromkeys(layers.values(), config)
-    keys = [_key(configs[layer], kind, bytes_, device) for kind, layer in layers.items()]
-    different = list(dict.fromkeys(key for key in keys if key is not None))
-    if not different:
-        named = ", ".join(dict.fromkeys(kinds or ()))
+    counts: Counter[PlanKey] = Counter()
+    for kind, layer in layers.items():
+        if (key := _key(configs[layer], kind, bytes_, device)) is not None:
+            counts[key] += kinds.count(kind)
+    if not counts:
+        named = ", ".join(layers)
         raise ConfigError(f"{type(config).__name__} has layer_types {named}, and none of them is attention. Give shapes instead.")
-    return sorted(different, key=lambda key: (key.window is not None, key.chunk is not None))
+    return dict(sorted(counts.items(), key=lambda item: (item[0].window is not None, item[0].chunk is not None)))
 
 
 def known_cost(key: PlanKey, config: DistCAConfig) -> CostModel:

@@ -1,0 +1,110 @@
+"""Documents of packed rows: how long each is, without what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from hf_distca.data.reading import document_lengths, is_of
+from hf_distca.errors import LayoutError
+from hf_distca.schedule.layout import IntArray
+
+__all__ = ["documents_in_rows"]
+
+# Columns that say which documents a row has, as `PackingCollator` reads them; the first that there is counts.
+_TELLING = ("documents", "seq_lengths", "position_ids")
+_READ = 1024  # rows of a `datasets.Dataset` at once
+
+
+def documents_in_rows(rows: Any, end_of_document: int | None = None, *, quiet: bool = False) -> tuple[IntArray, IntArray]:
+    """Find the documents of all rows of a data set.
+
+    Args:
+        rows: a `datasets.Dataset`, or a sequence of mappings. A column ``documents``, ``seq_lengths``
+            or ``position_ids`` says where documents begin, as for `PackingCollator`; without one, a
+            row is one document. Of a `datasets.Dataset` only that column is read.
+        end_of_document: token id with which documents end, to find them in ``input_ids`` instead.
+        quiet: show no progress bar.
+
+    Returns:
+        The tokens of each document, and the number of its row: (documents,) int64 each.
+
+    Raises:
+        LayoutError: if rows have none of these columns.
+    """
+    column = _telling_column(rows, end_of_document)
+    if column == "input_ids" and end_of_document is None:
+        return document_lengths(rows, quiet=quiet), np.arange(len(rows))
+    lengths, counts = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    for values, count in _blocks(rows, column, quiet=quiet):
+        if column in ("input_ids", "position_ids"):
+            starts = _starts(values, count, end_of_document)
+            lengths.append(np.diff(starts, append=len(values)))
+            counts.append(np.diff(np.searchsorted(starts, np.cumsum(count)), prepend=0))
+        else:
+            lengths.append(values.astype(np.int64))
+            counts.append(count)
+    documents = np.concatenate(counts)
+    return np.concatenate(lengths), np.repeat(np.arange(len(documents)), documents)
+
+
+def _telling_column(rows: Any, end_of_document: int | None) -> str:
+    """The column that says which documents rows have."""
+    if is_of("Dataset", rows) and rows.format["type"] != "custom":
+        names: list[str] = list(rows.column_names)
+    else:
+        row = rows[0] if len(rows) else {"input_ids": []}
+        if not hasattr(row, "keys"):
+            raise LayoutError(f"rows are of {type(row).__name__}: they must be mappings, with input_ids.")
+        names = list(row.keys())
+    told = () if end_of_document is not None else _TELLING
+    column: str | None = next((name for name in (*told, "input_ids") if name in names), None)
+    if column is None:
+        raise LayoutError(
+            f"rows have the columns {', '.join(names) or 'none'}: one of input_ids, {', '.join(_TELLING)} "
+            "says how long their documents are."
+        )
+    return column
+
+
+def _starts(values: IntArray, count: IntArray, end_of_document: int | None) -> IntArray:
+    """Places in rows of positions, or of tokens and ends of documents, at which documents begin."""
+    begins = np.zeros(len(values) + 1, dtype=np.bool_)
+    begins[np.cumsum(count) - count] = True
+    if end_of_document is None:
+        begins[:-1] |= values == 0
+    else:
+        begins[1:] |= values == end_of_document
+    return np.flatnonzero(begins[:-1])
+
+
+def _blocks(rows: Any, column: str, *, quiet: bool) -> Iterator[tuple[IntArray, IntArray]]:
+    """Numbers of a column, row after row, and how many each row has; of documents, their lengths."""
+    with tqdm(total=len(rows), desc=f"reading {column}", delay=1.0, disable=quiet, unit=" rows") as bar:
+        if is_of("Dataset", rows) and rows.format["type"] != "custom":
+            stored = rows.with_format("arrow", columns=[column])
+            for first in range(0, len(rows), _READ):
+                values = stored[first : first + _READ].column(column).combine_chunks()
+                yield _stored(values)
+                bar.update(len(values))
+            return
+        for number in range(len(rows)):
+            value = rows[number][column]
+            value = [len(document) for document in value] if column == "documents" else value
+            numbers = np.asarray(value if value is not None else [], dtype=np.int64).reshape(-1)
+            yield numbers, np.array([len(numbers)])
+            bar.update()
+
+
+def _stored(values: Any) -> tuple[IntArray, IntArray]:
+    """Numbers of an Arrow array of lists, and how many each list has; of lists of lists, the lengths of the inner ones."""
+    import pyarrow.compute as pc
+
+    count = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
+    inner = pc.list_flatten(values)
+    if hasattr(inner.type, "value_type"):
+        inner = pc.fill_null(pc.list_value_length(inner), 0)
+    return inner.to_numpy(zero_copy_only=False), count.astype(np.int64)

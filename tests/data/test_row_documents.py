@@ -1,0 +1,58 @@
+"""Documents of packed rows, found in every form in which packers leave them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_distca.data.row_documents import documents_in_rows
+from hf_distca.errors import LayoutError
+
+END = 2
+ROWS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=6)
+
+
+def in_form(lengths: list[list[int]], form: str) -> list[dict[str, Any]]:
+    """Rows of documents of these lengths; each ends with `END`, but for one that a row cuts."""
+    if form == "documents":
+        return [{"documents": [[5] * length for length in row]} for row in lengths]
+    tokens = [{"input_ids": [5] * sum(row)} for row in lengths]
+    if form == "seq_lengths":
+        return [row | {"seq_lengths": row_lengths} for row, row_lengths in zip(tokens, lengths, strict=True)]
+    if form == "position_ids":
+        positions = [[place for length in row for place in range(length)] for row in lengths]
+        return [row | {"position_ids": places} for row, places in zip(tokens, positions, strict=True)]
+    ended = [[token for length in row for token in [5] * (length - 1) + [END]] for row in lengths]
+    return [{"input_ids": [*row[:-1], 5]} for row in ended]
+
+
+@pytest.mark.parametrize("form", ["documents", "seq_lengths", "position_ids", "end of document"])
+@settings(max_examples=15)
+@given(lengths=ROWS, seed=st.integers(0, 9))
+def test_all_forms_tell_of_the_same_documents(form: str, lengths: list[list[int]], seed: int) -> None:
+    end = END if form == "end of document" else None
+    rows = in_form(lengths, form)
+    stored = Dataset.from_list([rows[0], *rows]).select(range(1, len(rows) + 1))
+    for given_ in (rows, stored, stored.with_format("torch"), stored.with_transform(lambda batch: batch)):
+        found, row = documents_in_rows(given_, end, quiet=True)
+        assert found.dtype == row.dtype == np.int64
+        assert [found[row == number].tolist() for number in range(len(rows))] == lengths
+
+
+def test_rows_without_any_of_it_are_one_document() -> None:
+    found, row = documents_in_rows([{"input_ids": [1, 2, 3]}, {"input_ids": []}], quiet=True)
+    assert (found.tolist(), row.tolist()) == ([3, 0], [0, 1])
+    found, row = documents_in_rows(Dataset.from_dict({"seq_lengths": [[4, 1], None, []]}), quiet=True)
+    assert (found.tolist(), row.tolist()) == ([4, 1], [0, 0])
+
+
+def test_other_rows_are_refused() -> None:
+    with pytest.raises(LayoutError, match="rows have the columns text: one of input_ids, documents, seq_lengths"):
+        documents_in_rows([{"text": "a"}])
+    with pytest.raises(LayoutError, match="rows are of list: they must be mappings"):
+        documents_in_rows([[1, 2]])

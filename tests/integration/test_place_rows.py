@@ -1,0 +1,325 @@
+"""`hf_distca.place_rows`: the rows of each optimizer step in another order, and nothing else."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration
+from datasets import Dataset, disable_progress_bars
+from test_deal_trainer import tokenizer
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from transformers import MistralConfig, Trainer, TrainingArguments
+
+import hf_distca
+from hf_distca.integration import place_rows
+from ranks import RankPool
+from tiny_runs import COMMON, documents, settings, tiny_llama
+
+# Documents of rows of equal length: heavy and light ones, so that some order makes them even.
+ROW = 48
+KINDS = ((48,), (30, 10, 8), (24, 24), (8,) * 6, (40, 8), (12,) * 4, (6,) * 8)
+
+
+def rows(count: int) -> Dataset:
+    """Packed rows; the first token of each is its number."""
+    kinds = np.random.default_rng(3).integers(0, len(KINDS), count).tolist()
+    ids = documents(*[ROW] * count, seed=1)
+    return Dataset.from_dict(
+        {
+            "input_ids": [[number, *row[1:]] for number, row in enumerate(ids)],
+            "seq_lengths": [KINDS[kind] for kind in kinds],
+        }
+    )
+
+
+class Watched(Trainer):
+    """Notes of each micro-batch its step, its rows and the sum of its losses."""
+
+    seen: list[tuple[int, tuple[int, ...], float]]
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, return_outputs, **kwargs)
+        ids = inputs["input_ids"][0].reshape(-1, ROW)
+        self.seen.append((self.state.global_step, tuple(ids[:, 0].tolist()), loss.item()))
+        return loss
+
+
+def make(count: int, **changes: Any) -> Watched:
+    disable_progress_bars()
+    hf_distca.configure(settings(cost_model="analytic"))
+    arguments = {**COMMON, "output_dir": tempfile.gettempdir(), "bf16": False, "learning_rate": 1e-2, "adam_epsilon": 1e-2}
+    arguments |= {"ddp_find_unused_parameters": False, **changes}
+    trainer = Watched(
+        tiny_llama("distca").double(),
+        TrainingArguments(**arguments),
+        train_dataset=rows(count),
+        data_collator=hf_distca.PackingCollator(),
+    )
+    trainer.seen = []
+    return trainer
+
+
+Seen = list[tuple[int, tuple[int, ...], float]]
+
+
+def train(rank: int, per_node: int | None, count: int, resume: str | None, changes: dict[str, Any]) -> Seen:
+    """Train on one rank, and tell which rows it saw; they are placed on nodes of so many ranks, or not."""
+    trainer = make(count, **changes)
+    if per_node is not None:
+        assert hf_distca.place_rows(trainer, ranks_per_node=per_node) is trainer
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer.seen
+
+
+def steps(seen: list[Seen]) -> dict[int, tuple[list[int], float]]:
+    """Rows of all ranks in each step, and the sum of their losses."""
+    numbers = sorted({step for rank in seen for step, _, _ in rank})
+    every = [micro_batch for rank in seen for micro_batch in rank]
+    return {
+        number: (
+            sorted(row for step, read, _ in every if step == number for row in read),
+            math.fsum(loss for step, _, loss in every if step == number),
+        )
+        for number in numbers
+    }
+
+
+def waits(seen: list[Seen], per_node: int) -> int:
+    """Causal pairs of the busiest node, over all micro-batches."""
+    pairs = [sum(length * length for length in lengths) for lengths in rows(1 + most(seen))["seq_lengths"]]
+    of_ranks = np.array([[sum(pairs[row] for row in read) for _, read, _ in rank] for rank in seen])
+    return int(of_ranks.reshape(-1, per_node, of_ranks.shape[1]).sum(axis=1).max(axis=0).sum())
+
+
+def most(seen: list[Seen]) -> int:
+    return max(row for rank in seen for _, read, _ in rank for row in read)
+
+
+def compare(pool: Callable[..., list[Seen]], per_node: int, count: int, **changes: Any) -> None:
+    given, placed = (pool(each, count, None, changes) for each in (None, per_node))
+    before, after = steps(given), steps(placed)
+    assert [read for read, _ in after.values()] == [read for read, _ in before.values()]
+    assert [loss for _, loss in after.values()] == pytest.approx([loss for _, loss in before.values()], rel=1e-6)
+    assert [[len(read) for _, read, _ in rank] for rank in placed] == [[len(read) for _, read, _ in rank] for rank in given]
+    if len(given) > per_node:
+        assert waits(placed, per_node) < waits(given, per_node)
+    else:
+        assert placed == given
+
+
+ACCUMULATED = {"gradient_accumulation_steps": 3, "num_train_epochs": 2}
+
+
+def test_an_epoch_in_another_order(rank_pool: Callable[[int], RankPool]) -> None:
+    """Seven rows of two epochs, on two ranks: the last step is short, and filled up."""
+    compare(partial(rank_pool(2), train), 1, 7, **ACCUMULATED)
+
+
+def test_a_rank_alone_keeps_its_order(capfd: pytest.CaptureFixture[str]) -> None:
+    compare(lambda *given: [train(0, *given)], 1, 7, **ACCUMULATED)
+    assert "distca leaves rows in their order: there is one node" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ACCUMULATED,
+        {"per_device_train_batch_size": 2},
+        {"per_device_train_batch_size": 8, "accelerator_config": {"split_batches": True}},
+        {"dataloader_drop_last": True, "gradient_accumulation_steps": 2},
+        {"train_sampling_strategy": "sequential"},
+        {"accelerator_config": {"use_seedable_sampler": False}, "gradient_accumulation_steps": 2},
+    ],
+    ids=["accumulation", "batches", "split batches", "drop last", "in order", "generator"],
+)
+def test_four_ranks_on_two_nodes(rank_pool: Callable[[int], RankPool], changes: dict[str, Any]) -> None:
+    compare(partial(rank_pool(4), train), 2, 27, **changes)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_where_it_was(rank_pool: Callable[[int], RankPool], tmp_path: Any) -> None:
+    changes = {**ACCUMULATED, "save_strategy": "steps", "save_steps": 3, "output_dir": str(tmp_path)}
+    pool = partial(rank_pool(4), train)
+    whole = pool(2, 27, None, changes)
+    resumed = pool(2, 27, str(tmp_path / "checkpoint-3"), changes | {"save_strategy": "no"})
+    assert resumed == [[each for each in rank if each[0] >= 3] for rank in whole]
+
+
+def read_in_loop(rank: int, per_node: int | None, split: bool) -> list[list[list[int]]]:
+    """Rows that a loop of its own reads, by epoch and micro-batch."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    data = DataLoaderConfiguration(split_batches=split, use_seedable_sampler=True, data_seed=5)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=data)
+    size = 2 * accelerator.num_processes if split else 2
+    loader = accelerator.prepare(DataLoader(rows(13), batch_size=size, shuffle=True, collate_fn=hf_distca.PackingCollator()))
+    if per_node is not None:
+        assert hf_distca.place_rows(loader, tiny_llama("distca"), ranks_per_node=per_node) is loader
+        with pytest.raises(hf_distca.ConfigError, match="placed already"):
+            hf_distca.place_rows(loader, ranks_per_node=per_node)
+    return [[batch["input_ids"][0].reshape(-1, ROW)[:, 0].tolist() for batch in loader] for _ in range(2)]
+
+
+@pytest.mark.parametrize("split", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_loops_of_ones_own(rank_pool: Callable[[int], RankPool], split: bool) -> None:
+    given, placed = (rank_pool(2)(read_in_loop, per_node, split) for per_node in (None, 1))
+    assert placed != given
+    for epoch in range(2):
+        for first in (0, 2):
+            step = slice(first, first + 2)
+            before, after = (
+                sorted(row for rank in read for batch in rank[epoch][step] for row in batch) for read in (given, placed)
+            )
+            assert after == before
+        assert [list(map(len, rank[epoch])) for rank in placed] == [list(map(len, rank[epoch])) for rank in given]
+
+
+def loader_of(rank: int, count: int = 24, ranks: int = 4, **given: Any) -> DataLoaderShard:
+    """A loader as accelerate makes it on one of several processes."""
+    batches = given.pop("batches", BatchSampler(SequentialSampler(range(count)), 1, False))
+    return DataLoaderShard(given.pop("dataset", rows(count)), batch_sampler=BatchSamplerShard(batches, ranks, rank))
+
+
+def order_of(loader: DataLoaderShard) -> list[int]:
+    return [row for batch in loader.batch_sampler for row in batch]
+
+
+def test_rows_are_weighed_by_the_model_or_by_squares(capfd: pytest.CaptureFixture[str]) -> None:
+    """With a window of 8 keys, long documents are no heavier than short ones, and rows are about equal."""
+    config = MistralConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, sliding_window=8)
+    said = {}
+    for name, model in (("squares", None), ("all keys", tiny_llama("sdpa").config), ("window", config)):
+        hf_distca.configure(settings(tile=1))
+        hf_distca.place_rows(loader_of(0), model, accumulation=3, ranks_per_node=2)
+        (line,) = (line for line in capfd.readouterr().err.splitlines() if "places" in line)
+        assert line.startswith("distca places the 12 rows of each step on 2 nodes of 2 in 3 micro-batches. Attention of the")
+        said[name] = float(line.rpartition("mean: ")[2].split()[0])
+    assert min(said["squares"], said["all keys"]) > 1.15
+    assert said["window"] < 1.1
+
+
+def test_ranks_of_one_attention_group_are_a_node() -> None:
+    """Groups of 2 ranks in nodes of 4 share no work: each is evened by itself."""
+    orders = []
+    for settings_, per_node in (({"group_size": 2}, 4), ({}, 2)):
+        hf_distca.configure(settings(**settings_))
+        loaders = [loader_of(rank, ranks=8) for rank in range(8)]
+        orders.append([order_of(hf_distca.place_rows(loader, ranks_per_node=per_node)) for loader in loaders])
+    assert orders[0] == orders[1]
+    assert sorted(row for rank in orders[0] for row in rank) == list(range(24))
+
+
+def dealt() -> Any:
+    return hf_distca.document_shares(rows(24).select_columns("input_ids"), 16, model=tiny_llama("distca"), ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "expected"),
+    [
+        ((7, 7, 7, 7, 3, 3), 6, "3 nodes of 2"),  # of unequal size
+        ((7, 7, 7, 7, 3, 3, 3, 3), 4, "2 nodes of 2"),  # two tensor-parallel ranks read the same rows
+        ((7, 3, 7, 3), 4, "4 nodes of 1"),  # ranks in turns
+    ],
+)
+def test_nodes_are_found(
+    nodes: tuple[int, ...], ranks: int, expected: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hf_distca.configure(settings())
+    monkeypatch.setattr(place_rows, "gather_object", lambda said: [(node, said[0][1]) for node in nodes])
+    hf_distca.place_rows(loader_of(0, ranks=ranks))
+    assert f"on {expected} in 1 micro-batch." in capfd.readouterr().err
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "stream": (lambda: DataLoader(rows(4).to_iterable_dataset()), "data of IterableDataset does not say how many there are"),
+    "no loader": (lambda: None, "data of NoneType does not say"),
+    "dealt": (lambda: loader_of(0, dataset=dealt()), "documents of this data set are dealt"),
+    "batches": (lambda: loader_of(0, batches=[[0, 1], [2]]), "list makes batches of its own sizes"),
+    "dispatched": (lambda: DataLoaderDispatcher(rows(4)), "rank 0 would read the batches of all ranks"),
+    "nodes": (lambda: loader_of(0, ranks=3), "ranks_per_node=2 must divide the 3 ranks"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_loaders_that_cannot_be_placed(name: str) -> None:
+    given, said = REFUSED[name]
+    with pytest.raises(hf_distca.DistCAError, match=said):
+        hf_distca.place_rows(given(), ranks_per_node=2)
+
+
+def test_trainers_that_cannot_be_placed() -> None:
+    trainer = make(4)
+    with pytest.raises(hf_distca.ConfigError, match="accumulation=2 and model=NoneType for a Trainer"):
+        hf_distca.place_rows(trainer, accumulation=2)
+    hf_distca.place_rows(trainer)
+    with pytest.raises(hf_distca.ConfigError, match="of this Trainer are placed already"):
+        hf_distca.place_rows(trainer)
+
+
+def refused_on_ranks(rank: int) -> list[str]:
+    """Errors of rows that ranks do not agree on, of loaders that read for one rank alone, and of other rows."""
+    said = []
+    PartialState()
+    for count in (8 + rank, 8):
+        with pytest.raises(hf_distca.DistCAError) as error:
+            hf_distca.place_rows(DataLoader(rows(count)), ranks_per_node=1)
+        said.append(str(error.value))
+    trainer = make(8)
+    hf_distca.place_rows(trainer, ranks_per_node=1).train_dataset = rows(6)
+    with pytest.raises(hf_distca.DistCAError) as error:
+        trainer.get_train_dataloader()
+    return [*said, str(error.value)]
+
+
+def test_ranks_compare_what_they_read(rank_pool: Callable[[int], RankPool]) -> None:
+    for said in rank_pool(2)(refused_on_ranks):
+        assert said[0].startswith("ranks 0 and 1 weigh rows differently: place_rows needs the same data set")
+        assert "this DataLoader has batches of BatchSampler" in said[1]
+        assert said[2].startswith("the loader reads 6 rows, and place_rows weighed 8")
+
+
+def train_packed(rank: int, per_node: int | None) -> list[int]:
+    """First tokens of the rows of TRL's packing that a rank reads."""
+    import trl
+
+    disable_progress_bars()
+    hf_distca.configure(settings(cost_model="analytic"))
+    lengths = [48, 30, 10, 8, 24, 24, 40, 8, *[12] * 12, *[6] * 16]
+    texts = [[number % 60, *text[1:]] for number, text in enumerate(documents(*lengths))]
+    arguments = {**COMMON, "bf16": False, "output_dir": tempfile.gettempdir(), "packing": True, "max_length": 48}
+    read: list[int] = []
+
+    class Noting(trl.SFTTrainer):  # type: ignore[misc, name-defined, unused-ignore]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            assert (inputs["position_ids"] == 0).any()
+            read.append(int(inputs["input_ids"][0, 0]))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    data = Dataset.from_dict({"input_ids": texts})
+    config = trl.SFTConfig(**arguments, gradient_accumulation_steps=2, num_train_epochs=1)
+    trainer = Noting(tiny_llama("distca"), config, train_dataset=data, processing_class=tokenizer())
+    assert "seq_lengths" in trainer.train_dataset.column_names
+    if per_node is not None:
+        hf_distca.place_rows(trainer, ranks_per_node=per_node)
+    trainer.train()
+    return read
+
+
+@pytest.mark.slow
+def test_packing_of_trl(rank_pool: Callable[[int], RankPool]) -> None:
+    given, placed = (rank_pool(2)(train_packed, per_node) for per_node in (None, 1))
+    assert placed != given
+    assert list(map(len, placed)) == list(map(len, given))
+    for first in range(0, len(given[0]), 2):
+        before, after = (sorted(row for rank in read for row in rank[first : first + 2]) for read in (given, placed))
+        assert after == before
