@@ -7,9 +7,10 @@ on ranks in order, each document whole, or dealt; plans know one rate, that of t
 All ways train on the same documents.
 
 Kernels sleep for as long as the cost model says (`timed_kernels.py`), so that every rank has a
-processor to itself for its attention. With `--kernel real` they compute, and need a core for each
-process: where four share two, a rank that waits costs nothing. Ways take turns within each round;
-the seconds of a round are the mean of its batches, and the figures are medians over rounds.
+processor to itself for its attention, and `--slower` than a CPU, to outweigh the rest of a step. With
+`--kernel real` they compute, and need a core for each process: where four share two, a rank that
+waits costs nothing. Ways take turns within each round; the seconds of a round are the mean of its
+batches, and the figures are medians over rounds.
 
     python benchmarks/networks.py --json
 """
@@ -53,7 +54,6 @@ from timed_kernels import timed_kernels
 RANKS, PER_NODE = 4, 2
 INSIDE = 1e9  # bytes per second of a rank inside its node that plans count on
 HIDDEN = 64
-SLOWER = 4  # times the built-in figures of a CPU that kernels take, to outweigh the rest of a step
 LONGEST = 2**16  # tokens of the distribution's longest document
 SENT = Path(f"/sys/class/net/{CABLE}/statistics/tx_bytes")  # by this node
 
@@ -79,12 +79,12 @@ WAYS = {
 }
 
 
-def cost_of(heads: int, cable: float, *, nodes: bool) -> CostModel:
+def cost_of(heads: int, slower: float, cable: float, *, nodes: bool) -> CostModel:
     """The figures of a slow CPU, in float32, with a cable of so many bytes per second."""
     shape = AttentionShape(heads, max(heads // 2, 1), 64, 64, 4)
     model = CostModel.analytic(shape, device_type="cpu")
     forward, backward = (
-        KernelCost(one.task_seconds, one.bytes_per_second, one.flops_per_second / SLOWER)
+        KernelCost(one.task_seconds, one.bytes_per_second, one.flops_per_second / slower)
         for one in (model.forward, model.backward)
     )
     model = replace(model, forward=forward, backward=backward)
@@ -112,7 +112,7 @@ class Steps:
     def dealing(self, way: Way, cable: float) -> Dealing:
         """How batches are placed and planned, which the session is set to."""
         given, session = self.arguments, current_session()
-        cost = cost_of(given.heads, cable, nodes=way.nodes)
+        cost = cost_of(given.heads, given.slower, cable, nodes=way.nodes)
         config = hf_distca.DistCAConfig(way.balanced, cost_model=cost, ping_pong=given.ping_pong)
         session.config, costs = config, {key: known_cost(key, config) for key in self.keys}
         for key, cost in costs.items():
@@ -172,7 +172,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 taken[rate, name].append(np.mean(done, axis=0).tolist())
     more = {"ranks": RANKS, "per_node": PER_NODE, "inside": INSIDE, "hidden": HIDDEN}
     documents = [batch.tolist() for batch in steps.batches]
-    setting = setting_of(arguments, slower=SLOWER, documents_of_batches=documents, **more)
+    setting = setting_of(arguments, documents_of_batches=documents, **more)
     return {"machine": describe(), "setting": setting, "rates": figures(taken, exact)}
 
 
@@ -253,11 +253,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A step on two nodes with a slow cable.")
     add_model_options(parser, tokens=2048, layers=2, heads=8)
     add, default = parser.add_argument, "(default: %(default)s)"
-    rates = [50, 100, 200, 400]
+    rates, slower = [20, 40, 80], "times the built-in figures of a CPU that a kernel takes"
     add("--rates", type=float, nargs="+", default=rates, metavar="MB/s", help="of the cable")
     add("--documents", default="prolong", help=f"distribution to draw batches from {default}")
     add("--batches", type=int, default=3, help=f"batches of a round {default}")
     add("--kernel", choices=["timed", "real"], default="timed", help=f"see above {default}")
+    add("--slower", type=float, default=10, help=f"{slower} {default}")
     add("--ping-pong", action="store_true", help="layers in two nano-batches")
     add_json_option(parser)
     add("--folder", type=Path, help=argparse.SUPPRESS)  # for ranks

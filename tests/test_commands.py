@@ -38,7 +38,7 @@ SMALL = {
     "python benchmarks/deal.py --placements benchmarks/placements": "--repeats 1 --json out.json",
     "python benchmarks/levels.py --placements benchmarks/placements": "--json out.json",
     "python benchmarks/recurrent.py --placements benchmarks/placements": "--heads 1 --tokens 16 --rounds 1 --json out.json",
-    "python benchmarks/group_size.py": "--ranks 16 --sizes 8 --tokens 8192 --longest 8192 --json out.json",
+    "python benchmarks/group_size.py": "--ranks 16 --sizes 8 --tokens 8192 --longest 8192 --seeds 1 --json out.json",
     "python benchmarks/timeline.py --record traces timeline.png": "--tokens 1024 --latency 20",
     "python benchmarks/context_parallel.py --placement benchmarks/placements/long_tail_8_ranks.json": "--json out.json",
     "python benchmarks/rates.py": "--ranks 2 --tokens 256 --layers 1 --heads 2 --steps 14 --json out.json",
