@@ -173,6 +173,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     more = {"ranks": RANKS, "per_node": PER_NODE, "inside": INSIDE, "hidden": HIDDEN}
     documents = [batch.tolist() for batch in steps.batches]
     setting = setting_of(arguments, documents_of_batches=documents, **more)
+    del setting["folder"], setting["nodes"]  # of this run alone
     return {"machine": describe(), "setting": setting, "rates": figures(taken, exact)}
 
 
