@@ -1,8 +1,14 @@
-"""What is left of the imbalance when ranks share attention in groups: the slowest rank of all, for groups of several sizes.
+"""What is left of the imbalance when ranks share attention in groups: the slowest rank of all.
 
-Ranks are packed with documents in the order in which they are drawn; what does not fit is cut, and goes on as a document on the
-next rank. Each group is planned by itself, for Llama-3-8B in bf16 by the built-in figures for CUDA, on nodes of 8. Estimates, not
-measurements, but for the processor time of planning.
+Documents lie on ranks in three ways:
+
+- in order: as they are drawn; what does not fit is cut, and goes on as a document on the next rank.
+- rows placed: the same rows of a rank each, heavy ones on the nodes that have least.
+- dealt: each group is dealt a global batch of its own, as `document_shares` does.
+
+Each group is planned by itself, for Llama-3-8B in bf16 by the built-in figures for CUDA, on nodes
+of 8. Estimates, not measurements, but for the processor time of planning. With `--placements`, also
+the placements of a folder as given, in groups of a node and in one group.
 
     python benchmarks/group_size.py --json
 """
@@ -10,9 +16,12 @@ measurements, but for the processor time of planning.
 from __future__ import annotations
 
 import argparse
+import heapq
+import itertools
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,22 +32,50 @@ from tqdm import tqdm
 from hf_distca.cli.lengths import documents_of
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
+from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from levels import CUDA
 from machine import describe
 from output import add_json_option, put_out
 
-NODES = Ranks(per_node=8)
+NODE = 8
+NODES = Ranks(per_node=NODE)
+WAYS = ("in order", "rows placed", "dealt")
 
 
 def packed(lengths: np.ndarray, ranks: int, tokens: int) -> list[list[int]]:
     """The documents of each rank."""
     cuts = np.unique(np.concatenate([np.cumsum(lengths), np.arange(1, ranks) * tokens]))
-    rows = np.split(np.diff(cuts, prepend=0), np.searchsorted(cuts, np.arange(1, ranks) * tokens, side="right"))
+    ends = np.searchsorted(cuts, np.arange(1, ranks) * tokens, side="right")
+    rows = np.split(np.diff(cuts, prepend=0), ends)
     return [row.tolist() for row in rows]
+
+
+def placed(rows: list[list[int]]) -> list[list[int]]:
+    """The rows in the order of nodes: the heaviest first, each to the node with the least to do."""
+    seconds = [float(CUDA.seconds(np.array(row), np.array(row)).sum()) for row in rows]
+    nodes: list[list[list[int]]] = [[] for _ in range(len(rows) // NODE)]
+    least = [(0.0, node) for node in range(len(nodes))]
+    for taken, row in sorted(zip(seconds, rows, strict=True), reverse=True):
+        work, node = heapq.heappop(least)
+        nodes[node].append(row)
+        if len(nodes[node]) < NODE:
+            heapq.heappush(least, (work + taken, node))
+    return [row for node in nodes for row in node]
+
+
+def groups_of(way: str, lengths: np.ndarray, ranks: int, tokens: int, size: int) -> list[Layout]:
+    """The layout of each group of so many ranks."""
+    if way == "dealt":
+        batches = packed(lengths, ranks // size, tokens * size)
+        return [deal(batch, size, tokens, CUDA, ranks_per_node=NODE) for batch in batches]
+    rows = packed(lengths, ranks, tokens)
+    rows = placed(rows) if way == "rows placed" else rows
+    return [Layout.from_lengths(rows[first : first + size]) for first in range(0, ranks, size)]
 
 
 def peers(plan: Plan) -> int:
@@ -49,47 +86,98 @@ def peers(plan: Plan) -> int:
     return int(np.bincount(pairs[0]).max(initial=0))
 
 
-def figures(rows: list[list[int]], size: int, config: DistCAConfig) -> dict[str, float]:
-    """Of plans for groups of so many ranks; seconds by the mean of all ranks."""
+def figures(layouts: list[Layout], config: DistCAConfig) -> dict[str, float]:
+    """Of plans for groups; seconds by the mean of all ranks."""
     plans, milliseconds = [], []
-    for first in range(0, len(rows), size):
+    for layout in layouts:
         started = time.process_time()
-        plans.append(balance(Layout.from_lengths(rows[first : first + size]), CUDA, config, NODES))
+        plans.append(balance(layout, CUDA, config, NODES))
         milliseconds.append((time.process_time() - started) * 1e3)
     loads = [PlanLoad(plan, CUDA, overlapped=config.ping_pong, ranks=NODES) for plan in plans]
-    local = [PlanLoad(Plan.local(plan.layout), CUDA) for plan in plans]
+    local = [PlanLoad(Plan.local(layout), CUDA) for layout in layouts]
     mean = float(np.mean([load.compute_seconds.mean() for load in local]))
     return {
         "unbalanced": max(load.slowest_seconds for load in local) / mean,
         "slowest": max(load.slowest_seconds for load in loads) / mean,
         "if_even_inside": max(float(load.compute_seconds.mean()) for load in local) / mean,
         "peers": max(map(peers, plans)),
+        "gigabytes_between": max(float(load.node_bytes.between.max()) for load in loads) / 1e9,
         "plan_milliseconds": statistics.median(milliseconds),
     }
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def mean_of(rows: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each figure over batches, and the most peers."""
+    names = rows[0].keys()
+    means = {name: statistics.mean(row[name] for row in rows) for name in names}
+    return {**means, "peers": max(row["peers"] for row in rows)}
+
+
+def parts(layout: Layout, size: int) -> list[Layout]:
+    """Groups of so many ranks of a placement in which no document lies in two."""
+    firsts, segments = range(0, layout.world_size, size), layout.offsets
+    bounds = [(first, slice(int(segments[first]), int(segments[first + size]))) for first in firsts]
+    return [
+        Layout(
+            layout.document[own],
+            layout.start[own],
+            layout.length[own],
+            segments[first : first + size + 1] - own.start,
+        )
+        for first, own in bounds
+    ]
+
+
+def of_batches(arguments: argparse.Namespace, text: str, ranks: int, way: str) -> dict[str, Any]:
+    """Figures by the size of groups, of batches that are drawn."""
     config, found = DistCAConfig(ping_pong=arguments.ping_pong), {}
-    jobs = [(text, ranks) for text in arguments.documents for ranks in arguments.ranks]
-    for text, ranks in tqdm(jobs, desc="documents and ranks", file=sys.stderr):
-        documents = documents_of(text, "input_ids", arguments.longest)
-        rows = packed(next(documents.batches(ranks * arguments.tokens, 1)), ranks, arguments.tokens)
-        sizes = [size for size in arguments.sizes if size < ranks and ranks % size == 0]
-        found.setdefault(text, {})[str(ranks)] = {str(size): figures(rows, size, config) for size in [*sizes, ranks]}
-    setting = {name: value for name, value in vars(arguments).items() if name != "json"}
-    return {"machine": describe(), "shape": "Llama-3-8B, bf16", "setting": setting, "documents": found}
+    documents, total = documents_of(text, "input_ids", arguments.longest), ranks * arguments.tokens
+    batches = [next(documents.batches(total, 1, seed)) for seed in range(arguments.seeds)]
+    for size in [*(n for n in arguments.sizes if n < ranks and ranks % n == 0), ranks]:
+        groups = [groups_of(way, lengths, ranks, arguments.tokens, size) for lengths in batches]
+        found[str(size)] = mean_of([figures(layouts, config) for layouts in groups])
+    return found
+
+
+def of_placement(path: Path, config: DistCAConfig) -> dict[str, Any]:
+    """Figures of a placement as given, in groups of a node and in one group."""
+    given = read_placement(path)
+    sizes = NODE, given.world_size
+    found = {str(size): figures(parts(given, size), config) for size in sizes}
+    return {str(given.world_size): {"as given": found}}
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    jobs = list(itertools.product(arguments.documents, arguments.ranks, WAYS))
+    for text, ranks, way in tqdm(jobs, desc="documents, ranks and ways", file=sys.stderr):
+        ways = found.setdefault(text, {}).setdefault(str(ranks), {})
+        ways[way] = of_batches(arguments, text, ranks, way)
+    for path in sorted(arguments.placements.glob("*.json")) if arguments.placements else ():
+        found[path.stem] = of_placement(path, DistCAConfig(ping_pong=arguments.ping_pong))
+    left_out = "json", "placements"
+    setting = {name: value for name, value in vars(arguments).items() if name not in left_out}
+    return {
+        "machine": describe(),
+        "shape": "Llama-3-8B, bf16",
+        "setting": setting,
+        "documents": found,
+    }
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title="slowest rank / mean of all ranks, estimated")
-    for name in ("documents", "ranks", "group", "unbalanced", "slowest", "if groups were even", "most peers", "a plan, ms"):
-        table.add_column(name, justify="left" if name == "documents" else "right")
+    table = Table(title="slowest rank / mean, estimated; GB of the busiest rank between nodes")
+    names = ("unbalanced", "slowest", "if groups were even", "most peers", "GB", "a plan, ms")
+    for name in ("documents", "ranks", "they lie", "group", *names):
+        table.add_column(name, justify="left" if name in ("documents", "they lie") else "right")
     for text, by_ranks in result["documents"].items():
-        for ranks, sizes in by_ranks.items():
-            for size, row in sizes.items():
-                seconds = (f"{row[name]:.2f}" for name in ("unbalanced", "slowest", "if_even_inside"))
-                table.add_row(text, ranks, size, *seconds, str(row["peers"]), f"{row['plan_milliseconds']:.0f}")
-    Console(width=130).print(table)
+        for (ranks, ways), way in ((pair, way) for pair in by_ranks.items() for way in pair[1]):
+            for size, row in ways[way].items():
+                seconds = row["unbalanced"], row["slowest"], row["if_even_inside"]
+                ratios = (f"{value:.3f}" for value in seconds)
+                rest = f"{row['gigabytes_between']:.2f}", f"{row['plan_milliseconds']:.1f}"
+                table.add_row(text, ranks, way, size, *ratios, f"{row['peers']:.0f}", *rest)
+    Console(width=150).print(table)
 
 
 def main() -> None:
@@ -100,11 +188,39 @@ def main() -> None:
         default=["pretrain", "prolong"],
         help="names of distributions, or JSON lists (default: both names)",
     )
-    parser.add_argument("--longest", type=int, default=2**16, help="tokens of the longest document (default: %(default)s)")
+    parser.add_argument(
+        "--longest",
+        type=int,
+        default=2**16,
+        help="tokens of the longest document (default: %(default)s)",
+    )
     parser.add_argument("--tokens", type=int, default=2**16, help="tokens a rank (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="ranks (default: 512 to 4096)")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128, 256, 512], help="of groups (default: 64 to 512)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[512, 4096],
+        help="whole nodes of 8 (default: 512 4096)",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[8, 64, 128, 256, 512],
+        help="of groups (default: 8 to 512)",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=1,
+        help="batches, of which figures are means (default: %(default)s)",
+    )
     parser.add_argument("--ping-pong", action="store_true", help="exchanges behind compute")
+    parser.add_argument(
+        "--placements",
+        type=Path,
+        help="folder of placements in JSON whose documents lie on one node each",
+    )
     add_json_option(parser)
     arguments = parser.parse_args()
     put_out(measure(arguments), arguments.json, show)

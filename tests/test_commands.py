@@ -21,7 +21,8 @@ from pages import PAGES, ROOT, commands, on_a_page, printed, words_of
 from test_example import LAUNCH, OTHERS, run_program
 from turns import in_turn
 
-# Needs rights that not every machine gives.
+# These need rights that not every machine gives.
+NODES = "python benchmarks/networks.py"
 PARTS_OF_CORES = "python benchmarks/pipeline.py --stages 4 --core-share 0.45 --tokens 16384"
 IN_STAGES = "python benchmarks/overlap.py --stages --tokens 4096 --rounds 3 --latencies 0 20 80"
 # What makes a command of the pages small enough for a test.
@@ -29,7 +30,7 @@ SMALL = {
     "python benchmarks/step_time.py": "--tokens 512 --layers 1 --heads 2 --rounds 1 --sdpa-rounds 0 --json out.json",
     "python benchmarks/overlap.py": "--tokens 512 --layers 1 --heads 2 --rounds 1 --latencies 0 --json out.json",
     IN_STAGES: "--tokens 512 --layers 2 --heads 2 --rounds 1 --latencies 0 --json out.json",
-    "python benchmarks/networks.py": "--tokens 256 --layers 1 --heads 2 --rounds 1 --rates 5000 --json out.json",
+    NODES: "--tokens 256 --layers 1 --heads 2 --rounds 1 --batches 1 --rates 200 --json out.json",
     "python benchmarks/host_time.py": "--ranks 8 --tokens 4096 --sample 2 --repeats 2 --documents 2 --json out.json",
     "python benchmarks/memory.py": "--tokens 512 --heads 2 --ranks 2 --rounds 1 --json out.json",
     "python benchmarks/peak_memory.py": "--cases 0 --json out.json",
@@ -37,7 +38,7 @@ SMALL = {
     "python benchmarks/deal.py --placements benchmarks/placements": "--repeats 1 --json out.json",
     "python benchmarks/levels.py --placements benchmarks/placements": "--json out.json",
     "python benchmarks/recurrent.py --placements benchmarks/placements": "--heads 1 --tokens 16 --rounds 1 --json out.json",
-    "python benchmarks/group_size.py": "--ranks 16 --sizes 8 --tokens 8192 --longest 8192 --json out.json",
+    "python benchmarks/group_size.py": "--ranks 16 --sizes 8 --tokens 8192 --longest 8192 --seeds 1 --json out.json",
     "python benchmarks/row_order.py": "--sizes 16x2048 --accumulation 2 --micro-batches 2 --seeds 1 --json out.json",
     "python benchmarks/timeline.py --record traces timeline.png": "--tokens 1024 --latency 20",
     "python benchmarks/context_parallel.py --placement benchmarks/placements/long_tail_8_ranks.json": "--json out.json",
@@ -66,7 +67,7 @@ LONG = {
     "python benchmarks/pipeline.py",
     PARTS_OF_CORES,
     "python tests/engines/matrix.py --quick",
-    "python benchmarks/networks.py",
+    NODES,
     "python benchmarks/peak_memory.py",
     "python benchmarks/pool_step.py",
     "python tests/engines/equal_training.py",
@@ -217,9 +218,9 @@ def test_extras_that_pages_install_exist() -> None:
     in_turn([pytest.param(one, marks=[pytest.mark.slow] * (one in LONG)) for one in SMALL], 15, SMALL.keys() - IN_TURN),
 )
 def test_the_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if command == PARTS_OF_CORES:
+    if command in (NODES, PARTS_OF_CORES):
         monkeypatch.syspath_prepend(ROOT / "benchmarks")
-        _parts_of_cores_or_skip()
+        _has_rights_or_skip(command)
     words = words_of(command)
     run = run_program if command == AS_USERS_DO else scripts.run
     run([*words, *shlex.split(SMALL[command])], tmp_path, timeout=180)
@@ -229,9 +230,9 @@ def test_the_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.Monk
         assert (tmp_path / words[-1]).read_bytes().startswith(b"\x89PNG")
 
 
-def _parts_of_cores_or_skip() -> None:
+def _has_rights_or_skip(command: str) -> None:
     try:
-        with import_module("core_share").core_shares(1, 0.5):
+        with import_module("nodes").two_nodes() if command == NODES else import_module("core_share").core_shares(1, 0.5):
             pass
     except RuntimeError as error:
         pytest.skip(str(error))

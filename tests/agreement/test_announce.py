@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from stand_ins import MadeUpGroup
 
 from hf_distca.agreement.announce import (
+    FIGURES,
     HEADER,
     Announcement,
     Announcements,
@@ -34,7 +35,7 @@ LENGTHS = st.lists(st.lists(st.integers(1, 50), max_size=6), min_size=1, max_siz
 
 def announcement(*documents: Documents, key: PlanKey = KEY, **changes: int) -> Announcement:
     numbers = {"count": 1, "settings": 7, "exchanges": 4, "checksum": 9, **changes}
-    return Announcement(**numbers, figures=[(5, 6, 7, 8)], requests=[(one, key) for one in documents])
+    return Announcement(**numbers, figures=[(5, 6, 7, 8, 9)], requests=[(one, key) for one in documents])
 
 
 def packed(lengths: list[int]) -> Documents:
@@ -46,7 +47,7 @@ def test_documents_of_all_ranks_are_read_as_they_were_announced(first: list[list
     ranks = min(len(first), len(second))
     rows = [announcement(packed(a), packed(b)).row() for a, b in zip(first[:ranks], second[:ranks], strict=True)]
     read = Announcements.read(rows)
-    assert read.measured.tolist() == [[[5, 6, 7, 8]]] * ranks
+    assert read.measured.tolist() == [[[5, 6, 7, 8, 9]]] * ranks
     for stated, lengths in zip(read.stated(), (first, second), strict=True):
         layout, wanted = layout_of(stated), Layout.from_lengths(lengths[:ranks])
         for column in ("document", "start", "length", "offsets", "context"):
@@ -56,7 +57,7 @@ def test_documents_of_all_ranks_are_read_as_they_were_announced(first: list[list
 @given(LENGTHS)
 def test_a_document_on_one_rank_is_announced_as_one_number(ranks: list[list[int]]) -> None:
     sizes = {len(announcement(packed(lengths)).row()) - len(lengths) for lengths in ranks}
-    assert sizes == {HEADER + 4 + 4}
+    assert sizes == {HEADER + FIGURES + 4}
 
 
 def test_documents_over_ranks_are_announced_with_number_and_start() -> None:
@@ -120,7 +121,7 @@ def test_settings_and_costs_are_in_the_fingerprint() -> None:
 
 def test_one_rank_with_many_documents_makes_no_other_row_longer() -> None:
     many, few = announcement(packed([1] * 1024)).row(), announcement(packed([1024])).row()
-    assert (len(many), len(few)) == (HEADER + 8 + 1024, HEADER + 8 + 1)
+    assert (len(many), len(few)) == (HEADER + 9 + 1024, HEADER + 9 + 1)
     (stated,) = Announcements.read([many, few]).stated()
     assert stated.counts.tolist() == [1024, 1]
     assert np.array_equal(layout_of(stated).offsets, [0, 1024, 1025])

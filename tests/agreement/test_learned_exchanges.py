@@ -86,7 +86,7 @@ def observation(plan: Plan, config: DistCAConfig, truth: Truth, world: str) -> O
     """What ranks would tell each other of one layer."""
     keys = [PlanKey(SHAPE, "cuda", nano=nano) for nano in ((1, 2) if config.ping_pong else (0,))]
     none, calls = np.zeros_like(truth.kernel), np.ones_like(truth.kernel)
-    figures = np.stack([truth.kernel * 1e9, none, truth.waited(world) * 1e9, calls], axis=1).astype(np.int64)
+    figures = np.stack([truth.kernel * 1e9, none, truth.waited(world) * 1e9, calls, none], axis=1).astype(np.int64)
     plans = [Planned(key, plan, config, plan.layout.offsets, 1.0, figures=figures) for key in keys]
     for planned in plans:
         planned.begin(1, COST, ALIKE, Meter())

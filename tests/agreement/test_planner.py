@@ -15,7 +15,7 @@ from stand_ins import MadeUpGroup
 from device_events import Device
 from hf_distca.agreement import history as history_module
 from hf_distca.agreement import planner as planner_module
-from hf_distca.agreement.announce import HEADER, PlanKey
+from hf_distca.agreement.announce import FIGURES, HEADER, PlanKey
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.agreement.planned import Planned
 from hf_distca.agreement.planner import Planner
@@ -148,7 +148,7 @@ def test_of_micro_batches_that_nobody_gathers_some_are_kept(monkeypatch: pytest.
     def others(row: np.ndarray) -> list[np.ndarray]:
         other = row.copy()
         if running and len(row) > HEADER + 2:
-            other[HEADER : HEADER + 4 * row[5] : 4] = -1
+            other[HEADER : HEADER + FIGURES * row[5] : FIGURES] = -1
         return [row, other]
 
     ours, group = planner(), MadeUpGroup(2, others)
@@ -182,7 +182,7 @@ def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
     layout = Layout.from_lengths([[64, 64, 128]] * ranks)
     plan, cost = Plan.local(layout), CostModel.pairs(SHAPE)
     tracemalloc.start()
-    measured = Planned(KEY, plan, DistCAConfig(), layout.offsets, 1.0, figures=np.ones((ranks, 4), dtype=np.int64))
+    measured = Planned(KEY, plan, DistCAConfig(), layout.offsets, 1.0, figures=np.ones((ranks, 5), dtype=np.int64))
     measured.begin(1, cost, ALIKE, Meter())
     _ = measured.measured_before
     peak = tracemalloc.get_traced_memory()[1]
@@ -199,5 +199,5 @@ def test_measured_seconds_go_home_in_proportion() -> None:
     measured = Planned(KEY, plan, DistCAConfig(), layout.offsets, 1.0, seconds=np.array([2.0, 1.0, 1.0]))
     assert measured.estimated_before.tolist() == [3.0, 1.0]
     assert measured.estimated_after.tolist() == [2.0, 2.0]
-    measured.figures = np.array([[2 * 10**9, 0, 0, 1], [3 * 10**9, 0, 0, 1]])
+    measured.figures = np.array([[2 * 10**9, 0, 0, 1, 0], [3 * 10**9, 0, 0, 1, 0]])
     assert measured.measured_before.tolist() == [3.5, 1.5]

@@ -14,7 +14,7 @@ import pytest
 from stand_ins import MadeUpGroup
 
 from hf_distca.agreement import dealt as dealt_module
-from hf_distca.agreement.announce import HEADER, PlanKey
+from hf_distca.agreement.announce import FIGURES, HEADER, PlanKey
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.agreement.planned import Observation
@@ -78,7 +78,7 @@ class World:
         self.slowdown: list[float] = []  # what attention took / what it would have taken with nothing moved
 
     def _rows(self, row: np.ndarray) -> list[np.ndarray]:
-        if len(row) == 4:
+        if len(row) == FIGURES:
             return list(self.measured) if self.measured is not None else []
         if len(row) < HEADER:
             return [row] * RANKS
@@ -107,7 +107,8 @@ class World:
         waiting = (kernel + moving).max() - kernel if plan.moved and self.waits else moving
         unmoved = np.bincount(plan.home, weights=tasks, minlength=RANKS) / self.speeds
         self.slowdown.append(float((kernel + moving).max() / unmoved.max()))
-        self.measured = np.stack([kernel * 1e9, np.zeros(RANKS), waiting * 1e9, np.ones(RANKS)], axis=1).astype(np.int64)
+        none = np.zeros(RANKS)
+        self.measured = np.stack([kernel * 1e9, none, waiting * 1e9, none + 1, none], axis=1).astype(np.int64)
         if self.gathers:
             self.planner.progress.gather(self.group)
         mine = np.bincount(plan.server, weights=estimate.seconds(plan.end - plan.start, plan.end, plan.heads), minlength=RANKS)

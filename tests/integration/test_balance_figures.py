@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +13,12 @@ from test_parity import PAIRS, model_for
 from test_trainer import FIGURES
 
 import hf_distca
+from hf_distca.agreement.planned import Planned
 from hf_distca.integration import reports
 from hf_distca.integration.reports import Metrics
+from hf_distca.integration.session import current_session
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.ranks import Ranks
 from ranks import RankPool
 from tiny_runs import rows
 
@@ -81,6 +87,30 @@ def alone(rank: int) -> list[int]:
 
 def test_a_rank_may_read_alone(rank_pool: Callable[[int], RankPool]) -> None:
     assert rank_pool(2)(alone, timeout=60) == [[0, 1, 2, 3], [3]]
+
+
+def on_two_nodes(rank: int) -> tuple[dict[str, float], list[int], float]:
+    """The figures, what each rank sent to the other node, and what its plans say that all ranks do."""
+    lengths = ([96], [32] * 3, [48, 48], [16] * 6)[rank]
+    texts = [torch.arange(1, length + 1).remainder(60).tolist() for length in lengths]
+    plans: list[Planned] = []
+    with patch.dict(os.environ, GROUP_RANK=str(rank // 2), LOCAL_WORLD_SIZE="2"):
+        hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=61.0))
+        history = current_session().planner.history
+        history.observer = lambda micro_batch, tally: plans.extend(micro_batch.plans)
+        model = model_for(2, "distca", torch.float32)
+        model(**hf_distca.PackingCollator()([{"documents": texts}]), use_cache=False).loss.backward()
+        figures = hf_distca.metrics(gather=True).figures()
+    (planned,) = plans
+    load = PlanLoad(planned.plan, replace(PAIRS, shape=planned.key.shape), ranks=Ranks(per_node=2))
+    return figures, planned.between_bytes.tolist(), float(load.node_bytes.between[0].sum())
+
+
+def test_bytes_between_nodes_are_a_figure(rank_pool: Callable[[int], RankPool]) -> None:
+    for figures, sent, planned in rank_pool(4)(on_two_nodes):
+        assert sum(sent) == 2 * planned > 0, "two layers, forward and backward"
+        assert figures["distca/between_nodes_mb_per_layer"] == max(sent) / 2 / 1e6
+        assert figures["distca/exchanged_mb_per_layer"] > figures["distca/between_nodes_mb_per_layer"]
 
 
 def test_late_compiles_are_a_figure_if_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,7 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
         history.planned(plans[-1])
     history.end()
     for measured in plans:
-        measured.figures = np.zeros((2, 4), dtype=np.int64)
+        measured.figures = np.zeros((2, 5), dtype=np.int64)
         measured.figures[:, 0] = measured.estimated_after * 1e9
         history.count(1)
     recorder.write(1)

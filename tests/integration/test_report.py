@@ -7,6 +7,7 @@ import io
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -114,6 +115,9 @@ def test_the_summary_of_a_tally() -> None:
         "  planning    1.2 ms per micro-batch\n"
         "  attention   12% of this rank's time, in kernel cpu"
     )
+    several = summary(replace(done, between_bytes=1.2e6, node_layers=12), made)
+    assert several is not None
+    assert "\n  nodes       0.100 MB of that to other nodes, by the rank that sends most there\n" in several
     assert summary(Tally(), made) is None
 
 

@@ -127,9 +127,10 @@ def test_figures_of_a_tally() -> None:
     plan = Plan.from_tasks(layout, [(0, 0, 8, 0, 0), (1, 0, 4, 0, 1), (2, 0, 4, 1, 1)])
     key = PlanKey(AttentionShape(4, 2, 16, 16, 4), "cpu")
     how: dict[str, Any] = {"config": hf_distca.DistCAConfig(), "rows": layout.offsets, "planning_ms": 5.0}
-    first, second = (Planned(key, plan, **how, seconds=np.array([2.0, 1.0, 1.0]), number=number) for number in (1, 2))
+    tasks, node = np.array([2.0, 1.0, 1.0]), {1: None, 2: 1}  # only the second one knows of nodes, of a rank each
+    first, second = (Planned(key, plan, **how, seconds=tasks, per_node=node[n], number=n) for n in node)
     history.planned(first)
-    first.figures = np.array([[2 * 10**9, 4_000_000, 0, 2], [3 * 10**9, 1_000_000, 0, 2]])
+    first.figures = np.array([[2 * 10**9, 4_000_000, 0, 2, 4_000_000], [3 * 10**9, 1_000_000, 0, 2, 1_000_000]])
     first.meter.count(calls=2)
     history.count(1)
     assert history.total.figures() == {}, "the micro-batch is not over"
@@ -146,12 +147,15 @@ def test_figures_of_a_tally() -> None:
     assert (history.total - before).figures() == {}
     history.end()
     assert (history.total - before).figures() == {}, "it is not measured yet"
-    second.figures = np.array([[10**9, 0, 0, 2], [10**9, 0, 0, 2]])
+    second.figures = np.array([[10**9, 0, 0, 2, 0], [10**9, 6_000_000, 0, 2, 6_000_000]])
     second.meter.count(calls=2)
     history.count(2)
     after = (history.total - before).figures()
-    assert after.keys() == figures.keys()
-    assert after["distca/exchanged_mb_per_layer"] == 0.0
+    assert after.keys() == figures.keys() | {"distca/between_nodes_mb_per_layer"}
+    assert after["distca/exchanged_mb_per_layer"] == after["distca/between_nodes_mb_per_layer"] == 3.0
+    whole = history.total.figures()
+    assert whole["distca/exchanged_mb_per_layer"] == 2.5
+    assert whole["distca/between_nodes_mb_per_layer"] == 3.0, "of micro-batches that know of nodes"
     assert after["distca/imbalance_measured_after"] == pytest.approx(1.0)
     assert (before.micro_batches, history.total.micro_batches) == (1, 2), "a total is not changed by what comes after it"
 

@@ -35,7 +35,8 @@ def plan_row(step: int, ranks: int = 4) -> PlanRow:
     seconds = COST.seconds(plan.end - plan.start, plan.end, plan.heads)
     before, after = (np.bincount(side, seconds, minlength=ranks) for side in (plan.home, plan.server))
     tokens = plan.layout.query_tokens
-    per_rank = PerRank(*(column.tolist() for column in (tokens, before, after, before * 1.1, after * 1.1, tokens * 100)))
+    sent = tokens * 100
+    per_rank = PerRank(*(column.tolist() for column in (tokens, before, after, before * 1.1, after * 1.1, sent, sent // 4)))
     return PlanRow(step, step, per_rank, [PlanPart(json.loads(plan.to_json()), seconds.tolist())])
 
 
@@ -58,6 +59,8 @@ def steps_row(plan: PlanRow) -> StepsRow:
         layers=2,
         own_seconds=columns["measured_after"][0],
         elapsed_seconds=columns["measured_after"][0] * 3,
+        between_bytes=columns["between_bytes"].max(),
+        node_layers=2,
     )
     return StepsRow(plan.step, asdict(tally), ranks, 5.0 - plan.step / 10, ["cpu"])
 
@@ -66,7 +69,7 @@ RUN = RunRow(
     step=0,
     started="2026-11-22T06:00:00+00:00",
     ranks=4,
-    nodes=1,
+    nodes=2,
     device="cpu (x86_64)",
     model={"type": "llama", "num_hidden_layers": 2},
     settings={"tolerance": 0.01, "cost_model": "analytic"},

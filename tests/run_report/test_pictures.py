@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -54,6 +55,16 @@ def test_pieces_of_a_plan_lie_one_behind_the_other(tmp_path: Path) -> None:
     assert moved
     assert all("queries of rank 3" in bar.tip for bar in moved), "the one with the long document"
     assert {bar.label == "" for bar in (*before, *after) if bar.length < 0.05} == {True}
+
+
+def test_bytes_to_other_nodes_are_shown_if_there_are_nodes(tmp_path: Path) -> None:
+    found = figures(tmp_path)
+    assert found.total["between_nodes_mb_per_layer"] > 0
+    alone = {name: value for name, value in found.total.items() if name != "between_nodes_mb_per_layer"}
+    for total, shown in ((found.total, True), (alone, False)):
+        page = render(replace(found, total=total))
+        assert ("MB of these to other nodes, busiest rank" in page) == shown
+        assert ("to other nodes, MB" in page) == shown
 
 
 def test_of_many_ranks_those_are_drawn_whose_work_changes_most(tmp_path: Path) -> None:

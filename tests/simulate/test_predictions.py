@@ -170,6 +170,19 @@ def test_a_gain_within_the_error_is_called_that(setting: Setting, gain: float, w
     assert found.settings
 
 
+def test_what_goes_to_other_nodes_is_said(setting: Setting) -> None:
+    nodes = replace(setting, ranks=16)
+    plain, dealt, turns = predicted(nodes, plain=1.5, dealt=1.01, dealt_ping_pong=1.0)
+    sent = [plain, replace(dealt, between_bytes=1.6e9), replace(turns, between_bytes=4.8e10)]
+    said = (
+        "Of hf-distca's messages, 3 GB a rank and step go to other nodes; hf-distca, dealt would take 1.0% longer and send 0.1 GB"
+    )
+    assert said in advise(nodes, sent).text
+    sent[1] = replace(dealt, step_seconds=1.03, between_bytes=1.6e9)
+    assert "3 GB a rank and step go to other nodes." in advise(nodes, sent).text, "slower by more than what counts as nothing"
+    assert "to other nodes" not in advise(replace(setting, ranks=8), sent).text
+
+
 def test_ways_that_no_library_has_are_not_advised(setting: Setting) -> None:
     found = advise(setting, predicted(setting, plain=1.5, ulysses=1.3, lpt=1.0, dealt=1.0))
     assert "gains nothing over loader: longest first" in found.text

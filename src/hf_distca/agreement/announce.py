@@ -49,9 +49,10 @@ __all__ = [
 _COUNT, _SETTINGS, _EXCHANGES, _CHECKSUM, _REQUESTS, _MEASURED, _DEALT, _LEAVES = range(8)
 HEADER = 8
 _REQUEST = 4
-# What a rank measured of a plan: kernel nanoseconds, sent bytes, nanoseconds of exchanging, calls; `Measured.figures` says more.
-Figures = tuple[int, int, int, int]
-FIGURES = 4
+# What a rank measured of a plan: kernel nanoseconds, sent bytes, nanoseconds of exchanging, calls,
+# bytes sent to other nodes; `Planned.own_figures` says more.
+Figures = tuple[int, int, int, int, int]
+FIGURES = 5
 Facts = Mapping[str, str]  # what ranks must have in common: names and values
 _LONGEST_VALUE = 80  # characters of a fact in an error
 

@@ -25,8 +25,10 @@ class Tally:
     The difference of two tallies of a session is the tally of what lies between them. `largest_tokens` and `mean_tokens` are
     of the ranks, for each plan, of which a micro-batch may have several. `moved` counts micro-batches in which work was
     moved, `planned_here` plans of shares of dealt batches that this process made since those of the loader were for other
-    rates or settings. `busiest_bytes` is what the rank sent that sent most, `layers` layers of attention; `own_seconds` is this
-    rank's time in attention kernels, `elapsed_seconds` the time from the beginning of each micro-batch to that of the next.
+    rates or settings. `busiest_bytes` is what the rank sent that sent most, `layers` layers of attention; `between_bytes` is
+    what the rank sent to other nodes that sent most there, in `node_layers` layers, those of ranks on several nodes;
+    `own_seconds` is this rank's time in attention kernels, `elapsed_seconds` the time from the beginning of each micro-batch
+    to that of the next.
     `served_seconds` are measured seconds of all servers of a pool together, `server_seconds` those of their mean, and
     `all_seconds` those of all ranks together.
     """
@@ -50,6 +52,8 @@ class Tally:
     served_seconds: float = 0.0
     server_seconds: float = 0.0
     all_seconds: float = 0.0
+    between_bytes: float = 0.0
+    node_layers: int = 0
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -67,6 +71,8 @@ class Tally:
                 figures[f"distca/imbalance_{kind}_{side}"] = getattr(self, f"{kind}_{side}") / mean
         if self.layers:
             figures["distca/exchanged_mb_per_layer"] = self.busiest_bytes / self.layers / 1e6
+        if self.node_layers:
+            figures["distca/between_nodes_mb_per_layer"] = self.between_bytes / self.node_layers / 1e6
         if self.planned_here:
             figures["distca/planned_here"] = self.planned_here
         if self.micro_batches:
@@ -93,7 +99,8 @@ class PlannedMicroBatch:
 def _tally_of(plan: Planned) -> Tally:
     """What one of the plans of a micro-batch adds to its tally."""
     tokens, before, after = plan.plan.layout.query_tokens, plan.estimated_before, plan.estimated_after
-    measured, calls, servers = plan.measured_after, plan.meter.calls, plan.servers
+    measured, servers, several = plan.measured_after, plan.servers, plan.on_several_nodes
+    layers = 0 if plan.key.nano == 2 else plan.meter.calls  # both nano-batches go through each layer: one of them counts it
     return Tally(
         largest_tokens=float(tokens.max()),
         mean_tokens=float(tokens[~servers].mean()),
@@ -105,12 +112,14 @@ def _tally_of(plan: Planned) -> Tally:
         measured_after=float(measured.max()),
         measured_mean=float(measured.mean()),
         busiest_bytes=float(plan.sent_bytes.max()),
-        layers=0 if plan.key.nano == 2 else calls,  # both nano-batches go through each layer: one of them counts it
+        layers=layers,
         own_seconds=plan.meter.seconds,
         planned_here=plan.planned_here,
         served_seconds=float(measured[servers].sum()),
         server_seconds=float(measured[servers].sum() / max(servers.sum(), 1)),
         all_seconds=float(measured.sum()),
+        between_bytes=float(plan.between_bytes.max()) * several,
+        node_layers=layers * several,
     )
 
 

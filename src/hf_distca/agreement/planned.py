@@ -44,7 +44,7 @@ class Planned:
         seconds: (tasks,) estimated, forward and backward, on a rank of speed 1; none until it is used.
         ranks: what ranks are like, as estimated then.
         meter: of what this rank does by it.
-        figures: (ranks, 4) int64, what each rank announced of it, as in `own_figures`; -1 until that is known.
+        figures: (ranks, 5) int64, what each rank announced of it, as in `own_figures`; -1 until that is known.
     """
 
     key: PlanKey
@@ -70,14 +70,15 @@ class Planned:
 
     @property
     def own_figures(self) -> Figures:
-        """Kernel nanoseconds, -1 while kernels still run; sent bytes; nanoseconds of exchanging; calls.
+        """Kernel nanoseconds, -1 while kernels still run; sent bytes; nanoseconds of exchanging; calls; bytes to other nodes.
 
-        The last two are -1 where backward did not run for every call: rates are those of whole layers.
+        Exchanging and calls are -1 where backward did not run for every call: rates are those of whole layers.
         """
         meter = self.meter
         whole = meter.calls > 0 and meter.kernel_calls == 2 * meter.backward_calls
         rest = (int(meter.exchange_seconds * 1e9), meter.calls) if whole else (-1, -1)
-        return int(meter.seconds * 1e9) if meter.finished else -1, meter.sent_bytes, *rest
+        kernels = int(meter.seconds * 1e9) if meter.finished else -1
+        return kernels, meter.sent_bytes, *rest, meter.between_bytes
 
     @property
     def is_measured(self) -> bool:
@@ -115,6 +116,16 @@ class Planned:
     def sent_bytes(self) -> IntArray:
         """(ranks,) bytes sent."""
         return self.figures[:, 1]
+
+    @property
+    def between_bytes(self) -> IntArray:
+        """(ranks,) those of them that went to other nodes; all, if nodes are not told apart."""
+        return self.figures[:, 4]
+
+    @property
+    def on_several_nodes(self) -> bool:
+        """Whether nodes are told apart, and there are several."""
+        return self.per_node is not None and self.per_node < self.plan.layout.world_size
 
     def _by_rank(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
         """(ranks,) seconds of tasks, summed by the rank that each has, at the speeds of the ranks."""

@@ -201,7 +201,7 @@ class Progress:
         return facts, plans, replace(announced, dealt=dealt, leaves=self.leaves)
 
     def _take_figures(self, plans: Sequence[Planned], figures: IntArray) -> list[Planned]:
-        """Take in the (ranks, plans, 4) figures of all ranks. Returns the plans with a kernel that still runs on some rank."""
+        """Take in the (ranks, plans, 5) figures of all ranks. Returns the plans with a kernel that still runs on some rank."""
         for planned, theirs in zip(plans, figures.transpose(1, 0, 2), strict=True):
             planned.figures = theirs
             self._history.count(planned.number)

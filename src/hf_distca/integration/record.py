@@ -162,13 +162,15 @@ def _by_rank(plans: Sequence[Planned]) -> np.ndarray[Any, np.dtype[np.float64]]:
         tokens = plan.plan.layout.query_tokens * (plan.key.nano not in counted)
         counted.add(plan.key.nano)
         estimated, measured = (plan.estimated_before, plan.estimated_after), (plan.measured_before, plan.measured_after)
-        rows.append(np.stack([tokens, *estimated, *measured, plan.sent_bytes]).astype(np.float64))
+        sent = plan.sent_bytes, plan.between_bytes * plan.on_several_nodes
+        rows.append(np.stack([tokens, *estimated, *measured, *sent]).astype(np.float64))
     return np.asarray(np.sum(rows, axis=0), dtype=np.float64)
 
 
 def _per_rank(ranks: np.ndarray[Any, np.dtype[np.float64]]) -> PerRank:
     columns = dict(zip((field.name for field in fields(PerRank)), ranks.tolist(), strict=True))
-    whole = {name: [int(value) for value in columns[name]] for name in ("tokens", "sent_bytes")}
+    counts = "tokens", "sent_bytes", "between_bytes"
+    whole = {name: [int(value) for value in columns[name]] for name in counts}
     return PerRank(**{**columns, **whole})
 
 

@@ -48,6 +48,7 @@ class PerRank:
     measured_before: list[float]
     measured_after: list[float]
     sent_bytes: list[float]
+    between_bytes: list[float]  # of these, to other nodes
 
     def __post_init__(self) -> None:
         columns = [getattr(self, column.name) for column in fields(self)]

@@ -314,11 +314,12 @@ class Call:
     def _launch(self, wave: Wave, parts: Sequence[Part], name: str, beside: bool = False, **counted: int) -> Pending:
         """Launch an exchange of this name, which is `counted` as a dispatch or a return; `beside` what this rank computes."""
         begin = now(parts[0].tensor.device)
-        pending = launch(self.group.data, parts, wave.formats, name)
+        pending = launch(self.group.data, parts, wave.formats, name, self.group.near)
         pending.launched = now(pending.device)
         if not beside:
             self._span("pack", begin, pending.launched)
-        self.server.meter.count(sent_bytes=pending.sent_bytes, **counted)
+        sent, between = pending.sent_bytes, pending.between_bytes
+        self.server.meter.count(sent_bytes=sent, between_bytes=between, **counted)
         return pending
 
     def _arrived(self, pending: Pending, name: str, beside: bool = False) -> list[list[torch.Tensor]]:

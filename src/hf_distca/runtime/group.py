@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -87,6 +88,12 @@ class AttentionGroup:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    @cached_property
+    def near(self) -> range:
+        """The ranks of this one's node, itself among them; none if nodes are not told apart."""
+        first = self.rank - self.rank % (self.per_node or 1)
+        return range(first, first + (self.per_node or 0))
 
     @classmethod
     def of(

@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 _ALIGNMENT = 16
+NOBODY = range(0)
 # What bytes are copied as: a GPU copies eight at a time about as fast as one.
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -187,6 +188,7 @@ class Format:
         sections: of each part, where the rows of each rank that sends any begin among what is received, and how many there are.
         send, receive: size of the message to and from each rank that has one, in the order of ranks.
         payload: size of all that is sent, without padding.
+        between: the part of it that goes to ranks of other nodes.
     """
 
     pieces: list[_Piece]
@@ -194,11 +196,14 @@ class Format:
     send: dict[int, int]
     receive: dict[int, int]
     payload: int
+    between: int
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[Rows, int]]) -> Format:
-        """Of parts given by their rows and the bytes of a row."""
-        form = cls([], [[] for _ in parts], {}, {}, sum(sum(rows.send.values()) * row_bytes for rows, row_bytes in parts))
+    def of(cls, parts: Sequence[tuple[Rows, int]], near: range = NOBODY) -> Format:
+        """Of parts given by their rows and the bytes of a row; the ranks `near` are on this node."""
+        sizes = [(rank, rows.send[rank] * size) for rows, size in parts for rank in rows.send]
+        between = sum(size for rank, size in sizes if rank not in near)
+        form = cls([], [[] for _ in parts], {}, {}, sum(size for _, size in sizes), between)
         for rank in sorted({rank for rows, _ in parts for rank in rows.send}):
             form.send[rank] = 0
             for number, (rows, row_bytes) in enumerate(parts):
@@ -225,7 +230,7 @@ class Pending:
     """An exchange under way. Holds what it sends and receives until it is waited for, and nothing afterwards.
 
     Attributes:
-        sent_bytes: bytes sent to other ranks, without padding.
+        sent_bytes, between_bytes: sent to other ranks, and to those of other nodes, without padding.
         device: where its messages are.
         transfer: what is waited for; None if there is nothing, or nothing any more.
         before: sections of an earlier exchange whose last parts are those of this one, which go in front of its own.
@@ -234,7 +239,7 @@ class Pending:
     """
 
     def __init__(self, parts: Sequence[Part], form: Format, transfer: Transfer | None, received: torch.Tensor) -> None:
-        self.sent_bytes, self.device = form.payload, received.device
+        self.sent_bytes, self.between_bytes, self.device = form.payload, form.between, received.device
         self.transfer = transfer
         self.first: Transfer | None = None
         self.before: list[list[torch.Tensor]] = []
@@ -280,16 +285,23 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
-def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | None = None, name: str | None = None) -> Pending:
+def launch(
+    channel: Channel | None,
+    parts: Sequence[Part],
+    formats: Formats | None = None,
+    name: str | None = None,
+    near: range = NOBODY,
+) -> Pending:
     """Start an exchange. Every rank of the channel must launch the same exchanges in the same order; None is a group of one.
 
     The parts must have the same dtypes and row shapes on every rank. Ranks may send and receive nothing. A format that is not
-    among `formats`, made before for parts with these rows, is added; `name` says what the exchange is, for errors.
+    among `formats`, made before for parts with these rows, is added; `name` says what the exchange is, for errors, and the
+    ranks `near` are on this node.
     """
     formats = {} if formats is None else formats
     kinds = tuple((part.rows, part.row_bytes) for part in parts)
     if (form := formats.get(kinds)) is None:
-        form = formats[kinds] = Format.of(kinds)
+        form = formats[kinds] = Format.of(kinds, near)
     sent = pack([part.tensor for part in parts], form.pieces)
     if channel is None:
         return Pending(parts, form, None, sent)

@@ -49,7 +49,7 @@ class Meter:
         kernel_calls: batches of tasks handed to a kernel, empty ones included.
         backward_calls: those of them in backward.
         dispatches, returns: exchanges launched, forward and backward.
-        sent_bytes: bytes sent to other ranks.
+        sent_bytes, between_bytes: bytes sent to other ranks, and those of them that go to other nodes.
         calls: calls of core attention that computed it, which is layers times forward passes.
         recalls: calls in a recompute that found what the first forward computed.
         state_exchanges, state_bytes: exchanges of recurrent layers launched, forward and backward; bytes sent in them.
@@ -59,7 +59,7 @@ class Meter:
     def __init__(self, whole: Meter | None = None, *, timed: bool = True) -> None:
         self.whole, self.timed = whole, timed
         self.kernel_calls = self.backward_calls = self.dispatches = self.returns = self.sent_bytes = self.calls = self.recalls = 0
-        self.state_exchanges = self.state_bytes = 0
+        self.between_bytes = self.state_exchanges = self.state_bytes = 0
         self.running: deque[_Running] = deque() if whole is None else whole.running
         self._seconds = self._exchange_seconds = 0.0
         self._unfinished = 0

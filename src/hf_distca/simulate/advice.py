@@ -95,6 +95,7 @@ def _in_place(setting: Setting, predictions: Sequence[Prediction]) -> Advice:
         f"{ours.title} takes {ours.step_seconds:.3g} s a step; the best of the others, {other.title}{ranks}, takes "
         f"{other.step_seconds:.3g} s: {gain:.2f} times as long. {_why(setting, ours, other)}"
     )
+    text += _between(setting, ours, predictions)
     plain = by_name.get("plain")
     if plain is not None and not plain.comparable:
         lost = 1 - plain.attention_share
@@ -102,6 +103,27 @@ def _in_place(setting: Setting, predictions: Sequence[Prediction]) -> Advice:
     if gain < 1 + _ERROR:
         text += f" Predictions are that far off ({_ERROR:.0%} in the median of the steps that were measured): try it first."
     return Advice(gain >= 1 + _ERROR, *names, gain, about + text, _settings(setting, ours))
+
+
+def _between(setting: Setting, ours: Prediction, predictions: Sequence[Prediction]) -> str:
+    """Say what crosses between nodes, and which way of ours sends far less and is nearly as fast."""
+    if setting.ranks <= setting.ranks_per_node or ours.between_bytes is None:
+        return ""
+
+    def gigabytes(step: Prediction) -> float:
+        return (step.between_bytes or 0.0) / setting.ranks / 1e9
+
+    text = f" Of hf-distca's messages, {gigabytes(ours):.2g} GB a rank and step go to other nodes"
+    near = [
+        step
+        for step in predictions
+        if step.strategy in OURS and step.comparable and step.step_seconds < ours.step_seconds * (1 + _NOTHING)
+    ]
+    least = min(near, key=gigabytes, default=ours)
+    if 2 * gigabytes(least) < gigabytes(ours):
+        more = least.step_seconds / ours.step_seconds - 1
+        text += f"; {least.title} would take {more:.1%} longer and send {gigabytes(least):.2g} GB there"
+    return text + "."
 
 
 def _instead(
@@ -231,6 +253,7 @@ def _exchange(setting: Setting) -> str:
     rates = f"{cost.exchange_bytes_per_second / 1e9:.0f} GB/s from each rank"
     if inside is not None and cost.node_bytes_per_second is not None:
         rates += f" to other nodes, {cost.node_bytes_per_second / 1e9:.0f} GB/s to the {inside} of its own, both at once"
+        rates += "; documents are dealt to nodes first, and work is moved inside them first"
     groups = setting.group // setting.shared
     shared = f"{setting.shared} ranks share attention"
     return f"{rates}; {shared}{f', {groups} groups of hf-distca have documents of their own' if groups > 1 else ''}"
