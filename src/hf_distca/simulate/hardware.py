@@ -125,7 +125,7 @@ class _Device:
                 ("links", f"{link}; {measured.sources['links']}"),
                 (
                     "attention",
-                    f"profile {measured.name}, bytes at {faster:.2f} of its rate, {errors}, {measured.sources['kernel']}",
+                    f"profile {measured.name}, bytes {faster:.2f} times as fast, {errors}, {measured.sources['kernel']}",
                 ),
             ),
             ranks_per_node=self.ranks_per_node,
