@@ -44,11 +44,11 @@ def train(rank: int, folder: str, slower: float, deterministic: bool, changes: d
     own_figures = Planned.own_figures.fget
 
     def timed(planned: Planned) -> tuple[int, ...]:
-        nanoseconds, sent, exchanging, calls = own_figures(planned)
+        nanoseconds, sent, exchanging, calls, between = own_figures(planned)
         if calls > 0:
             estimated = float(planned.seconds[planned.plan.server == rank].sum())
             nanoseconds, exchanging = int(1e9 * calls * estimated * (slower if rank else 1.0)), calls
-        return nanoseconds, sent, exchanging, calls
+        return nanoseconds, sent, exchanging, calls, between
 
     ids = documents(*([180, 12, 20, 33, 90, 64, 7, 150] * 6), seed=1)
     arguments = {**COMMON, "output_dir": folder, "max_steps": STEPS, "full_determinism": deterministic, "seed": 7}
