@@ -21,7 +21,7 @@ import numpy as np
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import CostModel, FloatArray, Price
-from hf_distca.schedule.greedy import Bound, Greedy, Levels, Step
+from hf_distca.schedule.greedy import Bound, Greedy, Step
 from hf_distca.schedule.heads import Heads, cut_grid
 from hf_distca.schedule.layout import BoolArray, Layout
 from hf_distca.schedule.load import PlanLoad
@@ -46,8 +46,6 @@ _EQUAL = 0.002
 _EQUAL_HIDDEN = 0.5
 # Part of its seconds that a plan of nodes may end after the least: no more ways are tried then.
 _CLOSE = 0.03
-# Times the mean that a rank takes for plans with few servers to be tried.
-_EXTREME = 12
 
 
 class _Way(NamedTuple):
@@ -172,7 +170,7 @@ class _Tries:
     def _greedy(self, size: int | None) -> Greedy:
         """What makes plans in groups of so many ranks, or of all."""
         cost, config = self.cost if size is None else self.near, self.config
-        heads = Heads.of(self.layout, self.price, cost, self.unmoved.compute_seconds, config.head_groups, size)
+        heads = Heads.of(self.layout, self.price, cost, self.unmoved.compute_seconds, config.head_groups)
         bound = Bound.of(config.max_transient_bytes, TransientBytes.of(cost.shape))
         return Greedy(self.layout, heads, replace(self.ranks, per_node=None), bound, cost.window, self.serves)
 
@@ -231,8 +229,8 @@ class _Tries:
         config, cost, size, greedy = self.config, self.cost, self.layout.world_size, self.of_all
         seconds, same, loads = self.unmoved.compute_seconds, Prices(self.price, self.price), []
 
-        def add(prices: Prices, seconds: FloatArray, levels: Levels | float) -> PlanLoad:
-            rows = greedy.even_out([Step(prices, levels, size, near=near)], seconds)
+        def add(prices: Prices, seconds: FloatArray, tolerance: float) -> PlanLoad:
+            rows = greedy.even_out([Step(prices, tolerance, size, near=near)], seconds)
             loads.append(self.weighed(greedy.plan(rows)))
             return loads[-1]
 
@@ -246,12 +244,6 @@ class _Tries:
             both = seconds + part * exchange
             prices = Prices(self.price.with_exchange(cost.exchange_bytes_per_second / part), self.price)
             add(prices, both, max(config.tolerance, _FINEST_OF_BOTH))
-        # One document that outweighs all others, and no relays: the fewer servers, the less its home has to send.
-        cap = float(seconds.max()) / 2
-        extreme = not self.relayed and not near and 2 * cap >= _EXTREME * self.mean
-        while extreme and cap > 2 * self.mean:
-            add(same, seconds, Levels(0.0, 0.95 * cap, cap, 0.97 * cap, cap))
-            cap /= 1.4
         return loads
 
     @cached_property

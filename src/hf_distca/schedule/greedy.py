@@ -113,14 +113,14 @@ class Step(NamedTuple):
 
     Attributes:
         prices: of slices.
-        levels: what ranks should end at, or the tolerance that these are set by.
+        tolerance: half the width of the band around the mean that ranks should end in, as a part of it.
         size: ranks of a group.
         per_node: ranks of a node, if work moves between the nodes of a group until these are even; else 0.
         near: ranks of a node, if servers in the node of a source are preferred; else 0.
     """
 
     prices: Prices
-    levels: Levels | float
+    tolerance: float
     size: int
     per_node: int = 0
     near: int = 0
@@ -190,10 +190,7 @@ class Greedy:
             amount, speed = np.bincount(node, weights=taken * speed), np.bincount(node, weights=speed)
             taken, serves, size = amount / speed, np.bincount(node, weights=serves) > 0, size // step.per_node
         groups = [slice(first, first + size) for first in range(0, len(taken), size)]
-        levels = [
-            step.levels if isinstance(step.levels, Levels) else Levels.among(taken[g], speed[g], serves[g], step.levels)
-            for g in groups
-        ]
+        levels = [Levels.among(taken[g], speed[g], serves[g], step.tolerance) for g in groups]
         high = np.repeat([of_group.high for of_group in levels], size)
         surplus, work = _sums(np.maximum(taken - high, 0.0) * speed, size), _sums(taken * speed, size)
         order = np.lexsort((-seconds, np.arange(len(seconds)) // step.size))

@@ -3,7 +3,7 @@
 Ranks have a *level* that they should end at (`schedule.greedy`). The heaviest rank gives first, until it is below the cap. A
 move is steps 4.1 to 4.3 of docs/scheduler.md:
 
-1. Choose a server: the emptiest, one that the surplus fills just so, or one of the same node with half as much room.
+1. Choose a server: the emptiest, or one of the same node with half as much room.
 2. For every piece that the rank still computes, find the tail, rows [x, end), that takes about what the server wants; or the
    first rows, where no tail fits.
 3. Move the slice that exchanges the fewest bytes per second moved. Keys that a server needs anyway, for its own rows of the
@@ -228,37 +228,31 @@ def _spare(loads: Loads, rank: int, place: int) -> float:
 
 
 @inner
-def _emptiest(loads: Loads, first: int, last: int, surplus: float, most: float) -> int:
-    """Of ranks [first, last) the emptiest below `most` seconds, or one that the surplus fills just so; -1 if none is."""
-    work, speed, level, per_node = loads.seconds, loads.speed, loads.levels, loads.per_node
-    emptiest, fits = -1, -1
+def _emptiest(loads: Loads, first: int, last: int, most: float) -> int:
+    """Of ranks [first, last) the emptiest below `most` seconds; -1 if none is."""
+    work, per_node, emptiest = loads.seconds, loads.per_node, -1
     for rank in range(first, last):
         if work[rank] >= most or not loads.serves[rank]:
             continue
-        if per_node and loads.node_seconds[rank // per_node] >= level[LOW]:
+        if per_node and loads.node_seconds[rank // per_node] >= loads.levels[LOW]:
             continue
         if emptiest < 0 or work[rank] < work[emptiest]:
             emptiest = rank
-        after = work[rank] + surplus / speed[rank]
-        if level[FLOOR] <= after <= level[CAP] and (fits < 0 or work[rank] < work[fits]):
-            fits = rank
-    if fits >= 0 and (level[LOW] - work[emptiest]) * speed[emptiest] > surplus:
-        return fits
     return emptiest
 
 
 @inner
 def _server_for(loads: Loads, source: int, surplus: float) -> int:
-    """The emptiest rank below the mean, or one that the surplus fills just so; -1 if there is none.
+    """The emptiest rank below the mean; -1 if there is none.
 
     With `near`, a server in the node of the source is as good if it is below the floor, and has room for half as much.
     """
     work, speed, level, near = loads.seconds, loads.speed, loads.levels, loads.near
-    emptiest = _emptiest(loads, loads.span[0], loads.span[1], surplus, level[MEAN])
+    emptiest = _emptiest(loads, loads.span[0], loads.span[1], level[MEAN])
     if emptiest < 0 or not near:
         return emptiest
     first = source // near * near
-    other = _emptiest(loads, first, first + near, surplus, level[FLOOR])
+    other = _emptiest(loads, first, first + near, level[FLOOR])
     wanted = min(surplus, (level[LOW] - work[emptiest]) * speed[emptiest])
     return other if other >= 0 and (level[LOW] - work[other]) * speed[other] >= 0.5 * wanted else emptiest
 
