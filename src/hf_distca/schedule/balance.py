@@ -47,8 +47,9 @@ _EQUAL = 0.2
 _EQUAL_HIDDEN = 0.5
 # Times the mean that a rank takes for plans with few servers to be tried.
 _EXTREME = 12
-# Part of its seconds that a plan of nodes may end after the least: no more ways are tried then.
+# Part of its seconds that a plan of nodes may end after the least: no more ways are tried then. Less where exchanges are hidden.
 _CLOSE = 0.03
+_CLOSE_HIDDEN = 0.02
 
 
 class _Way(NamedTuple):
@@ -99,15 +100,14 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
     if not config.balance or layout.world_size < 2 or tries.hopeless:
         return unmoved.plan
     best, enough = unmoved, unmoved.slowest_seconds * (1 - config.min_gain)
-    close = max(config.min_gain, _CLOSE if config.min_gain else 0.0)
-    equal = config.tolerance * (_EQUAL_HIDDEN if config.ping_pong else _EQUAL)
+    close = max(config.min_gain, _CLOSE_HIDDEN if config.ping_pong else _CLOSE) if config.min_gain else 0.0
     for way in tries.ways():
         if close and best is not unmoved and best.slowest_seconds * (1 - close) < tries.least:
             break
-        if best.slowest_seconds * (1 - equal) <= way.least:
+        if best.slowest_seconds * tries.earlier <= way.least:
             continue
         for load in tries.of(way):
-            if load.slowest_seconds < best.slowest_seconds * (1 - equal) and load.slowest_seconds <= enough:
+            if load.slowest_seconds < best.slowest_seconds * tries.earlier and load.slowest_seconds <= enough:
                 best = load
     return best.plan
 
@@ -137,6 +137,11 @@ class _Tries:
         """Seconds before which the slowest rank seldom ends: it cannot end before the mean, and moves seldom save exchanges."""
         exchange = 0.0 if self.config.ping_pong else math.fsum(self.unmoved.exchange_seconds.tolist())
         return self.mean + exchange / self.layout.world_size
+
+    @property
+    def earlier(self) -> float:
+        """Times the seconds of the best plan so far that another one has to end before."""
+        return 1 - self.config.tolerance * (_EQUAL_HIDDEN if self.config.ping_pong else _EQUAL)
 
     @property
     def hopeless(self) -> bool:
@@ -217,7 +222,7 @@ class _Tries:
                 late = latest(loads[0].exchange_seconds) > latest(loads[0].compute_seconds)
                 parts += _HIDDEN if late.any() else ()
         ends = np.array([latest(load.ends) for load in [*loads, self.unmoved]])
-        if way.mixes and ends.min(axis=0).max() < ends[:-1].max(axis=1).min():
+        if way.mixes and ends.min(axis=0).max() < ends[:-1].max(axis=1).min() * self.earlier:
             rows.append(greedy.even_out([], compute))
             loads.append(self.weighed(greedy.plan(greedy.mixed(rows, np.repeat(ends.argmin(axis=0), group)))))
         return loads

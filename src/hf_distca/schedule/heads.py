@@ -49,7 +49,7 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, price: Price, cost: CostModel, seconds: FloatArray, most: int) -> Heads:
-        """Those of which a slice would have more bytes of keys than of queries.
+        """Those of which a slice would have more bytes of keys than of queries, where ranks have work to give away.
 
         Args:
             layout: documents and where they lie.
@@ -72,9 +72,10 @@ class Heads(NamedTuple):
         travel = layout.longest * cost.shape.moved_key_bytes / cost.exchange_bytes_per_second
         groups = max(count for count in possible if count <= _USUAL)
         groups = next((count for count in possible if count > groups and travel / groups > _TRAVEL * mean), groups)
-        long = np.zeros(len(layout.documents), dtype=np.bool_)
+        long, given = np.zeros((2, len(layout.documents)), dtype=np.bool_)
         long[layout.place[layout.end >= length]] = True
-        return cls(groups, long)
+        given[layout.place[seconds[layout.rank] > mean]] = True
+        return cls(groups, long & given)
 
 
 def cut_grid(price: Price, heads: Heads, longest: int, tolerated: float) -> int:
