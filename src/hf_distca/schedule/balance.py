@@ -24,7 +24,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import CostModel, FloatArray, Price
 from hf_distca.schedule.greedy import Greedy, Step
 from hf_distca.schedule.heads import Heads, cut_grid
-from hf_distca.schedule.layout import BoolArray, Layout
+from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.moves import Prices
 from hf_distca.schedule.plan import Plan

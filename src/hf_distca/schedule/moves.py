@@ -209,7 +209,9 @@ def tail_start(price: Price, heads: float, start: int, end: int, want: float, mo
 def _lack(loads: Loads, rank: int) -> float:
     """Seconds of work that a rank lacks to the lower level; where nodes are evened out, as far as its node lacks them, too."""
     level, node = loads.levels[LOW], rank // loads.per_node
-    lack: float = min((level - loads.seconds[rank]) * loads.speed[rank], (level - loads.node_seconds[node]) * loads.node_speed[node])
+    lack: float = min(
+        (level - loads.seconds[rank]) * loads.speed[rank], (level - loads.node_seconds[node]) * loads.node_speed[node]
+    )
     return lack
 
 
@@ -217,7 +219,9 @@ def _lack(loads: Loads, rank: int) -> float:
 def _spare(loads: Loads, rank: int, place: int) -> float:
     """Seconds of work that a rank has above a level; where nodes are evened out, as far as its node has them, too."""
     level, node = loads.levels[place], rank // loads.per_node
-    spare: float = min((loads.seconds[rank] - level) * loads.speed[rank], (loads.node_seconds[node] - level) * loads.node_speed[node])
+    spare: float = min(
+        (loads.seconds[rank] - level) * loads.speed[rank], (loads.node_seconds[node] - level) * loads.node_speed[node]
+    )
     return spare
 
 
