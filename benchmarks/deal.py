@@ -49,7 +49,7 @@ _MOST_PIECES = 2**17
 LIMITS = {"serial": {"median": 1.13, "nine_in_ten": 1.29, "worst": 1.3}, "overlapped": {"nine_in_ten": 1.02, "worst": 1.02}}
 # Of the made-up placements beside this file.
 MADE_UP = Path(__file__).with_name("placements")
-MADE_UP_LIMITS = {"serial": {"median": 1.24, "worst": 1.25}, "overlapped": {"worst": 1.02}}
+MADE_UP_LIMITS = {"serial": {"median": 1.24, "worst": 1.26}, "overlapped": {"worst": 1.02}}
 # Of batches of real lengths as they come (`--lengths`).
 RAW_LIMITS = {"serial": {"median": 1.27, "nine_in_ten": 1.5, "worst": 1.65}, "overlapped": {"nine_in_ten": 1.06, "worst": 1.12}}
 _RAW_BATCHES = ((16, 65536), (64, 65536), (512, 65536), (64, 32768))

@@ -23,8 +23,6 @@ from hf_distca.simulate.document_lengths import distribution
 SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
 CUDA = CostModel.analytic(SHAPE, device_type="cuda")
 NODES = Ranks(per_node=8)
-# A plan has to end so much earlier than those tried before it to be taken instead, and there are two such choices.
-EQUAL = 1.002**2
 
 
 @st.composite
@@ -61,8 +59,9 @@ def test_no_plan_of_nodes_or_of_one_group_ends_earlier(
     layout = Layout.from_lengths(ranks)
     found = slowest(balance(layout, cost, config, Ranks(per_node=size), relayed=False), cost, config, size)
     one_group = balance(layout, replace(cost, node_bytes_per_second=None), config, relayed=False)
+    # At a tolerance of 0, the least of all estimates is taken.
     for other in (one_group, node_by_node(ranks, size, cost, config)):
-        assert found <= EQUAL * slowest(other, cost, config, size)
+        assert found <= slowest(other, cost, config, size)
 
 
 def drawn(name: str, longest: int, ranks: int, tokens: int) -> np.ndarray:

@@ -51,7 +51,7 @@ def test_ranks_of_any_speeds(speeds: list[float]) -> None:
     ranks = Ranks.of(speeds)
     load = PlanLoad(balance(mixed(), CUDA, DistCAConfig(ping_pong=True), ranks), CUDA, ranks=ranks)
     work = PlanLoad(Plan.local(mixed()), CUDA).compute_seconds.sum()
-    assert load.compute_seconds.max() <= 1.03 * work / sum(speeds)
+    assert load.compute_seconds.max() <= 1.04 * work / sum(speeds)
 
 
 @given(layouts(), st.booleans(), st.sampled_from([CPU, CUDA, CostModel.pairs(SHAPE)]))

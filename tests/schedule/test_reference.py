@@ -13,12 +13,12 @@ from layouts import layouts
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.cost import AttentionShape, CostModel, Price
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.schedule.reference import Formula, reference_plan
+from hf_distca.schedule.reference import formula, reference_plan
 
 SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
 MODELS = [CostModel.pairs(SHAPE), *(CostModel.analytic(SHAPE, device_type=device) for device in ("cpu", "cuda"))]
@@ -85,11 +85,9 @@ def test_small_worlds_stay(ranks: list[list[int]], cost: CostModel) -> None:
 
 def test_the_formula_is_the_cost_model() -> None:
     for cost, (start, end) in itertools.product(MODELS, [(0, 1), (100, 700), (4096, 65536)]):
-        formula = Formula.of(cost)
         for heads in (1.0, 0.25):
-            assert formula.seconds(heads, start, end) == pytest.approx(float(cost.seconds(end - start, end, heads)[0]))
-    tiles = Formula.of(MODELS[2])
-    assert tiles.start(1.0, 65536, tiles.seconds(1.0, 4096, 65536)) == pytest.approx(4096, abs=1)
+            seconds = float(cost.seconds(end - start, end, heads)[0])
+            assert formula(Price.of(cost, cost.tile), heads, start, end) == pytest.approx(seconds)
 
 
 def test_windows_and_bounds_of_bytes_are_left_to_balance() -> None:

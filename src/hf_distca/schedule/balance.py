@@ -12,18 +12,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import CostModel, FloatArray, Price
-from hf_distca.schedule.greedy import Bound, Greedy, Levels, Step
+from hf_distca.schedule.greedy import Greedy, Step
 from hf_distca.schedule.heads import Heads, cut_grid
-from hf_distca.schedule.layout import BoolArray, Layout
+from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.moves import Prices
 from hf_distca.schedule.plan import Plan
@@ -40,21 +41,33 @@ _FINEST_OF_BOTH = 0.02
 _OF_NODES = 0.25
 # Of exchanges that hide behind compute, the parts that are tried to count where they take longer.
 _HIDDEN = (0.25, 0.5)
-# Part of its seconds that a plan has to end before those tried earlier, which exchange less between nodes; and where exchanges
-# are hidden, the part of the tolerance, for then the estimate knows of no other gain.
-_EQUAL = 0.002
+# Part of the tolerance by which a plan has to end before those tried earlier, which exchange less between nodes; and the same
+# where exchanges are hidden, for then the estimate knows of no other gain.
+_EQUAL = 0.2
 _EQUAL_HIDDEN = 0.5
-# Part of its seconds that a plan of nodes may end after the least: no more ways are tried then.
-_CLOSE = 0.03
 # Times the mean that a rank takes for plans with few servers to be tried.
 _EXTREME = 12
+# Part of its seconds that a plan of nodes may end after the least: no more ways are tried then. Less where exchanges are hidden.
+_CLOSE = 0.03
+_CLOSE_HIDDEN = 0.02
 
 
 class _Way(NamedTuple):
-    """A way to make plans, none of which can end before so many seconds."""
+    """A way to make plans.
+
+    Attributes:
+        least: seconds before which none of them can end.
+        parts: parts of exchanges that count, one for each plan; or the seconds that ranks may take.
+        steps: its moves, for each of these.
+        exchange: what ranks exchange if nothing moves, as this way sees it.
+        mixes: whether nodes are independent, so that each may have the best of several plans.
+    """
 
     least: float
-    loads: Callable[[], list[PlanLoad]]
+    parts: Sequence[float]
+    steps: Callable[[float], list[Step]]
+    exchange: npt.ArrayLike
+    mixes: bool = False
 
 
 def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks = ALIKE, *, relayed: bool = True) -> Plan:
@@ -81,22 +94,20 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
     if ranks.per_node == layout.world_size and cost.node_bytes_per_second is not None:  # all links are those inside a node
         cost, ranks = replace(cost, exchange_bytes_per_second=cost.node_bytes_per_second), replace(ranks, per_node=None)
     ranks = ranks.seen_by(cost)
-    if cost.window is not None and cost.window >= layout.longest:
-        cost = replace(cost, window=None)
+    cost = cost.within(layout.longest)
     tries = _Tries(layout, cost, config, ranks, relayed and cost.window is None and config.max_transient_bytes is None)
     unmoved = tries.unmoved
     if not config.balance or layout.world_size < 2 or tries.hopeless:
         return unmoved.plan
     best, enough = unmoved, unmoved.slowest_seconds * (1 - config.min_gain)
-    close = max(config.min_gain, _CLOSE if config.min_gain else 0.0)
-    equal = max(_EQUAL, _EQUAL_HIDDEN * config.tolerance) if config.ping_pong else _EQUAL
+    close = max(config.min_gain, _CLOSE_HIDDEN if config.ping_pong else _CLOSE) if config.min_gain else 0.0
     for way in tries.ways():
         if close and best is not unmoved and best.slowest_seconds * (1 - close) < tries.least:
             break
-        if best.slowest_seconds * (1 - equal) <= way.least:
+        if best.slowest_seconds * tries.earlier <= way.least:
             continue
-        for load in way.loads():
-            if load.slowest_seconds < best.slowest_seconds * (1 - equal) and load.slowest_seconds <= enough:
+        for load in tries.of(way):
+            if load.slowest_seconds < best.slowest_seconds * tries.earlier and load.slowest_seconds <= enough:
                 best = load
     return best.plan
 
@@ -117,12 +128,6 @@ class _Tries:
         return self.weighed(Plan.local(self.layout, self.cost.window), self.config.min_gain)
 
     @cached_property
-    def serves(self) -> BoolArray:
-        """Of each rank whether it may compute slices of others."""
-        every = np.ones(self.layout.world_size, dtype=np.bool_)
-        return every if self.config.serve_in_place else self.layout.query_tokens == 0
-
-    @cached_property
     def mean(self) -> float:
         """Seconds of compute of each rank, if nothing moves and all end together."""
         return self.ranks.level(self.unmoved.compute_seconds.tolist())
@@ -132,6 +137,11 @@ class _Tries:
         """Seconds before which the slowest rank seldom ends: it cannot end before the mean, and moves seldom save exchanges."""
         exchange = 0.0 if self.config.ping_pong else math.fsum(self.unmoved.exchange_seconds.tolist())
         return self.mean + exchange / self.layout.world_size
+
+    @property
+    def earlier(self) -> float:
+        """Times the seconds of the best plan so far that another one has to end before."""
+        return 1 - self.config.tolerance * (_EQUAL_HIDDEN if self.config.ping_pong else _EQUAL)
 
     @property
     def hopeless(self) -> bool:
@@ -144,119 +154,78 @@ class _Tries:
             return True
         return self.unmoved.slowest_seconds * (1 - self.config.min_gain) < self.least
 
+    @cached_property
+    def greedy(self) -> Greedy:
+        """What makes plans, of documents cut on the grid that keeps slices long."""
+        config, cost, layout, price = self.config, self.cost, self.layout, Price.of(self.cost, self.config.tile)
+        heads = Heads.of(layout, price, cost, self.unmoved.compute_seconds, config.head_groups)
+        if config.max_transient_bytes is None:  # which may allow no more than a tile of rows
+            # Where nodes are evened out before ranks are and nothing else counts, both share the tolerance.
+            shared = 0.5 if config.ping_pong and self.ranks.per_node is not None else 1.0
+            price = price._replace(grid=cut_grid(price, heads, layout.longest, shared * config.tolerance * self.mean))
+        transient = TransientBytes.of(cost.shape)
+        ends = [transient.last_row(config.max_transient_bytes, price, groups) for groups in (heads.groups, 1)]
+        serves = np.ones(layout.world_size, dtype=np.bool_) if config.serve_in_place else layout.query_tokens == 0
+        return Greedy(layout, heads, price, np.array(self.ranks.each(layout.world_size)), ends, cost.window, serves)
+
     def ways(self) -> list[_Way]:
         """Ways to make plans, those that exchange the least between nodes first."""
-        every = _Way(self.mean, self._of_all)
-        if (size := self.ranks.per_node) is None:
-            return [every]
-        speeds = np.array(self.ranks.each(self.layout.world_size)).reshape(-1, size)
-        nodes = (self.unmoved.compute_seconds.reshape(-1, size) * speeds).sum(axis=1) / speeds.sum(axis=1)
-        longest = float(nodes.max())
-        inside, between = _Way(longest, self._inside), _Way(self.mean, self._by_nodes)
+        every, size, unmoved = self.layout.world_size, self.ranks.per_node, self.unmoved
+        far, longest = self.cost.exchange_bytes_per_second, float(unmoved.compute_seconds.max())
+        parts = (0.0,) if self.config.ping_pong or math.isinf(far) else (0.0, 1.0)
+        blind = replace(unmoved, ranks=replace(self.ranks, per_node=None)).exchange_seconds
+        one_group = [_Way(self.mean, parts, lambda part: [self._step(far, part, every)], blind)]
+        if not self.relayed and longest >= _EXTREME * self.mean:
+            # One document outweighs all others: the fewer servers, the less its home has to send.
+            caps = [longest / 2 / 1.4**n for n in range(math.ceil(math.log(longest / (4 * self.mean), 1.4)))]
+            one_group.append(_Way(self.mean, caps, lambda cap: [self._step(far, 0.0, every)._replace(cap=cap)], 0.0))
+        if size is None:
+            return one_group
+
+        def inside(part: float) -> list[Step]:
+            return [self._step(self.cost.node_bytes_per_second or far, part, size)]
+
+        def between(part: float) -> list[Step]:
+            step = self._step(far, part, every)
+            return [step._replace(tolerance=_OF_NODES * step.tolerance, per_node=size), *inside(part)]
+
+        def near(part: float) -> list[Step]:
+            return [self._step(far, part, every)._replace(near=size)]
+
+        speeds = self.greedy.speeds.reshape(-1, size)
+        longest = float(((unmoved.compute_seconds.reshape(-1, size) * speeds).sum(axis=1) / speeds.sum(axis=1)).max())
+        by_node = _Way(longest, parts, inside, unmoved.exchange_seconds, mixes=True)
+        by_nodes = _Way(self.mean, parts[-1:], between, unmoved.exchange_seconds)
         if longest <= self.mean * (1 + self.config.tolerance):
-            return [inside, between, every]
-        return [between, _Way(self.mean, partial(self._of_all, size)), every, inside]
+            return [by_node, by_nodes, *one_group]
+        return [by_nodes, by_nodes._replace(steps=near), *one_group, by_node]
 
-    @cached_property
-    def price(self) -> Price:
-        """Prices of tasks, for documents cut on the grid that keeps slices long."""
-        config, price = self.config, Price.of(self.cost, self.config.tile)
-        if config.max_transient_bytes is not None:  # which may allow no more than a tile of rows
-            return price
-        heads = Heads.of(self.layout, price, self.cost, self.unmoved.compute_seconds, config.head_groups)
-        # Where nodes are evened out before ranks are and nothing else counts, both share the tolerance.
-        shared = 0.5 if config.ping_pong and self.ranks.per_node is not None else 1.0
-        tolerated = shared * config.tolerance * self.mean
-        return price._replace(grid=cut_grid(price, heads, self.layout.longest, tolerated))
+    def _step(self, bytes_per_second: float, part: float, size: int) -> Step:
+        """Moves in groups of so many ranks, where so much of an exchange counts."""
+        price = self.greedy.price
+        served = price.with_exchange(bytes_per_second / part) if part else price
+        return Step(Prices(served, price), max(self.config.tolerance, _FINEST_OF_BOTH if part else _FINEST), size)
 
-    def _greedy(self, size: int | None) -> Greedy:
-        """What makes plans in groups of so many ranks, or of all."""
-        cost, config = self.cost if size is None else self.near, self.config
-        heads = Heads.of(self.layout, self.price, cost, self.unmoved.compute_seconds, config.head_groups, size)
-        bound = Bound.of(config.max_transient_bytes, TransientBytes.of(cost.shape))
-        return Greedy(self.layout, heads, replace(self.ranks, per_node=None), bound, cost.window, self.serves)
+    def of(self, way: _Way) -> list[PlanLoad]:
+        """Plans of a way: for compute alone, and with exchanges as far as these count."""
+        greedy, compute, parts = self.greedy, self.unmoved.compute_seconds, list(way.parts)
+        group = (self.ranks.per_node if way.mixes else None) or len(compute)
+        rows, loads = [], list[PlanLoad]()
 
-    @cached_property
-    def near(self) -> CostModel:
-        """The cost model of exchanges inside a node."""
-        return replace(
-            self.cost, exchange_bytes_per_second=self.cost.node_bytes_per_second or self.cost.exchange_bytes_per_second
-        )
+        def latest(seconds: FloatArray) -> FloatArray:
+            return np.asarray(seconds.reshape(-1, group).max(axis=1))
 
-    @cached_property
-    def by_nodes(self) -> Greedy:
-        return self._greedy(self.ranks.per_node)
-
-    def _steps(self, part: float) -> tuple[FloatArray, list[Step]]:
-        """What ranks take, and moves between nodes and then inside each, where so much of an exchange counts."""
-        unmoved, price, size, every = self.unmoved, self.price, self.ranks.per_node or 1, self.layout.world_size
-        if not part or math.isinf(self.cost.exchange_bytes_per_second):
-            far = near = price
-        else:
-            far, near = (price.with_exchange(cost.exchange_bytes_per_second / part) for cost in (self.cost, self.near))
-        band = max(self.config.tolerance, _FINEST_OF_BOTH if part else _FINEST)
-        steps = [Step(Prices(far, price), _OF_NODES * band, every, size), Step(Prices(near, price), band, size)]
-        return unmoved.compute_seconds + part * unmoved.exchange_seconds, steps
-
-    def _inside(self) -> list[PlanLoad]:
-        """Plans that move slices inside nodes, and the one that takes for each node the best of them."""
-        greedy, size, rows, loads = self.by_nodes, self.ranks.per_node or 1, [], []
-
-        def add(part: float) -> PlanLoad:
-            seconds, steps = self._steps(part)
-            rows.append(greedy.even_out(steps[1:], seconds))
-            loads.append(self.weighed(greedy.plan(rows[-1])))
-            return loads[-1]
-
-        first = add(0.0)
-        late = first.exchange_seconds.reshape(-1, size).max(axis=1) > first.compute_seconds.reshape(-1, size).max(axis=1)
-        for part in (_HIDDEN if late.any() else ()) if self.config.ping_pong else (1.0,):
-            add(part)
-        ends = np.array([load.ends.reshape(-1, size).max(axis=1) for load in [*loads, self.unmoved]])
-        best = float(min(load.slowest_seconds for load in loads))
-        if float(ends.min(axis=0).max()) < best * (1 - _EQUAL):
-            rows.append(greedy.even_out([], self.unmoved.compute_seconds))
-            loads.append(self.weighed(greedy.plan(greedy.mixed(rows, np.repeat(ends.argmin(axis=0), size)))))
-        return loads
-
-    def _by_nodes(self) -> list[PlanLoad]:
-        """Plans that move slices between nodes until these are even, and then inside each."""
-        greedy = self.by_nodes
-        # Where exchanges take their time, evening out compute alone between nodes gains nothing.
-        seconds, steps = self._steps(0.0 if self.config.ping_pong else 1.0)
-        return [self.weighed(greedy.plan(greedy.even_out(steps, seconds)))]
-
-    def _of_all(self, near: int = 0) -> list[PlanLoad]:
-        """Plans that move slices in all ranks as one group, with servers in nodes of so many ranks preferred."""
-        config, cost, size, greedy = self.config, self.cost, self.layout.world_size, self.of_all
-        seconds, same, loads = self.unmoved.compute_seconds, Prices(self.price, self.price), []
-
-        def add(prices: Prices, seconds: FloatArray, levels: Levels | float) -> PlanLoad:
-            rows = greedy.even_out([Step(prices, levels, size, near=near)], seconds)
-            loads.append(self.weighed(greedy.plan(rows)))
-            return loads[-1]
-
-        parts: tuple[float, ...] = () if math.isinf(cost.exchange_bytes_per_second) else (1.0,)
-        if config.ping_pong or not near:
-            load = add(same, seconds, max(config.tolerance, _FINEST))
-            if config.ping_pong and parts:
-                parts = _HIDDEN if load.exchange_seconds.max() > load.compute_seconds.max() else ()
-        exchange = (self.unmoved if near else replace(self.unmoved, ranks=greedy.ranks)).exchange_seconds
         for part in parts:
-            both = seconds + part * exchange
-            prices = Prices(self.price.with_exchange(cost.exchange_bytes_per_second / part), self.price)
-            add(prices, both, max(config.tolerance, _FINEST_OF_BOTH))
-        # One document that outweighs all others, and no relays: the fewer servers, the less its home has to send.
-        cap = float(seconds.max()) / 2
-        extreme = not self.relayed and not near and 2 * cap >= _EXTREME * self.mean
-        while extreme and cap > 2 * self.mean:
-            add(same, seconds, Levels(0.0, 0.95 * cap, cap, 0.97 * cap, cap))
-            cap /= 1.4
+            rows.append(greedy.even_out(way.steps(part), compute + np.multiply(part, way.exchange)))
+            loads.append(self.weighed(greedy.plan(rows[-1])))
+            if not part and self.config.ping_pong:
+                late = latest(loads[0].exchange_seconds) > latest(loads[0].compute_seconds)
+                parts += _HIDDEN if late.any() else ()
+        ends = np.array([latest(load.ends) for load in [*loads, self.unmoved]])
+        if way.mixes and ends.min(axis=0).max() < ends[:-1].max(axis=1).min() * self.earlier:
+            rows.append(greedy.even_out([], compute))
+            loads.append(self.weighed(greedy.plan(greedy.mixed(rows, np.repeat(ends.argmin(axis=0), group)))))
         return loads
-
-    @cached_property
-    def of_all(self) -> Greedy:
-        return self._greedy(None)
 
     def weighed(self, plan: Plan, least: float = 0.0) -> PlanLoad:
         """The load of a plan, with keys passed on if that gains so much."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -257,6 +257,10 @@ class CostModel:
         pair_cost = KernelCost(0.0, np.inf, 2.0**30 * shape.pair_flops)
         free = KernelCost(0.0, np.inf, np.inf)
         return cls(shape, pair_cost, free, np.inf, tile=1, name="causal pairs")
+
+    def within(self, longest: int) -> Self:
+        """This model for documents of so many tokens at most: a window that none is longer than is none."""
+        return replace(self, window=None) if self.window is not None and self.window >= longest else self
 
     @property
     def near(self) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -69,7 +68,7 @@ def deal(
         ConfigError: if another argument is out of its range.
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
-    cost = _seen_by(cost, length)
+    cost = cost.within(int(length.max(initial=0)))
     return _dealt(length, np.ones(len(length), dtype=np.bool_), tokens, cost, tile, ranks_per_node, overlapped=overlapped)
 
 
@@ -92,7 +91,7 @@ def deal_nano_batches(
     Args and raises: as `deal`.
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
-    cost = _seen_by(cost, length)
+    cost = cost.within(int(length.max(initial=0)))
     first = _half(length, cost, ranks, sum(count // 2 for count in tokens))
     here = _halves(tokens, int(length[first].sum()))
     there = [both - half for both, half in zip(tokens, here, strict=True)]
@@ -111,12 +110,6 @@ def in_order(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence
     pieces = pour([DealtPiece(-1, document, 0, count) for document, count in enumerate(length.tolist())], tokens)
     rank, document, start, size = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
     return Layout(document, start, size, np.searchsorted(rank, np.arange(ranks + 1)))
-
-
-def _seen_by(cost: CostModel, length: IntArray) -> CostModel:
-    """Without a window that no document is longer than, which is none: documents may be served, as in layers that see all."""
-    idle = cost.window is not None and cost.window >= length.max(initial=0)
-    return replace(cost, window=None) if idle else cost
 
 
 def _dealt(
@@ -202,24 +195,14 @@ def _change(coins: list[int], amount: int) -> list[int]:
     sums = [1]
     for coin in coins:
         sums.append(sums[-1] | sums[-1] << coin)
-    total = _nearest_bit(sums[-1], amount)
-    taken = []
+    bits = np.frombuffer(sums[-1].to_bytes(sums[-1].bit_length() // 8 + 1, "little"), dtype=np.uint8)
+    totals = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+    total, taken = int(totals[np.abs(totals - amount).argmin()]), []
     for coin_index in range(len(coins) - 1, -1, -1):
         if not sums[coin_index] >> total & 1:
             taken.append(coin_index)
             total -= coins[coin_index]
     return taken
-
-
-def _nearest_bit(bits: int, wanted: int) -> int:
-    """The place, among those of the bits that are set, that is nearest to the wanted one."""
-    wanted = max(wanted, 0)
-    below = (bits & ((1 << (wanted + 1)) - 1)).bit_length() - 1
-    above = bits >> wanted
-    if not above:
-        return below
-    above = wanted + (above & -above).bit_length() - 1
-    return below if wanted - below <= above - wanted else above
 
 
 def _checked(

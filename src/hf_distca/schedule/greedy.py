@@ -14,52 +14,27 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from hf_distca.schedule.cost import ALL_KEYS, FloatArray, Price
+from hf_distca.schedule.cost import FloatArray, Price
 from hf_distca.schedule.heads import Heads
 from hf_distca.schedule.layout import BoolArray, IntArray, Layout, repeated
 from hf_distca.schedule.moves import END, PIECE, SERVER, START, Ledger, Loads, Prices, QueryPieces, make_moves
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
-from hf_distca.schedule.waves import TransientBytes
 
-__all__ = ["Bound", "Greedy", "Levels", "PlanRows", "Step"]
+__all__ = ["Greedy", "Levels", "PlanRows", "Step"]
 
 # Levels are set inside the tolerated band, because slices end on a grid and seldom move exactly what was wanted.
 _INNER_BAND = 0.7
 
 
-class Bound(NamedTuple):
-    """Transient bytes that a tile of moved rows may take with its keys, and those of a row and of a key."""
-
-    most: float
-    row: float
-    key: float
-
-    @classmethod
-    def of(cls, most: int | None, transient: TransientBytes) -> Self:
-        """None for no bound."""
-        return cls(math.inf if most is None else float(most), float(transient.query), float(transient.key))
-
-    def last_ends(self, price: Price, groups: int) -> tuple[int, int]:
-        """Where rows of a head group, and of all heads, end at most for a tile of them to fit with its keys."""
-
-        def last_end(most: float) -> int:
-            if most == math.inf or self.row * price.grid + self.key * (price.window + price.grid) <= most:
-                return ALL_KEYS
-            return int(max((most - self.row * price.grid) / self.key, 0.0)) // price.grid * price.grid
-
-        return last_end(self.most * groups), last_end(self.most)
-
-
 class Levels(NamedTuple):
     """Seconds of a rank: the edges of the tolerated band around the mean, and where ranks outside it should end.
 
-    Ranks above `cap` come down to `high`, and those below `floor` come up to `low`. Slices go to ranks below the mean.
+    Ranks above `cap` come down to `high`, and those below `floor` come up to `low`. Slices go to ranks below `low`.
     """
 
     floor: float
     low: float
-    mean: float
     high: float
     cap: float
 
@@ -72,15 +47,14 @@ class Levels(NamedTuple):
             ranks: what they are like; what a rank sheds is work of so many seconds times its speed.
             tolerance: half the width of the band, as a part of the mean.
         """
-        mean, pairs = ranks.level(seconds), list(zip(seconds, ranks.each(len(seconds)), strict=True))
+        mean, taken, speed = ranks.level(seconds), np.array(seconds), np.array(ranks.each(len(seconds)))
         low, high = mean * (1 - tolerance * _INNER_BAND), mean * (1 + tolerance * _INNER_BAND)
-        surplus = math.fsum((taken - high) * speed for taken, speed in pairs if taken > high)
-        deficit = math.fsum((low - taken) * speed for taken, speed in pairs if taken < low)
+        surplus, deficit = (math.fsum((np.maximum(gap, 0) * speed).tolist()) for gap in (taken - high, low - taken))
         if surplus >= deficit:
-            low = min(_filled(pairs, surplus), mean)
+            low = min(_filled(taken, speed, surplus), mean)
         else:
-            high = max(-_filled([(-taken, speed) for taken, speed in pairs], deficit), mean)
-        return cls(mean * (1 - tolerance), low, mean, high, mean * (1 + tolerance))
+            high = max(-_filled(-taken, speed, deficit), mean)
+        return cls(mean * (1 - tolerance), low, high, mean * (1 + tolerance))
 
     @classmethod
     def among(cls, seconds: FloatArray, speeds: FloatArray, serves: BoolArray, tolerance: float) -> Self:
@@ -95,17 +69,11 @@ class Levels(NamedTuple):
             evened &= ~below
 
 
-def _filled(pairs: list[tuple[float, float]], amount: float) -> float:
-    """The level that `amount` poured over the lowest ranks reaches, given as (seconds, speed)."""
-    total = width = level = 0.0
-    ordered = sorted(pairs)
-    for count, (taken, speed) in enumerate(ordered, 1):
-        total += taken * speed
-        width += speed
-        level = (amount + total) / width
-        if count == len(ordered) or level <= ordered[count][0]:
-            break
-    return level
+def _filled(taken: FloatArray, speed: FloatArray, amount: float) -> float:
+    """The level that `amount` poured over the lowest ranks reaches."""
+    order = np.lexsort((speed, taken))
+    levels = (amount + np.cumsum((taken * speed)[order])) / np.cumsum(speed[order])
+    return float(levels[np.argmax(levels <= np.append(taken[order][1:], np.inf))])
 
 
 class Step(NamedTuple):
@@ -113,17 +81,19 @@ class Step(NamedTuple):
 
     Attributes:
         prices: of slices.
-        levels: what ranks should end at, or the tolerance that these are set by.
+        tolerance: half the width of the band around the mean that ranks should end in, as a part of it.
         size: ranks of a group.
-        per_node: ranks of a node, if work moves between the nodes of a group until these are even; else 0.
+        per_node: ranks of a node, if work moves between the nodes of a group until these are even; else 1.
         near: ranks of a node, if servers in the node of a source are preferred; else 0.
+        cap: seconds that ranks should take at most, if as few as can be are to serve; else 0.
     """
 
     prices: Prices
-    levels: Levels | float
+    tolerance: float
     size: int
-    per_node: int = 0
+    per_node: int = 1
     near: int = 0
+    cap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -133,16 +103,18 @@ class Greedy:
     Attributes:
         layout: of all ranks.
         heads: documents that may be split by heads.
-        ranks: what they are like, with nodes only if these make a difference.
-        bound: on transient bytes.
+        price: of tasks.
+        speeds: (ranks,) how fast each is.
+        ends: where movable rows of a head group, and of all heads, end at most.
         window: of the plans.
         serves: (ranks,) whether each may get slices of others.
     """
 
     layout: Layout
     heads: Heads
-    ranks: Ranks
-    bound: Bound
+    price: Price
+    speeds: FloatArray
+    ends: Sequence[int]
     window: int | None
     serves: BoolArray
 
@@ -161,10 +133,7 @@ class Greedy:
     def _moved(self, steps: Sequence[Step], seconds: FloatArray, room: int) -> PlanRows | None:
         """The rows; None if there are more moves than room for them."""
         segment, before = self._pieces
-        movable = before.end
-        if steps:
-            ends = self.bound.last_ends(steps[0].prices.served, self.heads.groups)
-            movable = np.minimum(before.end, np.where(before.heads < 1, *ends))
+        movable = np.minimum(before.end, np.where(before.heads < 1, *self.ends))
         pieces = before._replace(start=before.start.copy(), end=movable.copy())
         ledger, count = _ledger(self.layout, segment, before, room), 0
         for step in steps:
@@ -183,21 +152,16 @@ class Greedy:
 
     def _loads(self, step: Step, seconds: FloatArray) -> tuple[Loads, IntArray]:
         """What ranks take before a step, and where they should end; and in which order they give."""
-        size, speeds = step.size, np.array(self.ranks.each(len(seconds)))
-        taken, speed, serves = seconds, speeds, self.serves
-        if step.per_node:
-            node = np.arange(len(taken)) // step.per_node
-            amount, speed = np.bincount(node, weights=taken * speed), np.bincount(node, weights=speed)
-            taken, serves, size = amount / speed, np.bincount(node, weights=serves) > 0, size // step.per_node
+        speeds, size, node = self.speeds, step.size // step.per_node, np.arange(len(seconds)) // step.per_node
+        speed = np.bincount(node, weights=speeds).astype(np.float64)
+        taken, serves = np.bincount(node, weights=seconds * speeds) / speed, np.bincount(node, weights=self.serves) > 0
         groups = [slice(first, first + size) for first in range(0, len(taken), size)]
-        levels = [
-            step.levels if isinstance(step.levels, Levels) else Levels.among(taken[g], speed[g], serves[g], step.levels)
-            for g in groups
-        ]
+        capped = Levels(0.0, 0.95 * step.cap, 0.97 * step.cap, step.cap)
+        levels = [capped if step.cap else Levels.among(taken[g], speed[g], serves[g], step.tolerance) for g in groups]
         high = np.repeat([of_group.high for of_group in levels], size)
         surplus, work = _sums(np.maximum(taken - high, 0.0) * speed, size), _sums(taken * speed, size)
         order = np.lexsort((-seconds, np.arange(len(seconds)) // step.size))
-        group = step.size, np.array(levels), np.zeros(5), np.zeros(2, dtype=np.int64), surplus, work
+        group = step.size, np.array(levels), np.zeros(4), np.zeros(2, dtype=np.int64), surplus, work
         return Loads(seconds, speeds, self.serves, *group, step.per_node, taken, speed, step.near), order
 
     def mixed(self, several: Sequence[PlanRows], chosen: IntArray) -> PlanRows:

@@ -48,7 +48,7 @@ class Heads(NamedTuple):
     documents: npt.NDArray[np.bool_]
 
     @classmethod
-    def of(cls, layout: Layout, price: Price, cost: CostModel, seconds: FloatArray, most: int, size: int | None = None) -> Heads:
+    def of(cls, layout: Layout, price: Price, cost: CostModel, seconds: FloatArray, most: int) -> Heads:
         """Those of which a slice would have more bytes of keys than of queries, where ranks have work to give away.
 
         Args:
@@ -57,7 +57,6 @@ class Heads(NamedTuple):
             cost: the cost model.
             seconds: attention seconds of each rank.
             most: groups at most; 1 to split nothing.
-            size: ranks of a node, if work moves inside nodes only.
         """
         possible = possible_groups(cost.shape.key_value_heads, most)
         if possible == [1] or cost.window is not None or math.isinf(cost.exchange_bytes_per_second) or not price.pair:
@@ -67,17 +66,15 @@ class Heads(NamedTuple):
             return WHOLE
         # A slice of F seconds at position y has F / (p * y) rows. Its bytes of queries are as many as those of keys if
         # q * F / (p * y) = kv * y.
-        size = size or len(seconds)
-        means = np.repeat([math.fsum(node) / size for node in seconds.reshape(-1, size).tolist()], size)
         mean = math.fsum(seconds.tolist()) / len(seconds)
-        length = np.sqrt(_TYPICAL * means * price.query_bytes / (price.key_bytes * price.pair))
+        length = math.sqrt(_TYPICAL * mean * price.query_bytes / (price.key_bytes * price.pair))
         # More groups are more tasks; they are worth it where keys travel nearly as long as ranks compute.
         travel = layout.longest * cost.shape.moved_key_bytes / cost.exchange_bytes_per_second
         groups = max(count for count in possible if count <= _USUAL)
         groups = next((count for count in possible if count > groups and travel / groups > _TRAVEL * mean), groups)
         long, given = np.zeros((2, len(layout.documents)), dtype=np.bool_)
-        long[layout.place[layout.end >= length[layout.rank]]] = True
-        given[layout.place[seconds[layout.rank] > means[layout.rank]]] = True
+        long[layout.place[layout.end >= length]] = True
+        given[layout.place[seconds[layout.rank] > mean]] = True
         return cls(groups, long & given)
 
 

@@ -3,7 +3,7 @@
 Ranks have a *level* that they should end at (`schedule.greedy`). The heaviest rank gives first, until it is below the cap. A
 move is steps 4.1 to 4.3 of docs/scheduler.md:
 
-1. Choose a server: the emptiest, one that the surplus fills just so, or one of the same node with half as much room.
+1. Choose a server: the emptiest, or one of the same node with half as much room.
 2. For every piece that the rank still computes, find the tail, rows [x, end), that takes about what the server wants; or the
    first rows, where no tail fits.
 3. Move the slice that exchanges the fewest bytes per second moved. Keys that a server needs anyway, for its own rows of the
@@ -37,7 +37,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 # Places in `Loads.levels`: the edges of the tolerated band, and where ranks outside it should end.
-FLOOR, LOW, MEAN, HIGH, CAP = range(5)
+FLOOR, LOW, HIGH, CAP = range(4)
 # Columns of `Ledger.moves`: a piece, rows [start, end) of its document, and the server that gets them.
 PIECE, START, END, SERVER = range(4)
 # Columns of `Ledger.holders`: a rank that needs the first keys of a document anyway, how many, and the row of the holder before.
@@ -78,7 +78,7 @@ class Loads(NamedTuple):
         begin: seconds at places `FLOOR` to `CAP` before the first move, a row for each group.
         levels, span: those of the group at hand now, and its first rank and the one after its last.
         surplus, work: seconds of work to be moved, and of all work, of each group.
-        per_node: ranks of a node, where nodes are evened out; else 0.
+        per_node: ranks of a node, where nodes are evened out; else 1, and each rank is a node.
         node_seconds, node_speed: those of the nodes.
         near: ranks of a node, where a server in the node of the source is preferred; else 0.
     """
@@ -208,59 +208,42 @@ def tail_start(price: Price, heads: float, start: int, end: int, want: float, mo
 @inner
 def _lack(loads: Loads, rank: int) -> float:
     """Seconds of work that a rank lacks to the lower level; where nodes are evened out, as far as its node lacks them, too."""
-    level, per_node = loads.levels[LOW], loads.per_node
-    lack: float = (level - loads.seconds[rank]) * loads.speed[rank]
-    if per_node:
-        node = rank // per_node
-        lack = min(lack, (level - loads.node_seconds[node]) * loads.node_speed[node])
+    level, node = loads.levels[LOW], rank // loads.per_node
+    lack: float = min(
+        (level - loads.seconds[rank]) * loads.speed[rank], (level - loads.node_seconds[node]) * loads.node_speed[node]
+    )
     return lack
 
 
 @inner
 def _spare(loads: Loads, rank: int, place: int) -> float:
     """Seconds of work that a rank has above a level; where nodes are evened out, as far as its node has them, too."""
-    level, per_node = loads.levels[place], loads.per_node
-    spare: float = (loads.seconds[rank] - level) * loads.speed[rank]
-    if per_node:
-        node = rank // per_node
-        spare = min(spare, (loads.node_seconds[node] - level) * loads.node_speed[node])
+    level, node = loads.levels[place], rank // loads.per_node
+    spare: float = min(
+        (loads.seconds[rank] - level) * loads.speed[rank], (loads.node_seconds[node] - level) * loads.node_speed[node]
+    )
     return spare
 
 
 @inner
-def _emptiest(loads: Loads, first: int, last: int, surplus: float, most: float) -> int:
-    """Of ranks [first, last) the emptiest below `most` seconds, or one that the surplus fills just so; -1 if none is."""
-    work, speed, level, per_node = loads.seconds, loads.speed, loads.levels, loads.per_node
-    emptiest, fits = -1, -1
+def _emptiest(loads: Loads, first: int, last: int) -> int:
+    """Of ranks [first, last) the emptiest that lacks work; -1 if none does."""
+    emptiest = -1
     for rank in range(first, last):
-        if work[rank] >= most or not loads.serves[rank]:
-            continue
-        if per_node and loads.node_seconds[rank // per_node] >= level[LOW]:
-            continue
-        if emptiest < 0 or work[rank] < work[emptiest]:
+        emptier = emptiest < 0 or loads.seconds[rank] < loads.seconds[emptiest]
+        if emptier and loads.serves[rank] and _lack(loads, rank) > 0:
             emptiest = rank
-        after = work[rank] + surplus / speed[rank]
-        if level[FLOOR] <= after <= level[CAP] and (fits < 0 or work[rank] < work[fits]):
-            fits = rank
-    if fits >= 0 and (level[LOW] - work[emptiest]) * speed[emptiest] > surplus:
-        return fits
     return emptiest
 
 
 @inner
 def _server_for(loads: Loads, source: int, surplus: float) -> int:
-    """The emptiest rank below the mean, or one that the surplus fills just so; -1 if there is none.
-
-    With `near`, a server in the node of the source is as good if it is below the floor, and has room for half as much.
-    """
-    work, speed, level, near = loads.seconds, loads.speed, loads.levels, loads.near
-    emptiest = _emptiest(loads, loads.span[0], loads.span[1], surplus, level[MEAN])
+    """The emptiest rank that lacks work, or with `near` one in the node of the source that has room for half as much; or -1."""
+    near, emptiest = loads.near, _emptiest(loads, loads.span[0], loads.span[1])
     if emptiest < 0 or not near:
         return emptiest
-    first = source // near * near
-    other = _emptiest(loads, first, first + near, surplus, level[FLOOR])
-    wanted = min(surplus, (level[LOW] - work[emptiest]) * speed[emptiest])
-    return other if other >= 0 and (level[LOW] - work[other]) * speed[other] >= 0.5 * wanted else emptiest
+    other = _emptiest(loads, source // near * near, source // near * near + near)
+    return other if other >= 0 and _lack(loads, other) >= 0.5 * min(surplus, _lack(loads, emptiest)) else emptiest
 
 
 @inner
@@ -320,13 +303,12 @@ def _best_move(
             continue
         if looked_at >= _LOOKED_AT and move.piece >= 0:
             break
-        looked_at += 1
         row = last
         while row >= 0 and holders[row, RANK] != asked_server:
             row = holders[row, BEFORE]
         server, held = asked_server, holders[row, KEYS] if row >= 0 else 0
-        row, tried = last, 0
-        while True:
+        row, tried, looked_at = last, 0, looked_at + 1
+        while server >= 0:
             room = (max(level[CAP], leeway * (work[source] + work[server])) - work[server]) * speed[server]
             over = room if leeway > 0 else _spare(loads, source, FLOOR)
             lack = _lack(loads, server) if work[server] < level[FLOOR] else math.inf
@@ -335,15 +317,11 @@ def _best_move(
             if cut.ratio < best.ratio:
                 move, best = _Move(piece, server, max(held, cut.end)), cut
             server = -1
-            while row >= 0 and server < 0:
+            while row >= 0 and server < 0 and tried < _HOLDERS:
                 rank, held, row = holders[row, RANK], holders[row, KEYS], holders[row, BEFORE]
-                lack = _lack(loads, rank)
-                fits = rank != asked_server and rank != source and work[rank] < level[FLOOR] and lack >= enough
+                fits = rank != asked_server and rank != source and work[rank] < level[FLOOR] and _lack(loads, rank) >= enough
                 if fits and loads.serves[rank] and loads.span[0] <= rank < loads.span[1]:
-                    server = rank
-            if server < 0 or tried == _HOLDERS:
-                break
-            tried += 1
+                    server, tried = rank, tried + 1
     return move, best
 
 
@@ -366,7 +344,7 @@ def _moves_of_group(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: L
                 if move.piece < 0 or (above == LOW and cut.added > 2.0 * cut.shed):
                     # The shortest slice may be more than the tolerated band is wide. Then a source below it, or a server above it
                     # but lower than the source was, is better than leaving the source as it is.
-                    if above == LOW or leeway > 0 or loads.per_node:
+                    if above == LOW or leeway > 0 or loads.per_node > 1:
                         break
                     leeway = 0.5
                     continue
@@ -384,10 +362,9 @@ def _moves_of_group(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: L
                 leeway, count = 0.0, count + 1
                 work[source] -= cut.shed / speed[source]
                 work[move.server] += cut.added / speed[move.server]
-                if loads.per_node:
-                    home, node = source // loads.per_node, move.server // loads.per_node
-                    loads.node_seconds[home] -= cut.shed / loads.node_speed[home]
-                    loads.node_seconds[node] += cut.added / loads.node_speed[node]
+                home, node = source // loads.per_node, move.server // loads.per_node
+                loads.node_seconds[home] -= cut.shed / loads.node_speed[home]
+                loads.node_seconds[node] += cut.added / loads.node_speed[node]
                 # Levels rise to where they will be when all surplus is moved at the same rate.
                 shed, grown = shed + cut.shed, grown + cut.added - cut.shed
                 rise = 1 + grown / shed * max(loads.surplus[group], shed) / loads.work[group]

@@ -14,13 +14,12 @@ its last slice. Rows at the end of a document see the most keys, so its *tail* t
 **The steps.**
 
 1. Weigh the plan that moves nothing: `PlanLoad` says how many seconds each rank computes and exchanges, and when the last ends.
-2. `head_groups`: long documents of ranks with work to give away are split by heads, for a server of some of the heads needs the
-   keys of these alone.
+2. `Heads` (`schedule.heads`): long documents may be split by heads, for a server of some of the heads needs the keys of these
+   alone. To the other steps, each head group is a document.
 3. `Levels` (`schedule.greedy`): ranks below `floor` come up to `low`, ranks above `cap` come down to `high`.
 4. `even_out`: the heaviest rank gives slices away until it is below the cap, then the next one does; then, while ranks are below
-   the floor, those above `low` do (`filling`). A slice goes to the emptiest rank, or to one that it fills just so (`server_for`),
-   or to one that has keys of the document. Of all tails that the rank could cut off its pieces (`tail`), it gives the one that
-   sheds a second for the fewest bytes.
+   the floor, those above `low` do (`filling`). A slice goes to the emptiest rank, or to one that has keys of the document. Of
+   all tails that the rank could cut off its pieces (`tail`), it gives the one that sheds a second for the fewest bytes.
 5. `relieve` (`schedule.relays`): keys that several servers need leave their holder once, and servers pass them on.
 6. `reference_plan` takes steps 3 to 5 twice, to even out compute alone, and compute and exchange together (`ways_to_count`); and
    with nodes for each node by itself, and again for all ranks as one group. The plan whose last rank ends first is taken; if it
@@ -34,8 +33,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,67 +45,41 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import CostModel, Price
 from hf_distca.schedule.greedy import Levels
-from hf_distca.schedule.heads import WHOLE, cut_grid
+from hf_distca.schedule.heads import Heads, cut_grid
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
-from hf_distca.schedule.plan import CATask, Plan
+from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.relays import relieve
 
 __all__ = ["reference_plan"]
 
-_TYPICAL_SHARE = 0.25  # of the mean seconds of a rank: what a server typically lacks
-_USUAL_GROUPS, _LONG_TRAVEL = 4, 0.4  # head groups that are enough where keys travel less than this part of the mean seconds
 _FINEST, _FINEST_WITH_EXCHANGE = 0.002, 0.02  # tolerances below which the grid is too coarse
 _LEAST_LACK = 0.25  # part of what a server should get that ranks with keys of the document have to lack
 _HOLDERS = 8  # ranks that have keys of a document and are looked at
+_EQUAL, _EQUAL_HIDDEN = 0.2, 0.5  # parts of the tolerance by which a plan has to end before one of nodes
 
 
-@dataclass(frozen=True, slots=True)
-class Formula:
-    """Coefficients of the formula: seconds of a task, row, key and query-key pair, and the rows of a kernel tile."""
-
-    task: float
-    row: float
-    key: float
-    pair: float
-    tile: int
-
-    @classmethod
-    def of(cls, cost: CostModel) -> Formula:
-        """Forward and backward together."""
-        return cls(*cost.prices, cost.tile)
-
-    def seconds(self, heads: float, start: int, end: int) -> float:
-        """Seconds of rows [start, end), 0 if there are none."""
-        rows = end - start
-        pairs = -(-rows // self.tile) * self.tile * (end - (rows - self.tile) / 2)
-        return self.task + heads * (self.row * rows + self.key * end + self.pair * pairs) if rows else 0.0
-
-    def start(self, heads: float, end: int, wanted: float) -> float:
-        """The position from which on the rows before `end` take so many seconds: the formula, solved for a."""
-        # x rows take the seconds that are left if pair * x * (end + tile / 2 - x / 2) + row * x = left.
-        left = max(wanted - self.task - heads * self.key * end, 0.0)
-        half = heads * (self.pair * (end + self.tile / 2) + self.row)
-        square = half * half - 2 * heads * self.pair * left
-        return max(end - 2 * left / (half + math.sqrt(square)), 0.0) if square > 0 else 0.0
+def formula(price: Price, heads: float, start: int, end: int) -> float:
+    """Seconds of rows [start, end), 0 if there are none."""
+    rows = end - start
+    pairs = -(-rows // price.tile) * price.tile * (end - (rows - price.tile) / 2)
+    return price.task + heads * (price.row * rows + price.key * end + price.pair * pairs) if rows else 0.0
 
 
 @dataclass(slots=True)
 class QueryPiece:
-    """Rows [start, end) of a document, of all heads (group 0) or one group: a piece of its home, or a slice for a server."""
+    """Rows [start, end) of a document that their home still computes, and the slices (start, end, server) that were moved."""
 
     document: int
-    group: int
     heads: float
     start: int
     end: int
     home: int
-    server: int
+    slices: list[tuple[int, int, int]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class TailMove:
+class TailMove(NamedTuple):
     """Rows of a piece from `start` on, for a server: seconds that its home sheds and the server gets, and the bytes."""
 
     piece: QueryPiece
@@ -114,111 +90,69 @@ class TailMove:
     bytes: float
 
 
-def unmoved_pieces(layout: Layout, groups: int = 1, documents: frozenset[int] = frozenset()) -> list[QueryPiece]:
-    """What each rank computes if nothing moves. Of some documents there is a piece for each head group, of others one."""
-    pieces = []
-    for rank in range(layout.world_size):
-        for document, start, length in layout.segments(rank)[int(layout.context[rank]) :]:
-            parts = range(1, groups + 1) if document in documents else (0,)
-            heads = 1 / len(parts)
-            pieces += [QueryPiece(document, group, heads, start, start + length, rank, rank) for group in parts]
-    return sorted(pieces, key=lambda piece: (-piece.end, piece.document, piece.group))
-
-
-def head_groups(layout: Layout, cost: CostModel, compute: list[float], most: int) -> tuple[int, frozenset[int]]:
-    """Step 2: in how many groups of heads documents are split, and which: long ones of ranks with work to give away."""
-    shape, mean, rate = cost.shape, sum(compute) / len(compute), cost.exchange_bytes_per_second
-    possible = [count for count in range(1, min(most, shape.key_value_heads) + 1) if shape.key_value_heads % count == 0]
-    if possible == [1] or layout.groups > 1 or any(layout.context) or rate == math.inf:
-        return 1, frozenset()
-    # A slice of F seconds at position y has F / (pair * y) rows. Its keys are as many bytes as its queries where
-    # query_bytes * F / (pair * y) = key_bytes * y.
-    length = math.sqrt(_TYPICAL_SHARE * mean * shape.moved_query_bytes / (shape.moved_key_bytes * Formula.of(cost).pair))
-    travel = layout.longest * shape.moved_key_bytes / rate
-    usual = max(count for count in possible if count <= _USUAL_GROUPS)
-    groups = next((count for count in possible if count > usual and travel > _LONG_TRAVEL * mean * count), usual)
-    pieces = unmoved_pieces(layout)
-    busy = {piece.document for piece in pieces if compute[piece.home] > mean}
-    return groups, frozenset(piece.document for piece in pieces if piece.end >= length) & busy
-
-
+@dataclass
 class Evening:
-    """Steps 3 and 4: slices move until no rank is above the cap, or nothing fits any more.
+    """Steps 3 and 4: slices move until no rank of a group is above the cap, or nothing fits any more.
 
-    Args:
-        pieces: what ranks compute; they shrink.
-        work: seconds of each rank, which are evened out.
+    Attributes:
+        pieces: what the ranks of the group compute; their tails become slices.
+        work: seconds of all ranks, which are evened out.
         tolerance: half the width of the band around the mean, as a part of it.
-        served: what a slice costs its server.
-        cost: what it costs its home; and what rows and keys are in bytes.
+        served, kept: what a slice costs its server, and its home.
         group: the ranks that share work: those of a node, or all.
     """
 
-    def __init__(
-        self, pieces: list[QueryPiece], work: list[float], tolerance: float, served: Formula, cost: CostModel, group: range
-    ) -> None:
-        self.work, self.served, self.kept, self.shape, self.group = list(work), served, Formula.of(cost), cost.shape, group
-        self.pieces, some = [piece for piece in pieces if piece.home in group], [work[rank] for rank in group]
-        self.total, self.shed, self.grown, self.filling = math.fsum(some), 0.0, 0.0, False
-        self.levels = self.base = Levels.of(some, ALIKE, tolerance)
-        self.surplus = math.fsum(max(seconds - self.base.high, 0.0) for seconds in some)
-        # By document and group: how many keys ranks have there anyway, in the order in which they came by them.
-        self.held: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
-        for piece in sorted(pieces, key=lambda piece: piece.end):
-            self.held[piece.document, piece.group][piece.home] = piece.end
+    pieces: list[QueryPiece]
+    work: list[float]
+    tolerance: float
+    served: Price
+    kept: Price
+    group: range
 
-    def even_out(self, grid: int) -> list[QueryPiece]:
-        """The pieces after all moves, cut at multiples of the grid."""
-        moved = []
+    def even_out(self, grid: int) -> None:
+        """Make all moves; pieces are cut at multiples of the grid."""
+        some = [self.work[rank] for rank in self.group]
+        self.levels = base = Levels.of(some, ALIKE, self.tolerance)
+        surplus, shed, grown = math.fsum(max(seconds - base.high, 0.0) for seconds in some), 0.0, 0.0
+        # By document: how many keys ranks have there anyway, in the order in which they came by them.
+        self.held: dict[int, dict[int, int]] = defaultdict(dict)
+        for piece in sorted(self.pieces, key=lambda piece: piece.end):
+            self.held[piece.document][piece.home] = piece.end
         order = sorted(self.group, key=lambda rank: -self.work[rank])
         for self.filling, source in itertools.product((False, True), order):
             mine = [piece for piece in self.pieces if piece.home == source]
             while move := self.next_move(source, mine, grid):
-                piece, server = move.piece, move.server
-                moved.append(replace(piece, start=move.start, server=server))
-                held = self.held[piece.document, piece.group]
-                held[server] = max(held.pop(server, 0), piece.end)  # to the end of the order
+                piece, held = move.piece, self.held[move.piece.document]
+                held[move.server] = max(held.pop(move.server, 0), piece.end)  # to the end of the order
+                piece.slices.append((move.start, piece.end, move.server))
                 piece.end = move.start
                 self.work[source] -= move.shed
-                self.work[server] += move.added
+                self.work[move.server] += move.added
                 # A slice may cost its server more than its home. Levels rise with what that adds to the work of all.
-                self.shed, self.grown = self.shed + move.shed, self.grown + move.added - move.shed
-                scale = 1 + self.grown / self.shed * max(self.surplus, self.shed) / self.total
-                self.levels = Levels(*(scale * level for level in self.base))
-        return [piece for piece in self.pieces if piece.start < piece.end] + moved
+                shed, grown = shed + move.shed, grown + move.added - move.shed
+                scale = 1 + grown / shed * max(surplus, shed) / math.fsum(some)
+                self.levels = Levels(*(scale * level for level in base))
 
     def next_move(self, source: int, pieces: list[QueryPiece], grid: int) -> TailMove | None:
         """The move with the fewest bytes for a second. If none fits the levels, a server may get up to half of what both have."""
         work, levels = self.work, self.levels
         above, aim = (levels.low, levels.floor) if self.filling else (levels.cap, levels.high)
-        if work[source] <= above:
+        emptiest = min(self.group, key=lambda rank: work[rank])
+        if work[source] <= above or work[emptiest] >= (levels.floor if self.filling else levels.low):
             return None
-        for leeway, surplus in ((0.0, math.inf),) if self.filling else ((0.0, work[source] - aim), (0.5, math.inf)):
-            best = self.server_for(surplus)
-            if best is None or (self.filling and work[best] >= levels.floor):
-                return None
-            # Holders of keys that lack much less would get slivers, in very many moves.
-            enough = min(levels.floor, levels.low - _LEAST_LACK * min(work[source] - aim, levels.low - work[best]))
+        # Holders of keys that lack much less would get slivers, in very many moves.
+        enough = min(levels.floor, levels.low - _LEAST_LACK * min(work[source] - aim, levels.low - work[emptiest]))
+        for leeway in (0.0,) if self.filling else (0.0, 0.5):
             moves = []
-            for piece in pieces:
-                holders = reversed(self.held[piece.document, piece.group])
-                near = [rank for rank in holders if rank in self.group and rank not in (best, source) and work[rank] < enough]
-                tails = (self.tail(piece, server, leeway, grid) for server in (best, *near[:_HOLDERS]) if piece.start < piece.end)
+            for piece in (piece for piece in pieces if piece.start < piece.end):
+                holders = reversed(self.held[piece.document])
+                near = [rank for rank in holders if rank in self.group and rank not in (emptiest, source) and work[rank] < enough]
+                tails = (self.tail(piece, server, leeway, grid) for server in (emptiest, *near[:_HOLDERS]))
                 moves += [move for move in tails if move is not None]
             if moves:
                 move = min(moves, key=lambda move: move.bytes / move.shed)
                 return None if self.filling and move.added > 2 * move.shed else move
         return None
-
-    def server_for(self, surplus: float) -> int | None:
-        """The emptiest rank below the mean; if it lacks more than the surplus, rather one that the surplus fills just so."""
-        work, levels = self.work, self.levels
-        below = [rank for rank in self.group if work[rank] < levels.mean]
-        emptiest = min(below, key=lambda rank: work[rank], default=None)
-        if emptiest is None or levels.low - work[emptiest] <= surplus:
-            return emptiest
-        fitting = [rank for rank in below if levels.floor <= work[rank] + surplus <= levels.cap]
-        return min(fitting, key=lambda rank: work[rank], default=emptiest)
 
     def tail(self, piece: QueryPiece, server: int, leeway: float, grid: int) -> TailMove | None:
         """The tail of a piece that its home is to be rid of and a server lacks; None if none fits."""
@@ -227,7 +161,7 @@ class Evening:
         room = max(levels.cap, leeway * (home + filled)) - filled
         over = room if leeway else home - levels.floor
         send, receive = heads * (served.row - kept.row), heads * (served.key - kept.key)  # seconds of a row and of a key
-        whole, all_kept = served.seconds(heads, piece.start, end), kept.seconds(heads, piece.start, end)
+        whole, all_kept = formula(served, heads, piece.start, end), formula(kept, heads, piece.start, end)
         rid = all_kept - send * (end - piece.start)
         scale = whole / rid if rid > 0 else 0.0  # for each second less at home the server gets so many more
         aim = levels.floor if self.filling else levels.high
@@ -235,38 +169,54 @@ class Evening:
         most = room if leeway else min(over * scale, room)
         if wanted <= 0:
             return None
-        start = piece.start
-        if whole > wanted and whole > min(most, 1.1 * wanted):
-            last = (end - 1) // grid * grid  # the last possible start
-            start = max(min(int(served.start(heads, end, wanted) / grid + 0.5) * grid, last), start)
-            while start < last and served.seconds(heads, start, end) > most:
-                start = start // grid * grid + grid
-        keys = max(end - self.held[piece.document, piece.group].get(server, 0), 0)
-        added = served.seconds(heads, start, end) - receive * (end - keys)
-        shed = all_kept - kept.seconds(heads, piece.start, start) - send * (end - start)
+        start, starts = piece.start, range(piece.start // grid * grid + grid, end, grid)
+        if starts and whole > wanted and whole > min(most, 1.1 * wanted):
+            first = bisect_left(starts, -wanted, key=lambda start: -formula(served, heads, start, end))
+            tails = {start: formula(served, heads, start, end) for start in starts[max(first - 1, 0) : first + 1]}
+            fitting = (start for start, seconds in tails.items() if seconds <= most)
+            start = min(fitting, key=lambda start: abs(tails[start] - wanted), default=starts[-1])
+        keys = max(end - self.held[piece.document].get(server, 0), 0)
+        added = formula(served, heads, start, end) - receive * (end - keys)
+        shed = all_kept - formula(kept, heads, piece.start, start) - send * (end - start)
         if not 0 < shed <= over or added > room:
             return None
-        amount = self.shape.moved_query_bytes * (end - start) + self.shape.moved_key_bytes * keys
-        return TailMove(piece, start, server, shed, added, heads * amount)
+        return TailMove(piece, start, server, shed, added, heads * (kept.query_bytes * (end - start) + kept.key_bytes * keys))
 
 
-def plan_of(layout: Layout, pieces: list[QueryPiece], groups: int) -> Plan:
+def unmoved_pieces(layout: Layout) -> list[QueryPiece]:
+    """What each rank computes if nothing moves, the deepest in their documents first."""
+    rows = [(rank, *row) for rank in range(layout.world_size) for row in layout.segments(rank)[int(layout.context[rank]) :]]
+    heads = layout.heads_of(np.array([document for _, document, _, _ in rows], dtype=np.int64)).tolist()
+    pieces = [QueryPiece(row[1], part, row[2], row[2] + row[3], row[0]) for row, part in zip(rows, heads, strict=True)]
+    return sorted(pieces, key=lambda piece: (-piece.end, piece.document))
+
+
+def plan_of(layout: Layout, groups: int, pieces: list[QueryPiece]) -> Plan:
     """Pieces as a plan. A document of which no head group moved is not split, and neighbours on one server become one task."""
-    apart = {piece.document for piece in pieces if piece.group and piece.home != piece.server}
-    width = groups + 1 if apart else 1
-    begins = {(document, start) for rank in range(layout.world_size) for document, start, _ in layout.segments(rank)}
-    tasks: list[CATask] = []
-    for piece in sorted(pieces, key=lambda piece: (piece.document, piece.group, piece.start)):
-        if piece.group > 1 and piece.document not in apart:
+    width = groups + 1 if groups > 1 else 1
+    apart = {piece.document // width for piece in pieces if piece.slices and piece.document % width}
+    tasks = []
+    for piece in pieces:
+        document, group = divmod(piece.document, width)
+        if document not in apart and group > 1:
             continue
-        number = piece.document * width + (piece.group if piece.document in apart else 0)
-        task = CATask(number, piece.start, piece.end, piece.home, piece.server)
-        joined = tasks and tasks[-1]._replace(start=task.start, end=task.end) == task and tasks[-1].end == task.start
-        if joined and (piece.document, piece.start) not in begins:
-            task = tasks.pop()._replace(end=piece.end)
-        tasks.append(task)
-    split = np.array([document in apart for document in layout.documents.tolist()], dtype=np.bool_)
-    return Plan.from_tasks(layout.split(split, groups) if apart else layout, tasks)
+        number = piece.document if document in apart else document * width
+        rows = [(piece.start, piece.end, piece.home), *reversed(piece.slices)]
+        for server, some in itertools.groupby([row for row in rows if row[0] < row[1]], key=itemgetter(2)):
+            start, end, _ = zip(*some, strict=True)
+            tasks.append((number, start[0], end[-1], piece.home, server))
+    split = np.isin(layout.documents, np.array(sorted(apart), dtype=np.int64))
+    return Plan.from_tasks(layout.split(split, groups) if groups > 1 else layout, tasks)
+
+
+def ways_to_count(unmoved: PlanLoad, price: Price, config: DistCAConfig) -> list[tuple[list[float], float, Price]]:
+    """What ranks take, the tolerance, and what a slice costs its server: compute alone, and with exchanges if they take time."""
+    compute, rate = unmoved.compute_seconds, unmoved.cost.exchange_bytes_per_second
+    ways = [(compute.tolist(), max(config.tolerance, _FINEST), price)]
+    if not config.ping_pong and rate < math.inf:
+        both = compute + unmoved.exchange_seconds
+        ways.append((both.tolist(), max(config.tolerance, _FINEST_WITH_EXCHANGE), price.with_exchange(rate)))
+    return ways
 
 
 def reference_plan(layout: Layout, cost: CostModel, config: DistCAConfig, per_node: int | None = None) -> Plan:
@@ -280,41 +230,25 @@ def reference_plan(layout: Layout, cost: CostModel, config: DistCAConfig, per_no
     """
     if config.max_transient_bytes is not None or (cost.window is not None and cost.window < layout.longest):
         raise ConfigError(f"window={cost.window}, {config}: the reference knows no windows and no bound of transient bytes.")
-    cost, formula, ranks = replace(cost, window=None), Formula.of(cost), Ranks(per_node=per_node).seen_by(cost)
+    cost, ranks, world = replace(cost, window=None), Ranks(per_node=per_node).seen_by(cost), layout.world_size
     unmoved = relieve(PlanLoad(Plan.local(layout), cost, overlapped=config.ping_pong, ranks=ranks), config.min_gain)
-    compute, exchange = unmoved.compute_seconds.tolist(), unmoved.exchange_seconds.tolist()
-    mean = math.fsum(compute) / len(compute)
-    within = max(compute) <= mean * (1 + config.tolerance) and min(compute) >= mean * (1 - config.tolerance)
-    if not config.balance or layout.world_size < 2 or not formula.pair or within:
+    compute, price = unmoved.compute_seconds, Price.of(cost, config.tile)
+    mean = math.fsum(compute.tolist()) / len(compute)
+    within = np.abs(compute - mean).max() <= mean * config.tolerance
+    if not config.balance or world < 2 or not price.pair or within:
         return unmoved.plan
-    groups, documents = head_groups(layout, cost, compute, config.head_groups)
-    heads = WHOLE._replace(groups=groups)
-    grid = cut_grid(Price.of(cost, config.tile), heads, layout.longest, config.tolerance * mean)
-    best, sizes = unmoved, [layout.world_size] if ranks.per_node is None else [ranks.per_node, layout.world_size]
-    for size, (work, tolerance, served) in itertools.product(sizes, ways_to_count(compute, exchange, cost, config)):
-        pieces = unmoved_pieces(layout, groups, documents)
-        evened = [
-            piece
-            for first in range(0, layout.world_size, size)
-            for piece in Evening(pieces, work, tolerance, served, cost, range(first, first + size)).even_out(grid)
-        ]
-        load = PlanLoad(plan_of(layout, evened, groups), cost, overlapped=config.ping_pong, ranks=ranks)
-        load = relieve(load)
-        enough = unmoved.slowest_seconds - load.slowest_seconds >= config.min_gain * unmoved.slowest_seconds
-        if enough and load.slowest_seconds < best.slowest_seconds:
+    heads = Heads.of(layout, price, cost, compute, config.head_groups)
+    grid = cut_grid(price, heads, layout.longest, config.tolerance * mean)
+    split = layout if heads.groups == 1 else layout.split(heads.documents, heads.groups)
+    best, enough = unmoved, unmoved.slowest_seconds * (1 - config.min_gain)
+    equal = (_EQUAL_HIDDEN if config.ping_pong else _EQUAL) * config.tolerance
+    ways = ways_to_count(unmoved, price, config)
+    for size, (work, tolerance, served) in itertools.product(sorted({ranks.per_node or world, world}), ways):
+        pieces = unmoved_pieces(split)
+        for group in (range(first, first + size) for first in range(0, world, size)):
+            mine = [piece for piece in pieces if piece.home in group]
+            Evening(mine, list(work), tolerance, served, price, group).even_out(grid)
+        load = relieve(PlanLoad(plan_of(layout, heads.groups, pieces), cost, overlapped=config.ping_pong, ranks=ranks))
+        if load.slowest_seconds < best.slowest_seconds * (1 - equal) and load.slowest_seconds <= enough:
             best = load
     return best.plan
-
-
-def ways_to_count(
-    compute: list[float], exchange: list[float], cost: CostModel, config: DistCAConfig
-) -> list[tuple[list[float], float, Formula]]:
-    """What ranks take, the tolerance, and what a slice costs its server: compute alone, and with exchanges if they take time."""
-    formula, rate = Formula.of(cost), cost.exchange_bytes_per_second
-    ways = [(compute, max(config.tolerance, _FINEST), formula)]
-    if not config.ping_pong and rate < math.inf:
-        row, key = cost.shape.moved_query_bytes / rate, cost.shape.moved_key_bytes / rate
-        served = replace(formula, row=formula.row + row, key=formula.key + key)
-        both = [sum(pair) for pair in zip(compute, exchange, strict=True)]
-        ways.append((both, max(config.tolerance, _FINEST_WITH_EXCHANGE), served))
-    return ways

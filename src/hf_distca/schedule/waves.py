@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.cost import ALL_KEYS, AttentionShape
+from hf_distca.schedule.cost import ALL_KEYS, AttentionShape, Price
 from hf_distca.schedule.heads import possible_groups
 from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.plan import Plan
@@ -60,6 +60,12 @@ class TransientBytes(NamedTuple):
     def of_group(self, groups: int) -> TransientBytes:
         """Those of one of so many head groups, which divide the key/value heads."""
         return TransientBytes(*(count // groups for count in self))
+
+    def last_row(self, most: int | None, price: Price, groups: int) -> int:
+        """Where rows of one of so many head groups end at most, for as many as the grid has to fit a bound with their keys."""
+        if most is None or self.query * price.grid + self.key * (price.window + price.grid) <= most * groups:
+            return ALL_KEYS
+        return max(most * groups - self.query * price.grid, 0) // self.key // price.grid * price.grid
 
 
 @dataclass(frozen=True, eq=False)
