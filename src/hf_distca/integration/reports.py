@@ -112,7 +112,7 @@ def summary(done: Tally, session: Session) -> str | None:
         "exchanged": f"{figures.get('distca/exchanged_mb_per_layer', 0.0):.3f} MB per layer and micro-batch by the busiest rank, "
         "for moved work and for documents on several ranks",
     }
-    if (between := figures.get("distca/between_nodes_mb_per_layer")) is not None:
+    if between := figures.get("distca/between_nodes_mb_per_layer"):
         parts["nodes"] = f"{between:.3f} MB of that to other nodes, by the rank that sends most there"
     parts |= {
         "planning": f"{figures['distca/planning_ms']:.1f} ms per micro-batch",
