@@ -53,7 +53,7 @@ _said: set[tuple[str, str, torch.dtype, str]] = set()
 
 
 def select_kernel(name: KernelName, case: Case, *, first: str | None = None) -> Kernel:
-    """The kernel to run, the same object for the same kernel each time.
+    """Return the kernel to run: the same object for the same kernel each time.
 
     Args:
         name: a kernel, or "auto" for the first in the order of kernels that supports the case.
@@ -69,7 +69,7 @@ def select_kernel(name: KernelName, case: Case, *, first: str | None = None) -> 
 
 @lru_cache(maxsize=256)
 def _selected(name: KernelName, case: Case, first: str | None, _deterministic: bool) -> Kernel:
-    """As `select_kernel`, which every layer of every micro-batch calls: kernels are asked once a case."""
+    """Select like `select_kernel`, once per case: every layer of every micro-batch calls this."""
     automatic = name == "auto"
     candidates = [
         kernel for kernel, where in _KERNELS if (where in (case.device.type, None) if automatic else kernel.name == name)
@@ -93,12 +93,15 @@ def _selected(name: KernelName, case: Case, first: str | None, _deterministic: b
 
 
 def runnable(case: Case) -> list[Kernel]:
-    """The fast kernels of a device that run a case, in the order in which "auto" looks at them."""
+    """Return the fast kernels of a device that run a case, in the
+    order in which "auto" looks at them.
+    """
     return [kernel for kernel, where in _KERNELS if where == case.device.type and why_not(kernel, case) is None]
 
 
 def why_not(kernel: Kernel, case: Case) -> str | None:
-    """Why a kernel cannot run a case, or must not because it computes it wrongly on that GPU; None if it can.
+    """Return why a kernel cannot run a case, or why its results on
+    that GPU are wrong; None if it can.
 
     On a GPU the first question about a case makes the host wait, for what `hf_distca.kernels.check` computes.
     """
@@ -112,14 +115,19 @@ def why_not(kernel: Kernel, case: Case) -> str | None:
 
 @lru_cache(maxsize=256)
 def _checked(kernel: Kernel, case: Case, _deterministic: bool) -> str | None:
-    """What the check of a kernel on a GPU found, also beside messages. What it raises, such as a lack of memory, is not kept."""
+    """Check a kernel on a GPU, also its variant that runs beside messages.
+
+    Exceptions, such as a lack of memory, are not cached.
+    """
     with compiling_ahead():
         reasons = (wrong(variant, case) for variant in dict.fromkeys((kernel, beside_messages(kernel))))
         return next((reason for reason in reasons if reason is not None), None)
 
 
 def survey(case: Case) -> list[tuple[str, str | None]]:
-    """What "auto" looks at for a case, in this order: each kernel's name, and why it cannot run, None for the one it takes."""
+    """List the kernels that "auto" looks at for a case, in this order, each with the reason
+    why it cannot run; None for the one that is taken.
+    """
     looked_at: list[tuple[str, str | None]] = []
     for kernel in (kernel for kernel, where in _KERNELS if where in (case.device.type, None)):
         looked_at.append((kernel.name, why_not(kernel, case)))
@@ -129,7 +137,9 @@ def survey(case: Case) -> list[tuple[str, str | None]]:
 
 
 def _announce(name: str, case: Case, refused: list[str], *, automatic: bool) -> None:
-    """Say once which kernel runs; as a warning where "auto" found none of the fast ones of a GPU."""
+    """Log once which kernel runs; as a warning where "auto"
+    found none of the fast ones of a GPU.
+    """
     device, dtype, scores = case.device, case.dtype, case.scores
     saying = (name, device.type, dtype, _extras(scores))
     if saying in _said:
@@ -144,18 +154,22 @@ def _announce(name: str, case: Case, refused: list[str], *, automatic: bool) -> 
 
 
 def is_slow(name: str, dtype: torch.dtype) -> bool:
-    """Whether a kernel is far slower than flash attention, which another dtype or package would bring to most cases."""
+    """Return whether a kernel is far slower than flash attention, which most
+    cases could use with another dtype or package.
+    """
     return name == "reference" or (name == EFFICIENT.name and dtype == torch.float32)
 
 
 def _extras(scores: Scores) -> str:
-    """What besides the scale the scores have, as the end of a phrase."""
+    """Name the features of the scores besides their scale, as the end of a phrase."""
     present = [word for word, value in (("window", scores.window), ("softcap", scores.softcap)) if value is not None]
     return f" with {' and '.join(present)}" if present else ""
 
 
 def _way_out(dtype: torch.dtype, scores: Scores) -> str:
-    """What brings flash attention to a case on a GPU, "" where the head dimensions or the GPU itself stand in the way."""
+    """Say how to get flash attention for a case on a GPU; "" where the
+    head dimensions or the GPU rule it out.
+    """
     ways = []
     if dtype not in (torch.bfloat16, torch.float16):
         ways.append("train in bfloat16 or float16 (bf16=True or fp16=True)")
@@ -165,7 +179,9 @@ def _way_out(dtype: torch.dtype, scores: Scores) -> str:
 
 
 def _faster(name: str, device: torch.device, automatic: bool) -> str:
-    """What torch's own kernel runs in place of flash-attention 2, or how to get what is faster; "" for all others."""
+    """Note for the log that torch runs another flash kernel, or that a
+    faster one could be installed; "" otherwise.
+    """
     if name == "cuda" and torch.version.hip is None and (active := torch.nn.attention.current_flash_attention_impl()) is not None:
         return f", which is {active} since torch.nn.attention.activate_flash_attention_impl was called"
     advice = faster_kernel(name, device) if automatic else None
@@ -173,7 +189,9 @@ def _faster(name: str, device: torch.device, automatic: bool) -> str:
 
 
 def faster_kernel(name: str, device: torch.device) -> str | None:
-    """How to get a kernel that is faster than the one that runs on a GPU; None if there is none to install."""
+    """Say how to get a kernel that is faster than the one that runs on a
+    GPU; None if there is none to install.
+    """
     if name not in ("cuda", "flash_attn") or device.type != "cuda" or torch.version.hip is not None:
         return None
     kind = _MADE_FOR.get(torch.cuda.get_device_capability(device)[0])

@@ -1,7 +1,8 @@
-"""Is a kernel right on this device? It is compared with plain torch before it is taken for the first time.
+"""Check each kernel against plain torch on this device, before its first use.
 
-The kernels for GPUs depend on what is installed there, and on the GPU. With a wrong mask, training would go on in silence. So
-`select_kernel` runs each of them once, forward and backward, on a few slices of documents, and takes none that is off.
+The kernels for GPUs depend on what is installed there, and on the GPU. With a wrong mask, training
+would go on in silence. So `select_kernel` runs each of them once, forward and backward, on a few
+slices of documents, and takes none whose results are off.
 """
 
 from __future__ import annotations
@@ -32,14 +33,18 @@ _UNITS, _UNITS_OF_FLOAT32 = 2.0, 16.0
 
 
 def wrong(kernel: Kernel, case: Case) -> str | None:
-    """What a kernel computes wrongly, None if nothing. The host waits for the device.
+    """Run a small check of a kernel and describe what it computes wrongly; None if nothing.
+
+    The host waits for the device.
 
     Args:
-        kernel: one that says that it supports the case.
-        case: of its scores counts whether there is a window, and whether there is a softcap.
+        kernel: a kernel that claims to support the case.
+        case: the case to check; of its scores only the presence of a window and of a softcap
+            counts.
 
     Returns:
-        The results that are further from `ReferenceKernel` in float64 than twice the precision of the dtype, or what was raised.
+        Names of the results that differ from `ReferenceKernel` in float64 by more than the dtype's
+        rounding explains, or the exception that the check raised.
 
     Raises:
         torch.OutOfMemoryError: if there was no memory for the check.
@@ -79,5 +84,5 @@ def _results(kernel: Kernel, pools: list[torch.Tensor], scores: Scores) -> dict[
 
 
 def _error(results: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm; NaN where there is one."""
+    """Norm of the difference, divided by the norm; NaN if any result is NaN."""
     return float((results.double() - expected).norm() / expected.norm())

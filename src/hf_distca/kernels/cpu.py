@@ -41,7 +41,7 @@ _BLOCK_ROWS = 192
 
 
 class _Pools(NamedTuple):
-    """q, k and v as the kernel wants them: heads before tokens, one width for all three; views of the pools."""
+    """Views of q, k and v in the kernel's layout: heads before tokens, one width for all three."""
 
     q_BHTD: torch.Tensor
     k_BKTD: torch.Tensor
@@ -49,7 +49,9 @@ class _Pools(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What backward needs besides `_Pools`, of all rows: gradient of the output, output, log-sum-exp."""
+    """Further tensors that backward needs, for all rows: gradient
+    of the output, output, log-sum-exp.
+    """
 
     do_BHTD: torch.Tensor
     o_BHTD: torch.Tensor
@@ -57,9 +59,11 @@ class _Saved(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """Offsets of one task, or of a block of its rows, in the pools, and its number of query rows and keys.
+    """Offsets of one task, or of a block of its rows, in the pools,
+    and its number of query rows and keys.
 
-    With a window, one that has more keys than the window is a block whose first row sees its first key.
+    With a window, a task with more keys than the window is a block whose first row sees its first
+    key.
     """
 
     row: int
@@ -69,17 +73,18 @@ class _Task(NamedTuple):
 
     @property
     def prefix(self) -> int:
-        """Keys that every row sees."""
+        """Number of keys that every row sees."""
         return self.keys - self.rows
 
 
 class _Work(NamedTuple):
-    """What a batch of tasks becomes under one window.
+    """Work list of a task batch under one window.
 
     Attributes:
-        tasks: what is computed.
-        uncovered: query rows that no task has, those behind the last task until the end of the pool.
-        lengths: of whole documents that lie one after another, from row 0 and key 0 on; none for all other batches.
+        tasks: the tasks or blocks to compute.
+        uncovered: runs of query rows that no task has, up to the end of the pool.
+        lengths: of whole documents, if the batch is such documents one after another from row 0 and
+            key 0 on; else empty.
     """
 
     tasks: list[_Task]
@@ -88,7 +93,7 @@ class _Work(NamedTuple):
 
     @classmethod
     def of(cls, tasks: TaskBatch, scores: Scores) -> Self:
-        """That of a batch."""
+        """Build the work list of a task batch."""
         end, uncovered = 0, []
         for start, rows in sorted(zip(tasks.query_start, tasks.query_length, strict=True)):
             uncovered += [slice(end, start)] if start > end else []
@@ -103,14 +108,19 @@ class _Work(NamedTuple):
         return cls(parts, [*uncovered, slice(end, None)], [task.rows for task in parts] if packed else [])
 
     def room(self, rows: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Room for what tasks give for each of the rows of a query pool, which is of this shape; 0 where there is no task."""
+        """Allocate a result of this shape for each row of a
+        query pool; 0 in rows without a task.
+        """
         room = rows.new_empty((rows.shape[0], *shape), dtype=dtype)
         for uncovered in self.uncovered:
             room[uncovered].zero_()
         return room
 
     def is_all_of(self, pools: Operands | Saved) -> bool:
-        """Whether documents that lie one after another are all there is in the pools. The results of one need no copies."""
+        """Return whether consecutive whole documents fill the pools.
+
+        The results of a single one need no copies.
+        """
         return bool(self.lengths) and pools.q_THD.shape[0] == pools.k_TKD.shape[0] == sum(self.lengths)
 
 
@@ -120,7 +130,11 @@ class CpuKernel:
     name: ClassVar[str] = "cpu"
 
     def unsupported(self, case: Case) -> str | None:
-        """Runs on CPUs in float64, float32, bfloat16 and float16, with any head dimensions and windows, without softcap."""
+        """Return why it cannot run a case.
+
+        Supports float64, float32, bfloat16 and float16 on CPUs, any
+        head dimensions and windows, no softcap.
+        """
         if case.device.type != "cpu":
             return f"it runs on CPUs, the tensors are on {case.device.type!r}"
         if case.dtype not in _DTYPES:
@@ -193,17 +207,17 @@ class CpuKernel:
 
 
 def _by_document(lengths: list[int], *of_all_TH: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Of each of the documents that lie one after another, what it has of several tensors, heads before tokens: views."""
+    """Yield views of each consecutive document in several tensors, heads before tokens."""
     return zip(*[x[None].transpose(1, 2).split_with_sizes(lengths, 2) for x in of_all_TH], strict=True)
 
 
 def _heads_first(x_THD: torch.Tensor) -> torch.Tensor:
-    """(1, H, T, ...), a view."""
+    """Return a view of shape (1, H, T, ...)."""
     return x_THD[None].transpose(1, 2)
 
 
 def _padded(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v in one width."""
+    """Return q, k and v in one width."""
     width = q_THD.shape[2]
     if v_TKV.shape[2] == width and q_THD.stride(2) == k_TKD.stride(2) == v_TKV.stride(2) == 1:
         return q_THD, k_TKD, v_TKV
@@ -212,20 +226,24 @@ def _padded(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tu
 
 
 def _tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.Tensor:
-    """(B * T, H, ...), of the last dimension `width`: a view, as torch's kernel lays out what it returns."""
+    """Return a view (B * T, H, ...) with last dimension `width`; torch's kernel
+    lays out its results so that none is copied.
+    """
     x_THD = x_BHTD.transpose(1, 2).flatten(0, 1)
     return x_THD if width in (None, x_THD.shape[-1]) else x_THD[..., :width]
 
 
 def _each(tasks: TaskBatch, scores: Scores) -> Iterator[_Task]:
-    """The tasks, in blocks of rows where a window hides keys from them."""
+    """Yield the tasks, in blocks of rows where a window hides keys from them."""
     for task in map(_Task, tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length):
         window = scores.window_within(task.keys)
         yield from (task,) if window is None else _blocks(task, window)
 
 
 def _blocks(task: _Task, window: int) -> Iterator[_Task]:
-    """First the rows whose window reaches back to the first key or beyond, in one piece; then blocks of at most `_BLOCK_ROWS`."""
+    """Yield first the rows whose window reaches back to the first key or beyond, in
+    one block; then blocks of at most `_BLOCK_ROWS`.
+    """
     whole = min(max(window - task.prefix, 0), task.rows)
     if whole:
         yield _Task(task.row, whole, task.key, task.prefix + whole)
@@ -236,7 +254,9 @@ def _blocks(task: _Task, window: int) -> Iterator[_Task]:
 
 @lru_cache(maxsize=16)
 def _block_mask(window: int, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a row of a whole block sees a key, else -inf: (rows, rows + window - 1)."""
+    """Return a mask (rows, rows + window - 1): 0 where a row of a
+    whole block sees a key, else -inf.
+    """
     keys, rows = (torch.arange(size, device="cpu") for size in (_BLOCK_ROWS + window - 1, _BLOCK_ROWS))
     keys_behind = keys - rows[:, None]
     hidden = (keys_behind < 0) | (keys_behind >= window)
@@ -244,7 +264,9 @@ def _block_mask(window: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _parts(task: _Task, scores: Scores, dtype: torch.dtype) -> list[tuple[int, int, bool, torch.Tensor | None]]:
-    """The calls that make up a task or block: first key, number of keys, whether the call is causal, its mask."""
+    """List the calls that make up a task or block: first key, number of
+    keys, whether the call is causal, its mask.
+    """
     if scores.window is not None and task.keys > scores.window:
         mask = _block_mask(scores.window, accumulation_dtype(dtype))[-task.rows :, -task.keys :]
         return [(task.key, task.keys, False, mask)]
@@ -253,7 +275,7 @@ def _parts(task: _Task, scores: Scores, dtype: torch.dtype) -> list[tuple[int, i
 
 
 def _forward_task(pools: _Pools, task: _Task, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (1, H, rows, width) in q's dtype and log-sum-exp (1, H, rows) of one task."""
+    """Return output (1, H, rows, width) in q's dtype and log-sum-exp (1, H, rows) of one task."""
     q_BHTD = pools.q_BHTD.narrow(2, task.row, task.rows)
     results = []
     for start, length, causal, mask in _parts(task, scores, q_BHTD.dtype):
@@ -272,7 +294,9 @@ def _forward_task(pools: _Pools, task: _Task, scores: Scores) -> tuple[torch.Ten
 
 
 def _backward_task(grads: _Pools, pools: _Pools, saved: _Saved, task: _Task, scores: Scores) -> None:
-    """Put the gradients of one task's queries to those of the pools, and add those of its keys."""
+    """Write the gradients of one task's queries to those of
+    the pools, and add those of its keys.
+    """
     q_BHTD, dq_BHTD = (x.narrow(2, task.row, task.rows) for x in (pools.q_BHTD, grads.q_BHTD))
     do_BHTD, o_BHTD, lse_BHT = (x.narrow(2, task.row, task.rows) for x in saved)
     for number, (start, length, causal, mask) in enumerate(_parts(task, scores, q_BHTD.dtype)):

@@ -78,7 +78,9 @@ class AtenEfficient:
         return Grads(_together(dq), sums[0].to(k_TKD.dtype), sums[1].to(v_TKD.dtype))
 
     def _backward_of_slices(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
-        """Gradients of sequences with a window, of which some have more keys than rows: these get rows of 0 in front."""
+        """Compute gradients with a window where some sequences have more keys than
+        rows: such sequences get rows of 0 in front.
+        """
         row, sequence = _rows_of(sequences, len(pools.q_THD))
         places = row + (sequences.cu_keys - sequences.cu_rows)[1:].index_select(0, sequence)
         keys = len(pools.k_TKD)
@@ -89,23 +91,25 @@ class AtenEfficient:
 
 
 def _options(scores: Scores) -> dict[str, Any]:
-    """The scale, and the keys that a row sees, its own among them."""
+    """Return the scale, and the number of keys that a row sees, its own included."""
     return {"scale": scores.scale} | ({} if scores.window is None else {"window_size": scores.window})
 
 
 def _sharing(x_THD: torch.Tensor, k_TKD: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The first query head of each key head, the second one, and so on, as views."""
+    """Yield views of the first query head of each key head, then of the second, and so on."""
     ratio = x_THD.shape[1] // k_TKD.shape[1]
     return (x_THD[:, number::ratio] for number in range(ratio))
 
 
 def _together(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The inverse of `_sharing`."""
+    """Invert `_sharing`."""
     return torch.stack(parts, 2).flatten(1, 2)
 
 
 def _aligned(x_THD: torch.Tensor) -> torch.Tensor:
-    """`x_THD`, laid out anew if the op would refuse it: also for the stride of a dimension of size 1."""
+    """Return `x_THD`, copied if the op would refuse its layout: also
+    for the stride of a dimension of size 1.
+    """
     if any(n % _ALIGNMENT for n in (x_THD.storage_offset(), *x_THD.stride()[:2])):
         return x_THD.clone(memory_format=torch.contiguous_format)
     return x_THD
@@ -116,13 +120,15 @@ def _padded(rows: int) -> int:
 
 
 def _places(sequences: Sequences, rows: int) -> torch.Tensor:
-    """Where each row of a call is among the padded rows of all sequences: (rows,) int64."""
+    """Return the place of each row of a call among the padded
+    rows of all sequences: (rows,) int64.
+    """
     row, sequence = _rows_of(sequences, rows)
     return row + sequence * _padded(sequences.max_rows) - sequences.cu_rows.index_select(0, sequence)
 
 
 def _rows_of(sequences: Sequences, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of a call, and the sequence of each: (rows,) int64."""
+    """Return the rows of a call, and the sequence of each: (rows,) int64."""
     row = torch.arange(rows, device=sequences.cu_rows.device)
     return row, torch.bucketize(row, sequences.cu_rows[1:], right=True)
 
@@ -146,7 +152,9 @@ class _EfficientKernel(VarlenKernel):
         return None
 
     def split(self, tasks: TaskBatch) -> list[list[int]]:
-        """Tasks of a call differ in rows by less than a factor of two, for log-sum-exps are padded to the longest one."""
+        """Split tasks into calls whose tasks differ in rows by less than a factor of two,
+        for log-sum-exps are padded to the longest one.
+        """
 
         def size(task: int) -> int:
             return tasks.query_length[task].bit_length()

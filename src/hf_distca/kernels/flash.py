@@ -1,13 +1,16 @@
-"""Flash attention for GPUs: what torch's CUDA wheels have inside, three packages where they are installed, one of a hub.
+"""Flash attention for GPUs: the kernel inside torch's CUDA wheels, three
+optional packages, and one kernel from a hub.
 
-All compute sequences of several lengths in one call, below their autograd layer. What differs is where the functions are, what
-their arguments are called, and what they cannot run: a row of `_Package` each.
+All compute sequences of several lengths in one call, below their autograd layer. They differ in the
+place of the functions, the names of their arguments, and their limits: a row of `_Package` each.
 
-FlashAttention 3 and 4 are called directly. torch's own way to them, `torch.nn.attention.activate_flash_attention_impl`, changes
-what the whole process runs, `sdpa` of other models included, and knows no softcap; for FlashAttention 4 it takes two results from
-a forward that gives five (flash-attn-4 4.0.0b36, torch 2.11 and 2.13). FlashAttention 4 has run on an H100; the rows of
-FlashAttention 3 are written against its sources (commit 01afd16, and commit 5f632e2 of kernels-community) and have not run yet.
-`hf_distca.kernels.check` compares each on the device before it is taken.
+FlashAttention 3 and 4 are called directly. torch's own way to them,
+`torch.nn.attention.activate_flash_attention_impl`, changes what the whole process runs, `sdpa` of
+other models included, and knows no softcap; for FlashAttention 4 it takes two results from a
+forward that gives five (flash-attn-4 4.0.0b36, torch 2.11 and 2.13). FlashAttention 4 has run on an
+H100; the rows of FlashAttention 3 are written against its sources (commit 01afd16, and commit
+5f632e2 of kernels-community) and have not run yet. `hf_distca.kernels.check` compares each on the
+device before it is taken.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ _HUB_3 = "kernels-community/flash-attn3"  # of the package `kernels`, which down
 
 
 def unsupported_by_flash(case: Case) -> str | None:
-    """Why flash-attention 2, from wherever it comes, cannot run a case, or None if it can."""
+    """Return why flash-attention 2, from wherever it comes, cannot run a case; None if it can."""
     device, width = case.device, max(case.head_dim, case.value_head_dim)
     if device.type != "cuda":
         return f"it runs on CUDA devices, the tensors are on {device.type!r}"
@@ -83,18 +86,20 @@ def unsupported_by_flash(case: Case) -> str | None:
 
 @dataclass(frozen=True)
 class _Package:
-    """How the functions of a package are called.
+    """Calling convention of a package's functions.
 
     Attributes:
         module: where they are.
         forward, backward: their names.
-        no_limit: what stands for no limit of the keys to the left and to the right of a row's own.
+        no_limit: value for an unlimited number of keys to the left and to the right of a row's own.
         options: arguments that both take, besides lengths, scale, softcap and window.
         forward_options, backward_options: arguments that one of them takes.
-        lse: what backward calls the log-sum-exp.
-        in_place: whether backward writes the gradients to tensors that it is given; else it returns them.
-        least_longest: what is said of the longest sequence of a call at least. It bounds loops; a package that compiles has
-            other kernels for sequences of one block, which this leaves out.
+        lse: name of backward's argument for the log-sum-exp.
+        in_place: whether backward writes the gradients to tensors that it gets; else it returns
+            them.
+        least_longest: lower limit of the longest sequence length passed to a call. It only bounds
+            loops; it keeps a package that compiles from making extra kernels for sequences of one
+            block.
     """
 
     module: str
@@ -141,7 +146,7 @@ class _PackageFlash:
         return grads
 
     def _options(self, sequences: Sequences, scores: Scores) -> dict[str, Any]:
-        """The arguments that forward and backward have in common."""
+        """Return the arguments that forward and backward have in common."""
         left: int | None = self._package.no_limit
         right = left
         if scores.window is not None:  # keys to the left of a row's own; causal attention sees none to the right
@@ -185,7 +190,10 @@ _FLASH_ATTN_4 = _Package(
 
 @cache
 def _module(name: str) -> Any:
-    """A package's module, or what importing it raised. Only on first use: it loads CUDA libraries or a compiler."""
+    """Import a package's module, and return it or the exception.
+
+    Called late: this loads CUDA libraries or a compiler.
+    """
     if name == INTERFACE_4:  # what it compiles stays on disk for the next process, unless that was forbidden
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     try:
@@ -202,7 +210,7 @@ def _module(name: str) -> Any:
 
 @cache
 def _installed() -> tuple[int, ...] | None:
-    """Major, minor and micro version of flash-attn, None if there is none."""
+    """Return major, minor and micro version of flash-attn; None if it is not installed."""
     spec = find_spec("flash_attn")
     if spec is None or spec.origin is None:  # flash-attn-4 alone has flash_attn.cute, which makes flash_attn a namespace
         return None
@@ -215,7 +223,9 @@ def _installed() -> tuple[int, ...] | None:
 
 
 def import_error(name: str = _INTERFACE_3) -> Exception | None:
-    """What importing a package raised, FlashAttention 3 if none is named; None if it is there."""
+    """Return the exception that importing a package raised, by default
+    FlashAttention 3; None if it can be imported.
+    """
     module = _module(name)
     return module if isinstance(module, Exception) else None
 
@@ -264,7 +274,10 @@ def _no_flash_attn_4(case: Case) -> str | None:
 
 
 class _FlashKernel(VarlenKernel):
-    """A kernel with a function that says what it cannot run. All run bfloat16 and float16, on Ampere GPUs and later."""
+    """A kernel with a function that says which cases it cannot run.
+
+    All run bfloat16 and float16, on Ampere GPUs and later.
+    """
 
     def __init__(self, name: str, op: VarlenOp, why_not: Callable[[Case], str | None]) -> None:
         super().__init__(op, name)
@@ -296,5 +309,7 @@ FLASH_ATTN_4 = _FlashKernel("flash_attn_4", _PackageFlash(_FLASH_ATTN_4), _no_fl
 
 
 def beside_messages(kernel: Kernel) -> Kernel:
-    """What computes the same as a kernel, and leaves multiprocessors to messages that are under way; most need not."""
+    """Return the variant of a kernel that leaves multiprocessors to messages
+    under way; for most kernels the kernel itself.
+    """
     return FLASH_ATTN_3_BESIDE if kernel is FLASH_ATTN_3 else kernel

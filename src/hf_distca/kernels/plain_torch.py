@@ -25,21 +25,23 @@ _ROWS_PER_CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Some query rows of one task with the keys that any of them sees. Offsets are those of the pools."""
+    """Some query rows of one task with the keys that any of them sees, as offsets in the pools."""
 
     rows: slice
     keys: slice
     scores: Scores
 
     def capped(self, q_KGD: torch.Tensor, k_KTD: torch.Tensor) -> torch.Tensor:
-        """Scores of all rows with all keys, hidden ones too: (K, G, keys)."""
+        """Compute the scores of all rows with all keys, hidden ones too: (K, G, keys)."""
         scores_KGT = (q_KGD * self.scores.scale) @ k_KTD.mT
         if self.scores.softcap is not None:
             scores_KGT.div_(self.scores.softcap).tanh_().mul_(self.scores.softcap)
         return scores_KGT
 
     def masked(self, scores_KGT: torch.Tensor) -> torch.Tensor:
-        """`scores_KGT` with -inf, in place, where a row would see a key behind its own position or before its window."""
+        """Write -inf into `scores_KGT` where a row would see a key behind
+        its own position or before its window.
+        """
         rows, keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
         by_row = scores_KGT.view(scores_KGT.shape[0], -1, rows, keys)
         behind = torch.ones(rows, rows, dtype=torch.bool, device=scores_KGT.device).triu_(1)
@@ -51,7 +53,9 @@ class _Chunk:
         return scores_KGT
 
     def times_slope(self, ds_KGT: torch.Tensor, scores_KGT: torch.Tensor) -> torch.Tensor:
-        """`ds_KGT`, in place, times the derivative of the cap where it took the values `scores_KGT`: 1 - tanh^2."""
+        """Multiply `ds_KGT`, in place, by the derivative of the cap where it
+        took the values `scores_KGT`: 1 - tanh^2.
+        """
         if self.scores.softcap is None:
             return ds_KGT
         return ds_KGT.addcmul_(ds_KGT, (scores_KGT / self.scores.softcap).square_(), value=-1)
@@ -63,7 +67,7 @@ class ReferenceKernel:
     name: ClassVar[str] = "reference"
 
     def unsupported(self, case: Case) -> str | None:
-        """None for every floating dtype."""
+        """Return None for every floating dtype."""
         return None if case.dtype.is_floating_point else f"{case.dtype} is not a floating dtype"
 
     @torch.no_grad()
@@ -113,7 +117,7 @@ class ReferenceKernel:
 
 
 def _chunks(tasks: TaskBatch, heads: int, scores: Scores) -> Iterator[_Chunk]:
-    """The tasks in pieces of at most `_SCORES_PER_CHUNK` scores."""
+    """Cut the tasks into pieces of at most `_SCORES_PER_CHUNK` scores."""
     runs = zip(tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True)
     for query_start, query_length, key_start, key_length in runs:
         window = scores.window_within(key_length) or key_length
@@ -126,12 +130,14 @@ def _chunks(tasks: TaskBatch, heads: int, scores: Scores) -> Iterator[_Chunk]:
 
 
 def _grouped(x_THD: torch.Tensor, key_heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows gathered under the key/value head they attend to, so that one product serves a group and K/V stay uncopied."""
+    """Gather rows under the key/value head they attend to, so that one
+    product serves a group and K/V stay uncopied.
+    """
     tokens, _, width = x_THD.shape
     return x_THD.to(dtype).view(tokens, key_heads, -1, width).permute(1, 2, 0, 3).reshape(key_heads, -1, width)
 
 
 def _ungrouped(x_KGD: torch.Tensor, heads: int) -> torch.Tensor:
-    """The inverse of `_grouped`: (tokens, heads, width)."""
+    """Invert `_grouped`: (tokens, heads, width)."""
     key_heads, _, width = x_KGD.shape
     return x_KGD.view(key_heads, heads // key_heads, -1, width).permute(2, 0, 1, 3).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""Compile ahead: the variants of a kernel that compiles when it is called, all of them before the first step.
+"""Compile all variants of a kernel that compiles on first call, before the first step.
 
 FlashAttention 4 compiles a variant of its kernels when it first meets it, for 10 seconds and more, and a rank that compiles in
 the middle of training keeps all others waiting. So every rank compiles all variants of a kind of layers where it selects the
@@ -42,12 +42,16 @@ _ahead = 0  # functions that were compiled before a step asked for them
 
 
 def late_compiles() -> int:
-    """Functions that this process compiled when a step needed them; each kept all ranks waiting."""
+    """Count functions that this process compiled when a step needed
+    them; each kept all ranks waiting.
+    """
     return _compiled_functions() - _ahead
 
 
 def _compiled_functions() -> int:
-    """Functions that the package has compiled, or loaded from disk, in this process so far."""
+    """Count functions that the package has compiled, or
+    loaded from disk, in this process so far.
+    """
     package = sys.modules.get(INTERFACE_4)
     caches = [getattr(value, "compile_cache", None) for value in vars(package).values()] if package is not None else []
     return sum(len(compiled.cache) for compiled in caches if compiled is not None)
@@ -55,7 +59,7 @@ def _compiled_functions() -> int:
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Count what is compiled here as foreseen, and print no warnings of compilers."""
+    """Count functions compiled inside as foreseen, and silence warnings of compilers."""
     global _ahead
     before = _compiled_functions()
     try:
@@ -67,7 +71,9 @@ def compiling_ahead() -> Iterator[None]:
 
 
 def compile_reason(kernel: Kernel, case: Case) -> str | None:
-    """What kept a kernel from compiling its variants for a case, None if nothing did, or if it compiles none."""
+    """Compile a kernel's variants for a case and return why it failed; None if
+    it did not, or if the kernel compiles none.
+    """
     if kernel is not FLASH_ATTN_4:
         return None
     scores = replace(case.scores, scale=1.0, window=None if case.scores.window is None else _WINDOW)
@@ -97,8 +103,8 @@ def compile_variants(kernel: Kernel, case: Case) -> None:
     """Run a small call of each variant that plans may ask for, forward and backward.
 
     Args:
-        kernel: one that compiles.
-        case: of its window counts whether there is one.
+        kernel: a kernel that compiles.
+        case: the case; of its window only its presence counts.
     """
     device, dtype, head_dim, value_head_dim, scores, ratio = case
     windows = (None,) if scores.window is None else (None, _WINDOW)
@@ -116,12 +122,14 @@ def compile_variants(kernel: Kernel, case: Case) -> None:
 
 
 def _sequences() -> tuple[int, int]:
-    """Sequences of a call that has no table of them, and of one that has."""
+    """Return the numbers of sequences of two calls: one without a
+    lookup table of sequences, and one with it.
+    """
     return 2, getattr(sys.modules.get(INTERFACE_4), "BIN_BATCH_SEARCH_THRESH", 256) + 1
 
 
 def _named(case: Case) -> str:
-    """The case, in a log."""
+    """Describe the case for a log."""
     extras = [name for name in ("window", "softcap") if getattr(case.scores, name) is not None]
     width = f"heads of {case.head_dim}" + (f" and {case.value_head_dim}" if case.value_head_dim != case.head_dim else "")
     return f"{width}, {case.ratio} query heads a key head" + (f", with {' and '.join(extras)}" if extras else "")

@@ -1,4 +1,5 @@
-"""From tasks to calls of a varlen flash-attention op: the packing that all kernels of `flash` share.
+"""Turn tasks into calls of a varlen flash-attention op: the
+packing that all kernels of `flash` share.
 
 A varlen op takes one run of query rows and one run of keys, cut into sequences by cumulative lengths. Its backward writes the
 gradient of a key once, so a key may be in one sequence of a call only. Slices of one document share keys; a batch is therefore
@@ -31,7 +32,8 @@ _HEAD_DIM_MULTIPLE = 8
 
 
 class Sequences(NamedTuple):
-    """How the rows and keys of a call are cut: sequence i has rows [cu_rows[i], cu_rows[i + 1]), and its keys likewise.
+    """Cuts of the rows and keys of a call: sequence i has rows [cu_rows[i],
+    cu_rows[i + 1]), and its keys likewise.
 
     Attributes:
         cu_rows, cu_keys: (sequences + 1,) int32 on the device of the pools, from 0 to the number of rows and of keys.
@@ -45,27 +47,30 @@ class Sequences(NamedTuple):
 
 
 class VarlenOp(Protocol):
-    """A varlen flash-attention op: causal, aligned bottom right, H a multiple of K, D a multiple of 8 and equal to V.
+    """A varlen flash-attention op: causal, aligned bottom right, H a
+    multiple of K, D a multiple of 8 and equal to V.
 
-    ``scores.window`` is None or less than the longest sequence of keys; ``scores.softcap`` is one the kernel lets through.
+    ``scores.window`` is None or less than the longest sequence of keys; ``scores.softcap`` is None
+    unless the kernel supports it.
 
     Attributes:
-        takes_gaps: whether sequences may have no rows, or no keys: their gradients are 0 then, and their outputs mean nothing.
+        takes_gaps: whether sequences may have no rows, or no keys: their gradients are 0 then, and
+            their outputs mean nothing.
     """
 
     takes_gaps: bool
 
     def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
-        """Output in q's dtype and log-sum-exp in the accumulation dtype, of any strides."""
+        """Return output in q's dtype and log-sum-exp in the accumulation dtype, of any strides."""
         ...
 
     def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
-        """Gradients of q, k and v in their dtypes; do and o are contiguous."""
+        """Return gradients of q, k and v in their dtypes; do and o are contiguous."""
         ...
 
 
 class _PoolSizes(NamedTuple):
-    """Where pools are, and how many rows and keys they have."""
+    """Device and lengths of the pools."""
 
     device: torch.device
     rows: int
@@ -74,18 +79,20 @@ class _PoolSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Some rows of a pool in the order of a call: a stretch of the pool, or a gather by `index` (int64, on the device)."""
+    """Some rows of a pool in the order of a call: a contiguous range, or a
+    gather by `index` (int64, on the device).
+    """
 
     start: int
     length: int
     index: torch.Tensor | None
 
     def covers(self, pool: torch.Tensor) -> bool:
-        """Whether the run is the whole pool in its own order."""
+        """Return whether the run is the whole pool in its own order."""
         return self.index is None and self.length == pool.shape[0]
 
     def take(self, pool: torch.Tensor) -> torch.Tensor:
-        """The rows of the run: a view where they are a stretch."""
+        """Return the rows of the run: a view where they are contiguous."""
         return pool.narrow(0, self.start, self.length) if self.index is None else pool.index_select(0, self.index)
 
     def put(self, pool: torch.Tensor, rows: torch.Tensor) -> None:
@@ -96,7 +103,7 @@ class _Run:
             pool.index_copy_(0, self.index, rows.to(pool.dtype))
 
     def add(self, pool: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add `rows` to what is in their places, in the pool's dtype."""
+        """Add `rows` in their places, in the pool's dtype."""
         if self.index is None:
             pool.narrow(0, self.start, self.length).add_(rows)
         else:
@@ -105,7 +112,9 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _OpCall:
-    """One call of the op; `gaps` are rows of its run that no task covers (int64, on the device), None if there are none."""
+    """A call of the op; `gaps` are rows of its run that no task
+    covers (int64, on the device), or None.
+    """
 
     rows: _Run
     keys: _Run
@@ -113,31 +122,32 @@ class _OpCall:
     gaps: torch.Tensor | None = None
 
     def cleared(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Outputs of the op, and 0 in the rows of gaps."""
+        """Set the outputs in the rows of gaps to 0."""
         return outputs if self.gaps is None else outputs.index_fill_(0, self.gaps, 0.0)
 
     def within(self, scores: Scores) -> Scores:
-        """`scores` without a window that hides no key in this call: ops run plain causal attention faster."""
+        """Drop a window that hides no key in this call: ops run plain causal attention faster."""
         if scores.window is None or scores.window < self.sequences.max_keys:
             return scores
         return replace(scores, window=None)
 
 
 class VarlenKernel:
-    """A `Kernel` around a `VarlenOp`. Subclasses say what it cannot run."""
+    """A `Kernel` around a `VarlenOp`. Subclasses say which cases it cannot run."""
 
     def __init__(self, op: VarlenOp, name: str = "varlen") -> None:
         self._op, self.name = op, name
 
     def unsupported(self, case: Case) -> str | None:
-        """None: the op decides."""
+        """Return None: the op decides."""
         return None
 
     def split(self, tasks: TaskBatch) -> list[list[int]]:
-        """Task indices by call, each in the order of their keys and without a key in common; as few calls as possible.
+        """Group task indices by call, each in the order of their keys and without a
+        key in common, in as few calls as possible.
 
-        Tasks join the first call whose keys end before their own begin. Taken in the order of their first key, that needs no more
-        calls than the most shared key has tasks.
+        Tasks join the first call whose keys end before their own begin. In the order of first keys,
+        this needs no more calls than the most shared key has tasks.
         """
         key_ends = [start + length for start, length in zip(tasks.key_start, tasks.key_length, strict=True)]
         if key_ends and all(map(operator.le, key_ends, tasks.key_start[1:])):
@@ -219,30 +229,34 @@ class VarlenKernel:
 
 
 def _narrowed(x: torch.Tensor, width: int) -> torch.Tensor:
-    """The first columns of the last dimension."""
+    """Return the first `width` columns of the last dimension."""
     return x if x.shape[-1] == width else x[..., :width]
 
 
 def _width(q_THD: torch.Tensor, v_TKV: torch.Tensor) -> int:
-    """The one head dim of a call: q's or v's, the larger, rounded up."""
+    """Return the one head dim of a call: q's or v's, the larger, rounded up."""
     return -(-max(q_THD.shape[2], v_TKV.shape[2]) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
 
 
 def _are_packed(tasks: TaskBatch, pools: _PoolSizes) -> bool:
-    """Whether tasks are whole documents, one after another, and the pools have nothing else."""
+    """Return whether the tasks are whole documents, one after another, that fill the pools."""
     *starts, end = accumulate(tasks.query_length, initial=0)
     same = tasks.query_start == tasks.key_start and tasks.query_length == tasks.key_length
     return same and bool(starts) and pools.rows == pools.keys == end and tuple(tasks.query_start) == tuple(starts)
 
 
 def _are_in_order(tasks: TaskBatch, members: list[int]) -> bool:
-    """Whether the rows of tasks come in the order of their keys, which is that of `members`."""
+    """Return whether the rows of the tasks come in the order of
+    their keys, which is that of `members`.
+    """
     starts = [tasks.query_start[i] for i in members]
     return all(a < b for a, b in pairwise(starts))
 
 
 def _whole_call(tasks: TaskBatch, members: list[int], pools: _PoolSizes) -> _OpCall:
-    """The call of all rows and keys of the pools, where those between tasks are sequences of their own."""
+    """Make one call of all rows and keys of the pools, where gaps
+    between tasks are sequences of their own.
+    """
     row_lengths, key_lengths, gaps = [], [], []
     row = key = 0
     ends = [(tasks.query_start[i], tasks.key_start[i], tasks.query_length[i], tasks.key_length[i]) for i in members]
