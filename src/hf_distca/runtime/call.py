@@ -1,11 +1,12 @@
-"""One call of core attention on one rank: what it sends, runs and collects, forward and backward.
+"""A call of core attention on one rank: its messages and tasks, forward and backward.
 
-The methods are in the order in which a rank comes to them: `send_queries_and_keys`, `pass_on_keys`, `run_local`, `run_arrived`,
-which sends results back, and `collect`; `run_waves` repeats the last ones for each wave. Given `Operands` they are those of
-forward, and results are `Outputs`; given `Saved`, of backward, and results are `Grads`. Each that launches an exchange returns
-it, and the one that waits for it takes it.
+The methods are in the order in which a rank comes to them: `send_queries_and_keys`, `pass_on_keys`,
+`run_local`, `run_arrived`, which sends results back, and `collect`; `run_waves` repeats the last
+ones for each wave. With `Operands` they run forward, and results are `Outputs`; with `Saved` they
+run backward, and results are `Grads`. Methods that start an exchange return it; the method that
+waits for it takes it as an argument.
 
-`home` are the tensors of this rank's own tokens, which it is the home of.
+`home` holds the tensors of this rank's own tokens.
 """
 
 from __future__ import annotations
@@ -34,32 +35,36 @@ _KEY_PARTS = 2
 
 
 def in_groups(tensors: Handed, groups: int) -> Handed:
-    """Tensors with so many rows a token, one for each head group: views, if they are contiguous."""
+    """Split each token's row into one row for each head group:
+    views, if the tensors are contiguous.
+    """
     if groups == 1:
         return tensors
     return _like(tensors, (t.contiguous().view(len(t) * groups, t.shape[1] // groups, *t.shape[2:]) for t in tensors))
 
 
 def joined_groups(tensors: Handed, groups: int) -> Handed:
-    """What `in_groups` was given."""
+    """Undo `in_groups`."""
     if groups == 1:
         return tensors
     return _like(tensors, (t.view(len(t) // groups, t.shape[1] * groups, *t.shape[2:]) for t in tensors))
 
 
 def _like(tensors: Handed, others: Iterable[torch.Tensor]) -> Handed:
-    """The same named tuple of other tensors."""
+    """Make the same named tuple of other tensors."""
     return type(tensors)(*others)
 
 
 class Inputs(NamedTuple):
-    """What a layer gives.
+    """Inputs of a layer's attention.
 
     Attributes:
-        q_THD, k_TKD, v_TKV: this rank's tokens in layout order, T >= 0; k and v un-repeated for GQA.
+        q_THD, k_TKD, v_TKV: this rank's tokens in layout order, T >= 0; k and v un-repeated for
+            GQA.
         sink_H: logit of the attention sink of each head; it may require a gradient.
-        context_k_TKD, context_v_TKV: keys and values of the route's context, in front of k and v; both or none, with gradient.
-            Kept as they are, so that context which is kept elsewhere anyway takes no memory.
+        context_k_TKD, context_v_TKV: keys and values of the route's context, in front of k and v;
+            both or none, with gradient. They are saved without a copy, so that context which
+            something else keeps anyway takes no memory.
     """
 
     q_THD: torch.Tensor
@@ -71,7 +76,7 @@ class Inputs(NamedTuple):
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the context."""
+        """Number of tokens of the context."""
         return 0 if self.context_k_TKD is None else len(self.context_k_TKD)
 
     @property
@@ -90,7 +95,8 @@ class AttentionServer:
         kernel: the attention kernel.
         scores: scale, window and softcap of the layer.
         meter: where kernel seconds are counted.
-        reporting: a context that tells other ranks of an exception; entered when a kernel raises one.
+        reporting: makes a context manager that reports an exception to the other ranks; entered
+            when a kernel raises one.
     """
 
     kernel: Kernel
@@ -99,7 +105,10 @@ class AttentionServer:
     reporting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def run(self, pools: Operands | Saved, tasks: TaskBatch, *, beside: bool = False) -> Outputs | Grads:
-        """Outputs of a batch, or its gradients; zeros in rows that no task covers. `beside` messages it leaves them room."""
+        """Compute outputs of a batch, or its gradients; zeros in rows that no task covers.
+
+        With `beside` the kernel leaves room for messages.
+        """
         device, backward = pools.q_THD.device, isinstance(pools, Saved)
         self.meter.count(kernel_calls=1, backward_calls=int(backward))
         begin = now(device) if self.meter.timed else None
@@ -121,13 +130,16 @@ class AttentionServer:
 
 
 class Call:
-    """One call.
+    """A call of core attention on one rank.
 
     Attributes:
-        route, group, server: this rank's route, the attention group of the route, and what runs the tasks.
+        route, group, server: this rank's route, the attention group of the route, and the server
+            that runs the tasks.
         stored: where the outputs are kept for a recompute; None to keep nothing.
-        layer: what servers of a pool must know of the layer beside its scores; None without a pool.
-        recalled: the outputs in a recompute that finds them there: nothing is launched and no kernel runs.
+        layer: facts about the layer that servers of a pool need beside its scores; None without a
+            pool.
+        recalled: stored outputs, in a recompute that finds them: nothing is launched and no kernel
+            runs.
         backward: whether backward has begun.
     """
 
@@ -149,11 +161,13 @@ class Call:
 
     @property
     def exchanges(self) -> bool:
-        """Whether any rank moves anything, forward or backward."""
+        """True if any rank moves anything, forward or backward."""
         return self.route.exchanges
 
     def tell(self, step: str) -> None:
-        """Let the servers of a pool take a step of this call, or of its backward once that has begun."""
+        """Let the servers of a pool take part in a step of this call, or
+        of its backward once that has begun.
+        """
         if self.layer is not None and self.group.lead is not None:
             said: dict[str, Any] = {"call": id(self)}
             if step == "begin":
@@ -162,18 +176,25 @@ class Call:
             self.group.lead.tell(step, said)
 
     def hand_on(self, tensors: Operands | Outputs | Saved | Grads, pending: Pending | None) -> None:
-        """Hold this rank's own tensors and the exchange under way for the next autograd function."""
+        """Hold this rank's own tensors and the exchange under
+        way for the next autograd function.
+        """
         self._handed = tensors, pending
 
     def take(self, kind: type[Handed]) -> tuple[Handed, Pending | None]:
-        """What the autograd function before handed on. It is taken once, so that an exception leaves nothing behind."""
+        """Return the tensors that the previous autograd function held for this one.
+
+        They are released, so that an exception leaves nothing behind.
+        """
         handed, self._handed = self._handed, None
         if handed is None or not isinstance(handed[0], kind):
             raise RuntimeError("core attention ran out of order: what its next step needs was never made")
         return handed[0], handed[1]
 
     def begin_backward(self) -> None:
-        """From now on exchanges and spans are of backward, and a recompute needs no outputs any more."""
+        """Count exchanges and spans as backward from now on, and drop
+        outputs that only a recompute needed.
+        """
         self.backward = True
         if self.group.data is not None:
             self.group.data.begin_backward()
@@ -183,7 +204,7 @@ class Call:
     # A pipeline may exchange in one direction only. In the other one there is nothing to launch and nothing to wait for.
 
     def send_queries_and_keys(self, wave: Wave, home: Operands | Saved) -> Pending | None:
-        """Send rows of this rank's own to the servers of a wave."""
+        """Send this rank's own rows to the servers of a wave."""
         if not self.route.exchanges:
             return None
         # Log-sum-exps lie as kernels give them.
@@ -191,10 +212,11 @@ class Call:
         return self._launch(wave, parts, "dispatch", dispatches=1)
 
     def pass_on_keys(self, home: Operands | Saved, dispatch: Pending | None) -> Pending | None:
-        """Where keys are relayed, wait for the dispatch and send those on that this rank is the relay of.
+        """Wait for the dispatch, and forward the keys that this rank
+        relays; without relays return the dispatch.
 
-        On CUDA a stream of its own waits, so that this rank's own tasks, which are launched next, do not. `home` is in rows of
-        head groups.
+        On CUDA a side stream waits, so that this rank's own tasks, which are launched next, do not.
+        `home` has rows of head groups.
         """
         passing = self.route.waves[-1].passing
         if passing is None or dispatch is None:
@@ -217,7 +239,10 @@ class Call:
     def run_local(self, home: Saved) -> Grads: ...
 
     def run_local(self, home: Operands | Saved) -> Outputs | Grads:
-        """Run this rank's own tasks, which wait for no message. Returns results of all its tokens, in rows of head groups."""
+        """Run this rank's own tasks, which wait for no message.
+
+        Return results of all its tokens, in rows of head groups.
+        """
         wave, groups, results = self.route.local_wave, self.route.groups, self._run(home, self.route.local_tasks)
         if groups == 1 and wave is None:
             return results
@@ -232,12 +257,15 @@ class Call:
     def run_arrived(
         self, wave: Wave, home: Operands | Saved, results: Results, dispatch: Pending | None
     ) -> tuple[Results, Pending | None]:
-        """Run the tasks that a dispatch brings, put rows of this rank's own into `results`, and send the others back.
+        """Run the tasks that a dispatch brings, write this rank's own rows
+        into `results`, and send the others back.
 
-        Where keys are relayed, gradients of keys go to the relays first, and `collect` sends all of them home.
+        Where keys are relayed, gradients of keys go to the relays first, and `collect` sends all of
+        them home.
 
         Returns:
-            This rank's own results: gradients of keys may be new ones, wide enough for sums. And the return under way.
+            This rank's own results, where gradients of keys may be new tensors, wide enough for
+            sums; and the return under way.
         """
         if dispatch is None:
             return results, None
@@ -265,7 +293,10 @@ class Call:
         return _like(results, [*results.query_rows, *sums]), returned
 
     def run_waves(self, home: Operands | Saved, results: Results, dispatch: Pending | None) -> tuple[Results, Pending | None]:
-        """`run_arrived` for all waves, of which the dispatch of the first one is under way; the last return still is then."""
+        """Run `run_arrived` for all waves.
+
+        The dispatch of the first is under way before, the return of the last one after.
+        """
         returned = None
         for before, wave in zip((None, *self.route.waves), self.route.waves, strict=False):
             if before is not None:
@@ -275,7 +306,10 @@ class Call:
         return results, returned
 
     def collect(self, wave: Wave, results: Results, returned: Pending | None) -> Results:
-        """Wait for a return and put what came into `results`. Returns them: gradients of keys may be new ones, as above."""
+        """Wait for a return and write the received rows into `results`.
+
+        Return them; gradients of keys may be new tensors, as above.
+        """
         if returned is None:
             return results
         if wave.passing is not None and results.key_rows:
@@ -288,12 +322,16 @@ class Call:
         return _like(results, [*results.query_rows, *sums])
 
     def _run(self, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
-        """Run tasks, beside messages if any are under way: of this call, or of the other nano-batch."""
+        """Run tasks, leaving room for messages if any are under way, of
+        this call or of the other nano-batch.
+        """
         data = self.group.data
         return self.server.run(pools, tasks, beside=data is not None and data.under_way)
 
     def _send_home(self, wave: Wave, passing: KeyRelay, returned: Pending) -> Pending:
-        """Wait for gradients of the keys that this rank passed on, add them up, and send all gradients to the homes."""
+        """Wait for gradients of the keys that this rank forwarded, add them
+        up, and send all gradients to the homes.
+        """
         relayed, self._relayed = self._relayed, None
         if relayed is None:
             raise RuntimeError("core attention ran out of order: a relay has no gradients of its own pool")
@@ -306,13 +344,17 @@ class Call:
         return self._send_back(wave, queries, keys)
 
     def _send_back(self, wave: Wave, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor] = ()) -> Pending:
-        """Send what was computed for the rows of other ranks back: rows of received queries, and of the key pool."""
+        """Send back results for the rows of other ranks: rows of
+        received queries, and of the key pool.
+        """
         parts = [Part(t.contiguous(), wave.queries.way_back) for t in queries]
         parts += [Part(t.contiguous(), wave.pool.way_back) for t in keys]
         return self._launch(wave, parts, "return", returns=1)
 
     def _launch(self, wave: Wave, parts: Sequence[Part], name: str, beside: bool = False, **counted: int) -> Pending:
-        """Launch an exchange of this name, which is `counted` as a dispatch or a return; `beside` what this rank computes."""
+        """Launch an exchange of this name, `counted` as a dispatch or a return;
+        `beside` says that it runs on a side stream.
+        """
         begin = now(parts[0].tensor.device)
         pending = launch(self.group.data, parts, wave.formats, name)
         pending.launched = now(pending.device)
@@ -322,7 +364,9 @@ class Call:
         return pending
 
     def _arrived(self, pending: Pending, name: str, beside: bool = False) -> list[list[torch.Tensor]]:
-        """Wait for an exchange, `beside` what this rank computes. Returns its sections, as `Pending.sections`."""
+        """Wait for an exchange and return its `Pending.sections`;
+        `beside` says that a side stream waits.
+        """
         begin = now(pending.device)
         came = pending.sections()
         end = now(pending.device)
@@ -335,10 +379,11 @@ class Call:
         self.server.meter.span(name, begin, end, backward=self.backward)
 
     def _pools(self, wave: Wave, home: Operands | Saved, dispatch: Pending | None) -> Operands | Saved:
-        """Pools of what a wave's tasks read.
+        """Build the pools that a wave's tasks read.
 
-        Rows go from the message straight to their pools, and the message is freed. Only where the pools are the whole message, as
-        it lies, are they views of it: one pool alone that is a view would keep all of the message.
+        Rows go from the message straight to their pools, and the message is freed. The pools are
+        views only where they are the whole message: a single pool as a view would keep all of the
+        message alive.
         """
         received: list[list[torch.Tensor]] = [[] for _ in home] if dispatch is None else self._arrived(dispatch, "dispatch")
         if wave.as_received:

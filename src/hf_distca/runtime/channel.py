@@ -1,11 +1,14 @@
-"""The data communicator of core attention: starts exchanges and waits for them, knowing what they are.
+"""The data communicator of core attention: starts exchanges and waits for
+them, and matches them by their purpose.
 
-gloo matches messages by their order alone. If ranks disagree about what comes next, a message that is longer than the awaited one
-ends the receiving process, and a shorter one is taken in silence. So over gloo an exchange is a set of tagged messages, where
-the tag is made of what is exchanged: messages that do not belong together never meet, and waiting for one that never comes ends
-in an error. Other backends have no tags; there an exchange is one all-to-all.
+gloo matches messages by their order alone. If ranks disagree about what comes next, a message that
+is longer than the awaited one ends the receiving process, and a shorter one is taken in silence. So
+over gloo an exchange is a set of tagged messages, where the tag encodes what is exchanged: messages
+that do not belong together never meet, and waiting for one that never comes ends in an error. Other
+backends have no tags; there an exchange is one all-to-all.
 
-gloo sends host memory only. Tensors of another device are copied to the host before, for which the host waits, and back after.
+gloo sends host memory only. Tensors of another device are copied to the host first, for which the
+host waits, and back afterwards.
 """
 
 from __future__ import annotations
@@ -32,10 +35,11 @@ class Channel:
 
     Attributes:
         process_group: where messages travel.
-        watch: whom to tell if one does not come.
+        watch: receives a report if a message does not come.
         timeout_seconds: how long a rank waits for the others.
-        where: what the exchanges are for, in words that are the same on every rank.
-        forward_exchanges: how many of the exchanges belong to forward; those after them belong to backward.
+        where: purpose of the exchanges, in words that are the same on every rank.
+        forward_exchanges: how many of the exchanges belong to forward; those after them belong to
+            backward.
         launched: exchanges launched so far.
     """
 
@@ -49,7 +53,8 @@ class Channel:
 
     @property
     def checksum(self) -> int:
-        """A number below 2**32 that tells what was launched so far, here and in all calls of `at`, apart from sizes.
+        """Number below 2**32 that depends on all launches so far, here and
+        in all calls of `at`, but not on sizes.
 
         Equal on two ranks that launched the same exchanges in the same order. Layers of one micro-batch have messages of equal
         sizes: where they have no tags, nothing else shows that two ranks exchanged those of different layers.
@@ -57,11 +62,13 @@ class Channel:
         return self._sum[0]
 
     def at(self, where: str, forward_exchanges: int) -> Channel:
-        """The channel of a call with this many exchanges in forward."""
+        """Return the channel of a call with this many exchanges in forward."""
         return replace(self, where=where, forward_exchanges=forward_exchanges, launched=0)
 
     def begin_backward(self) -> None:
-        """What is launched from now on belongs to backward; in a recompute nothing was launched in forward."""
+        """Count subsequent exchanges as backward ones, also in a
+        recompute, which launched none in forward.
+        """
         self.launched = max(self.launched, self.forward_exchanges or 0)
 
     def start(
@@ -72,12 +79,14 @@ class Channel:
         send_bytes: Mapping[int, int],
         name: str | None = None,
     ) -> Transfer:
-        """Start to send and to receive messages, which lie one after another in `sent` and `received`, both uint8.
+        """Start to send and receive messages, which lie one after another
+        in `sent` and `received`, both uint8.
 
         Args:
             received, sent: the messages of all ranks, in the order of ranks.
-            receive_bytes, send_bytes: size of the message by rank, in the order of ranks; those without one may be left out.
-            name: what the exchange is, for errors.
+            receive_bytes, send_bytes: size of the message by rank, in the order of ranks; those
+                without one may be left out.
+            name: name of the exchange, for errors.
         """
         direction = ""
         if self.forward_exchanges is not None:
@@ -102,12 +111,12 @@ class Channel:
 
     @property
     def over_gloo(self) -> bool:
-        """Whether messages are tagged, and waits for them bounded."""
+        """True if messages are tagged, and waits for them bounded."""
         return self.process_group.name() == "gloo"
 
     @property
     def under_way(self) -> bool:
-        """Whether there are messages that this rank has not waited for."""
+        """True if there are messages that this rank has not waited for."""
         return any(transfer.works for transfer in tuple(self.watch.under_way))
 
     def _staged(self, message: torch.Tensor) -> bool:
@@ -135,7 +144,10 @@ class Channel:
 
 @dataclass(eq=False)
 class Transfer:
-    """An exchange under way. What is received goes from its buffer to `landing`, if there is one, when it is waited for."""
+    """An exchange under way.
+
+    `wait` copies the received bytes from their buffer to `landing`, if there is one.
+    """
 
     channel: Channel
     works: list[dist.Work | None]
@@ -160,7 +172,9 @@ class Transfer:
             self.landing.copy_(self.received)
 
     def see_through(self, deadline: float) -> None:
-        """Wait without hope: gloo loses messages whose buffers go, and waits of other ranks, while messages are half-way."""
+        """Wait even if the exchange cannot succeed: gloo loses messages whose buffers are freed,
+        and other ranks' waits, while they are half-way.
+        """
         works, self.works = self.works, []
         for work in works if self.channel.over_gloo else []:
             with suppress(RuntimeError):
@@ -172,7 +186,10 @@ class Transfer:
 
 
 def wait_for(works: list[dist.Work | None], deadline: float | None) -> None:
-    """Wait for messages until a deadline, if there is one. What is left of them after an exception was not waited for."""
+    """Wait for messages until a deadline, if there is one.
+
+    After an exception `works` holds those that were not waited for.
+    """
     while works:
         work = works.pop(0)  # to be waited for once only
         if work is not None and deadline is not None:
@@ -186,7 +203,7 @@ def _checksum(text: str, number: int, before: int = 0) -> int:
 
 
 def _messages(buffer: torch.Tensor, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
-    """The message of each rank that has one, as views of the buffer."""
+    """Cut a buffer into views: the message of each rank that has one."""
     starts = accumulate(sizes.values(), initial=0)
     return {rank: buffer[start : start + size] for (rank, size), start in zip(sizes.items(), starts, strict=False) if size}
 

@@ -2,23 +2,30 @@
 
 ::
 
-    forward    Dispatch: launch q, k, v  ->  Serve: own, wait, arrived, launch o, lse  ->  Return: wait
-    backward   Dispatch: wait  <-  Serve: own, wait, arrived, launch dq, dk, dv  <-  Return: launch dO, q, o, lse, k, v
+    forward    Dispatch: launch q, k, v  ->  Serve: own, wait, arrived, launch o, lse  ->  Return:
+        wait
+    backward   Dispatch: wait  <-  Serve: own, wait, arrived, launch dq, dk, dv  <-  Return: launch
+        dO, q, o, lse, k, v
 
-Each launch and its wait are in different functions, so other work can be recorded, forward and backward, while a message
-travels; the rank's own tasks always are. A route of several waves repeats what follows the own tasks inside Serve: all returns
-but the last are waited for, and all dispatches but the first are launched there, so that one wave at a time is here.
+Each launch and its wait are in different functions, so other work can be recorded, forward and
+backward, while a message travels; the rank's own tasks always are. A route of several waves repeats
+what follows the own tasks inside Serve: all returns but the last are waited for, and all dispatches
+but the first are launched there, so that one wave at a time is here.
 
-Where keys are relayed, `_Serve` passes them on before it runs its own tasks, and `_Dispatch` sends the gradients of relayed keys
-home in backward: two more exchanges, each waited for where it is launched.
+Where keys are relayed, `_Serve` passes them on before it runs its own tasks, and `_Dispatch` sends
+the gradients of relayed keys home in backward: two more exchanges, each waited for where it is
+launched.
 
-Only `_Return` saves for backward, and only what plain flash attention saves: the rank's own q, k, v, o and lse. Servers keep
-nothing: what was received never outlives the call. What one function hands to the next is taken before it is used, so that an
-exception leaves none of it behind. The functions are chained by an anchor, a scalar without meaning.
+Only `_Return` saves for backward, and only what plain flash attention saves: the rank's own q, k,
+v, o and lse. Servers keep nothing: what was received never outlives the call. Tensors that one
+function hands to the next are released before they are used, so that an exception leaves none of
+them behind. The functions are chained by an anchor, a scalar without meaning.
 
-Attention sinks (a learned logit per head that takes weight and gives no value, as in gpt-oss) are merged by the home rank, after
-the outputs came back: lse' = log(exp(lse) + exp(sink)), o' = o exp(lse - lse'). Backward with o' and lse' is then exact for q, k
-and v, and d sink = -sum over rows of exp(sink - lse') rowsum(dO o'). So every kernel has them, and servers know nothing of it.
+Attention sinks (a learned logit per head that takes weight and gives no value, as in gpt-oss) are
+merged by the home rank, after the outputs came back: lse' = log(exp(lse) + exp(sink)), o' = o
+exp(lse - lse'). Backward with o' and lse' is then exact for q, k and v, and d sink = -sum over rows
+of exp(sink - lse') rowsum(dO o'). So sinks work with every kernel, and servers know nothing of
+them.
 
 Shape suffixes: T tokens, H query heads, K key/value heads, D head dim, V value head dim.
 """
@@ -45,7 +52,7 @@ _Backward = Callable[..., tuple[_Optional, ...]]
 
 
 def _once_differentiable(backward: _Backward) -> _Backward:
-    """The same as torch's `once_differentiable`, asked for only where a graph of backward is recorded."""
+    """Apply torch's `once_differentiable` only where a graph of backward is recorded."""
     recorded: _Backward = once_differentiable(backward)
 
     @wraps(backward)
@@ -56,7 +63,8 @@ def _once_differentiable(backward: _Backward) -> _Backward:
 
 
 def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
-    """Causal attention within documents, for the tokens of this rank, computed where the call's route says.
+    """Compute causal attention within documents, for the tokens of this rank,
+    on the ranks that the call's route names.
 
     Every rank of the call's group must call it with routes of the same plan, the same number of times in the same order, forward
     and backward. A route without exchanges is a plain call of the kernel.
@@ -173,7 +181,7 @@ class _Unmoved(torch.autograd.Function):
 
 
 def _input_gradients(grads: Sequence[torch.Tensor], context: int, d_sink_H: _Optional = None) -> tuple[_Optional, ...]:
-    """Gradients of `Inputs` with so many tokens of context."""
+    """Split gradients of operands into gradients of `Inputs` with so many tokens of context."""
     dq_THD, dk_TKD, dv_TKV = grads
     if dq_THD.dtype != dk_TKD.dtype or dq_THD.dtype != dv_TKV.dtype:  # sums are wide
         dk_TKD, dv_TKV = dk_TKD.to(dq_THD.dtype), dv_TKV.to(dq_THD.dtype)
@@ -188,7 +196,9 @@ def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tenso
 
 
 def _finish(ctx: Any, call: Call, inputs: Inputs, compute: Callable[[], Outputs]) -> torch.Tensor:
-    """Save a call for backward, and its outputs for a recompute; in a recompute that finds them, take those. Returns o_THV."""
+    """Save a call for backward, and its outputs for a recompute; in a recompute
+    that finds them, use those. Return o_THV.
+    """
     if call.recalled is None:
         outputs = joined_groups(compute(), call.route.groups)
         if inputs.sink_H is not None:
@@ -203,7 +213,9 @@ def _finish(ctx: Any, call: Call, inputs: Inputs, compute: Callable[[], Outputs]
 
 
 def _begin_backward(ctx: Any, do_THV: torch.Tensor) -> tuple[Call, Inputs, Saved]:
-    """The call, its inputs, and what tasks read in backward: o and lse with the sinks merged in."""
+    """Return the call, its inputs, and the tensors that tasks read in
+    backward: o and lse with the sinks merged in.
+    """
     *tensors, o_THV, lse_TH = ctx.saved_tensors
     ctx.call.begin_backward()
     inputs = Inputs(*tensors)
@@ -212,7 +224,7 @@ def _begin_backward(ctx: Any, do_THV: torch.Tensor) -> tuple[Call, Inputs, Saved
 
 
 def _with_sink(outputs: Outputs, sink_H: torch.Tensor) -> Outputs:
-    """Outputs with the weight of the sinks taken away."""
+    """Take the weight of the sinks out of the outputs."""
     o_THV, lse_TH = outputs
     merged_TH = torch.logaddexp(lse_TH, sink_H.to(lse_TH.dtype))
     return Outputs((o_THV * (lse_TH - merged_TH).exp().unsqueeze(-1)).to(o_THV.dtype), merged_TH)

@@ -38,37 +38,44 @@ _UNEQUAL_NODES = (
 
 
 class StepLead(Protocol):
-    """Tells servers what to take part in."""
+    """Tells servers which steps to take part in."""
 
     def tell(self, step: str, arguments: Mapping[str, Any]) -> None:
-        """Name the step that this rank takes next, with what servers must know of it."""
+        """Announce the step that this rank takes next, with the arguments that servers need."""
 
     def number(self, known: object) -> int:
-        """A number that tells something from all else; servers forget what they know by it when `known` is gone here."""
+        """Return a number that identifies an object; once `known` is gone here,
+        servers forget what they stored by that number.
+        """
 
     def without(self, leaving: Sequence[str]) -> StepLead:
-        """Who tells the others, once servers of these names have left."""
+        """Return the lead of the others, once servers of these names have left."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionGroup:
     """The ranks that share core attention, seen from one of them.
 
-    What all ranks do together says what it is `doing`, and raises `DistCADesyncError` if not every rank comes in time.
+    Methods that all ranks call together take a description in `doing`, and raise
+    `DistCADesyncError` if not every rank comes in time.
 
     Attributes:
-        most_numbers: of a row that travel in the first step of `gather`, whether a rank has them or not; those beyond need a
-            second one. `gather_async` has no second one.
-        ranks: their global ranks. Everywhere else in the package, "rank" is an index into this tuple.
+        most_numbers: numbers of a row that travel in the first step of `gather`; a longer row takes
+            a second step, which `gather_async` does not have.
+        ranks: their global ranks. Everywhere else in the package, "rank" is an index into this
+            tuple.
         rank: this process.
         data: communicator of dispatch and return, None in a group of one.
         control: gloo communicator on which layouts travel, None in a group of one.
         watch: tells the others when this rank gives up, None in a group of one.
-        lead: on rank 0 of a group with a pool of servers, what tells these each step that they take part in; else None.
+        lead: on rank 0 of a group with a pool of servers, announces to these each step that they
+            take part in; else None.
         session: number of the session that uses it, for the servers of a pool.
-        holds: of each rank whether it trains, and so holds tokens; the others are servers of a pool. None if all do.
+        holds: for each rank, whether it trains and so holds tokens; the others are servers of a
+            pool. None if all do.
         timeout_seconds: how long a rank waits for the others, where there are any.
-        per_node: ranks [0, n), [n, 2n), ... of the group are nodes; None if they are not in such order, or not told apart.
+        per_node: n, if ranks [0, n), [n, 2n), ... of the group are nodes; None if they are not, or
+            if nodes are unknown.
     """
 
     most_numbers: ClassVar[int] = 128
@@ -96,14 +103,18 @@ class AttentionGroup:
         timeout_seconds: float | None = None,
         size: int | None = None,
     ) -> AttentionGroup:
-        """The group of these ranks, as `create` makes it; the one made before, if no rank has left it.
+        """Return the group of these ranks: the one made before, if no rank has
+        left it, or else a new one from `create`.
 
-        Every member asks at the same point, as for `create`, with the same errors. Communicators cost threads and connections,
-        and torch cannot replace one by another of the same ranks.
+        Every member must call it at the same point, as for `create`, and errors are the same.
+        Communicators cost threads and connections, and torch cannot replace one by another of the
+        same ranks.
 
         Args:
-            members, timeout_seconds: as for `create`. Groups that wait differently are different groups.
-            size: ranks of a group, where these are cut into several: the first so many, the next, and so on.
+            members, timeout_seconds: as for `create`. Groups that wait differently are different
+                groups.
+            size: ranks of a group, where these are cut into several: the first so many, the next,
+                and so on.
         """
         world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
         for key in [key for key in _made if key[0] is not world]:  # torch.distributed has stopped or started since
@@ -154,7 +165,8 @@ class AttentionGroup:
 
     @classmethod
     def with_servers(cls, seats: Seats, timeout_seconds: float, lead: StepLead | None = None) -> AttentionGroup:
-        """Build the group of ranks that train and servers, which are in no world of torch.distributed together.
+        """Build the group of ranks that train and servers, which
+        share no world of torch.distributed.
 
         Every one of them must call it; for arguments and errors see `create`.
         """
@@ -171,7 +183,7 @@ class AttentionGroup:
     def _connected(
         self, connect: Callable[[], tuple[dist.ProcessGroup, dist.ProcessGroup]], names: Mapping[int, str] = NO_NAMES
     ) -> AttentionGroup:
-        """The group with communicators for tensors and for planning, which `connect` makes."""
+        """Return the group with communicators for tensors and for planning, made by `connect`."""
         ranks, rank, seconds = self.ranks, self.rank, self.timeout_seconds
         try:
             data, control = connect()
@@ -192,28 +204,35 @@ class AttentionGroup:
 
     @property
     def left(self) -> bool:
-        """Whether this rank has left the group: it failed, or heard that another did."""
+        """True if this rank has left the group: it failed, or heard that another did."""
         return self.watch is not None and self.watch.left
 
     def tell(self, step: str, **arguments: Any) -> None:
-        """Let the servers of a pool, if there are any, take part in what this rank does next; only rank 0 tells them."""
+        """Let the servers of a pool, if there are any, take part in this
+        rank's next step; only rank 0 tells them.
+        """
         if self.lead is not None:
             self.lead.tell(step, {"session": self.session, **arguments})
 
     def number(self, known: object) -> int:
-        """As `StepLead.number`; 0 where this rank tells servers nothing."""
+        """Return `StepLead.number`; 0 where this rank tells servers nothing."""
         return 0 if self.lead is None else self.lead.number(known)
 
     def at(self, where: str, forward_exchanges: int) -> AttentionGroup:
-        """The group in a call, as `Channel.at`."""
+        """Return the group with the channel of one call, from `Channel.at`."""
         return self if self.data is None else replace(self, data=self.data.at(where, forward_exchanges))
 
     def reporting(self, doing: str) -> AbstractContextManager[None]:
-        """A context that tells the other ranks of an exception inside, so that they do not wait for this one."""
+        """Return a context manager that reports an exception inside to the other
+        ranks, so that they do not wait for this one.
+        """
         return nullcontext() if self.watch is None else self.watch.reporting(doing)
 
     def gather(self, row: IntArray, *, doing: str) -> list[IntArray]:
-        """One row of integers, a flat int64 array, from every rank, in rank order. Rows may differ in length."""
+        """Gather one row of integers, a flat int64 array, from every rank, in rank order.
+
+        Rows may differ in length. Collective.
+        """
         if self.watch is None:
             return [row]
         with self.watch.together(doing):
@@ -230,7 +249,10 @@ class AttentionGroup:
         return [np.concatenate(pair) for pair in zip(rows, np.split(rests.numpy(), np.cumsum(more)[:-1]), strict=True)]
 
     def all_equal(self, numbers: IntArray, *, doing: str) -> bool:
-        """Whether every rank has equal numbers, a flat int64 array of one length, in one collective of twice their size."""
+        """Return whether every rank has equal numbers, a flat int64 array of one length.
+
+        One collective of twice their size.
+        """
         if self.control is None or self.watch is None:
             return True
         with self.watch.together(doing):
@@ -238,17 +260,20 @@ class AttentionGroup:
         return bool((smallest[: len(numbers)] == ~smallest[len(numbers) :]).all())
 
     def gather_async(self, row: IntArray, *, doing: str, agree: Callable[[Sequence[IntArray]], object]) -> Meeting:
-        """Start to gather a row of integers from every rank, for which nobody waits.
+        """Start to gather a row of integers from every rank, without waiting.
 
         Args:
             row: flat int64 array of at most `most_numbers`.
             doing: for errors.
-            agree: what to do with the rows of all ranks, in a thread of its own; see `Meeting`.
+            agree: called with the rows of all ranks, in a thread of its own; see `Meeting`.
         """
         return Meeting(*self._start_gathering(row), agree, self.watch, doing)
 
     def all_to_all(self, sent: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, doing: str) -> torch.Tensor:
-        """Send rows of a CPU tensor to every rank, so many to each and from each. Both tensors have them in rank order."""
+        """Send rows of a CPU tensor to every rank, with row counts to and from each.
+
+        Both tensors are in rank order. Collective.
+        """
         if self.control is None or self.watch is None:
             return sent
         received = sent.new_empty((sum(receive), *sent.shape[1:]))
@@ -257,16 +282,24 @@ class AttentionGroup:
         return received
 
     def raise_pending(self) -> None:
-        """As `Watch.raise_pending`; takes no time."""
+        """Raise the error that another thread has found, if any; see `Watch.raise_pending`.
+
+        Takes no time.
+        """
         if self.watch is not None:
             self.watch.raise_pending()
 
     def gather_text(self, text: str) -> list[str]:
-        """What every rank says, in rank order; empty for those that say nothing in time. No collective, so at any time."""
+        """Gather a text from every rank, in rank order; empty for ranks that give none in time.
+
+        No collective, so possible at any time.
+        """
         return [text] if self.watch is None else self.watch.gather_text(text)
 
     def _start_gathering(self, row: IntArray) -> tuple[torch.Tensor, dist.Work | None]:
-        """Start to gather the number of rows' numbers and the first of these, as (ranks, 1 + `most_numbers`)."""
+        """Start to gather rows padded to (ranks, 1 + `most_numbers`); the
+        first number of each is its true length.
+        """
         padded = torch.zeros(1 + self.most_numbers, dtype=torch.int64, device="cpu")
         first = torch.tensor([len(row), *row[: self.most_numbers]], dtype=torch.int64, device="cpu")
         padded[: len(first)] = first
@@ -282,7 +315,7 @@ _made: dict[tuple[dist.ProcessGroup, Members, float], AttentionGroup] = {}
 
 
 def _stands(group: AttentionGroup) -> bool:
-    """Whether no rank has left the group, which all ranks ask at once."""
+    """Return whether no rank has left the group. Collective."""
     if group.control is None or group.watch is None:
         return True
     try:

@@ -1,4 +1,4 @@
-"""A gathering of integers for which no rank waits: it goes on while the ranks compute, and is looked at once it is done."""
+"""A gathering of integers for which no rank waits: it proceeds while the ranks compute."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ class Meeting:
     """Rows of integers on their way from all ranks.
 
     Args:
-        rows: (ranks, width) where they arrive; the first number of a row is its length.
+        rows: (ranks, width) tensor that receives them; the first number of a row is its length.
         work: the collective that fills it; None if it is done.
-        agree: is given the rows once they are there, in a thread of its own. It raises `DistCADesyncError` if they show that the
-            ranks do not do the same: then `watch` wakes this rank where it waits for the others.
+        agree: called with the rows once they have arrived, in a thread of its own. It raises
+            `DistCADesyncError` if they show that the ranks do different things; then `watch` wakes
+            this rank from its wait for the others.
         watch: of the group; None for a group without messages.
-        doing: what the ranks are doing, for errors.
+        doing: description of what the ranks are doing, for errors.
     """
 
     def __init__(
@@ -41,11 +42,11 @@ class Meeting:
 
     @property
     def done(self) -> bool:
-        """Whether it is over, one way or the other. Never waits.
+        """True if it is over, with or without success. Never waits.
 
         Raises:
             DistCADesyncError: if the ranks do not do the same, or not all came.
-            Exception: what else `agree` raised.
+            Exception: any other error that `agree` raised.
         """
         if self._thread.is_alive():
             return False
@@ -57,7 +58,7 @@ class Meeting:
 
     @property
     def rows(self) -> list[IntArray]:
-        """The row of each rank; only when it is done."""
+        """Row of each rank; only when it is done."""
         return [row[1 : 1 + row[0]] for row in self._rows.numpy()]
 
     def wait(self) -> None:

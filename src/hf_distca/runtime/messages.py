@@ -1,13 +1,15 @@
 """Rows of several tensors from every rank to every rank, as one asynchronous exchange.
 
-Rows travel in runs, which slices of documents are. A step larger than 1 takes the rows of one head group. `launch` packs and
-starts, `Pending.sections` finishes. The message to one rank holds the rows of each part one after another,
-each part padded to 16 bytes so that float32 and bfloat16 can share it::
+Rows travel in contiguous runs: slices of documents. A step larger than 1 takes the rows of one head
+group. `launch` packs and starts, `Pending.sections` finishes. The message to one rank holds the
+rows of each part one after another, each part padded to 16 bytes so that float32 and bfloat16 can
+share it::
 
     to rank 0: | part 0 rows | part 1 rows | ...   to rank 1: | part 0 rows | part 1 rows | ...
 
-Where everything lies is worked out once for all layers (`Format`). All messages are packed by one operation whatever the number
-of ranks and parts, and nothing here takes time for ranks that neither send nor receive.
+Offsets are computed once for all layers (`Format`). All messages are packed by one
+operation whatever the number of ranks and parts, and nothing here takes time for ranks that neither
+send nor receive.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class Run(NamedTuple):
-    """Rows start, start + step, ... of a tensor, so many of them, and the rank that they go to."""
+    """`rows` rows of a tensor, from `start` on, `step` apart, and the rank that they go to."""
 
     rank: int
     start: int
@@ -72,7 +74,7 @@ class PoolRun(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Which rows of a tensor go to which rank, and how many come from each.
+    """Rows of a tensor to send to each rank, and row counts to receive from each.
 
     Attributes:
         runs: the rows that are sent, in the order in which they arrive; runs for one rank are neighbours, and ranks in order.
@@ -84,36 +86,42 @@ class Rows:
 
     @cached_property
     def runs_by_rank(self) -> dict[int, list[Run]]:
-        """`runs` by the rank that they go to, in the order of ranks."""
+        """`runs` by destination rank, in the order of ranks."""
         return {rank: list(runs) for rank, runs in groupby(self.runs, key=lambda run: run.rank)}
 
     @cached_property
     def send(self) -> dict[int, int]:
-        """Rows to each rank that is sent any, in the order of ranks."""
+        """Number of rows to each rank that gets any, in the order of ranks."""
         return {rank: sum(run.rows for run in runs) for rank, runs in self.runs_by_rank.items()}
 
     @cached_property
     def way_back(self) -> Rows:
-        """The rows that travel when what was received goes back where it came from, in the order it came."""
+        """The reverse exchange: rows that travel when everything received goes
+        back to its sender, in the order of arrival.
+        """
         starts = accumulate(self.receive.values(), initial=0)
         runs = [Run(rank, start, rows) for (rank, rows), start in zip(self.receive.items(), starts, strict=False)]
         return Rows(tuple(runs), self.send)
 
 
 def rows_of(tensor: torch.Tensor, start: int, rows: int, step: int = 1) -> torch.Tensor:
-    """Rows start, start + step, ..., so many of them, as a view, or the tensor itself if it has no others."""
+    """Return `rows` rows from `start` on, `step` apart, as a view;
+    the tensor itself if it has no others.
+    """
     if step > 1:
         return tensor[start : start + step * rows : step]
     return tensor if rows == tensor.shape[0] else tensor.narrow(0, start, rows)
 
 
 def joined(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Rows of several tensors one after another in a new tensor; without any, none of those of `like`."""
+    """Concatenate rows of several tensors into a new tensor; without any,
+    return zero rows of the shape of `like`.
+    """
     return torch.cat(list(pieces)) if pieces else like.new_empty((0, *like.shape[1:]))
 
 
 def pieces(runs: Sequence[Run | PoolRun], sections: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The rows of each run, which lie one after another in sections. No run is in two of them."""
+    """Cut consecutive sections into the rows of each run. No run is in two of them."""
     left, rest = iter(sections), 0
     for run in runs:
         if not rest:
@@ -124,14 +132,18 @@ def pieces(runs: Sequence[Run | PoolRun], sections: Sequence[torch.Tensor]) -> I
 
 
 def put_rows(tensors: Sequence[torch.Tensor], runs: Sequence[Run], sections: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Write the rows in the sections of each tensor where the runs say, by one operation a tensor."""
+    """Write the rows in the sections of each tensor to the places of
+    the runs, by one operation a tensor.
+    """
     for tensor, came in zip(tensors, sections, strict=True):
         if runs:
             copy_each([rows_of(tensor, *run[1:]) for run in runs], list(pieces(runs, came)))
 
 
 def add_rows(grad_TKD: torch.Tensor, runs: Sequence[Run | PoolRun], addends: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Gradients with what is added to the rows of each run, one after another: sums in float32 or float64, if there are runs."""
+    """Add addends to the rows of each run and return the gradients: sums in
+    float32 or float64, if there are runs.
+    """
     total = grad_TKD if not runs or grad_TKD.dtype == torch.float64 else grad_TKD.float()
     for run, rows_TKD in zip(runs, addends, strict=True):
         rows_of(total, *run[1:]).add_(rows_TKD)
@@ -139,19 +151,21 @@ def add_rows(grad_TKD: torch.Tensor, runs: Sequence[Run | PoolRun], addends: Ite
 
 
 class Part(NamedTuple):
-    """One tensor of a message, (rows, ...), and where its rows go. It must be contiguous."""
+    """A contiguous tensor of a message, (rows, ...), and the destinations of its rows."""
 
     tensor: torch.Tensor
     rows: Rows
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Number of bytes of a row."""
         return math.prod(self.tensor.shape[1:]) * self.tensor.element_size()
 
 
 class _Piece(NamedTuple):
-    """Bytes of a message: of a part, or zeros if `part` is None; `times` times `size` of them, `stride` apart."""
+    """Span of bytes of a part, or zeros if `part` is None: `times`
+    times `size` bytes, `stride` apart.
+    """
 
     part: int | None
     start: int
@@ -161,13 +175,13 @@ class _Piece(NamedTuple):
 
     @classmethod
     def of(cls, part: int, run: Run, row_bytes: int) -> _Piece:
-        """The rows of a run."""
+        """Return the bytes of a run's rows."""
         if run.step == 1:
             return cls(part, run.start * row_bytes, run.rows * row_bytes)
         return cls(part, run.start * row_bytes, row_bytes, run.rows, run.step * row_bytes)
 
     def cut(self, flat: torch.Tensor) -> torch.Tensor:
-        """These bytes of a part that is given as bytes: a view, if they follow each other."""
+        """Return these bytes of a part, whose bytes are `flat`: a view, if they are contiguous."""
         if self.times == 1:
             return flat.narrow(0, self.start, self.size)
         rows = flat.narrow(0, self.start, (self.times - 1) * self.stride + self.size)
@@ -180,13 +194,14 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Format:
-    """Where everything lies in the messages of an exchange; in bytes unless said otherwise.
+    """Layout of the messages of an exchange; in bytes unless said otherwise.
 
     Attributes:
-        pieces: what is sent, in its order.
-        sections: of each part, where the rows of each rank that sends any begin among what is received, and how many there are.
-        send, receive: size of the message to and from each rank that has one, in the order of ranks.
-        payload: size of all that is sent, without padding.
+        pieces: spans that are sent, in order.
+        sections: for each part, offset and number of the received rows of each rank that sends any.
+        send, receive: size of the message to and from each rank that has one, in the order of
+            ranks.
+        payload: size of everything sent, without padding.
     """
 
     pieces: list[_Piece]
@@ -197,7 +212,7 @@ class Format:
 
     @classmethod
     def of(cls, parts: Sequence[tuple[Rows, int]]) -> Format:
-        """Of parts given by their rows and the bytes of a row."""
+        """Compute the layout of parts, given by their rows and the bytes of a row."""
         form = cls([], [[] for _ in parts], {}, {}, sum(sum(rows.send.values()) * row_bytes for rows, row_bytes in parts))
         for rank in sorted({rank for rows, _ in parts for rank in rows.send}):
             form.send[rank] = 0
@@ -222,15 +237,19 @@ Formats = dict[tuple[tuple[Rows, int], ...], Format]
 
 
 class Pending:
-    """An exchange under way. Holds what it sends and receives until it is waited for, and nothing afterwards.
+    """An exchange under way.
+
+    It holds its messages until it is waited for, and nothing afterwards.
 
     Attributes:
         sent_bytes: bytes sent to other ranks, without padding.
-        device: where its messages are.
-        transfer: what is waited for; None if there is nothing, or nothing any more.
-        before: sections of an earlier exchange whose last parts are those of this one, which go in front of its own.
-        first: of that exchange, if another stream has waited for it: the memory that it sends is not used again before.
-        launched: when it began, for who measures how long it travels.
+        device: device of its messages.
+        transfer: the transfer to wait for; None if there is none, or if it is over.
+        before: sections of an earlier exchange. Its last parts are those of this one; their
+            sections go in front of its own.
+        first: the transfer of that exchange, if another stream has waited for it; held so that
+            memory it sends is not reused earlier.
+        launched: time of the launch, for measurements.
     """
 
     def __init__(self, parts: Sequence[Part], form: Format, transfer: Transfer | None, received: torch.Tensor) -> None:
@@ -244,7 +263,8 @@ class Pending:
         self._sections, self._received = form.sections, received
 
     def sections(self) -> list[list[torch.Tensor]]:
-        """The received rows of each part as views of one message, rank after rank without those that sent none. Once only.
+        """Wait, and return the received rows of each part as views of one message, rank
+        after rank, senders only. May be called once.
 
         On CUDA only the current stream waits, not the host.
         """
@@ -260,10 +280,13 @@ class Pending:
 
 @contextmanager
 def aside(channel: Channel | None, device: torch.device) -> Iterator[bool]:
-    """On CUDA, work goes to a stream of its own, which begins when the current one has done what it was given. Says whether so.
+    """Run work on a side stream on CUDA, which starts after the current stream's work.
 
-    An exchange must be launched inside: whoever waits for it waits for the work, too. Memory that is made inside is freed for
-    later work of that stream alone, which waits for the current one again. Over gloo the host waits: there is no such stream.
+    Yields whether there is such a stream.
+
+    An exchange must be launched inside: waiting for the exchange also waits for this stream. Memory
+    allocated inside is reused only by later work of this stream, which waits for the current one
+    again. Over gloo the host waits: there is no such stream.
     """
     if device.type != "cuda" or channel is None or channel.over_gloo:
         yield False
@@ -276,15 +299,18 @@ def aside(channel: Channel | None, device: torch.device) -> Iterator[bool]:
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Of high priority: what is packed there is small, and others wait for it."""
+    """Make a stream of high priority: packing there is short, and other ranks wait for it."""
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | None = None, name: str | None = None) -> Pending:
-    """Start an exchange. Every rank of the channel must launch the same exchanges in the same order; None is a group of one.
+    """Start an exchange.
 
-    The parts must have the same dtypes and row shapes on every rank. Ranks may send and receive nothing. A format that is not
-    among `formats`, made before for parts with these rows, is added; `name` says what the exchange is, for errors.
+    Every rank of the channel must launch the same exchanges in the
+    same order; None is a group of one.
+
+    The parts must have the same dtypes and row shapes on every rank. Ranks may send and receive
+    nothing. `formats` caches formats by the rows of the parts; `name` names the exchange in errors.
     """
     formats = {} if formats is None else formats
     kinds = tuple((part.rows, part.row_bytes) for part in parts)
@@ -298,7 +324,7 @@ def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | No
 
 
 def pack(tensors: Sequence[torch.Tensor], pieces: Sequence[_Piece]) -> torch.Tensor:
-    """The messages, one after another, uint8."""
+    """Copy the pieces of the tensors one after another into one uint8 message buffer."""
     if not pieces:
         return tensors[0].new_empty(0, dtype=torch.uint8)
     flat = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
@@ -309,7 +335,7 @@ def pack(tensors: Sequence[torch.Tensor], pieces: Sequence[_Piece]) -> torch.Ten
 def _views(
     message: torch.Tensor, dtype: torch.dtype, row: tuple[int, ...], sections: Sequence[tuple[int, int]]
 ) -> list[torch.Tensor]:
-    """Sections of a message, given by first byte and number of rows, as tensors."""
+    """Return sections of a message, given by first byte and number of rows, as tensors."""
     typed = message.view(dtype)
     strides = [math.prod(row[place:]) for place in range(len(row) + 1)]
     return [typed.as_strided((rows, *row), strides, start // dtype.itemsize) for start, rows in sections]

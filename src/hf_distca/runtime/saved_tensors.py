@@ -1,4 +1,4 @@
-"""What happens to tensors that are saved for backward: activation checkpointing and offloading work by hooks for them."""
+"""Hooks on tensors saved for backward, by which activation checkpointing and offloading work."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ class Hooks(NamedTuple):
 
     @property
     def recompute(self) -> bool:
-        """Whether these are the hooks of a checkpoint: they drop what is saved, and compute it again in backward."""
+        """True if these are the hooks of a checkpoint: they drop what is
+        saved, and compute it again in backward.
+        """
         return "checkpoint" in getattr(self.pack, "__module__", "")
 
     @property
     def checkpoint(self) -> tuple[object, Hashable | None] | None:
-        """The checkpoint whose hooks these are, and which recompute of it runs, None in its forward.
+        """Checkpoint that these hooks belong to, and its
+        recompute that runs, None in its forward.
 
         None for other hooks. Reentrant checkpoints have no hooks. Names are those that `torch.utils.checkpoint` has in 2.13.
         """
@@ -50,7 +53,7 @@ class SavedTensors(NamedTuple):
 
     @classmethod
     def current(cls) -> SavedTensors:
-        """Those that are set now."""
+        """Return the hooks that are set now."""
         hooks = tuple(reversed(list(_taken_off())))
         current = cls(hooks, borrowed.why_saved_tensor_hooks_are_forbidden())
         if hooks:
@@ -58,19 +61,19 @@ class SavedTensors(NamedTuple):
         return current
 
     def set(self) -> None:
-        """Set these in place of those that are set now."""
+        """Replace the hooks that are set now by these."""
         for _ in _taken_off():
             pass
         self._put_on()
 
     @property
     def recomputed(self) -> bool:
-        """Whether what is saved now will be computed again."""
+        """True if tensors saved now will be recomputed."""
         return bool(self.hooks) and self.hooks[-1].recompute
 
     @property
     def beyond_checkpoints(self) -> Hooks | None:
-        """The hooks for what a checkpoint itself saves; None where that stays as it is."""
+        """Hooks for tensors that a checkpoint itself saves; None where these stay as they are."""
         return next((hooks for hooks in reversed(self.hooks) if not hooks.recompute), None)
 
     def _put_on(self) -> None:
@@ -82,7 +85,9 @@ class SavedTensors(NamedTuple):
 
 
 def _taken_off() -> Iterator[Hooks]:
-    """The hooks in force, the last pair first, which are in force no more. Only the last one can be seen."""
+    """Remove and yield the active saved-tensor hooks, innermost
+    first: only the innermost one is visible.
+    """
     while (hooks := borrowed.top_saved_tensor_hooks(True)) is not None:
         borrowed.pop_saved_tensor_hooks()
         yield Hooks(*hooks)

@@ -18,7 +18,7 @@ __all__ = ["Serving", "no_rows"]
 
 
 def no_rows(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> Operands:
-    """q, k and v of a layer without rows."""
+    """Make q, k and v of a layer without rows."""
     queries, keys = shape.query_heads, shape.key_value_heads
     widths = (queries, shape.head_dim), (keys, shape.head_dim), (keys, shape.value_head_dim)
     return Operands(*(torch.empty((0, *width), dtype=dtype, device=device) for width in widths))
@@ -35,7 +35,9 @@ class Serving:
 
     @classmethod
     def begin(cls, call: Call, operands: Operands) -> Serving:
-        """Launch the dispatch of a call, whose direction is that of `call.backward`; `operands` are `no_rows` of its layer."""
+        """Launch the dispatch of a call, in the direction of `call.backward`;
+        `operands` are `no_rows` of its layer.
+        """
         # Rows of head groups travel if documents are split by heads.
         q_THD, k_TKD, v_TKV = grouped = in_groups(operands, call.route.groups)
         # Kernels put log-sum-exps out in float32 at least.

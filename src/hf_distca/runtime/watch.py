@@ -1,17 +1,22 @@
-"""How a rank that gives up tells the others, and how those that wait hear of it.
+"""Failure propagation between ranks: a rank that gives up tells the
+others, and wakes those that wait for it.
 
-Words travel through the key-value store of a process group, which asks nobody to take part. A rank that gives up writes its
-word and breaks its connections, so that ranks which wait for it wake up, read the word and write theirs. A rank that is
-silent has died, hangs or runs something else. Words are text and are only shown.
+Messages of failure, here called words, travel through the key-value store of a process group, where
+no other rank needs to take part. A rank that gives up writes its word and breaks its connections,
+so that ranks which wait for it wake up, read the word and write theirs. A rank that is silent has
+died, hangs or runs something else. Words are text and are only shown.
 
-A rank that waits in somebody else's collective meanwhile, such as DDP's reduction of gradients, is not told of it: it hears later
-that a connection was closed, or nothing until a timeout. So a thread looks for the first word and shows it on this rank's stderr.
+A rank that meanwhile waits in a foreign collective, such as DDP's reduction of gradients, would
+only hear later that a connection was closed, or nothing until a timeout. So a thread polls for the
+first word and prints it on this rank's stderr.
 
-gloo does not wake a wait for a message that is half-way when the connection breaks: it lasts until its timeout. So a rank that
-gives up sees the messages under way through before; a rank that dies cannot.
+gloo does not wake a wait for a message that is half-way when the connection breaks: it lasts until
+its timeout. So a rank that gives up first completes the messages under way; a rank that dies
+cannot.
 
-If the store was on a node that is lost, or whose link is, calls of it last until TCP gives up, a quarter of an hour. So whoever
-is in a hurry makes them in a thread that it need not wait for.
+If the store was on a node that is lost, or whose link is, calls of it last until TCP gives up, a
+quarter of an hour. So calls that must not take that long run in a thread that nobody needs to wait
+for.
 """
 
 from __future__ import annotations
@@ -55,12 +60,13 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def patience(timeout_seconds: float) -> float:
-    """Seconds of the timeout that are left for the words of other ranks."""
+    """Return the seconds of the timeout that are reserved for reading the words of other ranks."""
     return min(timeout_seconds / 10, 5.0)
 
 
 class AwaitedThread(threading.Thread):
-    """A thread that starts at once, and that the end of the interpreter waits for: half a second, for it may wait for ever.
+    """A thread that starts at once, and that the interpreter waits
+    for at its end, half a second at most.
 
     torch and compiled code release the GIL, and abort the process if they want it back while the interpreter ends.
     """
@@ -71,7 +77,9 @@ class AwaitedThread(threading.Thread):
 
 
 class Message(Protocol):
-    """Something under way between ranks; `works` is what is not waited for yet."""
+    """An exchange under way between ranks; `works` are those of its
+    parts that were not waited for yet.
+    """
 
     works: list[dist.Work | None]
 
@@ -80,13 +88,14 @@ class Message(Protocol):
 
 
 class Watch:
-    """What one rank knows of how far the ranks of its group came together.
+    """A rank's record of the last point that all ranks of its group reached
+    together, and its reports of failures.
 
     Attributes:
-        met: what all ranks did together last.
+        met: the last thing that all ranks did together.
         ranks: global ranks of the group.
-        under_way: messages that may still travel.
-        lookers: how many ranks ask its store for words, those of other groups among them.
+        under_way: messages that may still be under way.
+        lookers: number of ranks that poll its store for words, those of other groups included.
     """
 
     def __init__(
@@ -109,7 +118,7 @@ class Watch:
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """A context for a collective of all ranks.
+        """Return a context manager for a collective of all ranks.
 
         Raises:
             DistCADesyncError: if not all of them come in time.
@@ -122,7 +131,7 @@ class Watch:
 
     @contextmanager
     def reporting(self, doing: str) -> Iterator[None]:
-        """Tell the other ranks of an exception inside, which nobody else would tell them of."""
+        """Report an exception inside to the other ranks, which nothing else would do."""
         try:
             yield
         except DistCADesyncError:
@@ -132,20 +141,22 @@ class Watch:
             raise
 
     def deadline(self) -> float:
-        """When `patience` that begins now ends, as `time.monotonic()` counts."""
+        """Return the end of a `patience` that begins now, in the time of `time.monotonic()`."""
         return time.monotonic() + patience(self._timeout_seconds)
 
     @property
     def left(self) -> bool:
-        """Whether this rank has left the group."""
+        """True if this rank has left the group."""
         return self._word is not None
 
     def leave(self, word: str) -> None:
-        """Leave the group for a reason that the others are told: "was told to end"; unless this rank has left."""
+        """Leave the group for a reason that the others read, such as "was told
+        to end"; do nothing if this rank has left.
+        """
         self._leave(word, self.deadline())
 
     def follow(self) -> bool:
-        """Leave the group if another rank has left it, as far as is known now. Returns whether that is so."""
+        """Leave the group if another rank is known to have left it. Return whether that is so."""
         counts: list[int] = []
         _ask(lambda: counts.append(self._store.add(_COUNT, 0)), self.deadline())
         if counts == [0]:
@@ -183,7 +194,9 @@ class Watch:
         )
 
     def fail_with(self, error: DistCADesyncError) -> None:
-        """Wake this rank where it waits for others in vain, to raise an error that another thread has found on every rank."""
+        """Wake this rank from a wait for others, to raise an error that
+        another thread has found on every rank.
+        """
         self._found = error
         _show(str(error))  # nobody may ask for long: the host may wait for its GPU
         time.sleep(_WOKEN_SECONDS)  # for messages of ranks that do belong together: a wait for half of one would not wake up
@@ -191,7 +204,7 @@ class Watch:
             _break(link)
 
     def raise_pending(self) -> None:
-        """Raise the error that this rank is to be woken for: what a `Meeting` has found.
+        """Raise the error that this rank was to be woken for: one that a `Meeting` has found.
 
         Raises:
             DistCADesyncError: if there is one.
@@ -200,7 +213,9 @@ class Watch:
             raise self.give_up("", self._found)
 
     def gather_text(self, text: str) -> list[str]:
-        """What every rank says, in rank order, each time that all do; empty for those that say nothing in time. No collective."""
+        """Gather a text from every rank, in rank order, each time that all call it; empty
+        for ranks that give none in time. No collective.
+        """
         self._told += 1
         keys = [f"distca said {self._told} {rank}" for rank in range(len(self.ranks))]
         self._store.set(keys[self._rank], text)
@@ -216,14 +231,19 @@ class Watch:
 
     @property
     def first_word(self) -> str:
-        """What the first rank said that left, with its name; empty if none has, all ended as they should, or it is not known."""
+        """First word of a rank that left, prefixed by its name; "" if none has, if all
+        ended as they should, or if it is unknown.
+        """
         said: list[tuple[int, str] | None] = []
         _ask(lambda: said.append(self._read(1)), self.deadline())
         rank, word = next(iter(said), None) or (0, "")
         return f"{self._names[rank]} {word}" if word else ""
 
     def look(self) -> bool:
-        """Show the first word of another rank, once it is there. Returns whether there may be one later."""
+        """Print the first word of another rank, once there is one.
+
+        Return whether one may still come.
+        """
         if self.left:
             return False
         try:
@@ -239,19 +259,28 @@ class Watch:
         return False
 
     def lose(self, doing: str, error: Exception) -> None:
-        """Others did not come, which this rank may ask for long after: over NCCL its host waits for its GPU. Wake it."""
+        """Report that others did not come in time.
+
+        Over NCCL, also wake this rank's host from its wait for the GPU.
+        """
         if self._abort():
             _show(f"not all of ranks {self.ranks} came while {doing} ({str(error).partition(chr(10))[0]})")
 
     def _abort(self) -> bool:
-        """Break links over which nothing else ends a wait; over gloo, who leaves does it. Returns whether there are any."""
+        """Break links whose waits nothing else ends; over gloo, the leaving rank breaks them.
+
+        Return whether there are any.
+        """
         links = [link for link in self._links if link.name() != "gloo"]
         for link in links:
             _break(link)
         return bool(links)
 
     def say_farewell(self) -> bool:
-        """Let the others stop looking for a first word, if the store may end with a process. Returns whether that was so."""
+        """Let the others stop polling for a first word, if the store may end with a process.
+
+        Return whether that was done.
+        """
         if self.left or not _served_by_a_process(self._store):
             return False
         with suppress(RuntimeError):
@@ -271,7 +300,9 @@ class Watch:
             _break(link)
 
     def _read_words(self, words: dict[int, tuple[int, str]], deadline: float) -> None:
-        """Fill in the words of the ranks that have left, this one's among them: of all ranks, or those known at the deadline."""
+        """Collect the words of the ranks that have left, this one included,
+        until all have or the deadline passes.
+        """
         pause = 0.02
         while True:
             for number in set(range(1, self._store.add(_COUNT, 0) + 1)) - words.keys():
@@ -283,7 +314,7 @@ class Watch:
             pause = min(1.5 * pause, 0.25)
 
     def _read(self, number: int) -> tuple[int, str] | None:
-        """The word that is the number-th to be written, and its rank; None if it is not there."""
+        """Return the number-th word and its rank; None if it is not there."""
         key = _entry(number)
         if not self._store.check([key]):
             return None
@@ -292,7 +323,9 @@ class Watch:
 
 
 def _ask(question: Callable[[], None], deadline: float) -> None:
-    """Ask a store, and wait until the deadline at most; nothing comes of it if the store was on a rank or a node that is lost."""
+    """Query a store, and wait until the deadline at most; without
+    result if the store's rank or node is lost.
+    """
 
     def ask() -> None:
         with suppress(RuntimeError):
@@ -302,7 +335,9 @@ def _ask(question: Callable[[], None], deadline: float) -> None:
 
 
 def _served_by_a_process(store: Any) -> bool:
-    """Whether a store ends with one of the processes: one over TCP, under whatever prefixes."""
+    """Return whether a store ends with one of the processes: a
+    store over TCP, under any prefixes.
+    """
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     return type(store).__name__ == "TCPStore"
@@ -313,7 +348,10 @@ def _entry(number: int) -> str:
 
 
 def _break(link: dist.ProcessGroup) -> None:
-    """Wake whoever waits for messages of a group. A gloo group closes its connections where a wait times out, and only there."""
+    """Wake all waits for messages of a group.
+
+    A gloo group closes its connections only where a wait times out.
+    """
     if link.name() != "gloo":
         with suppress(RuntimeError):
             link.abort()
@@ -329,7 +367,7 @@ def _break(link: dist.ProcessGroup) -> None:
 
 
 class _Listener:
-    """Asks all watches of a process whether a rank has left, in a thread of its own."""
+    """A thread that polls all watches of a process for ranks that have left."""
 
     def __init__(self) -> None:
         self._watches: WeakSet[Watch] = WeakSet()
@@ -339,14 +377,16 @@ class _Listener:
         self._last_pause = _LATE_SECONDS
 
     def add(self, watch: Watch) -> None:
-        """Look for this one, too."""
+        """Poll this watch, too."""
         self._watches.add(watch)
         if self._process != os.getpid():  # a fork has no threads
             self._process = os.getpid()
             self._thread = AwaitedThread(self._run, "listener")
 
     def end(self) -> None:
-        """Stop, as all threads, when the interpreter ends. A rank whose process may hold the store waits until others have, too.
+        """Stop at the end of the interpreter, like all threads.
+
+        A rank whose process may hold the store waits until others have stopped.
 
         Every rank of a group lets gloo's threads drop the tensors of the last collective, ours or the user's: one that does it
         later aborts the process, under any attention (https://github.com/pytorch/pytorch/issues/190489), and the Trainer's own
@@ -375,7 +415,7 @@ def _pause(watch: Watch) -> float:
 
 
 def _show(text: str) -> None:
-    """Write a line to this rank's stderr at once, whatever is set up for logging."""
+    """Write a line to this rank's stderr at once, whatever the logging configuration."""
     sys.stderr.write(f"hf_distca: {text}\n")
     sys.stderr.flush()
 
