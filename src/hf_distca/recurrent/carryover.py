@@ -1,4 +1,5 @@
-"""Brings segments the rows that they need from earlier segments on any rank, in one differentiable exchange.
+"""Bring segments the rows that they need from earlier segments on any
+rank, in one differentiable exchange.
 
 Forward sends rows to every rank that needs them. Backward sends the gradients of received rows the same way back, where they are
 added up in the order of ranks, so that a sum is the same in every run. An exchange is an autograd function that every rank must
@@ -24,19 +25,21 @@ __all__ = ["Carried", "RuleOutputs", "Summaries", "carry", "starting_states", "t
 
 
 class Carried(NamedTuple):
-    """What `carry` returns: the held and received rows of each tensor, and the anchor."""
+    """Result of `carry`: the held and received rows of each tensor, and the anchor."""
 
     rows: tuple[torch.Tensor, ...]
     anchor: torch.Tensor
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states for a dtype of inputs: float64 for float64, float32 otherwise."""
+    """Return the dtype of states for a dtype of inputs: float64 for float64, float32 otherwise."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class Summaries(NamedTuple):
-    """What segments do to a state: S_out = transition(S_in) + bias. One row for each segment with a later one in its document.
+    """Effect of segments on a state: S_out = transition(S_in) + bias.
+
+    One row for each segment with a later one in its document.
 
     Attributes:
         biases: rows as in `Segments.summaries`.
@@ -48,7 +51,7 @@ class Summaries(NamedTuple):
 
 
 class RuleOutputs(NamedTuple):
-    """What a kernel of a recurrent layer returns.
+    """Result of a recurrent layer's kernel.
 
     Attributes:
         output: of all tokens, (1, tokens, heads, width).
@@ -59,7 +62,7 @@ class RuleOutputs(NamedTuple):
     states: torch.Tensor | None
 
     def states_like(self, none: torch.Tensor) -> torch.Tensor:
-        """The states in the dtype of others, or `none` of them."""
+        """Return the states in the dtype of `none`; `none` itself if there are no states."""
         return none if self.states is None else self.states.to(none.dtype)
 
 
@@ -78,7 +81,9 @@ class _Exchange:
         return pending.sections()
 
     def received(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Rows from other ranks: in a recompute those of the forward before, if they were kept."""
+        """Return rows from other ranks; in a recompute those of the
+        forward before, if they were kept.
+        """
         if self.stored is not None and (kept := self.stored.take()) is not None:
             return [rows.detach() for rows in kept]
         parts = [Part(tensor.contiguous(), needed.rows) for tensor, needed in zip(held, self.needed, strict=True)]
@@ -88,7 +93,7 @@ class _Exchange:
         return came
 
     def returned(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients of the rows held, from those of rows held and then received."""
+        """Return gradients of the held rows, given those of held and received rows."""
         if self.channel is not None:
             self.channel.begin_backward()
         if self.stored is not None:
@@ -138,14 +143,18 @@ def carry(
     inputs: Sequence[torch.Tensor],
     stored: LayerOutputs | None,
 ) -> Carried:
-    """Bring rows to the ranks that need them; if no document of the micro-batch lies on several ranks, nothing is exchanged.
+    """Bring rows to the ranks that need them; exchange nothing if no document
+    of the micro-batch lies on several ranks.
 
     Args:
-        segments: of this rank. Every rank of the group must call it at the same point, forward and backward.
-        held: tensors whose rows are `Needed.held`. Dtypes and row shapes must be equal on all ranks.
-        needed: of each of these tensors.
-        inputs: of the layer, through which every rank gets to backward or none.
-        stored: where received rows are kept for activation checkpointing: the recompute finds them and exchanges nothing.
+        segments: of this rank. Every rank of the group must call it at the same point, forward and
+            backward.
+        held: tensors whose rows are `Needed.held`. Dtypes and row shapes must be equal on all
+            ranks.
+        needed: the `Needed` of each of these tensors.
+        inputs: inputs of the layer; they need a gradient on every rank or on none.
+        stored: keeps received rows for activation checkpointing: the recompute finds them and
+            exchanges nothing.
     """
     if not segments.exchanges:
         return Carried(tuple(held), held[0].new_zeros(()))
@@ -154,7 +163,7 @@ def carry(
 
 
 def tied(output: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    """The output, whose backward comes to the exchange that the anchor is of."""
+    """Return the output, tied to the anchor: its backward reaches the exchange of the anchor."""
     if not anchor.requires_grad:
         return output
     result: torch.Tensor = _Tie.apply(output, anchor)  # type: ignore[no-untyped-call]
@@ -164,12 +173,13 @@ def tied(output: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
 def starting_states(
     segments: Segments, carried: Summaries, move: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """The state at the start of each segment here that is not the first of its document, by its place among `Segments.here`.
+    """Return the state at the start of each segment here that is not the first of its
+    document, by its place among `Segments.here`.
 
     Args:
         segments: of this rank.
-        carried: of the segments before, in the rows that `carry` returned.
-        move: the state after a transition of the state before, (transition, state).
+        carried: summaries of the segments before, from the rows that `carry` returned.
+        move: applies a transition to a state: (transition, state) -> state.
     """
     states: dict[int, torch.Tensor] = {}
     for document, held in segments.cut.items():

@@ -28,16 +28,19 @@ def causal_convolution(
     segments: Segments,
     stored: LayerOutputs | None = None,
 ) -> torch.Tensor:
-    """A causal convolution of the tokens of this rank that starts with zeros at the first token of each document.
+    """Compute a causal convolution of this rank's tokens that starts with
+    zeros at the first token of each document.
 
     Every rank of the group must call it at the same point, forward and backward.
 
     Args:
         x_BCT: rows of the tokens of `segments`, in their order; B is 1, and T may be 0.
-        convolve: the model's own function, with activation: (1, C, any T) to the same, with zeros in front of the first token.
+        convolve: the model's own function, with activation: (1, C, any T) to the same, with zeros
+            in front of the first token.
         width: W, so that a token sees `width - 1` before it.
-        segments: of this rank.
-        stored: where received rows are kept for activation checkpointing: the recompute then exchanges nothing.
+        segments: segments of this rank.
+        stored: keeps received rows for activation checkpointing: the recompute then exchanges
+            nothing.
 
     Returns:
         (1, C, T).
@@ -61,7 +64,7 @@ def causal_convolution(
 
 
 def _halo(rows: torch.Tensor, needed: Needed, segment: Segment, size: int) -> torch.Tensor:
-    """Up to so many rows in front of a segment, (1, C, size or less)."""
+    """Return up to `size` rows in front of a segment, (1, C, size or less)."""
     places = [needed.place[Key(segment.document, position)] for position in range(max(segment.start - size, 0), segment.start)]
     return torch.cat([rows[:0], *(rows[place : place + 1] for place in places)]).t()[None]
 
@@ -73,7 +76,7 @@ def _convolved(
     size: int,
     halos: Mapping[int, torch.Tensor] = MappingProxyType({}),
 ) -> torch.Tensor:
-    """All segments in one call, each behind `size` rows: its halo, or zeros."""
+    """Convolve all segments in one call, each behind `size` rows: its halo, or zeros."""
     zeros = x_BCT.new_zeros((1, x_BCT.shape[1], size))
     row, begins, begin = [], [], 0
     for index, (offset, length) in enumerate(zip(segments.offsets, segments.lengths, strict=False)):

@@ -44,7 +44,7 @@ class DeltaInputs(NamedTuple):
     beta: torch.Tensor
 
     def no_states(self) -> torch.Tensor:
-        """(0, H, K, V), in float32, or float64 if the values are."""
+        """Make an empty batch of states (0, H, K, V), in float32, or float64 if the values are."""
         shape = 0, self.value.shape[2], self.key.shape[3], self.value.shape[3]
         return self.value.new_zeros(shape, dtype=widened(self.value.dtype))
 
@@ -66,7 +66,7 @@ class DeltaRule(Protocol):
 
 
 def document_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]) -> DeltaRule:
-    """The rule of a kernel that runs one document.
+    """Make a rule of a kernel that runs one document.
 
     Args:
         kernel: called as ``kernel(query, key, value, g=decay, beta=beta, initial_state=..., output_final_state=...)`` with states
@@ -91,15 +91,17 @@ def document_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor 
 def gated_delta_rule(
     inputs: DeltaInputs, segments: Segments, rule: DeltaRule, stored: LayerOutputs | None = None
 ) -> torch.Tensor:
-    """The rule for the tokens of this rank: each document from no state to its end, wherever its segments lie.
+    """Compute the rule for this rank's tokens: each document from no state
+    to its end, wherever its segments lie.
 
     Every rank of the group must call it at the same point, forward and backward.
 
     Args:
-        inputs: of the tokens of `segments`, in their order; T may be 0.
-        segments: of this rank.
+        inputs: inputs for the tokens of `segments`, in their order; T may be 0.
+        segments: segments of this rank.
         rule: the model's kernel.
-        stored: where received states are kept for activation checkpointing: the recompute then exchanges nothing.
+        stored: keeps received states for activation checkpointing: the recompute then exchanges
+            nothing.
 
     Returns:
         Outputs (1, T, H, V) in the dtype in which the rule returns them.
@@ -131,16 +133,16 @@ class _Layer(NamedTuple):
         return self.rule(self.inputs_of(which), self.segments.lengths_of(which), start, final_states=final_states)
 
     def run_none(self) -> torch.Tensor:
-        """The output of a rank without tokens."""
+        """Run the kernels of a rank without tokens, and return its empty output."""
         inputs = DeltaInputs(*map(with_token, self.inputs))
         return self.rule(inputs, [1], None, final_states=False).output[:, :0]
 
     def inputs_of(self, which: Sequence[int]) -> DeltaInputs:
-        """Those of some segments."""
+        """Return the inputs of some segments."""
         return DeltaInputs(*(self.segments.select(tensor, which) for tensor in self.inputs))
 
     def run_between(self, which: Sequence[int]) -> _Between:
-        """Run segments whose state before is not known yet."""
+        """Run segments whose initial state is not known yet."""
         none, inputs = self.inputs.no_states(), self.inputs_of(which)
         heads, rows, columns = none.shape[1:]
         if not which:
@@ -155,7 +157,9 @@ class _Layer(NamedTuple):
 
 
 class _Between(NamedTuple):
-    """What segments of unknown start give: outputs (1, T, H, V) from zeros, what reads a state (1, T, H, K), and summaries."""
+    """Results of segments of unknown initial state: outputs (1, T, H, V) from zeros, factors
+    (1, T, H, K) that read the state, and summaries.
+    """
 
     output: torch.Tensor
     reader: torch.Tensor

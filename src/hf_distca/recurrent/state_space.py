@@ -42,12 +42,12 @@ class ScanInputs(NamedTuple):
     C: torch.Tensor
 
     def of(self, segments: Segments, which: Sequence[int]) -> ScanInputs:
-        """Those of some segments."""
+        """Return the inputs of some segments."""
         x, dt, *projections = (segments.select(tensor, which) for tensor in (self.x, self.dt, self.B, self.C))
         return ScanInputs(x, dt, self.A, *projections)
 
     def no_states(self) -> torch.Tensor:
-        """(0, H, P, N), in float32, or float64 if x is."""
+        """Make an empty batch of states (0, H, P, N), in float32, or float64 if x is."""
         return self.x.new_zeros((0, *self.x.shape[2:], self.B.shape[3]), dtype=widened(self.x.dtype))
 
 
@@ -59,7 +59,7 @@ class Scan(Protocol):
 
 
 def scan_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Scan:
-    """The scan of a kernel that scans one document.
+    """Make a scan of a kernel that scans one document.
 
     Args:
         kernel: called as ``kernel(x, dt, A, B, C, return_final_states=True)``, as are mamba-ssm's `mamba_chunk_scan_combined` and
@@ -77,15 +77,17 @@ def scan_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -
 
 
 def mamba2(inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutputs | None = None) -> torch.Tensor:
-    """The scan for the tokens of this rank: each document from no state to its end, wherever its segments lie.
+    """Compute the scan for this rank's tokens: each document from no state
+    to its end, wherever its segments lie.
 
     Every rank of the group must call it at the same point, forward and backward.
 
     Args:
-        inputs: of the tokens of `segments`, in their order; T may be 0.
-        segments: of this rank.
+        inputs: inputs for the tokens of `segments`, in their order; T may be 0.
+        segments: segments of this rank.
         scan: the model's kernel.
-        stored: where received states are kept for activation checkpointing: the recompute then exchanges nothing.
+        stored: keeps received states for activation checkpointing: the recompute then exchanges
+            nothing.
 
     Returns:
         Outputs (1, T, H, P) in the dtype in which the scan returns them.
@@ -111,7 +113,7 @@ def _scanned(
 
 
 def _none_scanned(inputs: ScanInputs, scan: Scan) -> torch.Tensor:
-    """The output of a rank without tokens."""
+    """Run the kernel of a rank without tokens, and return its empty output."""
     x, dt, *projections = map(with_token, (inputs.x, inputs.dt, inputs.B, inputs.C))
     return scan(ScanInputs(x, dt, inputs.A, *projections), [1], final_states=False).output[:, :0]
 
@@ -142,13 +144,15 @@ def _decayed(transition_H: torch.Tensor, state_HPN: torch.Tensor) -> torch.Tenso
 
 
 def _log_decays(inputs: ScanInputs) -> torch.Tensor:
-    """Logarithms of the decays of one segment, (T, H), in the dtype of states."""
+    """Return the logarithms of the decays of one segment, (T, H), in the dtype of states."""
     dtype = inputs.no_states().dtype
     return inputs.A.to(dtype) * inputs.dt[0].to(dtype)
 
 
 def _added(inputs: ScanInputs, state_HPN: torch.Tensor) -> torch.Tensor:
-    """What a state adds to the outputs of the segment after it, (1, T, H, P), in the dtype of states."""
+    """Return the contribution of a state to the outputs of the segment after
+    it, (1, T, H, P), in the dtype of states.
+    """
     decay_TH = _log_decays(inputs).cumsum(0).exp()
     C_TGN = inputs.C[0].to(state_HPN.dtype)
     by_group = state_HPN.reshape(C_TGN.shape[1], -1, *state_HPN.shape[1:])
