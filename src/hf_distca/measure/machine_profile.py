@@ -1,6 +1,8 @@
-"""What ``hf-distca profile`` times: the attention kernel on batches of tasks, and exchanges by bytes and peers.
+"""Timings of ``hf-distca profile``: the attention kernel on batches of
+tasks, and exchanges by bytes and peers.
 
-A part of what is timed is kept aside: rates are fitted to the rest, and their errors are those of the part kept aside.
+Some of the timings are held out: rates are fitted to the rest, and their errors are those on the
+timings held out.
 """
 
 from __future__ import annotations
@@ -48,14 +50,14 @@ Said = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is timed.
+    """Things to time.
 
     Attributes:
-        device: on which.
-        dtypes: of q, k and v.
-        widths: of heads; q, k and v have the same.
+        device: device to time on.
+        dtypes: dtypes of q, k and v.
+        widths: head widths; q, k and v have the same.
         heads: (query heads, key/value heads) that rates are fitted to, at least one.
-        kept_aside: the same of what is kept aside.
+        kept_aside: (query heads, key/value heads) of the timings held out.
         batch_seconds: a batch grows until it takes so long.
     """
 
@@ -67,18 +69,19 @@ class Wanted:
     batch_seconds: float = 0.04
 
     def steps(self, ranks: int) -> int:
-        """How often progress is told, where all ranks are on one node."""
+        """Return the number of progress messages, if all ranks are on one node."""
         exchanges = len(_FITTED_BYTES) + len(_KEPT_ASIDE_BYTES)
         return len(self.dtypes) * len(self.widths) * (len(self.heads) + 1) + exchanges * min(ranks - 1, 2)
 
 
 def launched_ranks() -> int:
-    """How many processes a launcher started; 1 without one."""
+    """Return the number of processes that a launcher started; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def device_named(name: str | None) -> torch.device:
-    """The device of this name, or the GPU of this process if there is one.
+    """Return the device of this name; without a name the GPU of this
+    process if there is one, else the CPU.
 
     Raises:
         ConfigError: if torch knows no such device, or it is neither a CPU nor a GPU.
@@ -96,7 +99,7 @@ def device_named(name: str | None) -> torch.device:
 
 
 def dtypes(names: Sequence[str]) -> tuple[torch.dtype, ...]:
-    """Dtypes by name.
+    """Return dtypes by name.
 
     Raises:
         ConfigError: if attention has no such dtype.
@@ -111,10 +114,10 @@ def _measure(wanted: Wanted, group: AttentionGroup, name: str, made_by: str, say
     """Time kernels on the first rank and exchanges among all.
 
     Args:
-        wanted: what is timed.
+        wanted: things to time.
         group: the ranks; exchanges are left out if it is one.
-        name, made_by: as in `Profile`.
-        say: is told of every step.
+        name, made_by: see `Profile`.
+        say: called with a message after every step.
 
     Returns:
         The profile on the first rank; None on the others.
@@ -142,7 +145,7 @@ def _measure(wanted: Wanted, group: AttentionGroup, name: str, made_by: str, say
 
 
 def _kernel_rates(wanted: Wanted, dtype: torch.dtype, width: int, say: Said) -> KernelRates:
-    """Rates of one dtype and width, fitted to batches with several numbers of heads."""
+    """Measure the rates of one dtype and width, fitted to batches with several numbers of heads."""
     kernel = select_kernel("auto", Case(wanted.device, dtype, width, width, Scores(width**-0.5)))
 
     def times(heads: tuple[int, int], batches: Sequence[Documents]) -> tuple[FloatArray, FloatArray]:
@@ -171,7 +174,9 @@ def _errors(name: str, estimated: FloatArray, measured: FloatArray) -> dict[str,
 
 
 def _exchange_rates(wanted: Wanted, group: AttentionGroup, say: Said) -> tuple[ExchangeRates | None, ExchangeRates | None]:
-    """Rates inside a node and between nodes, each None without two ranks of the kind."""
+    """Measure the rates inside a node and between nodes, each
+    None without two ranks of the kind.
+    """
     if group.size == 1:
         return None, None
     rows = group.gather(np.array([node_number()], dtype=np.int64), doing="telling which node this is")
@@ -189,7 +194,9 @@ def _exchange_rates(wanted: Wanted, group: AttentionGroup, say: Said) -> tuple[E
 
 
 def _link(wanted: Wanted, group: AttentionGroup, peers: list[int], kind: str, say: Said) -> ExchangeRates:
-    """Rates of exchanges with these ranks: with all of them and, inside a node, with the next one."""
+    """Measure the rates of exchanges with these ranks: with all of them
+    and, inside a node, with the next one.
+    """
     patterns = [(peers, peers)]
     if kind == "inside" and len(peers) > 1:
         ring = sorted([*peers, group.rank])
@@ -211,7 +218,9 @@ def _link(wanted: Wanted, group: AttentionGroup, peers: list[int], kind: str, sa
 
 
 def _exchange(device: torch.device, group: AttentionGroup, size: int, to: list[int], from_: list[int]) -> float:
-    """Seconds of an exchange in which every rank sends so many bytes, the slowest rank of the fastest round."""
+    """Time an exchange in which every rank sends so many bytes: the
+    slowest rank of the fastest round.
+    """
     if group.data is None:
         raise ConfigError("a rank that is alone has nobody to exchange with.")
     share = max(size // len(to), 1)
@@ -229,7 +238,7 @@ def _exchange(device: torch.device, group: AttentionGroup, size: int, to: list[i
 
 
 def _fit_two(counts: FloatArray, seconds: FloatArray) -> tuple[float, float]:
-    """Least squares on relative errors of two coefficients >= 0."""
+    """Fit two coefficients >= 0 by least squares on relative errors."""
     scaled = counts / seconds[:, None]
     first, second = np.linalg.lstsq(scaled, np.ones(len(scaled)), rcond=None)[0].tolist()
     if min(first, second) >= 0:
@@ -259,7 +268,7 @@ def _versions() -> dict[str, str]:
 
 
 def on_these_ranks(wanted: Wanted, threads: int | None, name: str, made_by: str, say: Said) -> Profile | None:
-    """`_measure` on the ranks that a launcher started, or on this process alone."""
+    """Run `_measure` on the ranks that a launcher started, or on this process alone."""
     if threads is not None:
         torch.set_num_threads(threads)
     started = "WORLD_SIZE" in os.environ and not dist.is_initialized()
@@ -273,7 +282,7 @@ def on_these_ranks(wanted: Wanted, threads: int | None, name: str, made_by: str,
 
 
 def on_new_ranks(ranks: int, wanted: Wanted, threads: int | None, name: str, made_by: str, say: Said) -> Profile:
-    """`_measure` on so many new processes of this machine, which exchange over gloo."""
+    """Run `_measure` on so many new processes of this machine, which exchange over gloo."""
     with tempfile.TemporaryDirectory() as folder:
         start_processes(  # type: ignore[no-untyped-call]
             _rank, (ranks, Path(folder), wanted, threads, name, made_by, say), nprocs=ranks, start_method="spawn"
@@ -295,4 +304,4 @@ def _rank(rank: int, ranks: int, folder: Path, wanted: Wanted, threads: int | No
 
 
 def _silence(_: str) -> None:
-    """Ranks other than the first say nothing."""
+    """Say nothing, on ranks other than the first."""
