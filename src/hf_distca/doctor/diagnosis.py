@@ -1,4 +1,4 @@
-"""`diagnose`: all findings, in the order in which they are told."""
+"""All findings, in the order in which they are reported."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ __all__ = ["diagnose", "speaks"]
 
 
 def speaks() -> bool:
-    """Whether this process tells what was found: it is alone, or rank 0."""
+    """Return whether this process reports the findings: it is alone, or rank 0."""
     return not launched() or os.environ["RANK"] == "0"
 
 
 def diagnose(
     model: str | None, dtype: str | None, *, timeout_seconds: float, say: Callable[[str], None] = lambda text: None
 ) -> list[Finding]:
-    """Look at everything. Under a launcher, all ranks must call it.
+    """Check everything. Under a launcher, all ranks must call it.
 
     Args:
         model: folder of a model, its config.json, or a name on the Hub; None for none.
-        dtype: in which attention computes; that of the model, or the usual one of the device, if None.
+        dtype: dtype in which attention computes; if None, that of the model, or the usual one of
+            the device.
         timeout_seconds: how long an exchange between ranks may take.
-        say: told what takes a while.
+        say: called with a message before a step that takes a while.
 
     Raises:
         ConfigError: if there is no such model or dtype.

@@ -1,4 +1,4 @@
-"""An exchange between the ranks of a launcher, tried."""
+"""A trial exchange between the ranks of a launcher."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _PACKAGES = ("hf-distca", "torch", "transformers", "accelerate", "numpy", "numba
 
 @dataclass(frozen=True)
 class Tried:
-    """An exchange that went well, seen from one rank.
+    """Result of a successful exchange, seen from one rank.
 
     Attributes:
         nodes: a number for the node of each rank, as training tells nodes apart.
-        backend: that messages travelled over.
-        seconds: of the fastest exchange in which every rank sent `_BYTES` to every other.
-        versions: that differ between ranks: what each rank has, by package.
-        servers: how many of the ranks are servers of a pool.
+        backend: backend that messages travelled over.
+        seconds: time of the fastest exchange in which every rank sent `_BYTES` to every other.
+        versions: versions on each rank, by package, of packages whose versions differ.
+        servers: number of ranks that are servers of a pool.
     """
 
     nodes: tuple[int, ...]
@@ -49,12 +49,12 @@ class Tried:
 
 
 def launched() -> bool:
-    """Whether a launcher started this process, and others."""
+    """Return whether a launcher started this process, and others."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def versions() -> dict[str, str]:
-    """Versions of what ranks must have in common, by package, for those that are installed."""
+    """Return the versions of installed packages that ranks must have in common, by package."""
     installed = {"python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
@@ -63,7 +63,7 @@ def versions() -> dict[str, str]:
 
 
 def try_launched(has: Mapping[str, str], timeout_seconds: float) -> Tried:
-    """Exchange between the ranks of a launcher; all of them must call it.
+    """Exchange messages between the ranks of a launcher; all of them must call it.
 
     Args:
         has: versions of this rank, by package.
@@ -92,7 +92,9 @@ def try_launched(has: Mapping[str, str], timeout_seconds: float) -> Tried:
 
 
 def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup) -> Tried:
-    """Through the communicators that training uses: every rank sends each other one a message that names them both."""
+    """Send one message from every rank to each other, which names both,
+    through the communicators that training uses.
+    """
     # As JSON and not as objects, which would be unpickled: whoever sends a pickle runs code in the process that reads it.
     text = json.dumps([node_number(), dict(has)]).encode()
     rows = group.gather(np.frombuffer(text, dtype=np.uint8).astype(np.int64), doing="telling node and versions")
@@ -124,7 +126,7 @@ def _mark(source: int, destination: int) -> int:
 
 
 def tried(outcome: Tried) -> Iterator[Finding]:
-    """What an exchange between the ranks of a launcher says of them."""
+    """Yield the findings of an exchange between the ranks of a launcher."""
     ranks, nodes = len(outcome.nodes), len(set(outcome.nodes))
     sizes = sorted(set(Counter(outcome.nodes).values()))
     where = f"{nodes} node{'s' if nodes > 1 else ''}, {' or '.join(map(str, sizes))} on each"

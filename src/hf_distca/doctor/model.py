@@ -1,4 +1,4 @@
-"""A model: whether its family is supported and how, and which kernel runs its attention."""
+"""Checks of a model: the support of its family, and the kernel that runs its attention."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _USUAL_WIDTH = 128  # of a head, where no model is given
 
 
 def read_config(name: str, say: Callable[[str], None] = lambda text: None) -> PreTrainedConfig:
-    """The config of a model.
+    """Read the config of a model.
 
     Args:
         name: folder of a model, its config.json, or a name on the Hub.
-        say: told what takes a while.
+        say: called with a message before a step that takes a while.
 
     Raises:
-        ConfigError: if there is none, or it is of no model that transformers knows.
+        ConfigError: if there is none, or if transformers does not know the model.
     """
     path = Path(name)
     if not name or path.is_dir():
@@ -83,14 +83,17 @@ def _of_file(path: Path) -> PreTrainedConfig:
 
 
 def _with_floats(values: dict[str, Any]) -> Any:
-    """An object of a config, or the number that transformers writes as one, because JSON has no infinity."""
+    """Return an object of a config, or the number that transformers
+    writes as one, because JSON has no infinity.
+    """
     if values.keys() == {"__float__"} and values["__float__"] in ("Infinity", "-Infinity", "NaN"):
         return float(values["__float__"])
     return values
 
 
 def dtype_of(name: str | None, config: PreTrainedConfig | None, device: torch.device) -> torch.dtype:
-    """The dtype of a name; without one that of a model, or else the usual one of a device.
+    """Return the dtype of a name; without a name that of a model,
+    or else the usual one of a device.
 
     Raises:
         ConfigError: if there is none of that name.
@@ -106,7 +109,9 @@ def dtype_of(name: str | None, config: PreTrainedConfig | None, device: torch.de
 
 
 def family(config: PreTrainedConfig) -> Iterator[Finding]:
-    """Whether distca computes this family exactly, and what of it works."""
+    """Yield findings on whether distca computes this family
+    exactly, and which features work with it.
+    """
     kind = config.model_type
     try:
         check_family(kind, encoder_decoder=config.is_encoder_decoder)
@@ -142,7 +147,9 @@ def _settings(config: PreTrainedConfig) -> Iterator[Finding]:
 
 
 def kernels(config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.device) -> Iterator[Finding]:
-    """Which kernel runs each kind of layers of a model, and why none that comes before it."""
+    """Yield findings on the kernel that runs each kind of layers of a
+    model, and on why earlier kernels cannot.
+    """
     softcap = None if config is None else getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
     cases: list[tuple[str, Case]] = []
     if config is None:
