@@ -67,7 +67,7 @@ class RuleOutputs(NamedTuple):
 
 
 class _Exchange:
-    """One exchange, forward and backward."""
+    """An exchange of rows, forward and backward."""
 
     def __init__(self, segments: Segments, needed: Sequence[Needed], stored: LayerOutputs | None) -> None:
         self.segments, self.needed, self.stored = segments, needed, stored
