@@ -1,4 +1,6 @@
-"""The side of the ranks that train: how they find their servers, and how rank 0 tells these what comes next."""
+"""The side of the ranks that train: they find their servers, and
+rank 0 announces each step to these.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,14 @@ _ANSWER_SECONDS = 30.0  # that a server has to answer an invitation
 
 @dataclass(eq=False)
 class Pool:
-    """The servers of a run, as the ranks that train know them.
+    """The servers of a run, as seen by the ranks that train.
 
     Attributes:
-        addresses: ``HOST:PORT`` of those that were started by themselves.
-        nodes, each_node: nodes of the launch, and how many processes of each are servers.
-        attempt: of the launch, as its launcher counts.
-        wait_seconds: how long they may take to come.
-        spare: whether training goes on without a server that is told to end.
+        addresses: ``HOST:PORT`` of servers that were started by themselves.
+        nodes, each_node: number of nodes of the launch, and of servers on each.
+        attempt: number of the launch's attempt, as its launcher counts.
+        wait_seconds: time that servers may take to appear.
+        spare: whether training continues without a server that was told to end.
     """
 
     addresses: tuple[str, ...] = ()
@@ -59,10 +61,13 @@ class Pool:
     _joined: tuple[object, AttentionGroup, Seats] | None = field(default=None, init=False)
 
     def group(self, members: dist.ProcessGroup | Members | None, timeout_seconds: float | None) -> AttentionGroup:
-        """The group of the ranks of the world and the servers. All ranks ask at the same point.
+        """Return the group of the ranks of the world and the servers.
+
+        All ranks must call it at the same point.
 
         Raises:
-            ConfigError: if a server does not come or cannot take part; on all ranks, with its address and what to do.
+            ConfigError: on all ranks, if a server does not appear or cannot take part; names its
+                address and a remedy.
             DistCADesyncError: if not all of them come in time.
         """
         if self.each_node and not self.nodes:
@@ -96,7 +101,10 @@ class Pool:
         return self._join(world, seats(invitation, store, rank), seconds, lead)
 
     def without(self, leaving: Sequence[int]) -> AttentionGroup:
-        """The group of the others, once servers of these indices in it have left. All ranks ask at the same point."""
+        """Return the group of the others, once servers of these indices in it have left.
+
+        All ranks must call it at the same point.
+        """
         if self._joined is None:
             raise RuntimeError("servers leave a group that nobody has made")
         world, group, before = self._joined
@@ -116,7 +124,10 @@ class Pool:
         return group
 
     def _invite(self, lead: Lead, store: Store, ranks: int, backend: str) -> dict[str, Any]:
-        """Find the servers, and tell each where to meet. Returns what ranks that train must know of it."""
+        """Find the servers and tell each where to meet.
+
+        Return the invitation for ranks that train.
+        """
         deadline = time.monotonic() + self.wait_seconds
         addresses = [_published_address(store, number, self, deadline) for number in range(self.nodes * self.each_node)]
         addresses += self.addresses
@@ -152,7 +163,7 @@ _ANYWHERE = ("0.0.0.0", "127.0.0.1", "localhost", "::", "::1")  # a store that l
 
 
 def seats(invitation: Mapping[str, Any], store: Store, rank: int) -> Seats:
-    """The seats of a group, for the process of this number."""
+    """Return the seats of a group, for the process of this number."""
     ranks = tuple(invitation["ranks"])
     names = {int(number): name for number, name in invitation["names"].items()}
     meeting = PrefixStore(invitation["meeting"], _launch_store(store))
@@ -160,7 +171,7 @@ def seats(invitation: Mapping[str, Any], store: Store, rank: int) -> Seats:
 
 
 class Lead:
-    """Tells all servers of a group what rank 0 does next.
+    """Connection of rank 0 to all servers of a group, which announces each step to them.
 
     Args:
         seconds: how long a server may take to read a word.
@@ -182,7 +193,8 @@ class Lead:
         """Connect to a server that computes on a device of this type.
 
         Raises:
-            ConfigError: if it does not answer until the deadline, is of another version or device, or serves somebody else.
+            ConfigError: if it does not answer before the deadline, has another version or device,
+                or serves another run.
         """
         host, port = parse_address(address)
         start = f"`hf-distca serve --address {address}`"
@@ -210,7 +222,7 @@ class Lead:
         return words
 
     def tell(self, step: str, arguments: Mapping[str, Any]) -> None:
-        """Name a step to all servers, and the numbers of what is gone."""
+        """Announce a step to all servers, with the numbers of objects that are gone."""
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         if step in _UNDER_WAY:
             self.under_way.add(arguments[_UNDER_WAY[step]])
@@ -230,15 +242,16 @@ class Lead:
                 raise self._lost(name, error) from error
 
     def number(self, known: object) -> int:
-        """As in `StepLead`."""
+        """See `StepLead.number`."""
         number = next(self._numbers)
         finalize(known, self._forgotten.append, number)  # at any time, in any thread
         return number
 
     def without(self, leaving: Sequence[str]) -> Lead:
-        """Who tells the other servers, once those of these names have left.
+        """Return the lead of the other servers, once those of these names have left.
 
-        This one goes on to tell all of them of what has begun; those that leave end when nothing of it is left.
+        This lead still announces all steps of work that has begun to all of them; leaving servers
+        end when none of it is left.
         """
         after = Lead(self.seconds)
         after.servers = {name: words for name, words in self.servers.items() if name not in leaving}
@@ -246,7 +259,7 @@ class Lead:
         return after
 
     def end(self, why: str = "the run is over") -> None:
-        """Let the servers end, and tell them why; or that this process failed."""
+        """End the servers, and tell them why, or that this process failed."""
         failed = self.group is None or self.group.left or hasattr(sys, "last_value")  # an exception that nobody caught
         why = "the run failed, see the log of rank 0" if failed else why
         for words in self.servers.values():
@@ -264,7 +277,7 @@ class Lead:
 
 
 def _invited(store: Store, seconds: float) -> dict[str, Any]:
-    """What rank 0 says of the group.
+    """Read rank 0's invitation to the group.
 
     Raises:
         ConfigError: if rank 0 has not found the servers.
@@ -292,7 +305,7 @@ def _published_address(store: Store, number: int, pool: Pool, deadline: float) -
 
 
 def _launch_store(store: Store) -> Any:
-    """The store of a launch, under whatever prefixes a world has put around it."""
+    """Return the store of a launch, without the prefixes that a world has put around it."""
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     return store
@@ -309,7 +322,9 @@ def _tcp(store: Store) -> tuple[str, int]:
 
 
 def _placed(ranks: int, nodes: int, each_node: int, servers: int) -> list[int]:
-    """Numbers of all in the order of the group: node by node those that train and their servers, then the other servers."""
+    """Return the numbers of all members in the order of the group: node by node ranks
+    that train and their servers, then other servers.
+    """
     order: list[int] = []
     for node in range(nodes):
         first, last = (ranks * number // nodes for number in (node, node + 1))
