@@ -48,13 +48,14 @@ _STATED, _SHARES = -1, -2
 
 
 class TickFigures(NamedTuple):
-    """What one rank did in a tick.
+    """Figures of one rank in a tick.
 
     Attributes:
-        tick: which one; says which stages had which micro-batches.
-        seconds: how long it took.
-        attention_seconds: in attention kernels, for its own micro-batch and for others. On CUDA, of those that have finished.
-        sent_bytes: of rows sent to other ranks for their attention.
+        tick: the tick, with the micro-batches of each stage.
+        seconds: duration.
+        attention_seconds: time in attention kernels, for its own micro-batch and for others. On
+            CUDA, of those that have finished.
+        sent_bytes: bytes of rows sent to other ranks for their attention.
     """
 
     tick: Tick
@@ -64,20 +65,23 @@ class TickFigures(NamedTuple):
 
 
 class Schedule(OneStageSchedule):
-    """Runs the micro-batches of a step through the stages, in as many ticks as 1F1B, and shares the attention of each tick.
+    """Runs the micro-batches of a step through the stages, in as many ticks as
+    1F1B, and shares the attention of each tick.
 
-    A drop-in for `torch.distributed.pipelining.Schedule1F1B`. All stages are in a forward tick or all in a backward tick; in
-    each, a layer's attention is spread over the ranks of all stages and of all data-parallel copies. The price: stage s of p
-    holds the activations of up to 2 (p - s) - 1 micro-batches, not p - s.
+    A drop-in for `torch.distributed.pipelining.Schedule1F1B`. All stages are in a forward tick or
+    all in a backward tick; in each, a layer's attention is spread over the ranks of all stages and
+    of all data-parallel copies. The price: stage s of p holds the activations of up to 2 (p - s) -
+    1 micro-batches, not p - s.
 
     Args:
-        stage: of this rank, from `split`.
+        stage: stage of this rank, from `split`.
         n_microbatches: micro-batches of a step.
         loss_fn: ``loss_fn(logits, target)``, run on the last stage.
-        kwargs: as for torch's schedules; ``scale_grads=False`` for a loss that is divided by the targets of the whole step.
+        kwargs: arguments of torch's schedules; ``scale_grads=False`` for a loss that is divided by
+            the targets of the whole step.
 
     Attributes:
-        figures: what this rank did in each tick of the last step.
+        figures: figures of this rank in each tick of the last step.
 
     Raises:
         ConfigError: if the stage is not from `split`.
@@ -154,7 +158,7 @@ class Schedule(OneStageSchedule):
             raise ConfigError("hf_distca.configure was called after this Schedule was made: make the Schedule again.")
 
     def _facts(self) -> Facts:
-        """What all ranks must have in common in a step, by name."""
+        """Return all that must be equal on all ranks in a step, by name."""
         model, config = self.stage.unwrapped, self._session.config
         return {
             "the run": "step" if self.trains else "eval",
@@ -166,7 +170,9 @@ class Schedule(OneStageSchedule):
         }
 
     def _read(self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> tuple[list[Documents], tuple[int, int]]:
-        """The documents of each micro-batch, as this rank has them, and the (batch, tokens) of all micro-batches."""
+        """Read this rank's documents of each micro-batch, and the
+        (batch, tokens) of all micro-batches.
+        """
         packed = [None] * self.micro_batches if self._packed is None else self._packed
         documents, shapes = list[Documents](), set[tuple[int, int]]()
         if len(packed) != self.micro_batches:
@@ -186,7 +192,9 @@ class Schedule(OneStageSchedule):
     def _plan(
         self, pipeline: Pipeline, group: AttentionGroup, documents: Sequence[Documents], shape: tuple[int, int], name: str
     ) -> TickPlans:
-        """Plan all ticks: from one announcement, or from what shares of dealt batches know, for which no rank waits."""
+        """Plan all ticks: from one announcement, or from dealt shares, which
+        hold all documents, so that no rank waits.
+        """
         progress = self._session.planner.progress
         shares = [read.dealt for read in documents if read.dealt is not None]
         place = f"{name}, {self.micro_batches} micro-batches in {self.stage.num_stages} stages"
@@ -226,7 +234,8 @@ class Schedule(OneStageSchedule):
         return plans
 
     def _in_two(self, documents: Sequence[Documents]) -> bool:
-        """Whether layers run as two nano-batches: all of a step, for the stages of a tick do the same.
+        """Return whether layers run as two nano-batches: in all of a step,
+        because the stages of a tick do the same.
 
         Documents that span copies are cut only where they were dealt for it.
         """
@@ -236,13 +245,13 @@ class Schedule(OneStageSchedule):
 
 
 def _documents_of(part: MicroBatchPart, documents: Documents, shape: tuple[int, int], tile: int) -> Documents:
-    """Those of a part of a micro-batch of (batch, tokens)."""
+    """Return the documents of a part of a micro-batch of (batch, tokens)."""
     documents = documents.in_chunks(part.chunk)
     return cut(*shape, documents, tile)[2][part.nano - 1] if part.nano else documents
 
 
 def _shape(*tensors: Any) -> tuple[int, int]:
-    """(batch, tokens) of a micro-batch, from its inputs and positions."""
+    """Return (batch, tokens) of a micro-batch, from its inputs and positions."""
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2:
             return int(tensor.shape[0]), int(tensor.shape[1])
@@ -254,9 +263,10 @@ class _Step:
     """The ticks of a step on this rank's stage.
 
     Attributes:
-        documents: of each micro-batch on this rank.
+        documents: documents of each micro-batch on this rank.
         shape: (batch, tokens) of a micro-batch.
-        compute: runs the micro-batch of this number in a tick, on what arrived from another stage; returns what is handed on.
+        compute: runs the micro-batch of this number in a tick, on the tensor from another stage;
+            returns the tensor for the next one.
     """
 
     stage: Stage
@@ -284,7 +294,10 @@ class _Step:
         return f"{tick} of {self.plans.name}, as stage {self.stage.stage_index}"
 
     def _run_tick(self, tick: Tick) -> torch.Tensor | None:
-        """Run this stage's micro-batch, if it has one, and serve in the calls of others. Returns what goes to the next stage."""
+        """Run this stage's micro-batch, if it has one, and serve in the calls of others.
+
+        Return the tensor for the next stage.
+        """
         number, parts, attention = tick.micro_batches[self.stage.stage_index], self.plans.parts(tick), self.attention
         calls = TickCalls(parts, partial(attention.serve, backward=tick.backward), self._named(tick))
         leaving = None
@@ -306,7 +319,7 @@ class _Step:
         return leaving
 
     def _begin(self, number: int, parts: Sequence[CallPart], calls: TickCalls) -> MicroBatch:
-        """A micro-batch whose forward begins."""
+        """Make a micro-batch whose forward begins."""
         backward = self.plans.backward_parts(number)
         return MicroBatch(
             name=f"micro-batch {number} of {self.plans.name} on stage {self.stage.stage_index}",
@@ -319,7 +332,9 @@ class _Step:
         )
 
     def _receive(self, tick: Tick, number: int) -> torch.Tensor | None:
-        """What a micro-batch begins with in a tick; None where that is not from another stage."""
+        """Wait for the tensor that a micro-batch begins with in a tick; None
+        if it does not come from another stage.
+        """
         if (tick.backward, number) not in self._arriving:
             return None
         messages, arrived = self._arriving.pop((tick.backward, number))
@@ -327,7 +342,7 @@ class _Step:
         return arrived.requires_grad_(bool(self.stage.has_backward) and not tick.backward)
 
     def _send(self, tick: Tick, leaving: torch.Tensor | None) -> None:
-        """Send what this stage made in a tick, and begin to receive what its neighbour made."""
+        """Send this stage's output of a tick, and begin to receive its neighbour's."""
         way, group, running = -1 if tick.backward else 1, self.stage.group, tick.micro_batches
         source, target = self.stage.stage_index - way, self.stage.stage_index + way
         ops = []
@@ -346,14 +361,16 @@ class _Step:
 
 
 class Messages:
-    """Messages between stages, which travel from now on."""
+    """Messages under way between stages."""
 
     def __init__(self, ops: Sequence[dist.P2POp]) -> None:
         self._ops = list(ops)  # what is sent must stay until it has left
         self._works: list[dist.Work | None] = [*dist.batch_isend_irecv(self._ops)] if ops else []
 
     def wait(self, group: AttentionGroup, doing: str) -> None:
-        """Wait until all have arrived and left; over gloo no longer than the ranks of the group wait for each other."""
+        """Wait until all have arrived and left; over gloo no longer than the
+        ranks of the group wait for each other.
+        """
         deadline = time.monotonic() + group.timeout_seconds - patience(group.timeout_seconds)
         over_gloo = bool(self._ops) and self._ops[0].group.name() == "gloo"
         try:
@@ -367,17 +384,18 @@ class Messages:
 def clip_grad_norm_(stage: Stage, max_norm: float) -> torch.Tensor:
     """Scale the gradients of all stages so that their norm together is at most `max_norm`.
 
-    It does for all stages what `torch.nn.utils.clip_grad_norm_` does for a model in one process.
+    This is `torch.nn.utils.clip_grad_norm_` over all stages.
 
-    All ranks must call it, after `Schedule.step` and before the optimizer's. A tied weight, of which two stages have a copy,
-    counts once. Gradients may be sharded (FSDP2, tensor parallelism).
+    All ranks must call it, after `Schedule.step` and before the optimizer's. A tied weight, of
+    which two stages have a copy, counts once. Gradients may be sharded (FSDP2, tensor parallelism).
 
     Args:
-        stage: of this rank.
+        stage: stage of this rank.
         max_norm: the largest norm.
 
     Returns:
-        The norm before scaling, of all gradients of one copy of the model: a float32 or float64 scalar, equal on all ranks.
+        The norm before scaling, of all gradients of one copy of the model: a float32 or float64
+            scalar, equal on all ranks.
     """
     weights = [weight for weight in stage.submod.parameters() if weight.grad is not None]
     repeated = None if stage.is_first else stage.unwrapped.tied_weight
@@ -398,7 +416,7 @@ def clip_grad_norm_(stage: Stage, max_norm: float) -> torch.Tensor:
 
 @contextmanager
 def _tied_gradients(stage: Stage, group: AttentionGroup, name: str, *, backward: bool) -> Iterator[None]:
-    """Add the sum of the gradients that both copies of a tied weight get inside to what both had before."""
+    """Sum the gradients that both copies of a tied weight get inside, and add the sum to both."""
     weight = stage.unwrapped.tied_weight if backward else None
     if weight is None:
         yield
