@@ -1,4 +1,4 @@
-"""One launch, two kinds of processes: the last ones of each node become servers, the others a smaller, ordinary world."""
+"""A launch of two kinds of processes: the last ones of each node become servers, the others an ordinary world."""
 
 from __future__ import annotations
 
