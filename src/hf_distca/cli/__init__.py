@@ -1,4 +1,7 @@
-"""The command line ``hf-distca``: a file holds a verb, or two that share options. What a verb needs is imported when it runs."""
+"""The command line ``hf-distca``: a file holds a verb, or two that share options.
+
+Modules that a verb needs are imported when it runs.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 
 class _Verbs(TyperGroup):
-    """Says what is wrong with an option in one line, as everything else that a user may get wrong."""
+    """A group of verbs that reports a wrong option in one line, like all other errors of a user."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -1,4 +1,6 @@
-"""``hf-distca doctor``: whether a model is supported, which kernels would run, whether ranks reach each other."""
+"""``hf-distca doctor``: checks the support of a model, the kernels that
+would run, and the connections of ranks.
+"""
 
 from __future__ import annotations
 

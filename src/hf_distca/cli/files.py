@@ -1,4 +1,6 @@
-"""What the verbs read and write: files, or ``-`` for standard input and output, and figures as JSON."""
+"""Input and output of the verbs: files, or ``-`` for standard
+input and output, and figures as JSON.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ _MOST_CHARACTERS = 600
 
 
 def name_of(path: Path) -> str:
-    """What errors call it."""
+    """Return the name of a file in errors."""
     return "standard input" if path == _STANDARD else str(path)
 
 
 def read(path: Path) -> bytes:
-    """All of a file, without the mark that some editors put before the first character."""
+    """Read all of a file, without the mark that some editors put before the first character."""
     from hf_distca.input_files import read_file, read_stream
 
     standard = path == _STANDARD
@@ -36,7 +38,7 @@ def read(path: Path) -> bytes:
 
 
 def check_documents(count: int, path: Path) -> None:
-    """Refuse more documents than can be planned in minutes."""
+    """Raise if there are more documents than can be planned in minutes."""
     from hf_distca.errors import LayoutError
 
     if count > _MOST_DOCUMENTS:
@@ -47,7 +49,7 @@ def check_documents(count: int, path: Path) -> None:
 
 
 def check_place(path: Path | None) -> None:
-    """Refuse a place where nothing can be written, before what goes there is made."""
+    """Raise if nothing can be written to a path, before its contents are computed."""
     if path is None or path == _STANDARD:
         return
     if path.is_dir():
@@ -57,7 +59,9 @@ def check_place(path: Path | None) -> None:
 
 
 def write(result: str, summary: str, path: Path | None) -> None:
-    """Write a result, and what there is to say about it to where the result does not go: standard output, or else error."""
+    """Write a result, and its summary to a stream without the
+    result: standard output, or else error.
+    """
     if path is None or path == _STANDARD:
         typer.echo(result)
         typer.echo(summary, err=True)
@@ -67,7 +71,9 @@ def write(result: str, summary: str, path: Path | None) -> None:
 
 
 def fail(message: str) -> None:
-    """Say what is wrong in one line and end; of a long message, with the contents of a file in it, the middle is left out."""
+    """Print an error in one line and exit; the middle of a long message,
+    as with contents of a file, is left out.
+    """
     line = " ".join(message.split())
     if len(line) > _MOST_CHARACTERS:
         line = f"{line[: 2 * _MOST_CHARACTERS // 3]} ... {line[-_MOST_CHARACTERS // 3 :]}"
@@ -77,7 +83,7 @@ def fail(message: str) -> None:
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """What goes wrong inside, in the input or with a file, ends the command with one line."""
+    """End the command with one line if anything inside fails, in the input or with a file."""
     from hf_distca.errors import DistCAError
 
     try:

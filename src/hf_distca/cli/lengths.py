@@ -19,7 +19,7 @@ _TOKENS, _LENGTH = "input_ids", "length"  # columns of rows in lines that are lo
 
 
 def read_lengths(path: Path) -> list[int]:
-    """The lengths of a JSON file with a list of them."""
+    """Read the lengths of a JSON file with a list of them."""
     from hf_distca.errors import LayoutError
     from hf_distca.schedule.placement import whole_number
 
@@ -40,7 +40,7 @@ def read_lengths(path: Path) -> list[int]:
 
 
 def documents_of(text: str, column: str, longest: int | None) -> DocumentSource:
-    """Documents of a file, of a data set's column, or of a distribution by name."""
+    """Open documents of a file, of a data set's column, or of a distribution by name."""
     from hf_distca.simulate.document_lengths import distribution, from_list
 
     path = Path(text)
@@ -55,7 +55,9 @@ def documents_of(text: str, column: str, longest: int | None) -> DocumentSource:
 
 
 def _lengths_of_rows(path: Path, column: str) -> list[int]:
-    """Tokens of each row of a file that has one a line: lists are counted, numbers taken as they are."""
+    """Count the tokens of each row of a file with one row a line:
+    lists are counted, numbers are lengths.
+    """
     from hf_distca.errors import LayoutError
     from hf_distca.input_files import check_file
     from hf_distca.schedule.placement import whole_number
@@ -83,7 +85,9 @@ def _lengths_of_rows(path: Path, column: str) -> list[int]:
 
 
 def _tables(folder: Path) -> list[Path]:
-    """The files of a data set: those that it names, if `datasets` saved it, for what it cached lies beside them."""
+    """List the files of a data set: those that it names, if `datasets` saved it,
+    because its cached files lie beside them.
+    """
     try:
         return [folder / file["filename"] for file in json.loads(read(folder / "state.json"))["_data_files"]]
     except (OSError, KeyError, TypeError, ValueError):  # another folder
@@ -91,7 +95,9 @@ def _tables(folder: Path) -> list[Path]:
 
 
 def _column(path: Path, tables: list[Path], column: str) -> Any:
-    """Tokens of each document of parquet or Arrow files: lists are counted, numbers taken as they are."""
+    """Count the tokens of each document of parquet or Arrow files:
+    lists are counted, numbers are lengths.
+    """
     from hf_distca.errors import LayoutError, UnsupportedError
     from hf_distca.input_files import check_file
 

@@ -1,4 +1,4 @@
-"""``hf-distca plan`` and ``hf-distca deal``: which rank computes which attention, and which rank gets which documents."""
+"""``hf-distca plan`` and ``hf-distca deal``: assign attention to ranks, and documents to ranks."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def deal(
 
 
 def _dealt(layout: Layout) -> list[str]:
-    """What there is to say about a layout."""
+    """Describe a layout."""
     tokens = layout.query_tokens
     equal = f"{tokens.max()} on each rank" if tokens.min() == tokens.max() else f"{tokens.min()} or {tokens.max()} on a rank"
     documents = len(set(layout.document.tolist()))
@@ -125,7 +125,7 @@ def _dealt(layout: Layout) -> list[str]:
 
 
 def _placement(layouts: tuple[Layout, ...], lengths: list[int]) -> dict[str, Any]:
-    """The rows of a rank, those of its first nano-batch first."""
+    """Return the rows of each rank, those of its first nano-batch first."""
     ranks = range(layouts[0].world_size)
     rows = [[[s.document, s.start, s.end, lengths[s.document]] for layout in layouts for s in layout.segments(r)] for r in ranks]
     placement: dict[str, Any] = {"rank_segments": rows}
@@ -136,7 +136,7 @@ def _placement(layouts: tuple[Layout, ...], lengths: list[int]) -> dict[str, Any
 
 @contextmanager
 def _said_if_long() -> Iterator[None]:
-    """Say on a terminal what a command is at, once that has taken more than a second."""
+    """Tell a terminal what a command is doing, once that has taken more than a second."""
     said = "planning; the first time after an installation the loop of the scheduler is compiled, which takes some seconds ..."
     timer = Timer(_LONG_SECONDS, print, [said], {"file": sys.stderr, "flush": True})
     timer.daemon = True

@@ -104,7 +104,7 @@ def _heads(names: list[str]) -> tuple[tuple[int, int], ...]:
 
 
 def summary(profile: Profile) -> str:
-    """The rates in a few lines."""
+    """Format the rates in a few lines."""
     lines = [f"{'device':<26} {profile.processor}"]
     for rates in profile.kernels:
         what = f"{rates.kernel}, {rates.element_bytes} bytes, width {rates.head_dim}"
@@ -122,6 +122,6 @@ def summary(profile: Profile) -> str:
 
 
 def _speed(cost: KernelCost) -> str:
-    """The limit of arithmetic, which a fit may leave out where bytes explain the seconds."""
+    """Format the limit of arithmetic, which a fit may leave out where bytes explain the seconds."""
     rate = cost.flops_per_second
     return f"{rate / 1e9:.4g} Gflop/s" if rate < float("inf") else "as fast as bytes come"

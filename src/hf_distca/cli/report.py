@@ -1,4 +1,4 @@
-"""``hf-distca report``: one page of what a run did."""
+"""``hf-distca report``: one page about a run."""
 
 from __future__ import annotations
 

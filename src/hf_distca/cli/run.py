@@ -1,4 +1,4 @@
-"""``hf-distca run``: a training script or command of somebody else's, under distca."""
+"""``hf-distca run``: another program's training script or command, under distca."""
 
 from __future__ import annotations
 

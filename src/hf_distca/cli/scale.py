@@ -1,4 +1,4 @@
-"""Options that the verbs share which predict: model, devices and their arrangement, and lengths."""
+"""Options shared by the verbs that predict: model, devices and their arrangement, and lengths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Scale"]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What is predicted: documents, a model, devices and their arrangement."""
+    """Inputs of a prediction: documents, a model, devices and their arrangement."""
 
     ranks: Annotated[int, typer.Option(help="Devices, 1 to 65536.", show_default=False)]
     lengths: Annotated[
@@ -77,7 +77,7 @@ class Scale:
     seed: Annotated[int, typer.Option(help="Seed of the drawn documents.")] = 0
 
     def setting(self) -> Setting:
-        """The setting that options describe; options out of their ranges are refused."""
+        """Make the setting that the options describe; raise for options out of their ranges."""
         from hf_distca.simulate.hardware import find_hardware
         from hf_distca.simulate.memory import fullest
         from hf_distca.simulate.setting import Setting
@@ -106,7 +106,10 @@ class Scale:
         return replace(setting, checkpointing="full") if full else setting
 
     def predicted(self, names: list[str]) -> tuple[Setting, DocumentSource, list[Prediction]]:
-        """The setting, the documents, and these strategies with both, with a progress bar if it takes over a second."""
+        """Predict these strategies, with a progress bar if it takes over a second.
+
+        Return the setting and the documents, too.
+        """
         from tqdm import tqdm
 
         from hf_distca.cli.lengths import documents_of
@@ -122,7 +125,7 @@ class Scale:
 
 
 def _shape_of(model: str) -> ModelShape:
-    """A known shape by name, or that of a config.json, given as the file or the folder it is in."""
+    """Return a known shape by name, or that of a config.json, given as the file or its folder."""
     from hf_distca.simulate.models import KNOWN_MODELS, ModelShape, find_model
 
     path = Path(model)
@@ -134,7 +137,7 @@ def _shape_of(model: str) -> ModelShape:
 
 
 def _measured(source: Path) -> CostModel | MeasuredProfile:
-    """A profile, shipped or in a file, or the JSON of a cost model."""
+    """Read a profile, shipped or in a file, or the JSON of a cost model."""
     from hf_distca.errors import ConfigError
     from hf_distca.schedule.cost import CostModel
     from hf_distca.schedule.profiles import Profile

@@ -1,4 +1,6 @@
-"""``hf-distca simulate`` and ``advise``: predicted step time, waiting and memory under every strategy, and what to do."""
+"""``hf-distca simulate`` and ``advise``: predicted step time, waiting
+and memory of every strategy, and advice.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,7 @@ def _advise_longest(scale: Scale, as_json: bool) -> None:
 
 
 def _show_longest(setting: Setting, documents: list[LongestDocument]) -> None:
-    """A table with a column for each way to save memory."""
+    """Print a table with a column for each way to save memory."""
     from hf_distca.simulate.longest import WAYS
     from hf_distca.simulate.memory import TERMS
 
@@ -159,7 +161,7 @@ def _gigabytes(term: str, step: Prediction) -> str:
 
 
 def _show_predictions(setting: Setting, documents: DocumentSource, predictions: list[Prediction], batches: int) -> None:
-    """A table, one line a strategy."""
+    """Print a table with one line per strategy."""
     from hf_distca.simulate.predict import best_alternative
 
     best = best_alternative(predictions)
@@ -193,7 +195,7 @@ def _show_predictions(setting: Setting, documents: DocumentSource, predictions: 
 
 
 def _console_and_table(title: str) -> tuple[Console, Table]:
-    """Where tables are printed, and an empty one."""
+    """Make a console for tables, and an empty table."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -205,7 +207,7 @@ def _console_and_table(title: str) -> tuple[Console, Table]:
 def _report(
     setting: Setting, documents: DocumentSource, predictions: list[Prediction], facts: list[tuple[str, str]], scale: Scale
 ) -> dict[str, Any]:
-    """Everything that was predicted and assumed, for `json`."""
+    """Collect all predictions and assumptions, for `json`."""
     return {
         "setting": {
             "model": setting.model.name,
