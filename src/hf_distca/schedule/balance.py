@@ -1,12 +1,13 @@
-"""`balance`: which attention server computes which query rows.
+"""`balance`: assigns query rows to attention servers.
 
-1. Weigh the plan that moves nothing; if no plan can gain enough, that is it.
-2. Choose the documents that may be split by heads, and the grid that rows are cut on (`schedule.heads`).
-3. Set levels that ranks should end at, and move slices until they do (`schedule.greedy`, `schedule.moves`): inside each node
-   alone; until nodes are even and then inside each; and in all ranks as one group, with servers of the same node preferred and
-   without. Each is done for compute alone and, unless exchanges are hidden behind it, for compute and exchange together.
-4. Let servers pass keys on where that makes the slowest rank earlier (`schedule.relays`).
-5. Weigh the plans (`schedule.load`), and take the one whose slowest rank ends first, if it gains enough.
+1. Weigh the plan that moves nothing; if no plan can gain enough, that is it. 2. Choose the
+documents that may be split by heads, and the grid that rows are cut on (`schedule.heads`). 3. Set
+the level at which each rank should end, and move slices until they do (`schedule.greedy`,
+`schedule.moves`): inside each node alone; until nodes are even and then inside each; and in all
+ranks as one group, with servers of the same node preferred and without. Each is done for compute
+alone and, unless exchanges are hidden behind it, for compute and exchange together. 4. Let servers
+forward keys where that makes the slowest rank end earlier (`schedule.relays`). 5. Weigh the plans
+(`schedule.load`), and take the one whose slowest rank ends first, if it gains enough.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _EXTREME = 12
 
 
 class _Way(NamedTuple):
-    """A way to make plans, none of which can end before so many seconds."""
+    """A way to make plans, with a lower limit of the seconds after which they can end."""
 
     least: float
     loads: Callable[[], list[PlanLoad]]
@@ -60,22 +61,26 @@ class _Way(NamedTuple):
 def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks = ALIKE, *, relayed: bool = True) -> Plan:
     """Assign every query token of `layout` to a server.
 
-    The result never has a slower rank than moving nothing, by the estimate (compute plus exchange; see `PlanLoad`); where
-    it gains less than `config.min_gain`, it is `Plan.local`.
+    The result never has a slower rank than moving nothing, by the estimate (compute plus exchange;
+    see `PlanLoad`); where it gains less than `config.min_gain`, it is `Plan.local`.
 
     Args:
-        layout: documents and where they lie; the same on every rank.
-        cost: seconds of tasks and of exchanges; the same on every rank. The plan is for layers with its window, or for layers
-            without one if no document is longer than the window.
-        config: `balance`, `tolerance`, `min_gain`, `tile`, `head_groups`, `max_transient_bytes`, `ping_pong` and
-            `serve_in_place` are read. A tolerance below 0.002 counts as 0.002. With head groups, the layout of the plan is
-            `layout` with some documents split by heads. With a bound, only slices of which a tile fits it are moved. With
-            `ping_pong` the layout is that of a nano-batch, whose exchange costs only what is longer than the compute beside it.
-        ranks: what ranks are like; the same on every rank. A slower one gets less, so that all end together.
-        relayed: whether servers may pass keys on.
+        layout: documents and their ranks; the same on every rank.
+        cost: seconds of tasks and of exchanges; the same on every rank. The plan is for layers with
+            its window, or for layers without one if no document is longer than the window.
+        config: `balance`, `tolerance`, `min_gain`, `tile`, `head_groups`, `max_transient_bytes`,
+            `ping_pong` and `serve_in_place` are read. A tolerance below 0.002 counts as 0.002. With
+            head groups, the layout of the plan is `layout` with some documents split by heads. With
+            a bound, only slices are moved of which a tile fits it. With `ping_pong` the layout is
+            that of a nano-batch, whose exchange costs only what is longer than the compute beside
+            it.
+        ranks: properties of the ranks; the same on every rank. A slower one gets less, so that all
+            end together.
+        relayed: whether servers may forward keys.
 
     Raises:
-        ConfigError: if `ranks` speaks of another number of ranks than the layout, or if not even a tile fits the bound.
+        ConfigError: if `ranks` and the layout have different numbers of ranks, or if not even a
+            tile fits the bound.
     """
     ranks.check(layout.world_size)
     if ranks.per_node == layout.world_size and cost.node_bytes_per_second is not None:  # all links are those inside a node
@@ -103,7 +108,7 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
 
 @dataclass(frozen=True)
 class _Tries:
-    """Plans for a layout that are made and weighed; for the attributes see `balance`."""
+    """Plans for a layout, made and weighed; for the attributes see `balance`."""
 
     layout: Layout
     cost: CostModel
@@ -113,12 +118,14 @@ class _Tries:
 
     @cached_property
     def unmoved(self) -> PlanLoad:
-        """Nothing moves, but keys are passed on if that alone gains enough."""
+        """Load of the plan that moves nothing, except that keys are
+        forwarded if that alone gains enough.
+        """
         return self.weighed(Plan.local(self.layout, self.cost.window), self.config.min_gain)
 
     @cached_property
     def serves(self) -> BoolArray:
-        """Of each rank whether it may compute slices of others."""
+        """True for each rank that may compute slices of others, (ranks,)."""
         every = np.ones(self.layout.world_size, dtype=np.bool_)
         return every if self.config.serve_in_place else self.layout.query_tokens == 0
 
@@ -129,13 +136,15 @@ class _Tries:
 
     @cached_property
     def least(self) -> float:
-        """Seconds before which the slowest rank seldom ends: it cannot end before the mean, and moves seldom save exchanges."""
+        """Seconds before which the slowest rank seldom ends: it cannot end before
+        the mean, and moves seldom save exchanges.
+        """
         exchange = 0.0 if self.config.ping_pong else math.fsum(self.unmoved.exchange_seconds.tolist())
         return self.mean + exchange / self.layout.world_size
 
     @property
     def hopeless(self) -> bool:
-        """Whether no plan can gain enough: common in narrow bands, and where documents were dealt."""
+        """True if no plan can gain enough: common in narrow bands, and for dealt documents."""
         seconds, tolerance = self.unmoved.compute_seconds, self.config.tolerance
         # Without a cost per pair, attention is as long as its tokens are many: there is nothing that moving could gain.
         if not Price.of(self.cost, self.config.tile).pair or (
@@ -145,7 +154,7 @@ class _Tries:
         return self.unmoved.slowest_seconds * (1 - self.config.min_gain) < self.least
 
     def ways(self) -> list[_Way]:
-        """Ways to make plans, those that exchange the least between nodes first."""
+        """List the ways to make plans, those with the least exchange between nodes first."""
         every = _Way(self.mean, self._of_all)
         if (size := self.ranks.per_node) is None:
             return [every]
@@ -170,7 +179,7 @@ class _Tries:
         return price._replace(grid=cut_grid(price, heads, self.layout.longest, tolerated))
 
     def _greedy(self, size: int | None) -> Greedy:
-        """What makes plans in groups of so many ranks, or of all."""
+        """Make the greedy planner for groups of so many ranks, or for all."""
         cost, config = self.cost if size is None else self.near, self.config
         heads = Heads.of(self.layout, self.price, cost, self.unmoved.compute_seconds, config.head_groups, size)
         bound = Bound.of(config.max_transient_bytes, TransientBytes.of(cost.shape))
@@ -178,7 +187,7 @@ class _Tries:
 
     @cached_property
     def near(self) -> CostModel:
-        """The cost model of exchanges inside a node."""
+        """Cost model of exchanges inside a node."""
         return replace(
             self.cost, exchange_bytes_per_second=self.cost.node_bytes_per_second or self.cost.exchange_bytes_per_second
         )
@@ -188,7 +197,9 @@ class _Tries:
         return self._greedy(self.ranks.per_node)
 
     def _steps(self, part: float) -> tuple[FloatArray, list[Step]]:
-        """What ranks take, and moves between nodes and then inside each, where so much of an exchange counts."""
+        """Return the seconds of ranks, and the moves between nodes and then inside
+        each, where `part` of an exchange counts.
+        """
         unmoved, price, size, every = self.unmoved, self.price, self.ranks.per_node or 1, self.layout.world_size
         if not part or math.isinf(self.cost.exchange_bytes_per_second):
             far = near = price
@@ -199,7 +210,9 @@ class _Tries:
         return unmoved.compute_seconds + part * unmoved.exchange_seconds, steps
 
     def _inside(self) -> list[PlanLoad]:
-        """Plans that move slices inside nodes, and the one that takes for each node the best of them."""
+        """Make plans that move slices inside nodes, and one that
+        combines the best of them for each node.
+        """
         greedy, size, rows, loads = self.by_nodes, self.ranks.per_node or 1, [], []
 
         def add(part: float) -> PlanLoad:
@@ -220,14 +233,16 @@ class _Tries:
         return loads
 
     def _by_nodes(self) -> list[PlanLoad]:
-        """Plans that move slices between nodes until these are even, and then inside each."""
+        """Make plans that move slices between nodes until these are even, and then inside each."""
         greedy = self.by_nodes
         # Where exchanges take their time, evening out compute alone between nodes gains nothing.
         seconds, steps = self._steps(0.0 if self.config.ping_pong else 1.0)
         return [self.weighed(greedy.plan(greedy.even_out(steps, seconds)))]
 
     def _of_all(self, near: int = 0) -> list[PlanLoad]:
-        """Plans that move slices in all ranks as one group, with servers in nodes of so many ranks preferred."""
+        """Make plans that move slices in all ranks as one group, with a
+        preference for servers in nodes of so many ranks.
+        """
         config, cost, size, greedy = self.config, self.cost, self.layout.world_size, self.of_all
         seconds, same, loads = self.unmoved.compute_seconds, Prices(self.price, self.price), []
 
@@ -259,7 +274,7 @@ class _Tries:
         return self._greedy(None)
 
     def weighed(self, plan: Plan, least: float = 0.0) -> PlanLoad:
-        """The load of a plan, with keys passed on if that gains so much."""
+        """Weigh a plan, with forwarded keys if they gain at least so much."""
         config, cost = self.config, self.cost
         waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups)
         load = PlanLoad(plan, cost, waves, overlapped=config.ping_pong, ranks=self.ranks)

@@ -1,4 +1,5 @@
-"""The greedy behind `balance`: levels for ranks to end at, the moves that bring them there, and the plan that these make.
+"""The greedy behind `balance`: levels for ranks to end at, the moves that
+bring them there, and the resulting plan.
 
 Ranks above the tolerated band come down to their level, ranks below come up to it, ranks inside are left alone. The moves
 themselves are in `schedule.moves`. Every rank computes the plan for itself, so sums are made in a fixed order.
@@ -29,7 +30,9 @@ _INNER_BAND = 0.7
 
 
 class Bound(NamedTuple):
-    """Transient bytes that a tile of moved rows may take with its keys, and those of a row and of a key."""
+    """Limit of the transient bytes of a tile of moved rows with its
+    keys, and the bytes of a row and of a key.
+    """
 
     most: float
     row: float
@@ -37,11 +40,13 @@ class Bound(NamedTuple):
 
     @classmethod
     def of(cls, most: int | None, transient: TransientBytes) -> Self:
-        """None for no bound."""
+        """Make a bound; None for no bound."""
         return cls(math.inf if most is None else float(most), float(transient.query), float(transient.key))
 
     def last_ends(self, price: Price, groups: int) -> tuple[int, int]:
-        """Where rows of a head group, and of all heads, end at most for a tile of them to fit with its keys."""
+        """Return the last positions at which rows of a head group, and of all heads, may
+        end for a tile of them to fit with its keys.
+        """
 
         def last_end(most: float) -> int:
             if most == math.inf or self.row * price.grid + self.key * (price.window + price.grid) <= most:
@@ -52,7 +57,8 @@ class Bound(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """Seconds of a rank: the edges of the tolerated band around the mean, and where ranks outside it should end.
+    """Seconds of a rank: the edges of the tolerated band around the mean,
+    and the targets for ranks outside it.
 
     Ranks above `cap` come down to `high`, and those below `floor` come up to `low`. Slices go to ranks below the mean.
     """
@@ -65,11 +71,13 @@ class Levels(NamedTuple):
 
     @classmethod
     def of(cls, seconds: Sequence[float], ranks: Ranks, tolerance: float) -> Self:
-        """What one side sheds the other takes: the side with more to do stops inside its edge, the other goes further.
+        """Choose levels such that total excess equals total deficit: the side
+        with more to do stops inside its edge.
 
         Args:
-            seconds: what each rank takes for its work.
-            ranks: what they are like; what a rank sheds is work of so many seconds times its speed.
+            seconds: seconds of each rank's work.
+            ranks: properties of the ranks; a rank that ends so many seconds earlier sheds this
+                times its speed in work.
             tolerance: half the width of the band, as a part of the mean.
         """
         mean, pairs = ranks.level(seconds), list(zip(seconds, ranks.each(len(seconds)), strict=True))
@@ -84,7 +92,10 @@ class Levels(NamedTuple):
 
     @classmethod
     def among(cls, seconds: FloatArray, speeds: FloatArray, serves: BoolArray, tolerance: float) -> Self:
-        """Those of some ranks. Who neither serves nor is above the mean stays as it is, and does not count."""
+        """Choose levels for some ranks.
+
+        Ranks that neither serve nor exceed the mean stay as they are, and do not count.
+        """
         evened = np.ones(len(seconds), dtype=np.bool_)
         while True:
             ranks = ALIKE if (speeds == 1.0).all() else Ranks.of(speeds[evened])
@@ -96,7 +107,9 @@ class Levels(NamedTuple):
 
 
 def _filled(pairs: list[tuple[float, float]], amount: float) -> float:
-    """The level that `amount` poured over the lowest ranks reaches, given as (seconds, speed)."""
+    """Return the level that `amount`, poured over the lowest ranks,
+    reaches; ranks are (seconds, speed).
+    """
     total = width = level = 0.0
     ordered = sorted(pairs)
     for count, (taken, speed) in enumerate(ordered, 1):
@@ -112,10 +125,11 @@ class Step(NamedTuple):
     """Moves of slices among the ranks of each group.
 
     Attributes:
-        prices: of slices.
-        levels: what ranks should end at, or the tolerance that these are set by.
+        prices: prices of slices.
+        levels: levels for ranks to end at, or the tolerance from which to compute them.
         size: ranks of a group.
-        per_node: ranks of a node, if work moves between the nodes of a group until these are even; else 0.
+        per_node: ranks of a node, if work moves between the nodes of a group until these are even;
+            else 0.
         near: ranks of a node, if servers in the node of a source are preferred; else 0.
     """
 
@@ -131,11 +145,11 @@ class Greedy:
     """Makes plans for a layout.
 
     Attributes:
-        layout: of all ranks.
+        layout: layout of all ranks.
         heads: documents that may be split by heads.
-        ranks: what they are like, with nodes only if these make a difference.
-        bound: on transient bytes.
-        window: of the plans.
+        ranks: properties of the ranks, with nodes only if these make a difference.
+        bound: bound on transient bytes.
+        window: window of the plans.
         serves: (ranks,) whether each may get slices of others.
     """
 
@@ -147,11 +161,11 @@ class Greedy:
     serves: BoolArray
 
     def even_out(self, steps: Sequence[Step], seconds: FloatArray) -> PlanRows:
-        """The rows of the plan that evens out what ranks take, in steps.
+        """Return the rows of the plan that evens out the seconds of ranks, in steps.
 
         Args:
             steps: the moves.
-            seconds: what each rank takes if nothing moves; shape (ranks,).
+            seconds: seconds of each rank if nothing moves; shape (ranks,).
         """
         room = 16 * len(seconds) + 64
         while (rows := self._moved(steps, seconds.copy(), room)) is None:
@@ -159,7 +173,7 @@ class Greedy:
         return rows
 
     def _moved(self, steps: Sequence[Step], seconds: FloatArray, room: int) -> PlanRows | None:
-        """The rows; None if there are more moves than room for them."""
+        """Make the moves and return the rows; None if there are more moves than room for them."""
         segment, before = self._pieces
         movable = before.end
         if steps:
@@ -182,7 +196,9 @@ class Greedy:
         )
 
     def _loads(self, step: Step, seconds: FloatArray) -> tuple[Loads, IntArray]:
-        """What ranks take before a step, and where they should end; and in which order they give."""
+        """Return the seconds of ranks before a step and their levels,
+        and the order in which ranks give.
+        """
         size, speeds = step.size, np.array(self.ranks.each(len(seconds)))
         taken, speed, serves = seconds, speeds, self.serves
         if step.per_node:
@@ -201,7 +217,9 @@ class Greedy:
         return Loads(seconds, speeds, self.serves, *group, step.per_node, taken, speed, step.near), order
 
     def mixed(self, several: Sequence[PlanRows], chosen: IntArray) -> PlanRows:
-        """Rows of the pieces of each rank from one of several ways to move them inside groups."""
+        """Combine rows: for the pieces of each rank, take one of
+        several ways to move them inside groups.
+        """
         of = chosen[self.layout.rank[self._pieces[0]]]
         parts = [np.flatnonzero(of[rows.piece] == number) for number, rows in enumerate(several)]
         columns = zip(*several, strict=True)
@@ -209,7 +227,9 @@ class Greedy:
 
     @cached_property
     def _pieces(self) -> tuple[IntArray, QueryPieces]:
-        """The segment of each piece, and the pieces that ranks compute before anything moves, deepest first."""
+        """The segment of each piece, and the pieces that ranks compute
+        before anything moves, deepest first.
+        """
         layout, heads = self.layout, self.heads
         rows = layout.by_document[layout.queries[layout.by_document]]
         rows = rows[np.argsort(layout.rank[rows] * (layout.longest + 1) - layout.end[rows], kind="stable")]
@@ -223,7 +243,10 @@ class Greedy:
         return segment, QueryPieces(number, layout.start[segment], layout.end[segment], part, offsets)
 
     def plan(self, rows: PlanRows) -> Plan:
-        """The plan of rows of pieces, each on a segment. Neighbours on one server are one task."""
+        """Make a plan of rows of pieces, each on a segment.
+
+        Neighbours on one server become one task.
+        """
         layout, parts = self.layout, self.heads.groups + 1 if self.heads.groups > 1 else 1
         segment, pieces = self._pieces
         home, place, group = layout.rank[segment], layout.place[segment], pieces.number % parts
@@ -254,12 +277,15 @@ class PlanRows(NamedTuple):
 
 
 def _sums(values: FloatArray, size: int) -> FloatArray:
-    """Sums of each so many values."""
+    """Sum each `size` consecutive values."""
     return np.array([math.fsum(some) for some in values.reshape(-1, size).tolist()], dtype=np.float64)
 
 
 def _ledger(layout: Layout, segment: IntArray, pieces: QueryPieces, room: int) -> Ledger:
-    """A ledger with room for so many moves. Homes of documents that lie on several ranks hold their keys, the deepest first."""
+    """Make a ledger with room for so many moves.
+
+    Homes of documents on several ranks hold their keys, the deepest first.
+    """
     chained = np.flatnonzero(layout.spans[layout.place[segment]])
     chained = chained[np.lexsort((pieces.end[chained], pieces.number[chained]))]
     number, count = pieces.number[chained], len(chained)

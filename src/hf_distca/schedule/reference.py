@@ -1,33 +1,39 @@
-"""The scheduler in plain Python, to be read first. `schedule.balance` makes such plans, fast.
+"""The scheduler in plain Python, to be read first.
 
-Ranks hold documents, and in every layer all wait for the one whose attention takes longest. Attention of a slice of query rows
-can be computed by any rank that gets these rows and all keys before their end. So who sends which slices to whom?
+`schedule.balance` makes the same kind of plans, fast.
 
-**The formula.** Rows [a, b) of a document, of which a part `heads` of the heads is computed, take forward and backward together::
+Ranks hold documents, and in every layer all wait for the one whose attention takes longest.
+Attention of a slice of query rows can be computed by any rank that gets these rows and all keys
+before their end. So who sends which slices to whom?
+
+**The formula.** Rows [a, b) of a document, of which a part `heads` of the heads is computed, take
+forward and backward together::
 
     seconds = task + heads * (row * n + key * b + pair * tiled * (b - (n - tile) / 2))
 
-Here n = b - a, and `tiled` is n in whole kernel tiles. The last factor is the mean of keys that a row sees or has behind it in
-its tile. What travels is `query_bytes` for each moved row and, once to each server, `key_bytes` for each key before the end of
-its last slice. Rows at the end of a document see the most keys, so its *tail* takes the most seconds along for the fewest rows.
+Here n = b - a, and `tiled` is n in whole kernel tiles. The last factor is the mean of keys that a
+row sees or has behind it in its tile. The traffic is `query_bytes` for each moved row and, once to
+each server, `key_bytes` for each key before the end of its last slice. Rows at the end of a
+document see the most keys, so its *tail* takes the most seconds along for the fewest rows.
 
 **The steps.**
 
-1. Weigh the plan that moves nothing: `PlanLoad` says how many seconds each rank computes and exchanges, and when the last ends.
-2. `head_groups`: long documents of ranks with work to give away are split by heads, for a server of some of the heads needs the
-   keys of these alone.
-3. `Levels` (`schedule.greedy`): ranks below `floor` come up to `low`, ranks above `cap` come down to `high`.
-4. `even_out`: the heaviest rank gives slices away until it is below the cap, then the next one does; then, while ranks are below
-   the floor, those above `low` do (`filling`). A slice goes to the emptiest rank, or to one that it fills just so (`server_for`),
-   or to one that has keys of the document. Of all tails that the rank could cut off its pieces (`tail`), it gives the one that
-   sheds a second for the fewest bytes.
-5. `relieve` (`schedule.relays`): keys that several servers need leave their holder once, and servers pass them on.
-6. `reference_plan` takes steps 3 to 5 twice, to even out compute alone, and compute and exchange together (`ways_to_count`); and
-   with nodes for each node by itself, and again for all ranks as one group. The plan whose last rank ends first is taken; if it
-   gains less than `min_gain`, nothing moves.
+1. Weigh the plan that moves nothing: `PlanLoad` says how many seconds each rank computes and
+exchanges, and when the last ends. 2. `head_groups`: long documents of ranks with work to give away
+are split by heads, for a server of some of the heads needs the keys of these alone. 3. `Levels`
+(`schedule.greedy`): ranks below `floor` come up to `low`, ranks above `cap` come down to `high`. 4.
+`even_out`: the heaviest rank gives slices away until it is below the cap, then the next one does;
+then, while ranks are below the floor, those above `low` do (`filling`). A slice goes to the
+emptiest rank, or to a rank that it fills exactly (`server_for`), or to a rank that has keys of the
+document. Of all tails that the rank could cut off its pieces (`tail`), it gives the one that sheds
+a second for the fewest bytes. 5. `relieve` (`schedule.relays`): keys that several servers need
+leave their holder once, and servers forward them. 6. `reference_plan` takes steps 3 to 5 twice, to
+even out compute alone, and compute and exchange together (`ways_to_count`); and with nodes for each
+node by itself, and again for all ranks as one group. The plan whose last rank ends first is taken;
+if it gains less than `min_gain`, nothing moves.
 
-Left out are windows, unequal speeds, a bound of transient bytes, moves of first rows, moves that even out nodes before their
-ranks, and the further plans of `balance`.
+Left out are windows, unequal speeds, a bound of transient bytes, moves of first rows, moves that
+even out nodes before their ranks, and the further plans of `balance`.
 """
 
 from __future__ import annotations
@@ -61,7 +67,9 @@ _HOLDERS = 8  # ranks that have keys of a document and are looked at
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """Coefficients of the formula: seconds of a task, row, key and query-key pair, and the rows of a kernel tile."""
+    """Coefficients of the formula: seconds of a task, row, key and
+    query-key pair, and the rows of a kernel tile.
+    """
 
     task: float
     row: float
@@ -71,17 +79,19 @@ class Formula:
 
     @classmethod
     def of(cls, cost: CostModel) -> Formula:
-        """Forward and backward together."""
+        """Read the coefficients of a cost model, forward and backward together."""
         return cls(*cost.prices, cost.tile)
 
     def seconds(self, heads: float, start: int, end: int) -> float:
-        """Seconds of rows [start, end), 0 if there are none."""
+        """Return the seconds of rows [start, end), 0 if there are none."""
         rows = end - start
         pairs = -(-rows // self.tile) * self.tile * (end - (rows - self.tile) / 2)
         return self.task + heads * (self.row * rows + self.key * end + self.pair * pairs) if rows else 0.0
 
     def start(self, heads: float, end: int, wanted: float) -> float:
-        """The position from which on the rows before `end` take so many seconds: the formula, solved for a."""
+        """Return the position from which on the rows before `end` take so
+        many seconds: the formula, solved for a.
+        """
         # x rows take the seconds that are left if pair * x * (end + tile / 2 - x / 2) + row * x = left.
         left = max(wanted - self.task - heads * self.key * end, 0.0)
         half = heads * (self.pair * (end + self.tile / 2) + self.row)
@@ -104,7 +114,9 @@ class QueryPiece:
 
 @dataclass(frozen=True, slots=True)
 class TailMove:
-    """Rows of a piece from `start` on, for a server: seconds that its home sheds and the server gets, and the bytes."""
+    """Rows of a piece from `start` on, for a server: seconds that its home
+    sheds and the server gets, and the bytes.
+    """
 
     piece: QueryPiece
     start: int
@@ -115,7 +127,9 @@ class TailMove:
 
 
 def unmoved_pieces(layout: Layout, groups: int = 1, documents: frozenset[int] = frozenset()) -> list[QueryPiece]:
-    """What each rank computes if nothing moves. Of some documents there is a piece for each head group, of others one."""
+    """List the pieces that each rank computes if nothing moves: one for each head
+    group of `documents`, one for other documents.
+    """
     pieces = []
     for rank in range(layout.world_size):
         for document, start, length in layout.segments(rank)[int(layout.context[rank]) :]:
@@ -126,7 +140,9 @@ def unmoved_pieces(layout: Layout, groups: int = 1, documents: frozenset[int] = 
 
 
 def head_groups(layout: Layout, cost: CostModel, compute: list[float], most: int) -> tuple[int, frozenset[int]]:
-    """Step 2: in how many groups of heads documents are split, and which: long ones of ranks with work to give away."""
+    """Choose, in step 2, the number of head groups, and the documents to split:
+    long ones of ranks with work to give away.
+    """
     shape, mean, rate = cost.shape, sum(compute) / len(compute), cost.exchange_bytes_per_second
     possible = [count for count in range(1, min(most, shape.key_value_heads) + 1) if shape.key_value_heads % count == 0]
     if possible == [1] or layout.groups > 1 or any(layout.context) or rate == math.inf:
@@ -146,12 +162,12 @@ class Evening:
     """Steps 3 and 4: slices move until no rank is above the cap, or nothing fits any more.
 
     Args:
-        pieces: what ranks compute; they shrink.
+        pieces: pieces that ranks compute; they shrink.
         work: seconds of each rank, which are evened out.
         tolerance: half the width of the band around the mean, as a part of it.
-        served: what a slice costs its server.
-        cost: what it costs its home; and what rows and keys are in bytes.
-        group: the ranks that share work: those of a node, or all.
+        served: cost of a slice on its server.
+        cost: cost of a slice at its home, and bytes of rows and keys.
+        group: the ranks that share work: ranks of a node, or all.
     """
 
     def __init__(
@@ -168,7 +184,7 @@ class Evening:
             self.held[piece.document, piece.group][piece.home] = piece.end
 
     def even_out(self, grid: int) -> list[QueryPiece]:
-        """The pieces after all moves, cut at multiples of the grid."""
+        """Make all moves, cut at multiples of the grid, and return the pieces."""
         moved = []
         order = sorted(self.group, key=lambda rank: -self.work[rank])
         for self.filling, source in itertools.product((False, True), order):
@@ -188,7 +204,10 @@ class Evening:
         return [piece for piece in self.pieces if piece.start < piece.end] + moved
 
     def next_move(self, source: int, pieces: list[QueryPiece], grid: int) -> TailMove | None:
-        """The move with the fewest bytes for a second. If none fits the levels, a server may get up to half of what both have."""
+        """Find the move with the fewest bytes per second.
+
+        If none fits the levels, a server may get up to half of the work of both.
+        """
         work, levels = self.work, self.levels
         above, aim = (levels.low, levels.floor) if self.filling else (levels.cap, levels.high)
         if work[source] <= above:
@@ -211,7 +230,9 @@ class Evening:
         return None
 
     def server_for(self, surplus: float) -> int | None:
-        """The emptiest rank below the mean; if it lacks more than the surplus, rather one that the surplus fills just so."""
+        """Find the emptiest rank below the mean; if it lacks more than the surplus,
+        prefer a rank that the surplus fills exactly.
+        """
         work, levels = self.work, self.levels
         below = [rank for rank in self.group if work[rank] < levels.mean]
         emptiest = min(below, key=lambda rank: work[rank], default=None)
@@ -221,7 +242,9 @@ class Evening:
         return min(fitting, key=lambda rank: work[rank], default=emptiest)
 
     def tail(self, piece: QueryPiece, server: int, leeway: float, grid: int) -> TailMove | None:
-        """The tail of a piece that its home is to be rid of and a server lacks; None if none fits."""
+        """Cut off the tail of a piece that its home should lose and
+        a server lacks; None if none fits.
+        """
         kept, served, levels, heads, end = self.kept, self.served, self.levels, piece.heads, piece.end
         home, filled = self.work[piece.home], self.work[server]
         room = max(levels.cap, leeway * (home + filled)) - filled
@@ -251,7 +274,11 @@ class Evening:
 
 
 def plan_of(layout: Layout, pieces: list[QueryPiece], groups: int) -> Plan:
-    """Pieces as a plan. A document of which no head group moved is not split, and neighbours on one server become one task."""
+    """Make a plan of pieces.
+
+    A document without a moved head group is not split, and
+    neighbours on one server become one task.
+    """
     apart = {piece.document for piece in pieces if piece.group and piece.home != piece.server}
     width = groups + 1 if apart else 1
     begins = {(document, start) for rank in range(layout.world_size) for document, start, _ in layout.segments(rank)}
@@ -309,7 +336,9 @@ def reference_plan(layout: Layout, cost: CostModel, config: DistCAConfig, per_no
 def ways_to_count(
     compute: list[float], exchange: list[float], cost: CostModel, config: DistCAConfig
 ) -> list[tuple[list[float], float, Formula]]:
-    """What ranks take, the tolerance, and what a slice costs its server: compute alone, and with exchanges if they take time."""
+    """List seconds of ranks, tolerance, and the cost of a slice on its server: for
+    compute alone, and with exchanges if they take time.
+    """
     formula, rate = Formula.of(cost), cost.exchange_bytes_per_second
     ways = [(compute, max(config.tolerance, _FINEST), formula)]
     if not config.ping_pong and rate < math.inf:
