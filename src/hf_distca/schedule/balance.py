@@ -1,13 +1,15 @@
 """`balance`: assigns query rows to attention servers.
 
-1. Weigh the plan that moves nothing; if no plan can gain enough, that is it. 2. Choose the
-documents that may be split by heads, and the grid that rows are cut on (`schedule.heads`). 3. Set
-the level at which each rank should end, and move slices until they do (`schedule.greedy`,
-`schedule.moves`): inside each node alone; until nodes are even and then inside each; and in all
-ranks as one group, with servers of the same node preferred and without. Each is done for compute
-alone and, unless exchanges are hidden behind it, for compute and exchange together. 4. Let servers
-forward keys where that makes the slowest rank end earlier (`schedule.relays`). 5. Weigh the plans
-(`schedule.load`), and take the one whose slowest rank ends first, if it gains enough.
+1. Weigh the plan that moves nothing; if no plan can gain enough, that is it.
+2. Choose the documents that may be split by heads, and the grid that rows are cut on
+   (`schedule.heads`).
+3. Set the level at which each rank should end, and move slices until they do (`schedule.greedy`,
+   `schedule.moves`): inside each node alone; until nodes are even and then inside each; and in all
+   ranks as one group, with servers of the same node preferred and without. Each is done for compute
+   alone and, unless exchanges are hidden behind it, for compute and exchange together.
+4. Let servers forward keys where that makes the slowest rank end earlier (`schedule.relays`).
+5. Weigh the plans (`schedule.load`), and take the one whose slowest rank ends first, if it gains
+   enough.
 """
 
 from __future__ import annotations

@@ -4,9 +4,11 @@ The steps for a group of ranks are:
 
 1. Cut *wide* documents, which alone take longer than a rank should, head and tail over as few ranks
    as hold their tokens and their attention, longest first, on the ranks with the least to do; in
-   one node, if one has room. 2. Put each of the others whole, longest first, on the rank that lacks
-   the most seconds and has room. 3. Fill ranks up with short ones, denser ones where more attention
-   is missing; the last ones are cut to fit, to the token.
+   one node, if one has room.
+2. Put each of the others whole, longest first, on the rank that lacks the most seconds and has
+   room.
+3. Fill ranks up with short ones, denser ones where more attention is missing; the last ones are cut
+   to fit, to the token.
 
 The group is all ranks (`Dealer.layout`). Or documents go to nodes first (`Dealer.layout_by_nodes`):
 step 1 with those that alone take longer than a node should, over all ranks; steps 2 and 3 with

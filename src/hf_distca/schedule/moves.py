@@ -4,11 +4,12 @@ Ranks have a *level* that they should end at (`schedule.greedy`). The heaviest r
 until it is below the cap. A move follows steps 4.1 to 4.3 of docs/scheduler.md:
 
 1. Choose a server: the emptiest, one that the surplus fills just so, or one of the same node with
-half as much room. 2. For every piece that the rank still computes, find the tail, rows [x, end),
-that takes about what the server wants; or the first rows, where no tail fits. 3. Move the slice
-that exchanges the fewest bytes per second moved. Keys that a server needs anyway, for its own rows
-of the document or for a slice that it got before, cost nothing; so servers that have such keys are
-looked at too.
+   half as much room.
+2. For every piece that the rank still computes, find the tail, rows [x, end), that takes about what
+   the server wants; or the first rows, where no tail fits.
+3. Move the slice that exchanges the fewest bytes per second moved. Keys that a server needs anyway,
+   for its own rows of the document or for a slice that it got before, cost nothing; so servers that
+   have such keys are looked at too.
 
 Moving adds work, because a server reads keys that the home reads too: the levels of all ranks rise
 with it.

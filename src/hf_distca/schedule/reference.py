@@ -19,18 +19,22 @@ document see the most keys, so its *tail* takes the most seconds along for the f
 **The steps.**
 
 1. Weigh the plan that moves nothing: `PlanLoad` says how many seconds each rank computes and
-exchanges, and when the last ends. 2. `head_groups`: long documents of ranks with work to give away
-are split by heads, for a server of some of the heads needs the keys of these alone. 3. `Levels`
-(`schedule.greedy`): ranks below `floor` come up to `low`, ranks above `cap` come down to `high`. 4.
-`even_out`: the heaviest rank gives slices away until it is below the cap, then the next one does;
-then, while ranks are below the floor, those above `low` do (`filling`). A slice goes to the
-emptiest rank, or to a rank that it fills exactly (`server_for`), or to a rank that has keys of the
-document. Of all tails that the rank could cut off its pieces (`tail`), it gives the one that sheds
-a second for the fewest bytes. 5. `relieve` (`schedule.relays`): keys that several servers need
-leave their holder once, and servers forward them. 6. `reference_plan` takes steps 3 to 5 twice, to
-even out compute alone, and compute and exchange together (`ways_to_count`); and with nodes for each
-node by itself, and again for all ranks as one group. The plan whose last rank ends first is taken;
-if it gains less than `min_gain`, nothing moves.
+   exchanges, and when the last ends.
+2. `head_groups`: long documents of ranks with work to give away are split by heads, for a server of
+   some of the heads needs the keys of these alone.
+3. `Levels` (`schedule.greedy`): ranks below `floor` come up to `low`, ranks above `cap` come down
+   to `high`.
+4. `even_out`: the heaviest rank gives slices away until it is below the cap, then the next one
+   does; then, while ranks are below the floor, those above `low` do (`filling`). A slice goes to
+   the emptiest rank, or to a rank that it fills exactly (`server_for`), or to a rank that has keys
+   of the document. Of all tails that the rank could cut off its pieces (`tail`), it gives the one
+   that sheds a second for the fewest bytes.
+5. `relieve` (`schedule.relays`): keys that several servers need leave their holder once, and
+   servers forward them.
+6. `reference_plan` takes steps 3 to 5 twice, to even out compute alone, and compute and exchange
+   together (`ways_to_count`); and with nodes for each node by itself, and again for all ranks as
+   one group. The plan whose last rank ends first is taken; if it gains less than `min_gain`,
+   nothing moves.
 
 Left out are windows, unequal speeds, a bound of transient bytes, moves of first rows, moves that
 even out nodes before their ranks, and the further plans of `balance`.
