@@ -19,7 +19,7 @@ _REORDERED = 0.545 / _REACHED
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One device and its links. Rates are those reached, not those of data sheets.
+    """A device and its links. Rates are those reached, not those of data sheets.
 
     Attributes:
         name: its name.
