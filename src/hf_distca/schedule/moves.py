@@ -374,7 +374,7 @@ def _best_move(
 
 
 @inner
-def _moves_of_group(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, givers: tuple[IntArray, int, int]) -> int:
+def _moves_of_group(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, givers: tuple[IntArray, int, int]) -> int:  # noqa: C901 - one loop to compile
     """Make all moves in a group.
 
     Return the number of moves then, or -1. `givers` are its
