@@ -65,15 +65,15 @@ def _one_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    hf_distca.kernels._checked.cache_clear()
-    monkeypatch.setattr(hf_distca.kernels, "wrong", lambda *case: None)
-    monkeypatch.setattr(flash, "_module", lambda name: ImportError("not here"))
+    hf_distca.kernels._check_once.cache_clear()
+    monkeypatch.setattr(hf_distca.kernels, "mismatch_reason", lambda *case: None)
+    monkeypatch.setattr(flash, "_import_once", lambda name: ImportError("not here"))
 
 
 @pytest.mark.usefixtures("_one_hopper")
 def test_flash_attn_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel of torch runs, and it is said why the faster one does not; with a softcap only the slow one is left."""
-    monkeypatch.setattr(flash, "_installed", lambda: None)
+    monkeypatch.setattr(flash, "_installed_version", lambda: None)
     runs, *others = kernels(LlamaConfig(), torch.bfloat16, CUDA)
     assert (runs.value, runs.state) == ("kernel 'cuda'", State.good)
     assert str(runs.todo).endswith("is taken where it is installed: pip install flash-attn-4")

@@ -122,7 +122,7 @@ def test_a_layer_stays_on_the_gpu(
 
 def test_the_attention_function_stays_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a model's layout of q, k and v to its layout of outputs, with padding: two layers of one micro-batch."""
-    monkeypatch.setattr(kernels, "wrong", lambda *case: None)
+    monkeypatch.setattr(kernels, "mismatch_reason", lambda *case: None)
     hf_distca.configure(hf_distca.DistCAConfig(kernel="cuda"))
     layer_of_model, gpu, tape = torch.nn.Linear(1, 1).train(), Device(), Tape()
     monkeypatch.setattr(module, "_apply", tape.apply)
@@ -169,7 +169,7 @@ class Launches(TorchDispatchMode):
 
 def test_a_layer_alone_launches_what_plain_attention_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain varlen attention has three transposes, four views and the kernel; log-sum-exps are transposed besides."""
-    monkeypatch.setattr(kernels, "wrong", lambda *case: None)
+    monkeypatch.setattr(kernels, "mismatch_reason", lambda *case: None)
     hf_distca.configure(hf_distca.DistCAConfig(kernel="cuda"))
     layer_of_model, gpu, tape = torch.nn.Linear(1, 1).train(), Device(), Tape()
     monkeypatch.setattr(module, "_apply", tape.apply)

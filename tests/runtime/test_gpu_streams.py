@@ -22,7 +22,7 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.kernels import Scores, TaskBatch
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
-from hf_distca.kernels.flash import FLASH_ATTN_3, FLASH_ATTN_3_BESIDE
+from hf_distca.kernels.flash import FLASH_ATTN_3, FLASH_ATTN_3_WITH_ROOM
 from hf_distca.runtime import core_attention as module
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
@@ -271,7 +271,7 @@ def test_flash_attention_3_leaves_room_while_messages_are_under_way() -> None:
             found.append(beside)
             return super().run(pools, tasks, beside=beside)
 
-    assert FLASH_ATTN_3_BESIDE is not FLASH_ATTN_3
+    assert FLASH_ATTN_3_WITH_ROOM is not FLASH_ATTN_3
     with pytest.MonkeyPatch.context() as patch, gpu(patch) as (streams, tapes):
         for plan, expected in ((PLAN, [True, False]), (Plan.local(LAYOUT), [False])):
             route = Route.build(plan, 0)

@@ -16,7 +16,7 @@ from hf_distca.doctor import Finding, State
 from hf_distca.errors import ConfigError, DistCAError, UnsupportedError
 from hf_distca.input_files import read_file
 from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop, layer_keys, why_whole
-from hf_distca.kernels import Case, Scores, faster_kernel, is_slow, survey
+from hf_distca.kernels import Case, Scores, is_slow, list_candidates, suggest_faster_kernel
 
 __all__ = ["dtype_of", "family", "kernels", "read_config"]
 
@@ -169,12 +169,12 @@ def kernels(config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.d
 
 
 def _case(named: str, asked: Case) -> Iterator[Finding]:
-    looked_at, dtype, device = survey(asked), asked.dtype, asked.device
+    looked_at, dtype, device = list_candidates(asked), asked.dtype, asked.device
     running = next((name for name, reason in looked_at if reason is None), None)
     case = f"{named}, {str(dtype).removeprefix('torch.')} on {device.type}"
     before = [(name, reason) for name, reason in looked_at if reason is not None]
     slow = running is not None and is_slow(running, dtype) and len(looked_at) > 1
-    todo = f"{case}: {faster}" if running and (faster := faster_kernel(running, device)) else None
+    todo = f"{case}: {faster}" if running and (faster := suggest_faster_kernel(running, device)) else None
     if running is None or slow:
         todo = f"{case}: only a slow kernel fits. {'; '.join(f'{name}: {reason}' for name, reason in before)}"
         if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):

@@ -14,7 +14,7 @@ __all__ = ["AtenFlash"]
 
 
 @cache
-def _unread(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _placeholder_random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Placeholders for the random state on a device.
 
     They are never read, so no stream waits for them.
@@ -43,7 +43,9 @@ class AtenFlash:
         do_THD, q_THD, o_THD, lse_TH, k_TKD, v_TKD = pools
         tensors = (do_THD, q_THD, k_TKD, v_TKD, o_THD, lse_TH.T.contiguous())
         options = {"scale": scores.scale, **self._window(scores)}
-        return Grads(*cuda_attention_backward()(*tensors, *sequences, 0.0, True, *_unread(q_THD.device), **options))
+        return Grads(
+            *cuda_attention_backward()(*tensors, *sequences, 0.0, True, *_placeholder_random_state(q_THD.device), **options)
+        )
 
     def _window(self, scores: Scores) -> dict[str, int]:
         """Return the window arguments: the op counts keys to the left of a row's

@@ -84,7 +84,7 @@ class Case(NamedTuple):
     head_dim: int
     value_head_dim: int
     scores: Scores
-    ratio: int = 2
+    gqa_ratio: int = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +113,7 @@ class TaskBatch:
         return len(self.query_start)
 
     @cached_property
-    def needs(self) -> tuple[float, float]:
+    def required_sizes(self) -> tuple[float, float]:
         """Query rows and keys of the smallest pools that hold all tasks; infinite if one of them is no task."""
         rows = [start + length for start, length in zip(self.query_start, self.query_length, strict=True)]
         keys = [start + length for start, length in zip(self.key_start, self.key_length, strict=True)]
@@ -232,7 +232,7 @@ class Kernel(Protocol):
 
     def __hash__(self) -> int: ...
 
-    def unsupported(self, case: Case) -> str | None:
+    def unsupported_reason(self, case: Case) -> str | None:
         """Return why this kernel cannot run the given case, or None if it can."""
         ...
 

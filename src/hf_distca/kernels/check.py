@@ -14,7 +14,7 @@ import torch
 from hf_distca.kernels.base import Case, Kernel, Operands, Saved, Scores, TaskBatch
 from hf_distca.kernels.plain_torch import ReferenceKernel
 
-__all__ = ["wrong"]
+__all__ = ["mismatch_reason"]
 
 # Slices that share keys, a slice with a long context, whole documents, rows that no task covers; longer and shorter than a tile.
 # Tasks of a call lie one after another, which makes it one of views, or do not, which makes it one of gathered copies.
@@ -32,7 +32,7 @@ _KEY_HEADS = 2
 _UNITS, _UNITS_OF_FLOAT32 = 2.0, 16.0
 
 
-def wrong(kernel: Kernel, case: Case) -> str | None:
+def mismatch_reason(kernel: Kernel, case: Case) -> str | None:
     """Run a small check of a kernel and describe what it computes wrongly; None if nothing.
 
     The host waits for the device.
@@ -61,9 +61,9 @@ def wrong(kernel: Kernel, case: Case) -> str | None:
         # As models lay out q, k and v: heads before rows, of which kernels get views.
         pools = [random(size).to(device, dtype).transpose(0, 1) for size in (*sizes, (heads, _ROWS, value_head_dim))]
         with torch.autocast(device.type, enabled=False):
-            results = _results(kernel, pools, seen)
-            expected = _results(ReferenceKernel(), [pool.double() for pool in pools], seen)
-        errors = {name: _error(results[name], expected[name]) for name in expected}
+            results = _compute_results(kernel, pools, seen)
+            expected = _compute_results(ReferenceKernel(), [pool.double() for pool in pools], seen)
+        errors = {name: _relative_error(results[name], expected[name]) for name in expected}
     except torch.OutOfMemoryError:
         raise  # of this moment: it says nothing of the kernel
     except Exception as error:  # whatever the packages raise where they do not fit
@@ -73,7 +73,7 @@ def wrong(kernel: Kernel, case: Case) -> str | None:
     return f"its results on {device} are wrong: {', '.join(off)} (relative, to plain torch; at most {bound:.1g})" if off else None
 
 
-def _results(kernel: Kernel, pools: list[torch.Tensor], scores: Scores) -> dict[str, torch.Tensor]:
+def _compute_results(kernel: Kernel, pools: list[torch.Tensor], scores: Scores) -> dict[str, torch.Tensor]:
     q_THD, k_TKD, v_TKV, do_THV = pools
     results: list[torch.Tensor] = []
     for tasks in (_TASKS, _GAPS):
@@ -83,6 +83,6 @@ def _results(kernel: Kernel, pools: list[torch.Tensor], scores: Scores) -> dict[
     return dict(zip((*names, *(f"{name} with gaps" for name in names)), results, strict=True))
 
 
-def _error(results: torch.Tensor, expected: torch.Tensor) -> float:
+def _relative_error(results: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference, divided by the norm; NaN if any result is NaN."""
     return float((results.double() - expected).norm() / expected.norm())

@@ -77,7 +77,7 @@ class _Task(NamedTuple):
         return self.keys - self.rows
 
 
-class _Work(NamedTuple):
+class _WorkList(NamedTuple):
     """Work list of a task batch under one window.
 
     Attributes:
@@ -98,7 +98,7 @@ class _Work(NamedTuple):
         for start, rows in sorted(zip(tasks.query_start, tasks.query_length, strict=True)):
             uncovered += [slice(end, start)] if start > end else []
             end = start + rows
-        parts = list(_each(tasks, scores))
+        parts = list(_cut_tasks(tasks, scores))
         starts = accumulate((task.rows for task in parts), initial=0)
         # With a window that hides keys, what is computed are blocks of rows.
         packed = len(parts) == len(tasks) and all(
@@ -107,7 +107,7 @@ class _Work(NamedTuple):
         )
         return cls(parts, [*uncovered, slice(end, None)], [task.rows for task in parts] if packed else [])
 
-    def room(self, rows: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def allocate(self, rows: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Allocate a result of this shape for each row of a
         query pool; 0 in rows without a task.
         """
@@ -129,7 +129,7 @@ class CpuKernel:
 
     name: ClassVar[str] = "cpu"
 
-    def unsupported(self, case: Case) -> str | None:
+    def unsupported_reason(self, case: Case) -> str | None:
         """Return why it cannot run a case.
 
         Supports float64, float32, bfloat16 and float16 on CPUs, any
@@ -148,19 +148,19 @@ class CpuKernel:
         """See `Kernel.forward`."""
         check_pools(pools, tasks)
         q_THD, value_width, work = pools.q_THD, pools.v_TKV.shape[2], self._work_of(tasks, scores)
-        padded, documents = _padded(pools.q_THD, pools.k_TKD, pools.v_TKV), work.is_all_of(pools)
+        padded, documents = _pad_widths(pools.q_THD, pools.k_TKD, pools.v_TKV), work.is_all_of(pools)
         if documents and len(work.lengths) == 1:
-            o_BHTD, lse_BHT = _FORWARD(*map(_heads_first, padded), 0.0, True, attn_mask=None, scale=scores.scale)
-            return Outputs(_tokens_first(o_BHTD, value_width).contiguous(), _tokens_first(lse_BHT).contiguous())
-        o_THV = work.room(q_THD, q_THD.shape[1], value_width)
-        lse_TH = work.room(q_THD, q_THD.shape[1], dtype=accumulation_dtype(q_THD.dtype))
+            o_BHTD, lse_BHT = _FORWARD(*map(_move_heads_first, padded), 0.0, True, attn_mask=None, scale=scores.scale)
+            return Outputs(_move_tokens_first(o_BHTD, value_width).contiguous(), _move_tokens_first(lse_BHT).contiguous())
+        o_THV = work.allocate(q_THD, q_THD.shape[1], value_width)
+        lse_TH = work.allocate(q_THD, q_THD.shape[1], dtype=accumulation_dtype(q_THD.dtype))
         if documents:
-            for q, k, v, o, lse in _by_document(work.lengths, *padded, o_THV, lse_TH):
+            for q, k, v, o, lse in _split_by_document(work.lengths, *padded, o_THV, lse_TH):
                 o_BHTD, lse_BHT = _FORWARD(q, k, v, 0.0, True, attn_mask=None, scale=scores.scale)
                 o.copy_(o_BHTD[..., :value_width])
                 lse.copy_(lse_BHT)
             return Outputs(o_THV, lse_TH)
-        views, o_whole, lse_whole = _Pools(*map(_heads_first, padded)), _heads_first(o_THV), _heads_first(lse_TH)
+        views, o_whole, lse_whole = _Pools(*map(_move_heads_first, padded)), _move_heads_first(o_THV), _move_heads_first(lse_TH)
         for task in work.tasks:
             o_BHTD, lse_BHT = _forward_task(views, task, scores)
             o_whole.narrow(2, task.row, task.rows).copy_(o_BHTD[..., :value_width])
@@ -172,51 +172,51 @@ class CpuKernel:
         """See `Kernel.backward`."""
         check_pools(pools, tasks)
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
-        operands, work, padded = (q_THD, k_TKD, v_TKV), self._work_of(tasks, scores), _padded(q_THD, k_TKD, v_TKV)
+        operands, work, padded = (q_THD, k_TKD, v_TKV), self._work_of(tasks, scores), _pad_widths(q_THD, k_TKD, v_TKV)
         width, documents = padded[0].shape[2], work.is_all_of(pools)
         saved = pad_last(do_THV, width), pad_last(o_THV, width), lse_TH
         if documents and len(work.lengths) == 1:
-            do_BHTD, o_BHTD, lse_BHT, *views_BHTD = map(_heads_first, (*saved, *padded))
+            do_BHTD, o_BHTD, lse_BHT, *views_BHTD = map(_move_heads_first, (*saved, *padded))
             grads = _BACKWARD(do_BHTD, *views_BHTD, o_BHTD, lse_BHT, 0.0, True, attn_mask=None, scale=scores.scale)
-            return Grads(*(_tokens_first(dx, x.shape[2]) for dx, x in zip(grads, operands, strict=True)))
+            return Grads(*(_move_tokens_first(dx, x.shape[2]) for dx, x in zip(grads, operands, strict=True)))
         if documents:
             dq_THD, dk_TKD, dv_TKD = totals = [torch.empty_like(x) for x in padded]
-            for do, o, lse, q, k, v, dq, dk, dv in _by_document(work.lengths, *saved, *padded, *totals):
+            for do, o, lse, q, k, v, dq, dk, dv in _split_by_document(work.lengths, *saved, *padded, *totals):
                 grads = _BACKWARD(do, q, k, v, o, lse, 0.0, True, attn_mask=None, scale=scores.scale)
                 dq.copy_(grads[0])
                 dk.copy_(grads[1])
                 dv.copy_(grads[2])
             return Grads(dq_THD[..., : q_THD.shape[2]], dk_TKD[..., : k_TKD.shape[2]], dv_TKD[..., : v_TKV.shape[2]])
-        views, seen = _Pools(*map(_heads_first, padded)), _Saved(*map(_heads_first, saved))
+        views, seen = _Pools(*map(_move_heads_first, padded)), _Saved(*map(_move_heads_first, saved))
         dtype = key_gradient_dtype(tasks, pools.k_TKD.dtype)
         # A key is in several blocks of a window, so its gradient is a sum even where no task shares it.
         summed = dtype if scores.window is None else accumulation_dtype(dtype)
-        sums = [work.room(pools.q_THD, pools.q_THD.shape[1], width)]
+        sums = [work.allocate(pools.q_THD, pools.q_THD.shape[1], width)]
         sums += [x.new_zeros((*x.shape[:2], width), dtype=summed) for x in padded[1:]]
-        grads_BHTD = _Pools(*map(_heads_first, sums))
+        grads_BHTD = _Pools(*map(_move_heads_first, sums))
         for task in work.tasks:
             _backward_task(grads_BHTD, views, seen, task, scores)
         dq_THD, dk_TKD, dv_TKV = (dx[..., : x.shape[2]] for dx, x in zip(sums, operands, strict=True))
         return Grads(dq_THD, dk_TKD.to(dtype), dv_TKV.to(dtype))
 
-    def _work_of(self, tasks: TaskBatch, scores: Scores) -> _Work:
-        work: _Work | None = tasks.derived.get((self, scores.window))
+    def _work_of(self, tasks: TaskBatch, scores: Scores) -> _WorkList:
+        work: _WorkList | None = tasks.derived.get((self, scores.window))
         if work is None:
-            work = tasks.derived[self, scores.window] = _Work.of(tasks, scores)
+            work = tasks.derived[self, scores.window] = _WorkList.of(tasks, scores)
         return work
 
 
-def _by_document(lengths: list[int], *of_all_TH: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def _split_by_document(lengths: list[int], *of_all_TH: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield views of each consecutive document in several tensors, heads before tokens."""
     return zip(*[x[None].transpose(1, 2).split_with_sizes(lengths, 2) for x in of_all_TH], strict=True)
 
 
-def _heads_first(x_THD: torch.Tensor) -> torch.Tensor:
+def _move_heads_first(x_THD: torch.Tensor) -> torch.Tensor:
     """Return a view of shape (1, H, T, ...)."""
     return x_THD[None].transpose(1, 2)
 
 
-def _padded(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _pad_widths(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k and v in one width."""
     width = q_THD.shape[2]
     if v_TKV.shape[2] == width and q_THD.stride(2) == k_TKD.stride(2) == v_TKV.stride(2) == 1:
@@ -225,7 +225,7 @@ def _padded(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tu
     return pad_last(q_THD, width), pad_last(k_TKD, width), pad_last(v_TKV, width)
 
 
-def _tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.Tensor:
+def _move_tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.Tensor:
     """Return a view (B * T, H, ...) with last dimension `width`; torch's kernel
     lays out its results so that none is copied.
     """
@@ -233,14 +233,14 @@ def _tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.Tenso
     return x_THD if width in (None, x_THD.shape[-1]) else x_THD[..., :width]
 
 
-def _each(tasks: TaskBatch, scores: Scores) -> Iterator[_Task]:
+def _cut_tasks(tasks: TaskBatch, scores: Scores) -> Iterator[_Task]:
     """Yield the tasks, in blocks of rows where a window hides keys from them."""
     for task in map(_Task, tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length):
         window = scores.window_within(task.keys)
-        yield from (task,) if window is None else _blocks(task, window)
+        yield from (task,) if window is None else _cut_blocks(task, window)
 
 
-def _blocks(task: _Task, window: int) -> Iterator[_Task]:
+def _cut_blocks(task: _Task, window: int) -> Iterator[_Task]:
     """Yield first the rows whose window reaches back to the first key or beyond, in
     one block; then blocks of at most `_BLOCK_ROWS`.
     """
@@ -253,7 +253,7 @@ def _blocks(task: _Task, window: int) -> Iterator[_Task]:
 
 
 @lru_cache(maxsize=16)
-def _block_mask(window: int, dtype: torch.dtype) -> torch.Tensor:
+def _make_block_mask(window: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a mask (rows, rows + window - 1): 0 where a row of a
     whole block sees a key, else -inf.
     """
@@ -263,12 +263,12 @@ def _block_mask(window: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device="cpu").masked_fill_(hidden, float("-inf"))
 
 
-def _parts(task: _Task, scores: Scores, dtype: torch.dtype) -> list[tuple[int, int, bool, torch.Tensor | None]]:
+def _list_calls(task: _Task, scores: Scores, dtype: torch.dtype) -> list[tuple[int, int, bool, torch.Tensor | None]]:
     """List the calls that make up a task or block: first key, number of
     keys, whether the call is causal, its mask.
     """
     if scores.window is not None and task.keys > scores.window:
-        mask = _block_mask(scores.window, accumulation_dtype(dtype))[-task.rows :, -task.keys :]
+        mask = _make_block_mask(scores.window, accumulation_dtype(dtype))[-task.rows :, -task.keys :]
         return [(task.key, task.keys, False, mask)]
     square = (task.key + task.prefix, task.rows, True, None)
     return [square, (task.key, task.prefix, False, None)] if task.prefix else [square]
@@ -278,7 +278,7 @@ def _forward_task(pools: _Pools, task: _Task, scores: Scores) -> tuple[torch.Ten
     """Return output (1, H, rows, width) in q's dtype and log-sum-exp (1, H, rows) of one task."""
     q_BHTD = pools.q_BHTD.narrow(2, task.row, task.rows)
     results = []
-    for start, length, causal, mask in _parts(task, scores, q_BHTD.dtype):
+    for start, length, causal, mask in _list_calls(task, scores, q_BHTD.dtype):
         k_BKTD, v_BKTD = (x.narrow(2, start, length) for x in pools[1:])
         results.append(_FORWARD(q_BHTD, k_BKTD, v_BKTD, 0.0, causal, attn_mask=mask, scale=scores.scale))
     if len(results) == 1:
@@ -299,7 +299,7 @@ def _backward_task(grads: _Pools, pools: _Pools, saved: _Saved, task: _Task, sco
     """
     q_BHTD, dq_BHTD = (x.narrow(2, task.row, task.rows) for x in (pools.q_BHTD, grads.q_BHTD))
     do_BHTD, o_BHTD, lse_BHT = (x.narrow(2, task.row, task.rows) for x in saved)
-    for number, (start, length, causal, mask) in enumerate(_parts(task, scores, q_BHTD.dtype)):
+    for number, (start, length, causal, mask) in enumerate(_list_calls(task, scores, q_BHTD.dtype)):
         k_BKTD, v_BKTD = (x.narrow(2, start, length) for x in pools[1:])
         dq, dk, dv = _BACKWARD(do_BHTD, q_BHTD, k_BKTD, v_BKTD, o_BHTD, lse_BHT, 0.0, causal, attn_mask=mask, scale=scores.scale)
         (dq_BHTD.add_ if number else dq_BHTD.copy_)(dq)

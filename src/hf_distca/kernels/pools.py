@@ -44,13 +44,13 @@ def check_pools(pools: Operands | Saved, tasks: TaskBatch) -> None:
         raise KernelError(f"q and k must agree in head dim, k and v in tokens and heads, got {said}.")
     if q[1] % max(k[1], 1):
         raise KernelError(f"Query heads must be a multiple of key/value heads, got {said}.")
-    rows, keys = tasks.needs
+    rows, keys = tasks.required_sizes
     if rows > q[0] or keys > k[0]:
-        raise KernelError(_misfit(q[0], k[0], tasks))
+        raise KernelError(_describe_misfit(q[0], k[0], tasks))
     tasks.derived[check_pools] = shapes
 
 
-def _misfit(rows: int, keys: int, tasks: TaskBatch) -> str:
+def _describe_misfit(rows: int, keys: int, tasks: TaskBatch) -> str:
     """Describe the first task that does not fit pools of so many query rows and keys."""
     runs = zip(tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True)
     for query_start, query_length, key_start, key_length in runs:

@@ -78,7 +78,7 @@ class _PoolSizes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _PoolRows:
     """Some rows of a pool in the order of a call: a contiguous range, or a
     gather by `index` (int64, on the device).
     """
@@ -116,16 +116,16 @@ class _OpCall:
     covers (int64, on the device), or None.
     """
 
-    rows: _Run
-    keys: _Run
+    rows: _PoolRows
+    keys: _PoolRows
     sequences: Sequences
     gaps: torch.Tensor | None = None
 
-    def cleared(self, outputs: torch.Tensor) -> torch.Tensor:
+    def clear_gaps(self, outputs: torch.Tensor) -> torch.Tensor:
         """Set the outputs in the rows of gaps to 0."""
         return outputs if self.gaps is None else outputs.index_fill_(0, self.gaps, 0.0)
 
-    def within(self, scores: Scores) -> Scores:
+    def drop_idle_window(self, scores: Scores) -> Scores:
         """Drop a window that hides no key in this call: ops run plain causal attention faster."""
         if scores.window is None or scores.window < self.sequences.max_keys:
             return scores
@@ -138,7 +138,7 @@ class VarlenKernel:
     def __init__(self, op: VarlenOp, name: str = "varlen") -> None:
         self._op, self.name = op, name
 
-    def unsupported(self, case: Case) -> str | None:
+    def unsupported_reason(self, case: Case) -> str | None:
         """Return None: the op decides."""
         return None
 
@@ -169,7 +169,7 @@ class VarlenKernel:
         """See `Kernel.forward`."""
         check_pools(pools, tasks)
         q_THD, k_TKD, v_TKV = pools
-        value_width, width = v_TKV.shape[2], _width(q_THD, v_TKV)
+        value_width, width = v_TKV.shape[2], _call_width(q_THD, v_TKV)
         padded = Operands(pad_last(q_THD, width), pad_last(k_TKD, width), pad_last(v_TKV, width))
         calls = self._calls_of(tasks, _PoolSizes(q_THD.device, len(q_THD), len(k_TKD)))
         if len(calls) == 1 and calls[0].rows.covers(q_THD):
@@ -177,14 +177,14 @@ class VarlenKernel:
             call, keys, taken = calls[0], calls[0].keys, padded
             if not keys.covers(k_TKD):
                 taken = Operands(padded.q_THD, keys.take(padded.k_TKD), keys.take(padded.v_TKV))
-            o, lse = self._op.forward(taken, call.sequences, call.within(scores))
-            return Outputs(call.cleared(_narrowed(o, value_width).contiguous()), call.cleared(lse))
+            o, lse = self._op.forward(taken, call.sequences, call.drop_idle_window(scores))
+            return Outputs(call.clear_gaps(_narrow(o, value_width).contiguous()), call.clear_gaps(lse))
         o_THV = q_THD.new_zeros(*q_THD.shape[:2], value_width)
         lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=accumulation_dtype(q_THD.dtype))
         for call in calls:
             taken = Operands(call.rows.take(padded[0]), call.keys.take(padded[1]), call.keys.take(padded[2]))
-            o, lse = self._op.forward(taken, call.sequences, call.within(scores))
-            call.rows.put(o_THV, _narrowed(o, value_width))
+            o, lse = self._op.forward(taken, call.sequences, call.drop_idle_window(scores))
+            call.rows.put(o_THV, _narrow(o, value_width))
             call.rows.put(lse_TH, lse)
         return Outputs(o_THV, lse_TH)
 
@@ -193,23 +193,23 @@ class VarlenKernel:
         """See `Kernel.backward`."""
         check_pools(pools, tasks)
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
-        key_width, value_width, width = q_THD.shape[2], v_TKV.shape[2], _width(q_THD, v_TKV)
+        key_width, value_width, width = q_THD.shape[2], v_TKV.shape[2], _call_width(q_THD, v_TKV)
         rows = pad_last(do_THV, width), pad_last(q_THD, width), pad_last(o_THV, width), lse_TH
         padded = Saved(*rows, pad_last(k_TKD, width), pad_last(v_TKV, width))
         calls = self._calls_of(tasks, _PoolSizes(q_THD.device, len(q_THD), len(k_TKD)))
         if len(calls) == 1 and calls[0].rows.covers(q_THD) and calls[0].keys.covers(k_TKD):
             taken = padded._replace(do_THV=padded.do_THV.contiguous(), o_THV=padded.o_THV.contiguous())
-            dq, dk, dv = self._op.backward(taken, calls[0].sequences, calls[0].within(scores))
-            return Grads(_narrowed(dq, key_width), _narrowed(dk, key_width), _narrowed(dv, value_width))
+            dq, dk, dv = self._op.backward(taken, calls[0].sequences, calls[0].drop_idle_window(scores))
+            return Grads(_narrow(dq, key_width), _narrow(dk, key_width), _narrow(dv, value_width))
         dtype = key_gradient_dtype(tasks, k_TKD.dtype)
         dq_THD, dk_TKD, dv_TKV = q_THD.new_zeros(q_THD.shape), *(x.new_zeros(x.shape, dtype=dtype) for x in (k_TKD, v_TKV))
         for call in calls:
             do, q, o, lse = (call.rows.take(x) for x in padded.query_rows)
             taken = Saved(do.contiguous(), q, o.contiguous(), lse, *(call.keys.take(x) for x in padded.key_rows))
-            dq, dk, dv = self._op.backward(taken, call.sequences, call.within(scores))
-            call.rows.put(dq_THD, _narrowed(dq, key_width))
-            call.keys.add(dk_TKD, _narrowed(dk, key_width))
-            call.keys.add(dv_TKV, _narrowed(dv, value_width))
+            dq, dk, dv = self._op.backward(taken, call.sequences, call.drop_idle_window(scores))
+            call.rows.put(dq_THD, _narrow(dq, key_width))
+            call.keys.add(dk_TKD, _narrow(dk, key_width))
+            call.keys.add(dv_TKV, _narrow(dv, value_width))
         return Grads(dq_THD, dk_TKD, dv_TKV)
 
     def _calls_of(self, tasks: TaskBatch, pools: _PoolSizes) -> tuple[_OpCall, ...]:
@@ -221,19 +221,19 @@ class VarlenKernel:
     def _new_calls(self, tasks: TaskBatch, pools: _PoolSizes) -> tuple[_OpCall, ...]:
         split = self.split(tasks)
         if len(split) == 1 and _are_packed(tasks, pools):
-            whole = _Run(0, pools.rows, None)
-            return (_OpCall(whole, whole, _sequences(tasks.query_length, tasks.key_length, pools.device)),)
+            whole = _PoolRows(0, pools.rows, None)
+            return (_OpCall(whole, whole, _make_sequences(tasks.query_length, tasks.key_length, pools.device)),)
         if self._op.takes_gaps and len(split) == 1 and _are_in_order(tasks, split[0]):
-            return (_whole_call(tasks, split[0], pools),)
-        return tuple(_op_call(tasks, members, pools.device) for members in split)
+            return (_make_whole_call(tasks, split[0], pools),)
+        return tuple(_make_call(tasks, members, pools.device) for members in split)
 
 
-def _narrowed(x: torch.Tensor, width: int) -> torch.Tensor:
+def _narrow(x: torch.Tensor, width: int) -> torch.Tensor:
     """Return the first `width` columns of the last dimension."""
     return x if x.shape[-1] == width else x[..., :width]
 
 
-def _width(q_THD: torch.Tensor, v_TKV: torch.Tensor) -> int:
+def _call_width(q_THD: torch.Tensor, v_TKV: torch.Tensor) -> int:
     """Return the one head dim of a call: q's or v's, the larger, rounded up."""
     return -(-max(q_THD.shape[2], v_TKV.shape[2]) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
 
@@ -253,7 +253,7 @@ def _are_in_order(tasks: TaskBatch, members: list[int]) -> bool:
     return all(a < b for a, b in pairwise(starts))
 
 
-def _whole_call(tasks: TaskBatch, members: list[int], pools: _PoolSizes) -> _OpCall:
+def _make_whole_call(tasks: TaskBatch, members: list[int], pools: _PoolSizes) -> _OpCall:
     """Make one call of all rows and keys of the pools, where gaps
     between tasks are sequences of their own.
     """
@@ -268,36 +268,36 @@ def _whole_call(tasks: TaskBatch, members: list[int], pools: _PoolSizes) -> _OpC
         if next_row > row:
             gaps.append(torch.arange(row, next_row, device="cpu"))
         row, key = next_row + rows, next_key + keys
-    sequences = _sequences(row_lengths, key_lengths, pools.device)
-    whole = _Run(0, pools.rows, None), _Run(0, pools.keys, None)
+    sequences = _make_sequences(row_lengths, key_lengths, pools.device)
+    whole = _PoolRows(0, pools.rows, None), _PoolRows(0, pools.keys, None)
     return _OpCall(*whole, sequences, to_device(torch.cat(gaps), pools.device) if gaps else None)
 
 
-def _op_call(tasks: TaskBatch, members: list[int], device: torch.device) -> _OpCall:
+def _make_call(tasks: TaskBatch, members: list[int], device: torch.device) -> _OpCall:
     row_lengths = [tasks.query_length[i] for i in members]
     key_lengths = [tasks.key_length[i] for i in members]
-    rows = _run([tasks.query_start[i] for i in members], row_lengths, device)
-    keys = _run([tasks.key_start[i] for i in members], key_lengths, device)
-    return _OpCall(rows, keys, _sequences(row_lengths, key_lengths, device))
+    rows = _make_rows([tasks.query_start[i] for i in members], row_lengths, device)
+    keys = _make_rows([tasks.key_start[i] for i in members], key_lengths, device)
+    return _OpCall(rows, keys, _make_sequences(row_lengths, key_lengths, device))
 
 
-def _sequences(row_lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device) -> Sequences:
-    cu_rows = _bounds(row_lengths, device)
+def _make_sequences(row_lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device) -> Sequences:
+    cu_rows = _make_bounds(row_lengths, device)
     if row_lengths == key_lengths:  # whole documents, of most layers all tasks
         return Sequences(cu_rows, cu_rows, max(row_lengths), max(key_lengths))
-    return Sequences(cu_rows, _bounds(key_lengths, device), max(row_lengths), max(key_lengths))
+    return Sequences(cu_rows, _make_bounds(key_lengths, device), max(row_lengths), max(key_lengths))
 
 
-def _bounds(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+def _make_bounds(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu"), device)
 
 
-def _run(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> _Run:
+def _make_rows(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> _PoolRows:
     expected = accumulate(lengths[:-1], initial=starts[0])
     if all(start == want for start, want in zip(starts, expected, strict=True)):
-        return _Run(starts[0], sum(lengths), None)
+        return _PoolRows(starts[0], sum(lengths), None)
     index = torch.cat([torch.arange(start, start + length, device="cpu") for start, length in zip(starts, lengths, strict=True)])
-    return _Run(0, sum(lengths), to_device(index, device))
+    return _PoolRows(0, sum(lengths), to_device(index, device))
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -15,7 +15,7 @@ from operator import add
 import numpy as np
 import torch
 
-from hf_distca.kernels import Case, runnable
+from hf_distca.kernels import Case, list_runnable
 from hf_distca.kernels.base import Kernel, Operands, Saved, Scores, TaskBatch
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
@@ -144,7 +144,7 @@ def fastest(
         Its name, None if there is no kernel that runs on all ranks.
     """
     case = Case(device, dtype, shape.head_dim, shape.value_head_dim, Scores(1.0), shape.ratio)
-    kernels = {kernel.name: kernel for kernel in runnable(case)}
+    kernels = {kernel.name: kernel for kernel in list_runnable(case)}
     ours = np.array([0.0 if name in kernels else np.inf for name in names])
     if group.rank == 0 and len(kernels) > 1:
         for place, name in enumerate(names):

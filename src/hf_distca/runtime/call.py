@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 import torch
 
 from hf_distca.kernels.base import Grads, Kernel, Operands, Outputs, Saved, Scores, TaskBatch
-from hf_distca.kernels.flash import beside_messages
+from hf_distca.kernels.flash import leave_room_for_messages
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.messages import Part, Pending, aside, joined, launch, put_rows, rows_of
 from hf_distca.runtime.meter import Mark, Meter, now
@@ -112,7 +112,7 @@ class AttentionServer:
         device, backward = pools.q_THD.device, isinstance(pools, Saved)
         self.meter.count(kernel_calls=1, backward_calls=int(backward))
         begin = now(device) if self.meter.timed else None
-        kernel = beside_messages(self.kernel) if beside else self.kernel
+        kernel = leave_room_for_messages(self.kernel) if beside else self.kernel
         compute: Callable[..., Outputs | Grads] = kernel.backward if backward else kernel.forward
         try:
             # Kernels compute in the dtypes that they are given, and in wider ones: the user's autocast is not for them.
