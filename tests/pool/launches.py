@@ -119,7 +119,7 @@ def pooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
     """Run a function on a rank that trains, with servers."""
     told: Counter[str] = Counter()
     computed: list[tuple[float, float]] = []
-    tell, planned = Lead.tell, History.planned
+    tell, planned = Lead.notify_servers, History.planned
 
     def count(self: Lead, step: str, arguments: Mapping[str, Any]) -> None:
         told[step] += 1
@@ -130,7 +130,7 @@ def pooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
         computed.append((seconds[dist.get_world_size() :].sum(), seconds.sum()))  # of one node: servers come last
         planned(self, plan)
 
-    with patch.object(Lead, "tell", count), patch.object(History, "planned", note):
+    with patch.object(Lead, "notify_servers", count), patch.object(History, "planned", note):
         hf_distca.configure()
         value = function(rank, *args)
     parts, wholes = zip(*computed, strict=True) if computed else ((0.0,), (1.0,))

@@ -35,7 +35,7 @@ def nothing_to_serve(rank: int, what: str) -> None:
     hf_distca.configure(settings())
     model = model_for("full")
     step(model, rank)
-    with patch.object(Lead, "tell", side_effect=AssertionError("servers are told")):
+    with patch.object(Lead, "notify_servers", side_effect=AssertionError("servers are told")):
         if what == "evaluation" and rank == 0:
             with torch.no_grad():
                 loss_of(model.eval(), drawn(rank, 1))

@@ -176,7 +176,7 @@ def test_trainers_one_after_another(
     theirs, ours = started(unpooled, one_after_another, kind), started(pooled, one_after_another, kind)
     same(ours, theirs)
     (server, *_) = started.served()
-    assert server.kept["Serving"] == 0
+    assert server.kept["ServedCall"] == 0
     assert server.kept["_Used"] + server.kept["Planned"] + server.kept["Planning"] <= 4 * 2
 
 

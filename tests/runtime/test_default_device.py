@@ -68,7 +68,7 @@ def step(rank: int, window: int | None, device: str | None) -> list[object]:
         group = AttentionGroup.create(timeout_seconds=30)
         numbers = [np.arange(length) for length in (3, 150 + rank, 150 + 400 * rank)]
         gathered = [[row.tolist() for row in group.gather(one, doing="gathering")] for one in numbers]
-        meeting = group.gather_async(numbers[0] + rank, doing="meeting", agree=lambda rows: None)
+        meeting = group.gather_async(numbers[0] + rank, doing="meeting", on_arrival=lambda rows: None)
         meeting.wait()
         traded = group.all_to_all(torch.tensor([rank, rank], device="cpu"), [1, 1], [1, 1], doing="trading")
         plan = Plan.from_tasks(Layout.from_segments(ROWS, [0, 0]), [CATask(*task) for task in TASKS], window)

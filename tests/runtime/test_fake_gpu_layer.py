@@ -113,10 +113,10 @@ def test_a_layer_stays_on_the_gpu(
         assert mode.operations > 20
         assert meter.dispatches == meter.returns == 2 * 2 * len(route.waves)
         assert len(peers.messages) == meter.dispatches + meter.returns
-        assert not meter.finished, "its kernels are timed by events of the device, which has not worked yet"
+        assert not meter.is_finished, "its kernels are timed by events of the device, which has not worked yet"
         assert gpu.waits == [], "neither the meter nor the trace waits"
         gpu.finish()
-        assert meter.finished
+        assert meter.is_finished
         assert {span.name for span in trace.spans} >= {"dispatch", "return", "wait", "pack", "server", "unpack"}
 
 

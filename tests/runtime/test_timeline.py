@@ -11,7 +11,7 @@ import torch
 
 from device_events import Device
 from hf_distca.measure.timeline import Trace
-from hf_distca.runtime.meter import Mark, Meter, now
+from hf_distca.runtime.meter import Mark, Meter, mark_now
 
 CUDA = torch.device("cuda")
 
@@ -29,9 +29,9 @@ def recorded(device: Device) -> Trace:
     first, second = (trace.meter(Meter(), half, half) for half in (1, 2))
 
     def launched(meter: Meter, name: str, seconds: float) -> Mark:
-        begin = now(CUDA)
+        begin = mark_now(CUDA)
         device.launch(seconds)
-        end = now(CUDA)
+        end = mark_now(CUDA)
         meter.span(name, begin, end)
         return end
 

@@ -81,7 +81,7 @@ class Planned:
         meter = self.meter
         whole = meter.calls > 0 and meter.kernel_calls == 2 * meter.backward_calls
         rest = (int(meter.exchange_seconds * 1e9), meter.calls) if whole else (-1, -1)
-        return int(meter.seconds * 1e9) if meter.finished else -1, meter.sent_bytes, *rest
+        return int(meter.seconds * 1e9) if meter.is_finished else -1, meter.sent_bytes, *rest
 
     @property
     def is_measured(self) -> bool:

@@ -25,7 +25,7 @@ from hf_distca.agreement.world_progress import Progress
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
-from hf_distca.runtime.watch import AwaitedThread
+from hf_distca.runtime.monitor import AwaitedThread
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.plan import Plan
 
@@ -119,7 +119,7 @@ class Planner:
         place = place or f"micro-batch {self.progress.number_of(keys)}"
         planning = Planning(place, group)
         planning.serial = group.number(planning)
-        group.tell("begin_plans", planning=planning.serial, requests=requests, place=place, beside=beside)
+        group.notify_servers("begin_plans", planning=planning.serial, requests=requests, place=place, beside=beside)
         layouts = [layout_of(stated) for stated in self.progress.announce(requests, group, place, config)]
         jobs = self._jobs(keys, group.size, group.per_node)
 
@@ -143,7 +143,7 @@ class Planner:
         all ranks have the same. One collective.
         """
         plans, group, place, started = planning.plans.result(), planning.group, planning.place, time.perf_counter()
-        group.tell("finish_plans", planning=planning.serial, plans=_serials(plans, group))
+        group.notify_servers("finish_plans", planning=planning.serial, plans=_serials(plans, group))
         # Plans come from equal inputs, but an exchange with unequal plans would hang.
         digests, doing = np.array([_number(planned.plan) for planned in plans], dtype=np.int64), f"comparing plans of {place}"
         if not group.all_equal(digests, doing=doing):
@@ -168,7 +168,7 @@ class Planner:
             Planned(key, plan, self.config, documents.rows, taken, str(dealt), per_node, group.holds, dealt.take_planned_here())
             for (documents, key), plan, dealt in zip(requests, plans, shares, strict=True)
         ]
-        group.tell("plan_shares", plans=_serials(planned, group), shares=shares, requests=requests)
+        group.notify_servers("plan_shares", plans=_serials(planned, group), shares=shares, requests=requests)
         place = f"micro-batch {self.progress.number_of(keys)} ({shares[0]})"
         dealt_numbers = [*shares[0].batch, shares[0].documents, *map(_number, plans)]
         self.progress.announce_async(dealt_numbers, keys, group, place, self.config)

@@ -36,8 +36,8 @@ from hf_distca.agreement.rates import Costs
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import LayoutError
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.meeting import Meeting
 from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.rendezvous import Rendezvous
 from hf_distca.schedule.layout import IntArray
 
 __all__ = ["Progress"]
@@ -83,7 +83,7 @@ class Progress:
         self._unannounced: list[Planned] = []  # in the order of use; the same plans on all ranks
         # With the numbers of the announcements that told figures, and the ranks that left then.
         self._measured: deque[tuple[int, Sequence[Planned], list[int]]] = deque()
-        self._meetings: deque[tuple[Meeting, list[Planned]]] = deque()  # with the plans whose measurements they tell
+        self._meetings: deque[tuple[Rendezvous, list[Planned]]] = deque()  # with the plans whose measurements they tell
 
     @property
     def next_number(self) -> int:
@@ -155,7 +155,9 @@ class Progress:
         self._met += 1
         facts, plans, announcement = self._announcement(keys, group, config, dealt)
         row, doing = announcement.row(), f"comparing shares of {place}"
-        meeting = group.gather_async(row, doing=doing, agree=lambda rows: agree(Announcements.read(rows), facts, group, place))
+        meeting = group.gather_async(
+            row, doing=doing, on_arrival=lambda rows: agree(Announcements.read(rows), facts, group, place)
+        )
         self._meetings.append((meeting, plans))
 
     def drain(self, at_most: int) -> None:
@@ -166,7 +168,7 @@ class Progress:
             meeting, plans = self._meetings.popleft()  # one that failed is not looked at again
             if len(self._meetings) >= at_most:
                 meeting.wait()
-            if not meeting.done:
+            if not meeting.is_done:
                 self._meetings.appendleft((meeting, plans))
                 return
             # Ranks are here at different times, so they cannot announce those again together whose kernels still run.
@@ -178,11 +180,11 @@ class Progress:
         """Gather the measurements of all ranks up to here, once the device is done. Collective."""
         if self._over:
             return
-        group.tell("gather")
+        group.notify_servers("gather")
         self._over = True
         self.drain(at_most=0)
         self._history.end()
-        while not self._meter.finished:
+        while not self._meter.is_finished:
             self._meter.running[0].end.synchronize()
         plans = self._history.unmeasured
         row = np.array([planned.own_figures for planned in plans], dtype=np.int64).reshape(-1)
@@ -208,7 +210,7 @@ class Progress:
         plans = [plan for plan in self._unannounced if plan.key in keys and newest.get(plan.key) is not plan]
         self._unannounced = [plan for plan in self._unannounced if plan not in plans]
         if dealt:  # what does not fit is announced later; on all ranks the same
-            room = (group.most_numbers - HEADER - len(dealt)) // FIGURES
+            room = (group.inline_row_capacity - HEADER - len(dealt)) // FIGURES
             self._unannounced[:0], plans = plans[room:], plans[:room]
         exchanges = self._meter.dispatches + self._meter.returns - self._exchanges_before
         exchanged = 0 if group.data is None else group.data.checksum

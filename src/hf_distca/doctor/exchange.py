@@ -84,7 +84,7 @@ def try_launched(has: Mapping[str, str], timeout_seconds: float) -> Tried:
     try:
         pool = Session.pool
         group = AttentionGroup.create(timeout_seconds=timeout_seconds) if pool is None else pool.group(None, timeout_seconds)
-        group.tell("try_exchange")
+        group.notify_servers("try_exchange")
         return exchange(has, torch.device("cuda" if cuda else "cpu"), group)
     finally:
         if started:

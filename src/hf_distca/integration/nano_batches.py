@@ -30,7 +30,7 @@ from hf_distca.integration.families import PING_PONG
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.processes import warn_once
 from hf_distca.integration.session import current_session
-from hf_distca.runtime.pingpong import checkpointed_parts, run_nano_batches
+from hf_distca.runtime.pingpong import find_checkpointed_parts, run_nano_batches
 
 __all__ = ["Handover", "NanoBatches", "can_cut", "cut", "cut_layers"]
 
@@ -299,7 +299,7 @@ def _holds_attention(layer: torch.nn.Module) -> str | None:
     A module counts as attention by transformers' conventions for such modules.
     """
     sharded = [part for part in layer.modules() if part is not layer and isinstance(part, (FSDPModule, FullyShardedDataParallel))]
-    for parts, why in ((checkpointed_parts(layer), "checkpointed"), (sharded, "sharded by FSDP")):
+    for parts, why in ((find_checkpointed_parts(layer), "checkpointed"), (sharded, "sharded by FSDP")):
         modules = [module for part in parts for module in part.modules()]
         if any(hasattr(module, "is_causal") or "attention" in type(module).__name__.lower() for module in modules):
             return why

@@ -112,7 +112,7 @@ class Session:
     def config(self, config: DistCAConfig) -> None:
         self.planner.config = config
         if self._group is not None:
-            self._group.tell("configure", config=config)
+            self._group.notify_servers("configure", config=config)
 
     @property
     def group(self) -> AttentionGroup:
@@ -132,7 +132,7 @@ class Session:
                     check_pool(members, size)
                     group = self.pool.group(members, self.config.timeout_seconds)
                     self._group = replace(group, session=group.number(self))
-            self._group.tell("begin_session", config=self.config)
+            self._group.notify_servers("begin_session", config=self.config)
             self._trainers, self._world = None, world
         return self._group
 
@@ -183,7 +183,7 @@ class Session:
     def gather(self) -> None:
         """Gather the measurements up to here, on all ranks of the group. Collective."""
         group = self._group
-        if group is not None and group.size > 1 and not group.left and (group.holds is not None or dist.is_initialized()):
+        if group is not None and group.size > 1 and not group.has_left and (group.holds is not None or dist.is_initialized()):
             self.planner.progress.gather(group)
 
     def look_for_mesh(self, models: Iterator[PreTrainedModel]) -> None:
@@ -275,7 +275,7 @@ class Session:
         name = f"micro-batch {self.planner.progress.number}" + (f", nano-batch {nano}" if nano else "")
         name += f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
         serial = group.number(route)
-        group.tell("use_plan", plan=planned.serial, work=serial)
+        group.notify_servers("use_plan", plan=planned.serial, work=serial)
         return Work(group, route, keep_of(documents, device), plan.window, meter, nano, OutputStore(), name, serial)
 
     def server(self, work: Work, query: torch.Tensor, shape: AttentionShape, scores: Scores) -> AttentionServer:
@@ -292,7 +292,7 @@ class Session:
         """
         group, route, number = work.group, work.route, next(work.numbers)
         outputs = None if work.outputs is None else work.outputs.of(module, inputs)
-        if group.watch is None and self.trace is None:  # nobody waits for this rank, and nobody is told
+        if group.monitor is None and self.trace is None:  # nobody waits for this rank, and nobody is told
             return core_attention(inputs, Call(route, group, server, outputs))
         group.raise_pending()
         place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
@@ -333,7 +333,7 @@ class Session:
         """Make the cost model of a shape, at its first layer; all ranks of
         the group at the same point. Collective.
         """
-        group.tell("learn_cost", key=key, dtype=query.dtype)
+        group.notify_servers("learn_cost", key=key, dtype=query.dtype)
         self.planner.progress.costs.dtypes[key.shape, key.device] = str(query.dtype)
         if (key.shape, key.device) in self.planner.progress.costs:
             return

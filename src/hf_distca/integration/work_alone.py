@@ -35,7 +35,7 @@ def work_alone(handle: AttentionHandle, key: PlanKey, device: torch.device, mete
         handle.check(None, key.window)
         lengths = documents.rows[:, 2].tolist()
         window = _within(key.window, max(lengths, default=0))
-        route = Route.alone(lengths)
+        route = Route.for_whole_documents(lengths)
     else:
         layout = _layout(documents, evaluating=evaluating)
         handle.check(layout, key.window)

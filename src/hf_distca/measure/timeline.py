@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_distca.runtime.meter import Mark, Meter, now
+from hf_distca.runtime.meter import Mark, Meter, mark_now
 
 __all__ = ["Span", "Trace"]
 
@@ -59,7 +59,7 @@ class Trace:
 
     def border(self, device: torch.device) -> None:
         """Mark the place where one layer ends and the next one begins, forward or backward."""
-        self._borders.append(now(device))
+        self._borders.append(mark_now(device))
         self._begin(self._borders[-1])
 
     def meter(self, whole: Meter, nano: int, call: int) -> Meter:

@@ -35,11 +35,11 @@ from hf_distca.pipeline.stage_ranks import (
 from hf_distca.pipeline.stages import Stage
 from hf_distca.pipeline.tick_calls import CallPart, MicroBatch, MicroBatchPart, StageAttention, TickCalls, own_calls
 from hf_distca.pipeline.ticks import Pipeline, Tick, TickPlans, documents_of_shares, documents_of_stated, ticks
-from hf_distca.runtime.channel import wait_for
+from hf_distca.runtime.channel import wait_for_works
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.meeting import Meeting
+from hf_distca.runtime.monitor import reserved_seconds
 from hf_distca.runtime.outputs import OutputStore
-from hf_distca.runtime.watch import patience
+from hf_distca.runtime.rendezvous import Rendezvous
 
 __all__ = ["Messages", "Schedule", "TickFigures", "clip_grad_norm_"]
 
@@ -98,7 +98,7 @@ class Schedule(OneStageSchedule):
         self._ranks: tuple[Pipeline, StageAttention] | None = None  # found in the first step
         self._packed: Sequence[PackedDocuments] | None = None
         self._steps = 0
-        self._comparing: Meeting | None = None  # of the last step with shares
+        self._comparing: Rendezvous | None = None  # of the last step with shares
 
     def step(self, *args: Any, distca_documents: Sequence[PackedDocuments] | None = None, **kwargs: Any) -> Any:
         """Run a step, as torch's schedules do.
@@ -230,7 +230,7 @@ class Schedule(OneStageSchedule):
             else:
                 if self._comparing is not None:
                     self._comparing.wait()
-                self._comparing = group.gather_async(row, doing=f"comparing shares of {place}", agree=check)
+                self._comparing = group.gather_async(row, doing=f"comparing shares of {place}", on_arrival=check)
         return plans
 
     def _in_two(self, documents: Sequence[Documents]) -> bool:
@@ -371,12 +371,12 @@ class Messages:
         """Wait until all have arrived and left; over gloo no longer than the
         ranks of the group wait for each other.
         """
-        deadline = time.monotonic() + group.timeout_seconds - patience(group.timeout_seconds)
+        deadline = time.monotonic() + group.timeout_seconds - reserved_seconds(group.timeout_seconds)
         over_gloo = bool(self._ops) and self._ops[0].group.name() == "gloo"
         try:
-            wait_for(self._works, deadline if over_gloo else None)
+            wait_for_works(self._works, deadline if over_gloo else None)
         except RuntimeError as error:
-            raise error if group.watch is None else group.watch.give_up(doing, error) from error
+            raise error if group.monitor is None else group.monitor.give_up(doing, error) from error
         self._ops.clear()
 
 

@@ -26,7 +26,7 @@ from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs, OutputStore
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.serving import Serving, no_rows
+from hf_distca.runtime.serving import ServedCall, make_empty_operands
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 
@@ -101,7 +101,7 @@ class LayerKind(NamedTuple):
 
     def no_rows(self, device: torch.device) -> Operands:
         """Return operands without rows."""
-        return no_rows(self.key.shape, self.dtype, device)
+        return make_empty_operands(self.key.shape, self.dtype, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,7 +312,7 @@ class StageAttention:
             inputs = inputs._replace(q_THD=inputs.q_THD.detach().requires_grad_())
         stored = micro_batch.outputs[key.nano].of(module, inputs) if micro_batch.outputs else None
         call = StageCall(self, micro_batch, which, stored)
-        if again and call.recalled is None:
+        if again and call.recomputed_outputs is None:
             raise UnsupportedError(f"{type(module).__name__} computes attention in backward whose outputs were not kept.")
         return core_attention(inputs, call)
 
@@ -338,12 +338,12 @@ class StageAttention:
             for serving in begun:
                 serving.finish()
 
-    def _begin_serving(self, part: CallPart, *, backward: bool) -> Serving:
+    def _begin_serving(self, part: CallPart, *, backward: bool) -> ServedCall:
         """Launch the dispatch of a call."""
         group = self.group.at(part.name, 0 if backward else part.route.forward_exchanges)
         call = Call(part.route, group, self.server(part))
         call.backward = backward
-        return Serving.begin(call, part.kind.no_rows(self.device))
+        return ServedCall.begin(call, part.kind.no_rows(self.device))
 
 
 # Of work whose calls have their routes from elsewhere. They may exchange, so that there is something to hide.

@@ -28,8 +28,8 @@ from hf_distca.borrowed import PrefixStore, Store, TCPStore, store_of_world, tim
 from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError
 from hf_distca.pool.launch import parse_address, published
 from hf_distca.pool.words import Words
-from hf_distca.runtime.group import AttentionGroup, Members, StepLead
-from hf_distca.runtime.members import Seats
+from hf_distca.runtime.group import AttentionGroup, Members, ServerNotifier
+from hf_distca.runtime.members import PoolRanks
 
 __all__ = ["Lead", "Pool", "seats"]
 
@@ -58,7 +58,7 @@ class Pool:
     attempt: str = "0"
     wait_seconds: float = 300.0
     spare: bool = False
-    _joined: tuple[object, AttentionGroup, Seats] | None = field(default=None, init=False)
+    _joined: tuple[object, AttentionGroup, PoolRanks] | None = field(default=None, init=False)
 
     def group(self, members: dist.ProcessGroup | Members | None, timeout_seconds: float | None) -> AttentionGroup:
         """Return the group of the ranks of the world and the servers.
@@ -77,7 +77,7 @@ class Pool:
                 "--server-address."
             )
         world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
-        if self._joined is not None and self._joined[0] is world and not self._joined[1].left:
+        if self._joined is not None and self._joined[0] is world and not self._joined[1].has_left:
             return self._joined[1]
         if world is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             return AttentionGroup()  # before ranks have met: this one is alone, as without servers
@@ -113,10 +113,10 @@ class Pool:
             names = [before.names[before.ranks[index]] for index in leaving]
             _log.warning("%s was told to end: training goes on without it", ", ".join(names))
             lead = group.lead.without(names)
-            lead.tell("regroup", {"leaving": leaving})
+            lead.notify_servers("regroup", {"leaving": leaving})
         return self._join(world, before.without(leaving), group.timeout_seconds, lead)
 
-    def _join(self, world: object, all_seats: Seats, seconds: float, lead: StepLead | None) -> AttentionGroup:
+    def _join(self, world: object, all_seats: PoolRanks, seconds: float, lead: ServerNotifier | None) -> AttentionGroup:
         group = AttentionGroup.with_servers(all_seats, seconds, lead)
         if isinstance(lead, Lead):
             lead.group = group
@@ -162,12 +162,12 @@ _UNDER_WAY = {"use_plan": "work", "begin_plans": "planning"}
 _ANYWHERE = ("0.0.0.0", "127.0.0.1", "localhost", "::", "::1")  # a store that listens on the host of rank 0
 
 
-def seats(invitation: Mapping[str, Any], store: Store, rank: int) -> Seats:
+def seats(invitation: Mapping[str, Any], store: Store, rank: int) -> PoolRanks:
     """Return the seats of a group, for the process of this number."""
     ranks = tuple(invitation["ranks"])
     names = {int(number): name for number, name in invitation["names"].items()}
     meeting = PrefixStore(invitation["meeting"], _launch_store(store))
-    return Seats(ranks, tuple(invitation["holds"]), names, ranks.index(rank), invitation["backend"], meeting)
+    return PoolRanks(ranks, tuple(invitation["holds"]), names, ranks.index(rank), invitation["backend"], meeting)
 
 
 class Lead:
@@ -221,7 +221,7 @@ class Lead:
             raise ConfigError(f"the server at {address} cannot take part: {refusal}")
         return words
 
-    def tell(self, step: str, arguments: Mapping[str, Any]) -> None:
+    def notify_servers(self, step: str, arguments: Mapping[str, Any]) -> None:
         """Announce a step to all servers, with the numbers of objects that are gone."""
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         if step in _UNDER_WAY:
@@ -242,7 +242,7 @@ class Lead:
                 raise self._lost(name, error) from error
 
     def number(self, known: object) -> int:
-        """See `StepLead.number`."""
+        """See `ServerNotifier.number`."""
         number = next(self._numbers)
         finalize(known, self._forgotten.append, number)  # at any time, in any thread
         return number
@@ -260,7 +260,7 @@ class Lead:
 
     def end(self, why: str = "the run is over") -> None:
         """End the servers, and tell them why, or that this process failed."""
-        failed = self.group is None or self.group.left or hasattr(sys, "last_value")  # an exception that nobody caught
+        failed = self.group is None or self.group.has_left or hasattr(sys, "last_value")  # an exception that nobody caught
         why = "the run failed, see the log of rank 0" if failed else why
         for words in self.servers.values():
             try:
@@ -271,9 +271,9 @@ class Lead:
         self.servers.clear()
 
     def _lost(self, name: str, error: OSError) -> DistCAError:
-        if self.group is None or self.group.watch is None:
+        if self.group is None or self.group.monitor is None:
             return DistCADesyncError(f"{name} has ended ({error}): look at its log, and start it again.")
-        return self.group.watch.give_up(f"telling {name} what comes next", error)
+        return self.group.monitor.give_up(f"telling {name} what comes next", error)
 
 
 def _invited(store: Store, seconds: float) -> dict[str, Any]:

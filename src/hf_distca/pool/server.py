@@ -37,9 +37,9 @@ from hf_distca.pool.lead import seats
 from hf_distca.pool.words import Words, read_config, read_dtype, read_key, read_requests, read_shares, read_step
 from hf_distca.runtime.call import AttentionServer, Call
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.members import Seats
+from hf_distca.runtime.members import PoolRanks
 from hf_distca.runtime.meter import Meter
-from hf_distca.runtime.serving import Serving, no_rows
+from hf_distca.runtime.serving import ServedCall, make_empty_operands
 
 __all__ = ["EndedError", "serve"]
 
@@ -114,10 +114,10 @@ class Server:
     Sessions, plannings, plans and works have numbers, under which they are known until rank 0 has forgotten them.
     """
 
-    def __init__(self, all_seats: Seats, seconds: float, device: torch.device) -> None:
+    def __init__(self, all_seats: PoolRanks, seconds: float, device: torch.device) -> None:
         self._seats, self._device = all_seats, device
         self._group = AttentionGroup.with_servers(all_seats, seconds)
-        self._calls: dict[int, Serving] = {}
+        self._calls: dict[int, ServedCall] = {}
         self._known: dict[int, Any] = {}
         self._meter = Meter()
         self._micro_batches = self._served = 0
@@ -145,8 +145,8 @@ class Server:
                 self.end(**word[1])
             raise
         except (EndedError, EOFError, OSError) as end:
-            if self._group.watch is not None and getattr(end, "status", True):
-                self._group.watch.leave(f"ended: {end}")
+            if self._group.monitor is not None and getattr(end, "status", True):
+                self._group.monitor.leave(f"ended: {end}")
             raise
 
     @property
@@ -189,7 +189,9 @@ class Server:
     def learn_cost(self, session: int, key: Sequence[Any], dtype: str) -> None:
         """Make the cost model of a kind of layer, together with the ranks."""
         which = read_key(key)
-        self._known[session].learn_cost(which, no_rows(which.shape, read_dtype(dtype), self._device).q_THD, self._group)
+        self._known[session].learn_cost(
+            which, make_empty_operands(which.shape, read_dtype(dtype), self._device).q_THD, self._group
+        )
 
     def begin_plans(self, session: int, planning: int, requests: Sequence[Any], place: str, beside: bool) -> None:
         """Take part when ranks announce documents and begin to plan them."""
@@ -227,7 +229,7 @@ class Server:
     def begin(self, call: int, work: int, place: str, backward: bool, **layer: Any) -> None:
         """Begin a call, when a layer sends its queries, keys and values."""
         session, key, used = self._known[work]
-        operands = no_rows(key.shape, read_dtype(layer["dtype"]), self._device)
+        operands = make_empty_operands(key.shape, read_dtype(layer["dtype"]), self._device)
         scores = Scores(layer["scale"], used.window, layer["softcap"])
         kernel = session.kernel(operands.q_THD, (key.shape.head_dim, key.shape.value_head_dim), scores, key.shape.ratio)
         server = AttentionServer(kernel, scores, used.meter, partial(used.group.reporting, f"computing {place}"))
@@ -237,7 +239,7 @@ class Server:
         else:
             used.meter.count(calls=1)
         self._served += 1
-        self._calls[call] = Serving.begin(taken, operands)
+        self._calls[call] = ServedCall.begin(taken, operands)
 
     def serve(self, call: int) -> None:
         """Run the tasks of a layer, and send back the results."""
@@ -255,7 +257,7 @@ class Server:
         while True:
             with suppress(TimeoutError):
                 return words.receive(_LOOK_SECONDS)
-            if self._group.watch is not None and (word := self._group.watch.first_word):
+            if self._group.monitor is not None and (word := self._group.monitor.first_failure):
                 raise EndedError(word)
 
 

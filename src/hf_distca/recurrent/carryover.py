@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_distca.recurrent.segments import Key, Needed, Segments
 from hf_distca.runtime.channel import Channel
-from hf_distca.runtime.messages import Part, add_rows, joined, launch, pieces
+from hf_distca.runtime.messages import MessagePart, add_rows, concat_rows, launch, split_runs
 from hf_distca.runtime.outputs import LayerOutputs
 
 __all__ = ["Carried", "RuleOutputs", "Summaries", "carry", "starting_states", "tied", "widened"]
@@ -75,7 +75,7 @@ class _Exchange:
         data = segments.group.data
         self.channel: Channel | None = None if data is None else data.at(name, forward_exchanges=1)
 
-    def send(self, parts: Sequence[Part]) -> list[list[torch.Tensor]]:
+    def send(self, parts: Sequence[MessagePart]) -> list[list[torch.Tensor]]:
         pending = launch(self.channel, parts, self.segments.formats, "states")
         self.segments.meter.count(state_exchanges=1, state_bytes=pending.sent_bytes)
         return pending.sections()
@@ -86,8 +86,8 @@ class _Exchange:
         """
         if self.stored is not None and (kept := self.stored.take()) is not None:
             return [rows.detach() for rows in kept]
-        parts = [Part(tensor.contiguous(), needed.rows) for tensor, needed in zip(held, self.needed, strict=True)]
-        came = [joined(sections, tensor) for sections, tensor in zip(self.send(parts), held, strict=True)]
+        parts = [MessagePart(tensor.contiguous(), needed.rows) for tensor, needed in zip(held, self.needed, strict=True)]
+        came = [concat_rows(sections, tensor) for sections, tensor in zip(self.send(parts), held, strict=True)]
         if self.stored is not None:
             self.stored.keep(*came)
         return came
@@ -100,12 +100,12 @@ class _Exchange:
             self.stored.drop()
         counts = [len(needed.held) for needed in self.needed]
         parts = [
-            Part(gradient[count:].contiguous(), needed.rows.way_back)
+            MessagePart(gradient[count:].contiguous(), needed.rows.way_back)
             for gradient, needed, count in zip(gradients, self.needed, counts, strict=True)
         ]
         came = self.send(parts)
         return [
-            add_rows(gradient[:count].clone(), needed.rows.runs, pieces(needed.rows.runs, sections))
+            add_rows(gradient[:count].clone(), needed.rows.runs, split_runs(needed.rows.runs, sections))
             for gradient, needed, count, sections in zip(gradients, self.needed, counts, came, strict=True)
         ]
 

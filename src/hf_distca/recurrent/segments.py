@@ -16,7 +16,7 @@ import torch
 
 from hf_distca.errors import LayoutError
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.messages import Formats, Rows, Run
+from hf_distca.runtime.messages import MessageLayouts, RowRun, Rows
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.layout import Layout, Segment
 
@@ -62,7 +62,7 @@ class Needed:
         place = {key: index for index, key in enumerate(held)}
         sent = sorted((target, key) for target, holder, key in unique if holder == rank != target)
         received = sorted((holder, key) for target, holder, key in unique if target == rank != holder)
-        rows = Rows(tuple(Run(target, place[key], 1) for target, key in sent), dict(Counter(holder for holder, _ in received)))
+        rows = Rows(tuple(RowRun(target, place[key], 1) for target, key in sent), dict(Counter(holder for holder, _ in received)))
         place.update((key, len(held) + index) for index, (_, key) in enumerate(received))
         return cls(held, rows, place)
 
@@ -91,7 +91,7 @@ class Segments:
     meter: Meter = field(default_factory=Meter)
     name: str = "a micro-batch"
     numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
-    formats: Formats = field(default_factory=dict, repr=False)
+    formats: MessageLayouts = field(default_factory=dict, repr=False)
     _halos: dict[int, Needed] = field(default_factory=dict, repr=False)
 
     @classmethod

@@ -24,9 +24,9 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from hf_distca.runtime.watch import BREAK_TAG, Watch, patience
+from hf_distca.runtime.monitor import BREAK_TAG, FailureMonitor, reserved_seconds
 
-__all__ = ["Channel", "Transfer", "wait_for"]
+__all__ = ["Channel", "Transfer", "wait_for_works"]
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class Channel:
 
     Attributes:
         process_group: where messages travel.
-        watch: receives a report if a message does not come.
+        monitor: receives a report if a message does not come.
         timeout_seconds: how long a rank waits for the others.
         where: purpose of the exchanges, in words that are the same on every rank.
         forward_exchanges: how many of the exchanges belong to forward; those after them belong to
@@ -44,7 +44,7 @@ class Channel:
     """
 
     process_group: dist.ProcessGroup
-    watch: Watch
+    monitor: FailureMonitor
     timeout_seconds: float
     where: str = "core attention"
     forward_exchanges: int | None = None
@@ -95,45 +95,45 @@ class Channel:
         tag = _checksum(doing, self.launched) % BREAK_TAG
         self._sum[0] = _checksum(doing, self.launched, self._sum[0])
         self.launched += 1
-        landing = received if self._staged(received) else None
+        landing = received if self._is_staged(received) else None
         received = received if landing is None else torch.empty_like(received, device="cpu")
-        sent = sent.to("cpu", copy=True) if self._staged(sent) else sent
+        sent = sent.to("cpu", copy=True) if self._is_staged(sent) else sent
         transfer = Transfer(self, [], received, sent, doing, tag, landing)
-        self.watch.under_way.add(transfer)
-        launch = self._tagged if self.over_gloo else self._all_to_all
+        self.monitor.under_way.add(transfer)
+        launch = self._start_tagged if self.is_gloo else self._start_all_to_all
         try:
             # One message after another: if a rank has left, those that were started before must be seen through.
             for work in launch(transfer, receive_bytes, send_bytes):
                 transfer.works.append(work)
         except RuntimeError as error:
-            raise self.watch.give_up(doing, error) from error
+            raise self.monitor.give_up(doing, error) from error
         return transfer
 
     @property
-    def over_gloo(self) -> bool:
+    def is_gloo(self) -> bool:
         """True if messages are tagged, and waits for them bounded."""
         return self.process_group.name() == "gloo"
 
     @property
     def under_way(self) -> bool:
         """True if there are messages that this rank has not waited for."""
-        return any(transfer.works for transfer in tuple(self.watch.under_way))
+        return any(transfer.works for transfer in tuple(self.monitor.under_way))
 
-    def _staged(self, message: torch.Tensor) -> bool:
-        return self.over_gloo and message.device.type != "cpu"
+    def _is_staged(self, message: torch.Tensor) -> bool:
+        return self.is_gloo and message.device.type != "cpu"
 
-    def _all_to_all(
+    def _start_all_to_all(
         self, transfer: Transfer, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
     ) -> Iterator[dist.Work | None]:
         group = self.process_group
         arriving, leaving = ([sizes.get(rank, 0) for rank in range(group.size())] for sizes in (receive_bytes, send_bytes))
         yield dist.all_to_all_single(transfer.received, transfer.sent, arriving, leaving, group=group, async_op=True)
 
-    def _tagged(
+    def _start_tagged(
         self, transfer: Transfer, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
     ) -> Iterator[dist.Work | None]:
         group, rank_here = self.process_group, self.process_group.rank()
-        received, sent = _messages(transfer.received, receive_bytes), _messages(transfer.sent, send_bytes)
+        received, sent = _split_messages(transfer.received, receive_bytes), _split_messages(transfer.sent, send_bytes)
         if rank_here in sent:
             received.pop(rank_here).copy_(sent.pop(rank_here))
         for rank, message in received.items():
@@ -165,27 +165,27 @@ class Transfer:
         """
         seconds = self.channel.timeout_seconds  # from now on: what this rank did since the launch is not the others' time
         try:
-            wait_for(self.works, time.monotonic() + seconds - patience(seconds) if self.channel.over_gloo else None)
+            wait_for_works(self.works, time.monotonic() + seconds - reserved_seconds(seconds) if self.channel.is_gloo else None)
         except RuntimeError as error:
-            raise self.channel.watch.give_up(self.doing, error) from error
+            raise self.channel.monitor.give_up(self.doing, error) from error
         if self.landing is not None:
             self.landing.copy_(self.received)
 
-    def see_through(self, deadline: float) -> None:
+    def drain(self, deadline: float) -> None:
         """Wait even if the exchange cannot succeed: gloo loses messages whose buffers are freed,
         and other ranks' waits, while they are half-way.
         """
         works, self.works = self.works, []
-        for work in works if self.channel.over_gloo else []:
+        for work in works if self.channel.is_gloo else []:
             with suppress(RuntimeError):
-                wait_for([work], deadline)
+                wait_for_works([work], deadline)
 
     def __del__(self) -> None:
         if self.works:  # after an exception nobody waits
-            self.see_through(self.channel.watch.deadline())
+            self.drain(self.channel.monitor.deadline())
 
 
-def wait_for(works: list[dist.Work | None], deadline: float | None) -> None:
+def wait_for_works(works: list[dist.Work | None], deadline: float | None) -> None:
     """Wait for messages until a deadline, if there is one.
 
     After an exception `works` holds those that were not waited for.
@@ -193,7 +193,7 @@ def wait_for(works: list[dist.Work | None], deadline: float | None) -> None:
     while works:
         work = works.pop(0)  # to be waited for once only
         if work is not None and deadline is not None:
-            work.wait(_until(deadline))
+            work.wait(_time_left(deadline))
         elif work is not None:
             work.wait()
 
@@ -202,11 +202,11 @@ def _checksum(text: str, number: int, before: int = 0) -> int:
     return zlib.crc32(f"{text} {number}".encode(), before)
 
 
-def _messages(buffer: torch.Tensor, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
+def _split_messages(buffer: torch.Tensor, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
     """Cut a buffer into views: the message of each rank that has one."""
     starts = accumulate(sizes.values(), initial=0)
     return {rank: buffer[start : start + size] for (rank, size), start in zip(sizes.items(), starts, strict=False) if size}
 
 
-def _until(deadline: float) -> datetime.timedelta:
+def _time_left(deadline: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001))

@@ -25,7 +25,7 @@ from hf_distca.borrowed import PrefixStore, Store, group_of_members, names_of_gr
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["Members", "Seats", "communicator", "launched_per_node", "least", "node_number", "ranks_per_node"]
+__all__ = ["Members", "PoolRanks", "make_communicator", "launched_per_node", "all_reduce_min", "node_number", "ranks_per_node"]
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -66,7 +66,7 @@ class Members:
 
 
 @dataclass(frozen=True, eq=False)
-class Seats:
+class PoolRanks:
     """Members of a group of training ranks and servers, seen from one of them.
 
     Attributes:
@@ -91,17 +91,17 @@ class Seats:
         """All ranks, and the index of this one."""
         return self.ranks, self.rank
 
-    def without(self, leaving: Sequence[int]) -> Seats:
+    def without(self, leaving: Sequence[int]) -> PoolRanks:
         """Return the seats of the others, once those of these indices
         have left; this process is none of them.
         """
         stay = [index for index in range(len(self.ranks)) if index not in leaving]
         ranks, holds = tuple(self.ranks[index] for index in stay), tuple(self.holds[index] for index in stay)
         meeting = PrefixStore(f"distca pool of {len(stay)}", self.store)
-        return Seats(ranks, holds, self.names, stay.index(self.rank), self.backend, meeting)
+        return PoolRanks(ranks, holds, self.names, stay.index(self.rank), self.backend, meeting)
 
 
-def communicator(ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, purpose: str) -> dist.ProcessGroup:
+def make_communicator(ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, purpose: str) -> dist.ProcessGroup:
     """Make a process group by its members alone, at any time.
 
     `dist.new_group` has two reasons to wait for ranks that need not come. If the world is bound to a device, it splits the
@@ -123,7 +123,7 @@ def communicator(ranks: tuple[int, ...], backend: str, timeout: datetime.timedel
         raise
 
 
-def least(numbers: IntArray, control: dist.ProcessGroup) -> IntArray:
+def all_reduce_min(numbers: IntArray, control: dist.ProcessGroup) -> IntArray:
     """Return the minimum over all ranks at each place. Collective."""
     smallest = torch.from_numpy(numbers)
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=control)

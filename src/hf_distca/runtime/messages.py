@@ -7,7 +7,7 @@ share it::
 
     to rank 0: | part 0 rows | part 1 rows | ...   to rank 1: | part 0 rows | part 1 rows | ...
 
-Offsets are computed once for all layers (`Format`). All messages are packed by one
+Offsets are computed once for all layers (`MessageLayout`). All messages are packed by one
 operation whatever the number of ranks and parts, and nothing here takes time for ranks that neither
 send nor receive.
 """
@@ -29,21 +29,21 @@ from hf_distca.runtime.channel import Channel, Transfer
 from hf_distca.runtime.meter import Mark
 
 __all__ = [
-    "Format",
-    "Formats",
-    "Part",
+    "MessageLayout",
+    "MessageLayouts",
+    "MessagePart",
     "Pending",
     "PoolRun",
     "Rows",
-    "Run",
+    "RowRun",
     "add_rows",
-    "aside",
-    "joined",
+    "side_stream",
+    "concat_rows",
     "launch",
     "pack",
-    "pieces",
+    "split_runs",
     "put_rows",
-    "rows_of",
+    "view_rows",
 ]
 
 _ALIGNMENT = 16
@@ -51,7 +51,7 @@ _ALIGNMENT = 16
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """`rows` rows of a tensor, from `start` on, `step` apart, and the rank that they go to."""
 
     rank: int
@@ -81,11 +81,11 @@ class Rows:
         receive: rows that come from each rank that sends any, in the order of ranks.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[RowRun, ...]
     receive: Mapping[int, int]
 
     @cached_property
-    def runs_by_rank(self) -> dict[int, list[Run]]:
+    def runs_by_rank(self) -> dict[int, list[RowRun]]:
         """`runs` by destination rank, in the order of ranks."""
         return {rank: list(runs) for rank, runs in groupby(self.runs, key=lambda run: run.rank)}
 
@@ -100,11 +100,11 @@ class Rows:
         back to its sender, in the order of arrival.
         """
         starts = accumulate(self.receive.values(), initial=0)
-        runs = [Run(rank, start, rows) for (rank, rows), start in zip(self.receive.items(), starts, strict=False)]
+        runs = [RowRun(rank, start, rows) for (rank, rows), start in zip(self.receive.items(), starts, strict=False)]
         return Rows(tuple(runs), self.send)
 
 
-def rows_of(tensor: torch.Tensor, start: int, rows: int, step: int = 1) -> torch.Tensor:
+def view_rows(tensor: torch.Tensor, start: int, rows: int, step: int = 1) -> torch.Tensor:
     """Return `rows` rows from `start` on, `step` apart, as a view;
     the tensor itself if it has no others.
     """
@@ -113,44 +113,44 @@ def rows_of(tensor: torch.Tensor, start: int, rows: int, step: int = 1) -> torch
     return tensor if rows == tensor.shape[0] else tensor.narrow(0, start, rows)
 
 
-def joined(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def concat_rows(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """Concatenate rows of several tensors into a new tensor; without any,
     return zero rows of the shape of `like`.
     """
     return torch.cat(list(pieces)) if pieces else like.new_empty((0, *like.shape[1:]))
 
 
-def pieces(runs: Sequence[Run | PoolRun], sections: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def split_runs(runs: Sequence[RowRun | PoolRun], sections: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Cut consecutive sections into the rows of each run. No run is in two of them."""
     left, rest = iter(sections), 0
     for run in runs:
         if not rest:
             section = next(left)
             rest = len(section)
-        yield rows_of(section, len(section) - rest, run.rows)
+        yield view_rows(section, len(section) - rest, run.rows)
         rest -= run.rows
 
 
-def put_rows(tensors: Sequence[torch.Tensor], runs: Sequence[Run], sections: Sequence[Sequence[torch.Tensor]]) -> None:
+def put_rows(tensors: Sequence[torch.Tensor], runs: Sequence[RowRun], sections: Sequence[Sequence[torch.Tensor]]) -> None:
     """Write the rows in the sections of each tensor to the places of
     the runs, by one operation a tensor.
     """
     for tensor, came in zip(tensors, sections, strict=True):
         if runs:
-            copy_each([rows_of(tensor, *run[1:]) for run in runs], list(pieces(runs, came)))
+            copy_each([view_rows(tensor, *run[1:]) for run in runs], list(split_runs(runs, came)))
 
 
-def add_rows(grad_TKD: torch.Tensor, runs: Sequence[Run | PoolRun], addends: Iterable[torch.Tensor]) -> torch.Tensor:
+def add_rows(grad_TKD: torch.Tensor, runs: Sequence[RowRun | PoolRun], addends: Iterable[torch.Tensor]) -> torch.Tensor:
     """Add addends to the rows of each run and return the gradients: sums in
     float32 or float64, if there are runs.
     """
     total = grad_TKD if not runs or grad_TKD.dtype == torch.float64 else grad_TKD.float()
     for run, rows_TKD in zip(runs, addends, strict=True):
-        rows_of(total, *run[1:]).add_(rows_TKD)
+        view_rows(total, *run[1:]).add_(rows_TKD)
     return total
 
 
-class Part(NamedTuple):
+class MessagePart(NamedTuple):
     """A contiguous tensor of a message, (rows, ...), and the destinations of its rows."""
 
     tensor: torch.Tensor
@@ -162,7 +162,7 @@ class Part(NamedTuple):
         return math.prod(self.tensor.shape[1:]) * self.tensor.element_size()
 
 
-class _Piece(NamedTuple):
+class _CopySpan(NamedTuple):
     """Span of bytes of a part, or zeros if `part` is None: `times`
     times `size` bytes, `stride` apart.
     """
@@ -174,7 +174,7 @@ class _Piece(NamedTuple):
     stride: int = 0
 
     @classmethod
-    def of(cls, part: int, run: Run, row_bytes: int) -> _Piece:
+    def of(cls, part: int, run: RowRun, row_bytes: int) -> _CopySpan:
         """Return the bytes of a run's rows."""
         if run.step == 1:
             return cls(part, run.start * row_bytes, run.rows * row_bytes)
@@ -193,7 +193,7 @@ class _Piece(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Format:
+class MessageLayout:
     """Layout of the messages of an exchange; in bytes unless said otherwise.
 
     Attributes:
@@ -204,23 +204,23 @@ class Format:
         payload: size of everything sent, without padding.
     """
 
-    pieces: list[_Piece]
+    pieces: list[_CopySpan]
     sections: list[list[tuple[int, int]]]
     send: dict[int, int]
     receive: dict[int, int]
     payload: int
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[Rows, int]]) -> Format:
+    def of(cls, parts: Sequence[tuple[Rows, int]]) -> MessageLayout:
         """Compute the layout of parts, given by their rows and the bytes of a row."""
         form = cls([], [[] for _ in parts], {}, {}, sum(sum(rows.send.values()) * row_bytes for rows, row_bytes in parts))
         for rank in sorted({rank for rows, _ in parts for rank in rows.send}):
             form.send[rank] = 0
             for number, (rows, row_bytes) in enumerate(parts):
-                form.pieces.extend(_Piece.of(number, run, row_bytes) for run in rows.runs_by_rank.get(rank, []))
+                form.pieces.extend(_CopySpan.of(number, run, row_bytes) for run in rows.runs_by_rank.get(rank, []))
                 size = rows.send.get(rank, 0) * row_bytes
                 if padding := -size % _ALIGNMENT:
-                    form.pieces.append(_Piece(None, 0, padding))
+                    form.pieces.append(_CopySpan(None, 0, padding))
                 form.send[rank] += size + padding
         offset = 0
         for rank in sorted({rank for rows, _ in parts for rank in rows.receive}):
@@ -233,7 +233,7 @@ class Format:
         return form
 
 
-Formats = dict[tuple[tuple[Rows, int], ...], Format]
+MessageLayouts = dict[tuple[tuple[Rows, int], ...], MessageLayout]
 
 
 class Pending:
@@ -245,18 +245,20 @@ class Pending:
         sent_bytes: bytes sent to other ranks, without padding.
         device: device of its messages.
         transfer: the transfer to wait for; None if there is none, or if it is over.
-        before: sections of an earlier exchange. Its last parts are those of this one; their
+        earlier_sections: sections of an earlier exchange. Its last parts are those of this one; their
             sections go in front of its own.
-        first: the transfer of that exchange, if another stream has waited for it; held so that
+        earlier_transfer: the transfer of that exchange, if another stream has waited for it; held so that
             memory it sends is not reused earlier.
         launched: time of the launch, for measurements.
     """
 
-    def __init__(self, parts: Sequence[Part], form: Format, transfer: Transfer | None, received: torch.Tensor) -> None:
+    def __init__(
+        self, parts: Sequence[MessagePart], form: MessageLayout, transfer: Transfer | None, received: torch.Tensor
+    ) -> None:
         self.sent_bytes, self.device = form.payload, received.device
         self.transfer = transfer
-        self.first: Transfer | None = None
-        self.before: list[list[torch.Tensor]] = []
+        self.earlier_transfer: Transfer | None = None
+        self.earlier_sections: list[list[torch.Tensor]] = []
         self.launched: Mark = 0.0
         # Dtypes and row shapes are all that is needed of the parts: what was packed may go.
         self._kinds = [(part.tensor.dtype, part.tensor.shape[1:]) for part in parts]
@@ -270,16 +272,18 @@ class Pending:
         """
         if self.transfer is not None:
             self.transfer.wait()
-        came = [_views(self._received, *kind, sections) for kind, sections in zip(self._kinds, self._sections, strict=True)]
-        before, self.before = self.before, []
+        came = [
+            _view_sections(self._received, *kind, sections) for kind, sections in zip(self._kinds, self._sections, strict=True)
+        ]
+        before, self.earlier_sections = self.earlier_sections, []
         del self._received
-        self.transfer = self.first = None
+        self.transfer = self.earlier_transfer = None
         alone = len(before) - len(came) if before else 0
         return before[:alone] + [first + second for first, second in zip(before[alone:], came, strict=True)] if before else came
 
 
 @contextmanager
-def aside(channel: Channel | None, device: torch.device) -> Iterator[bool]:
+def side_stream(channel: Channel | None, device: torch.device) -> Iterator[bool]:
     """Run work on a side stream on CUDA, which starts after the current stream's work.
 
     Yields whether there is such a stream.
@@ -288,7 +292,7 @@ def aside(channel: Channel | None, device: torch.device) -> Iterator[bool]:
     allocated inside is reused only by later work of this stream, which waits for the current one
     again. Over gloo the host waits: there is no such stream.
     """
-    if device.type != "cuda" or channel is None or channel.over_gloo:
+    if device.type != "cuda" or channel is None or channel.is_gloo:
         yield False
         return
     stream = _stream(device)
@@ -303,7 +307,9 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
-def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | None = None, name: str | None = None) -> Pending:
+def launch(
+    channel: Channel | None, parts: Sequence[MessagePart], formats: MessageLayouts | None = None, name: str | None = None
+) -> Pending:
     """Start an exchange.
 
     Every rank of the channel must launch the same exchanges in the
@@ -315,7 +321,7 @@ def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | No
     formats = {} if formats is None else formats
     kinds = tuple((part.rows, part.row_bytes) for part in parts)
     if (form := formats.get(kinds)) is None:
-        form = formats[kinds] = Format.of(kinds)
+        form = formats[kinds] = MessageLayout.of(kinds)
     sent = pack([part.tensor for part in parts], form.pieces)
     if channel is None:
         return Pending(parts, form, None, sent)
@@ -323,7 +329,7 @@ def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | No
     return Pending(parts, form, channel.start(received, sent, form.receive, form.send, name), received)
 
 
-def pack(tensors: Sequence[torch.Tensor], pieces: Sequence[_Piece]) -> torch.Tensor:
+def pack(tensors: Sequence[torch.Tensor], pieces: Sequence[_CopySpan]) -> torch.Tensor:
     """Copy the pieces of the tensors one after another into one uint8 message buffer."""
     if not pieces:
         return tensors[0].new_empty(0, dtype=torch.uint8)
@@ -332,7 +338,7 @@ def pack(tensors: Sequence[torch.Tensor], pieces: Sequence[_Piece]) -> torch.Ten
     return torch.cat([piece.cut(padding if piece.part is None else flat[piece.part]) for piece in pieces])
 
 
-def _views(
+def _view_sections(
     message: torch.Tensor, dtype: torch.dtype, row: tuple[int, ...], sections: Sequence[tuple[int, int]]
 ) -> list[torch.Tensor]:
     """Return sections of a message, given by first byte and number of rows, as tensors."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Mark", "Meter", "now"]
+__all__ = ["Mark", "Meter", "mark_now"]
 
 # A moment: of the host's clock, or on a CUDA stream.
 Mark = float | torch.Event
@@ -24,7 +24,7 @@ _COUNTED = {"server": "_seconds", **dict.fromkeys(("pack", "wait", "unpack"), "_
 _MOST_RUNNING = 1024
 
 
-def now(device: torch.device) -> Mark:
+def mark_now(device: torch.device) -> Mark:
     """Return the current time: of the host for the CPU; for CUDA an
     event recorded on the current stream.
     """
@@ -119,7 +119,7 @@ class Meter:
         return self._exchange_seconds
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """True if no timed span is running any more, so that `seconds` is complete."""
         self._read()
         return not self._unfinished

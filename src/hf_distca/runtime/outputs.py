@@ -26,7 +26,7 @@ from hf_distca.runtime.saved_tensors import Hooks, SavedTensors
 __all__ = ["LayerOutputs", "OutputStore"]
 
 
-class _Kept(NamedTuple):
+class _StoredOutputs(NamedTuple):
     """Outputs of a forward, packed by `hooks` if there are any, and the in-place
     version of the first output at that time.
     """
@@ -44,7 +44,7 @@ class OutputStore:
     because its calls cannot be told apart.
     """
 
-    by_layer: dict[int, _Kept] = field(default_factory=dict)
+    by_layer: dict[int, _StoredOutputs] = field(default_factory=dict)
     repeated: set[int] = field(default_factory=set)
 
     def of(self, module: torch.nn.Module, inputs: Sequence[torch.Tensor | None]) -> LayerOutputs | None:
@@ -58,9 +58,9 @@ class OutputStore:
         if recorded:
             # What is saved is dropped only by the hooks of a checkpoint. Reentrant ones run forward without gradients.
             trained = any(tensor is not None and tensor.requires_grad for tensor in inputs)
-            if not (trained and saved.recomputed):
+            if not (trained and saved.is_recomputed):
                 return None
-        return LayerOutputs(weakref.ref(self), id(module), type(module).__name__, saved.beyond_checkpoints)
+        return LayerOutputs(weakref.ref(self), id(module), type(module).__name__, saved.hooks_outside_checkpoints)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ class LayerOutputs:
             return None
         if kept.hooks is not None:
             return tuple(map(kept.hooks.unpack, kept.outputs))
-        if _changes(kept.outputs[0]) != kept.changes:
+        if _count_changes(kept.outputs[0]) != kept.changes:
             raise UnsupportedError(
                 f"the output of attention in {self.name} was changed in place after the forward, and activation checkpointing "
                 "needs it in backward: change a copy of it, or switch checkpointing off."
@@ -109,7 +109,7 @@ class LayerOutputs:
             moved = tuple(tensor.detach() for tensor in outputs)
             if self.hooks is not None:
                 moved = tuple(map(self.hooks.pack, moved))
-            store.by_layer[self.layer] = _Kept(moved, self.hooks, _changes(outputs[0]))
+            store.by_layer[self.layer] = _StoredOutputs(moved, self.hooks, _count_changes(outputs[0]))
 
     def drop(self) -> None:
         """Drop the outputs: backward has used them."""
@@ -117,7 +117,7 @@ class LayerOutputs:
             store.by_layer.pop(self.layer, None)
 
 
-def _changes(tensor: torch.Tensor) -> int:
+def _count_changes(tensor: torch.Tensor) -> int:
     """Return the count of in-place changes, of any view.
 
     Tensors made in inference mode have no count, and no backward either.

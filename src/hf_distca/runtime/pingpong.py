@@ -1,7 +1,8 @@
 """Ping-pong: two computations in turns, in one thread.
 
-Each nano-batch is a greenlet. Whenever one has launched an exchange it calls `take_turns`, and the other one computes while the
-messages travel. Nothing runs at the same time, so there are no locks, and every rank switches at the same places. Autograd runs
+Each nano-batch is a greenlet. Whenever one has launched an exchange it calls
+`yield_to_other_nano_batch`, and the other one computes while the messages travel. Nothing runs at
+the same time, so there are no locks, and every rank switches at the same places. Autograd runs
 backward in the reverse order of forward: the nano-batches take turns there by themselves.
 """
 
@@ -19,7 +20,7 @@ from hf_distca import borrowed
 from hf_distca.borrowed import TorchDispatchMode
 from hf_distca.runtime.saved_tensors import SavedTensors
 
-__all__ = ["checkpointed_parts", "run_nano_batches", "take_turns"]
+__all__ = ["find_checkpointed_parts", "run_nano_batches", "yield_to_other_nano_batch"]
 
 T = TypeVar("T")
 
@@ -60,7 +61,7 @@ def run_nano_batches(first: Callable[[], T], second: Callable[[], T], device_typ
     An exception in one of them ends the other at the place where it waits, and is raised as it was.
 
     Args:
-        first, second: the nano-batches; they may call `take_turns` any number of times.
+        first, second: the nano-batches; they may call `yield_to_other_nano_batch` any number of times.
         device_type: the device whose autocast state each nano-batch has for itself.
     """
     both = [_NanoBatch(first, device_type), _NanoBatch(second, device_type)]
@@ -76,14 +77,14 @@ def run_nano_batches(first: Callable[[], T], second: Callable[[], T], device_typ
     return both[0].result, both[1].result
 
 
-def take_turns() -> None:
+def yield_to_other_nano_batch() -> None:
     """Yield to the other nano-batch, if this code runs inside a nano-batch."""
     current = getcurrent()
     if isinstance(current, _NanoBatch) and current.parent is not None:
         current.parent.switch()
 
 
-def checkpointed_parts(layer: torch.nn.Module) -> list[torch.nn.Module]:
+def find_checkpointed_parts(layer: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules below a layer that checkpoint their activations
     themselves, by a wrapper or by hooks.
 

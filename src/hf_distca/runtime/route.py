@@ -17,7 +17,7 @@ from itertools import accumulate, repeat
 import torch
 
 from hf_distca.kernels.base import TaskBatch
-from hf_distca.runtime.messages import Formats, PoolRun, Rows, Run, add_rows, joined, pieces, rows_of
+from hf_distca.runtime.messages import MessageLayouts, PoolRun, RowRun, Rows, add_rows, concat_rows, split_runs, view_rows
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.share import Columns, Passing, RankMessage, WaveShare, share_of
 from hf_distca.schedule.waves import Waves
@@ -39,7 +39,7 @@ class KeyPool:
     way_back: Rows
 
     @cached_property
-    def own(self) -> list[tuple[int, PoolRun]]:
+    def own_runs(self) -> list[tuple[int, PoolRun]]:
         """Runs of this rank's own keys, each with its first row in the pool."""
         starts = accumulate((piece.rows for piece in self.pieces), initial=0)
         return [(first, piece) for first, piece in zip(starts, self.pieces, strict=False) if piece.section is None]
@@ -49,13 +49,15 @@ class KeyPool:
         from own rows and the message's sections.
         """
         from_each = ((own_TKD if piece.section is None else sections[piece.section], piece) for piece in self.pieces)
-        return joined([rows_of(tensor, *piece[1:]) for tensor, piece in from_each], own_TKD)
+        return concat_rows([view_rows(tensor, *piece[1:]) for tensor, piece in from_each], own_TKD)
 
     def add_own(self, grad_TKD: torch.Tensor, pool_TKD: torch.Tensor) -> torch.Tensor:
         """Add gradients of the pool to gradients of this rank's
         own keys; the sums are wide enough.
         """
-        return add_rows(grad_TKD, [run for _, run in self.own], (pool_TKD.narrow(0, row, run.rows) for row, run in self.own))
+        return add_rows(
+            grad_TKD, [run for _, run in self.own_runs], (pool_TKD.narrow(0, row, run.rows) for row, run in self.own_runs)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +84,13 @@ class KeyRelay:
         """Number of tokens that are forwarded."""
         return sum(piece.rows for piece in self.pieces)
 
-    def pick(self, sections: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    def copy_forwarded(self, sections: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         """Copy the forwarded rows out of the sections of k or of v; without any,
         return zero rows of the shape of `like`.
         """
-        return joined([rows_of(sections[piece.section], *piece[1:]) for piece in self.pieces if piece.section is not None], like)
+        return concat_rows(
+            [view_rows(sections[piece.section], *piece[1:]) for piece in self.pieces if piece.section is not None], like
+        )
 
     def add_copies(self, pool_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
         """Add gradients of the forwarded copies to gradients of a pool, rank
@@ -95,8 +99,8 @@ class KeyRelay:
         if not self.size:
             return pool_TKD
         passed = pool_TKD.new_zeros((self.size, *pool_TKD.shape[1:]), dtype=torch.promote_types(pool_TKD.dtype, torch.float32))
-        add_rows(passed, self.keys.runs, pieces(self.keys.runs, sections))
-        return add_rows(pool_TKD, self.rows, pieces(self.rows, [passed]))
+        add_rows(passed, self.keys.runs, split_runs(self.keys.runs, sections))
+        return add_rows(pool_TKD, self.rows, split_runs(self.rows, [passed]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,11 +119,11 @@ class Wave:
 
     queries: Rows
     keys: Rows
-    own_queries: tuple[Run, ...]
+    own_queries: tuple[RowRun, ...]
     pool: KeyPool
     arrived: TaskBatch
     passing: KeyRelay | None = None
-    formats: Formats = field(default_factory=dict)
+    formats: MessageLayouts = field(default_factory=dict)
 
     @cached_property
     def own_rows(self) -> int:
@@ -127,7 +131,7 @@ class Wave:
         return sum(run.rows for run in self.own_queries)
 
     @cached_property
-    def as_received(self) -> bool:
+    def is_single_message(self) -> bool:
         """True if both pools are exactly what one rank sent."""
         if self.passing is not None:
             return False
@@ -137,7 +141,7 @@ class Wave:
         """Add gradients of other ranks' copies to gradients of own keys, rank
         after rank so that the sum has one order.
         """
-        return add_rows(grad_TKD, self.keys.runs, pieces(self.keys.runs, sections))
+        return add_rows(grad_TKD, self.keys.runs, split_runs(self.keys.runs, sections))
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,18 +177,18 @@ class Route:
         local_tasks, shares, local = share_of(plan, rank, number, count)
         groups = plan.layout.groups
         built, local_wave = (_wave(share, groups) for share in shares), None if local is None else _wave(local, groups)
-        return cls(_batch(local_tasks), tuple(built) or (_empty_wave(),), plan.moved, groups, local_wave)
+        return cls(_batch(local_tasks), tuple(built) or (_make_empty_wave(),), plan.moved, groups, local_wave)
 
     @classmethod
-    def alone(cls, lengths: Sequence[int]) -> Route:
+    def for_whole_documents(cls, lengths: Sequence[int]) -> Route:
         """Make the route of a rank that holds all tokens of documents of these
         lengths, with no other rank to exchange with.
         """
         starts = tuple(accumulate(lengths, initial=0))[:-1]
-        return cls(TaskBatch(starts, lengths, starts, lengths), (_empty_wave(),), exchanges=False)
+        return cls(TaskBatch(starts, lengths, starts, lengths), (_make_empty_wave(),), exchanges=False)
 
 
-def _empty_wave() -> Wave:
+def _make_empty_wave() -> Wave:
     """Make a wave in which nothing travels and nothing is served."""
     nothing = Rows((), {})
     return Wave(nothing, nothing, (), KeyPool((), nothing), TaskBatch((), (), (), ()))
@@ -214,8 +218,8 @@ def _rows(message: RankMessage, step: int = 1) -> Rows:
     return Rows(_runs(runs, step), dict(zip(*receive, strict=True)))
 
 
-def _runs(columns: Columns, step: int) -> tuple[Run, ...]:
-    return tuple(map(Run, *columns, repeat(step)))
+def _runs(columns: Columns, step: int) -> tuple[RowRun, ...]:
+    return tuple(map(RowRun, *columns, repeat(step)))
 
 
 def _batch(columns: Columns) -> TaskBatch:

@@ -20,7 +20,7 @@ class Hooks(NamedTuple):
     unpack: Callable[[Any], torch.Tensor]
 
     @property
-    def recompute(self) -> bool:
+    def is_recompute(self) -> bool:
         """True if these are the hooks of a checkpoint: they drop what is
         saved, and compute it again in backward.
         """
@@ -34,7 +34,7 @@ class Hooks(NamedTuple):
         None for other hooks. Reentrant checkpoints have no hooks. Names are those that `torch.utils.checkpoint` has in 2.13.
         """
         pack = inspect.unwrap(self.pack)
-        held = inspect.getclosurevars(pack).nonlocals if self.recompute and inspect.isfunction(pack) else {}
+        held = inspect.getclosurevars(pack).nonlocals if self.is_recompute and inspect.isfunction(pack) else {}
         if "target_frame_ref" in held:
             return held["target_frame_ref"](), held["gid"]
         return (held["frame"], None) if "frame" in held else None
@@ -45,46 +45,46 @@ class SavedTensors(NamedTuple):
 
     Attributes:
         hooks: the last pair is in force.
-        forbidden: if hooks may not be set, the error that says so.
+        forbidden_reason: if hooks may not be set, the error that says so.
     """
 
     hooks: tuple[Hooks, ...]
-    forbidden: str | None
+    forbidden_reason: str | None
 
     @classmethod
     def current(cls) -> SavedTensors:
         """Return the hooks that are set now."""
-        hooks = tuple(reversed(list(_taken_off())))
+        hooks = tuple(reversed(list(_suspend_hooks())))
         current = cls(hooks, borrowed.why_saved_tensor_hooks_are_forbidden())
         if hooks:
-            current._put_on()
+            current._restore_hooks()
         return current
 
     def set(self) -> None:
         """Replace the hooks that are set now by these."""
-        for _ in _taken_off():
+        for _ in _suspend_hooks():
             pass
-        self._put_on()
+        self._restore_hooks()
 
     @property
-    def recomputed(self) -> bool:
+    def is_recomputed(self) -> bool:
         """True if tensors saved now will be recomputed."""
-        return bool(self.hooks) and self.hooks[-1].recompute
+        return bool(self.hooks) and self.hooks[-1].is_recompute
 
     @property
-    def beyond_checkpoints(self) -> Hooks | None:
+    def hooks_outside_checkpoints(self) -> Hooks | None:
         """Hooks for tensors that a checkpoint itself saves; None where these stay as they are."""
-        return next((hooks for hooks in reversed(self.hooks) if not hooks.recompute), None)
+        return next((hooks for hooks in reversed(self.hooks) if not hooks.is_recompute), None)
 
-    def _put_on(self) -> None:
+    def _restore_hooks(self) -> None:
         borrowed.allow_saved_tensor_hooks()
         for hooks in self.hooks:
             borrowed.push_saved_tensor_hooks(*hooks)
-        if self.forbidden is not None:
-            borrowed.forbid_saved_tensor_hooks(self.forbidden, False)
+        if self.forbidden_reason is not None:
+            borrowed.forbid_saved_tensor_hooks(self.forbidden_reason, False)
 
 
-def _taken_off() -> Iterator[Hooks]:
+def _suspend_hooks() -> Iterator[Hooks]:
     """Remove and yield the active saved-tensor hooks, innermost
     first: only the innermost one is visible.
     """

@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from hf_distca.errors import DistCADesyncError
 
-__all__ = ["BREAK_TAG", "NO_NAMES", "AwaitedThread", "Watch", "listen", "patience"]
+__all__ = ["BREAK_TAG", "NO_NAMES", "AwaitedThread", "FailureMonitor", "start_polling", "reserved_seconds"]
 
 NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
@@ -59,7 +59,7 @@ _SERVER_SILENT = "is silent (dead or stuck: look at its log, and start it again 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-def patience(timeout_seconds: float) -> float:
+def reserved_seconds(timeout_seconds: float) -> float:
     """Return the seconds of the timeout that are reserved for reading the words of other ranks."""
     return min(timeout_seconds / 10, 5.0)
 
@@ -83,19 +83,19 @@ class Message(Protocol):
 
     works: list[dist.Work | None]
 
-    def see_through(self, deadline: float) -> None:
+    def drain(self, deadline: float) -> None:
         """Wait until it has arrived, or until `time.monotonic()` reaches the deadline. Never raises."""
 
 
-class Watch:
+class FailureMonitor:
     """A rank's record of the last point that all ranks of its group reached
     together, and its reports of failures.
 
     Attributes:
-        met: the last thing that all ranks did together.
+        last_collective: the last thing that all ranks did together.
         ranks: global ranks of the group.
         under_way: messages that may still be under way.
-        lookers: number of ranks that poll its store for words, those of other groups included.
+        pollers: number of ranks that poll its store for words, those of other groups included.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class Watch:
         links: tuple[dist.ProcessGroup, ...],
         names: Mapping[int, str] = NO_NAMES,
     ) -> None:
-        self.met = "making the attention group"
+        self.last_collective = "making the attention group"
         self.under_way: WeakSet[Message] = WeakSet()
-        self.lookers = max(len(ranks), dist.get_world_size() if dist.is_initialized() else 1)
+        self.pollers = max(len(ranks), dist.get_world_size() if dist.is_initialized() else 1)
         self.ranks, self._rank, self._timeout_seconds, self._links = ranks, rank, timeout_seconds, links
         self._names, self._servers = {rank: names.get(rank, f"rank {rank}") for rank in ranks}, frozenset(names)
         self._store = links[-1].get_group_store()
@@ -117,7 +117,7 @@ class Watch:
         self._told = 0
 
     @contextmanager
-    def together(self, doing: str) -> Iterator[None]:
+    def collective(self, doing: str) -> Iterator[None]:
         """Return a context manager for a collective of all ranks.
 
         Raises:
@@ -127,7 +127,7 @@ class Watch:
             yield
         except RuntimeError as error:
             raise self.give_up(doing, error) from error
-        self.met = doing
+        self.last_collective = doing
 
     @contextmanager
     def reporting(self, doing: str) -> Iterator[None]:
@@ -141,11 +141,11 @@ class Watch:
             raise
 
     def deadline(self) -> float:
-        """Return the end of a `patience` that begins now, in the time of `time.monotonic()`."""
-        return time.monotonic() + patience(self._timeout_seconds)
+        """Return the end of a `reserved_seconds` that begins now, in the time of `time.monotonic()`."""
+        return time.monotonic() + reserved_seconds(self._timeout_seconds)
 
     @property
-    def left(self) -> bool:
+    def has_left(self) -> bool:
         """True if this rank has left the group."""
         return self._word is not None
 
@@ -155,17 +155,17 @@ class Watch:
         """
         self._leave(word, self.deadline())
 
-    def follow(self) -> bool:
+    def leave_after_others(self) -> bool:
         """Leave the group if another rank is known to have left it. Return whether that is so."""
         counts: list[int] = []
-        _ask(lambda: counts.append(self._store.add(_COUNT, 0)), self.deadline())
+        _query_store(lambda: counts.append(self._store.add(_COUNT, 0)), self.deadline())
         if counts == [0]:
             return False
         self._leave("left because another rank had", self.deadline())
         return True
 
     def give_up(self, doing: str, error: Exception) -> DistCADesyncError:
-        """Leave the group because others did not come. Takes up to `patience` seconds.
+        """Leave the group because others did not come. Takes up to `reserved_seconds` seconds.
 
         Returns:
             The error to raise, with what each rank was doing.
@@ -178,7 +178,7 @@ class Watch:
         deadline = self.deadline()
         self._leave(f"waited in vain while {doing}", deadline)
         words: dict[int, tuple[int, str]] = {}
-        _ask(partial(self._read_words, words, deadline - _LATE_SECONDS), deadline)
+        _query_store(partial(self._read_words, words, deadline - _LATE_SECONDS), deadline)
         said = dict(tuple(words.values()))
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         others = "; ".join(
@@ -188,23 +188,23 @@ class Watch:
         )
         return DistCADesyncError(
             f"{self._names[rank_here]} waited up to {self._timeout_seconds:g} s for ranks {self.ranks} while {doing}, and not "
-            f"all came.{before} The others: {others}. All ranks were last together when {self.met}. Every rank must run the same "
-            "number of training forwards and backwards through the same layers: look at the other ranks' logs for one that "
+            f"all came.{before} The others: {others}. All ranks were last together when {self.last_collective}. Every rank "
+            "must run the same number of training forwards and backwards through the same layers: look at the other ranks' logs for one that "
             f"failed, stopped early or is still in another step. ({first_line})"
         )
 
-    def fail_with(self, error: DistCADesyncError) -> None:
+    def abort_with(self, error: DistCADesyncError) -> None:
         """Wake this rank from a wait for others, to raise an error that
         another thread has found on every rank.
         """
         self._found = error
-        _show(str(error))  # nobody may ask for long: the host may wait for its GPU
+        _print_error(str(error))  # nobody may ask for long: the host may wait for its GPU
         time.sleep(_WOKEN_SECONDS)  # for messages of ranks that do belong together: a wait for half of one would not wake up
         for link in self._links:
-            _break(link)
+            _break_link(link)
 
     def raise_pending(self) -> None:
-        """Raise the error that this rank was to be woken for: one that a `Meeting` has found.
+        """Raise the error that this rank was to be woken for: one that a `Rendezvous` has found.
 
         Raises:
             DistCADesyncError: if there is one.
@@ -219,7 +219,7 @@ class Watch:
         self._told += 1
         keys = [f"distca said {self._told} {rank}" for rank in range(len(self.ranks))]
         self._store.set(keys[self._rank], text)
-        deadline, said = time.monotonic() + self._timeout_seconds - patience(self._timeout_seconds), [""] * len(keys)
+        deadline, said = time.monotonic() + self._timeout_seconds - reserved_seconds(self._timeout_seconds), [""] * len(keys)
         for rank, key in enumerate(keys):
             with suppress(RuntimeError):
                 # Not `Store.wait`: no other thread could use the store meanwhile.
@@ -230,21 +230,21 @@ class Watch:
         return said
 
     @property
-    def first_word(self) -> str:
+    def first_failure(self) -> str:
         """First word of a rank that left, prefixed by its name; "" if none has, if all
         ended as they should, or if it is unknown.
         """
         said: list[tuple[int, str] | None] = []
-        _ask(lambda: said.append(self._read(1)), self.deadline())
+        _query_store(lambda: said.append(self._read(1)), self.deadline())
         rank, word = next(iter(said), None) or (0, "")
         return f"{self._names[rank]} {word}" if word else ""
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Print the first word of another rank, once there is one.
 
         Return whether one may still come.
         """
-        if self.left:
+        if self.has_left:
             return False
         try:
             first = self._read(1)
@@ -253,18 +253,18 @@ class Watch:
         if first is None:
             return True
         rank, word = first
-        if word and rank != self.ranks[self._rank] and not self.left:
-            _show(f"{self._names[rank]} has left the attention group of ranks {self.ranks}: it {word}")
+        if word and rank != self.ranks[self._rank] and not self.has_left:
+            _print_error(f"{self._names[rank]} has left the attention group of ranks {self.ranks}: it {word}")
             self._abort()
         return False
 
-    def lose(self, doing: str, error: Exception) -> None:
+    def report_timeout(self, doing: str, error: Exception) -> None:
         """Report that others did not come in time.
 
         Over NCCL, also wake this rank's host from its wait for the GPU.
         """
         if self._abort():
-            _show(f"not all of ranks {self.ranks} came while {doing} ({str(error).partition(chr(10))[0]})")
+            _print_error(f"not all of ranks {self.ranks} came while {doing} ({str(error).partition(chr(10))[0]})")
 
     def _abort(self) -> bool:
         """Break links whose waits nothing else ends; over gloo, the leaving rank breaks them.
@@ -273,19 +273,19 @@ class Watch:
         """
         links = [link for link in self._links if link.name() != "gloo"]
         for link in links:
-            _break(link)
+            _break_link(link)
         return bool(links)
 
-    def say_farewell(self) -> bool:
+    def announce_exit(self) -> bool:
         """Let the others stop polling for a first word, if the store may end with a process.
 
         Return whether that was done.
         """
-        if self.left or not _served_by_a_process(self._store):
+        if self.has_left or not _served_by_a_process(self._store):
             return False
         with suppress(RuntimeError):
-            if not self._store.check([_entry(1)]):
-                self._store.set(_entry(1), f"{self.ranks[self._rank]} ")
+            if not self._store.check([_failure_key(1)]):
+                self._store.set(_failure_key(1), f"{self.ranks[self._rank]} ")
         return True
 
     def _leave(self, word: str, deadline: float) -> None:
@@ -293,11 +293,11 @@ class Watch:
             return
         self._word = word if len(word) <= _LONGEST_WORD else word[:_LONGEST_WORD] + "..."
         entry = f"{self.ranks[self._rank]} {self._word}"
-        _ask(lambda: self._store.set(_entry(self._store.add(_COUNT, 1)), entry), deadline)
+        _query_store(lambda: self._store.set(_failure_key(self._store.add(_COUNT, 1)), entry), deadline)
         for message in tuple(self.under_way):
-            message.see_through(deadline)
+            message.drain(deadline)
         for link in self._links:
-            _break(link)
+            _break_link(link)
 
     def _read_words(self, words: dict[int, tuple[int, str]], deadline: float) -> None:
         """Collect the words of the ranks that have left, this one included,
@@ -315,14 +315,14 @@ class Watch:
 
     def _read(self, number: int) -> tuple[int, str] | None:
         """Return the number-th word and its rank; None if it is not there."""
-        key = _entry(number)
+        key = _failure_key(number)
         if not self._store.check([key]):
             return None
         rank, word = self._store.get(key).decode(errors="replace").split(" ", 1)
         return int(rank), word
 
 
-def _ask(question: Callable[[], None], deadline: float) -> None:
+def _query_store(question: Callable[[], None], deadline: float) -> None:
     """Query a store, and wait until the deadline at most; without
     result if the store's rank or node is lost.
     """
@@ -343,11 +343,11 @@ def _served_by_a_process(store: Any) -> bool:
     return type(store).__name__ == "TCPStore"
 
 
-def _entry(number: int) -> str:
+def _failure_key(number: int) -> str:
     return f"distca word {number}"
 
 
-def _break(link: dist.ProcessGroup) -> None:
+def _break_link(link: dist.ProcessGroup) -> None:
     """Wake all waits for messages of a group.
 
     A gloo group closes its connections only where a wait times out.
@@ -366,19 +366,19 @@ def _break(link: dist.ProcessGroup) -> None:
                 return
 
 
-class _Listener:
-    """A thread that polls all watches of a process for ranks that have left."""
+class _MonitorPoller:
+    """A thread that polls all monitors of a process for ranks that have left."""
 
     def __init__(self) -> None:
-        self._watches: WeakSet[Watch] = WeakSet()
+        self._monitors: WeakSet[FailureMonitor] = WeakSet()
         self._ended = threading.Event()
         self._process = 0
         self._thread: AwaitedThread | None = None
         self._last_pause = _LATE_SECONDS
 
-    def add(self, watch: Watch) -> None:
-        """Poll this watch, too."""
-        self._watches.add(watch)
+    def add(self, monitor: FailureMonitor) -> None:
+        """Poll this monitor, too."""
+        self._monitors.add(monitor)
         if self._process != os.getpid():  # a fork has no threads
             self._process = os.getpid()
             self._thread = AwaitedThread(self._run, "listener")
@@ -402,24 +402,26 @@ class _Listener:
             time.sleep(self._last_pause)
 
     def _run(self) -> None:
-        while not self._ended.wait(max(map(_pause, tuple(self._watches)), default=_LOOK_SECONDS)):
-            for watch in tuple(self._watches):
-                if not self._ended.is_set() and not watch.look():
-                    self._watches.discard(watch)
+        while not self._ended.wait(max(map(_poll_pause, tuple(self._monitors)), default=_LOOK_SECONDS)):
+            for monitor in tuple(self._monitors):
+                if not self._ended.is_set() and not monitor.poll():
+                    self._monitors.discard(monitor)
         # Not in `end`: what asks a store does it in a thread, and Python 3.12 starts none any more.
-        self._last_pause = max([_LATE_SECONDS, *(_pause(watch) for watch in tuple(self._watches) if watch.say_farewell())])
+        self._last_pause = max(
+            [_LATE_SECONDS, *(_poll_pause(monitor) for monitor in tuple(self._monitors) if monitor.announce_exit())]
+        )
 
 
-def _pause(watch: Watch) -> float:
-    return _LOOK_SECONDS * max(1.0, watch.lookers / _MANY)
+def _poll_pause(monitor: FailureMonitor) -> float:
+    return _LOOK_SECONDS * max(1.0, monitor.pollers / _MANY)
 
 
-def _show(text: str) -> None:
+def _print_error(text: str) -> None:
     """Write a line to this rank's stderr at once, whatever the logging configuration."""
     sys.stderr.write(f"hf_distca: {text}\n")
     sys.stderr.flush()
 
 
-_listener = _Listener()
-listen = _listener.add
+_listener = _MonitorPoller()
+start_polling = _listener.add
 atexit.register(_listener.end)
