@@ -42,7 +42,7 @@ class Peers:
     """A channel to ranks whose messages are there at once, of the sizes that are awaited."""
 
     messages: list[tuple[int, int]] = field(default_factory=list)
-    over_gloo: ClassVar[bool] = False
+    is_gloo: ClassVar[bool] = False
     under_way: ClassVar[bool] = False
 
     def start(

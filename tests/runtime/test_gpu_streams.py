@@ -254,7 +254,7 @@ def test_what_may_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr("gpu_streams.Flight.wait", lambda flight: None)
 
     def not_kept(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(Pending, "first", property(lambda pending: None, lambda pending, value: None), raising=False)
+        patch.setattr(Pending, "earlier_transfer", property(lambda pending: None, lambda pending, value: None), raising=False)
 
     def without_order(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.cuda.Stream, "wait_stream", lambda stream, other: None)

@@ -323,7 +323,7 @@ def test_all_ranks_agree_that_a_group_is_made_again(rank_pool: Callable[[int], R
 
 def goes_on(rank: int) -> float:
     """Seconds until a rank has its group, where the other one is late with the last step of making it."""
-    make = group_module.communicator
+    make = group_module.make_communicator
 
     def late(ranks: tuple[int, ...], backend: str, timeout: timedelta, purpose: str) -> dist.ProcessGroup:
         made = make(ranks, backend, timeout, purpose)

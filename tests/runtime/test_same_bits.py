@@ -145,7 +145,7 @@ def late() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Channel, "is_gloo", property(lambda channel: False))
-        patch.setattr(Channel, "_all_to_all", start)
+        patch.setattr(Channel, "_start_all_to_all", start)
         yield
 
 

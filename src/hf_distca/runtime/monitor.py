@@ -188,9 +188,9 @@ class FailureMonitor:
         )
         return DistCADesyncError(
             f"{self._names[rank_here]} waited up to {self._timeout_seconds:g} s for ranks {self.ranks} while {doing}, and not "
-            f"all came.{before} The others: {others}. All ranks were last together when {self.last_collective}. Every rank "
-            "must run the same number of training forwards and backwards through the same layers: look at the other ranks' logs for one that "
-            f"failed, stopped early or is still in another step. ({first_line})"
+            f"all came.{before} The others: {others}. All ranks were last together when {self.last_collective}. "
+            "Every rank must run the same number of training forwards and backwards through the same layers: look at the "
+            f"other ranks' logs for one that failed, stopped early or is still in another step. ({first_line})"
         )
 
     def abort_with(self, error: DistCADesyncError) -> None:
