@@ -3,8 +3,8 @@ rank, in one differentiable exchange.
 
 Forward sends rows to every rank that needs them. Backward sends the gradients of received rows the same way back, where they are
 added up in the order of ranks, so that a sum is the same in every run. An exchange is an autograd function that every rank must
-reach, forward and backward, even if the rank sends and receives no rows. So `carry` takes the inputs of the layer, which need a
-gradient on every rank or on none, and returns an anchor: a scalar without meaning. `tied` makes the anchor part of the layer's
+reach, forward and backward, even if the rank sends and receives no rows. So `exchange_states` takes the inputs of the layer, which need a
+gradient on every rank or on none, and returns an anchor: a scalar without meaning. `with_gradient_anchor` makes the anchor part of the layer's
 output.
 """
 
@@ -16,22 +16,30 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from hf_distca.recurrent.segments import Key, Needed, Segments
+from hf_distca.recurrent.segments import RowNeeds, Segments, StateKey
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.messages import MessagePart, add_rows, concat_rows, launch, split_runs
 from hf_distca.runtime.outputs import LayerOutputs
 
-__all__ = ["Carried", "RuleOutputs", "Summaries", "carry", "starting_states", "tied", "widened"]
+__all__ = [
+    "ExchangedStates",
+    "RuleOutputs",
+    "Summaries",
+    "exchange_states",
+    "compute_starting_states",
+    "with_gradient_anchor",
+    "state_dtype",
+]
 
 
-class Carried(NamedTuple):
-    """Result of `carry`: the held and received rows of each tensor, and the anchor."""
+class ExchangedStates(NamedTuple):
+    """Result of `exchange_states`: the held and received rows of each tensor, and the anchor."""
 
     rows: tuple[torch.Tensor, ...]
     anchor: torch.Tensor
 
 
-def widened(dtype: torch.dtype) -> torch.dtype:
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of states for a dtype of inputs: float64 for float64, float32 otherwise."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -69,7 +77,7 @@ class RuleOutputs(NamedTuple):
 class _Exchange:
     """An exchange of rows, forward and backward."""
 
-    def __init__(self, segments: Segments, needed: Sequence[Needed], stored: LayerOutputs | None) -> None:
+    def __init__(self, segments: Segments, needed: Sequence[RowNeeds], stored: LayerOutputs | None) -> None:
         self.segments, self.needed, self.stored = segments, needed, stored
         name = f"exchange {next(segments.numbers)} of recurrent layers in {segments.name}"
         data = segments.group.data
@@ -110,7 +118,7 @@ class _Exchange:
         ]
 
 
-class _Carry(torch.autograd.Function):
+class _ExchangeStates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.exchange, ctx.inputs = exchange, len(tensors)
@@ -136,33 +144,33 @@ class _Tie(torch.autograd.Function):
         return gradient, ctx.anchor
 
 
-def carry(
+def exchange_states(
     segments: Segments,
     held: Sequence[torch.Tensor],
-    needed: Sequence[Needed],
+    needed: Sequence[RowNeeds],
     inputs: Sequence[torch.Tensor],
     stored: LayerOutputs | None,
-) -> Carried:
+) -> ExchangedStates:
     """Bring rows to the ranks that need them; exchange nothing if no document
     of the micro-batch lies on several ranks.
 
     Args:
         segments: of this rank. Every rank of the group must call it at the same point, forward and
             backward.
-        held: tensors whose rows are `Needed.held`. Dtypes and row shapes must be equal on all
+        held: tensors whose rows are `RowNeeds.held`. Dtypes and row shapes must be equal on all
             ranks.
-        needed: the `Needed` of each of these tensors.
+        needed: the `RowNeeds` of each of these tensors.
         inputs: inputs of the layer; they need a gradient on every rank or on none.
         stored: keeps received rows for activation checkpointing: the recompute finds them and
             exchanges nothing.
     """
     if not segments.exchanges:
-        return Carried(tuple(held), held[0].new_zeros(()))
-    anchor, *rows = _Carry.apply(_Exchange(segments, needed, stored), *held, *inputs)  # type: ignore[no-untyped-call]
-    return Carried(tuple(rows), anchor)
+        return ExchangedStates(tuple(held), held[0].new_zeros(()))
+    anchor, *rows = _ExchangeStates.apply(_Exchange(segments, needed, stored), *held, *inputs)  # type: ignore[no-untyped-call]
+    return ExchangedStates(tuple(rows), anchor)
 
 
-def tied(output: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+def with_gradient_anchor(output: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     """Return the output, tied to the anchor: its backward reaches the exchange of the anchor."""
     if not anchor.requires_grad:
         return output
@@ -170,7 +178,7 @@ def tied(output: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def starting_states(
+def compute_starting_states(
     segments: Segments, carried: Summaries, move: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> dict[int, torch.Tensor]:
     """Return the state at the start of each segment here that is not the first of its
@@ -178,7 +186,7 @@ def starting_states(
 
     Args:
         segments: of this rank.
-        carried: summaries of the segments before, from the rows that `carry` returned.
+        carried: summaries of the segments before, from the rows that `exchange_states` returned.
         move: applies a transition to a state: (transition, state) -> state.
     """
     states: dict[int, torch.Tensor] = {}
@@ -186,7 +194,7 @@ def starting_states(
         state: torch.Tensor | None = None
         last = max(number for number, segment in enumerate(held) if segment.rank == segments.group.rank)
         for number, segment in enumerate(held[: last + 1]):
-            key = Key(document, segment.start)
+            key = StateKey(document, segment.start)
             if state is not None and segment.rank == segments.group.rank:
                 states[segments.index[key]] = state
             if number == last:

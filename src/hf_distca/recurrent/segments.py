@@ -20,7 +20,7 @@ from hf_distca.runtime.messages import MessageLayouts, RowRun, Rows
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.layout import Layout, Segment
 
-__all__ = ["HeldSegment", "Key", "Needed", "Segments", "with_token"]
+__all__ = ["HeldSegment", "StateKey", "RowNeeds", "Segments", "with_token"]
 
 
 class HeldSegment(NamedTuple):
@@ -31,7 +31,7 @@ class HeldSegment(NamedTuple):
     end: int
 
 
-class Key(NamedTuple):
+class StateKey(NamedTuple):
     """Identifier of a row: its token, or the segment that starts with this token."""
 
     document: int
@@ -39,7 +39,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Needed:
+class RowNeeds:
     """Rows that segments need from segments before them, seen from one rank.
 
     Attributes:
@@ -48,12 +48,12 @@ class Needed:
         place: the index of each held or received row in a tensor of all held rows followed by all received rows.
     """
 
-    held: tuple[Key, ...]
+    held: tuple[StateKey, ...]
     rows: Rows
-    place: dict[Key, int]
+    place: dict[StateKey, int]
 
     @classmethod
-    def of(cls, rank: int, needs: Iterable[tuple[int, int, Key]]) -> Needed:
+    def of(cls, rank: int, needs: Iterable[tuple[int, int, StateKey]]) -> RowNeeds:
         """Build from triples (rank that needs a row, rank that holds it, row), in any
         order; triples without this rank may be left out.
         """
@@ -92,7 +92,7 @@ class Segments:
     name: str = "a micro-batch"
     numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
     formats: MessageLayouts = field(default_factory=dict, repr=False)
-    _halos: dict[int, Needed] = field(default_factory=dict, repr=False)
+    _halos: dict[int, RowNeeds] = field(default_factory=dict, repr=False)
 
     @classmethod
     def packed(cls, lengths: Sequence[int]) -> Segments:
@@ -154,35 +154,35 @@ class Segments:
         return tuple(itertools.accumulate(self.lengths, initial=0))
 
     @cached_property
-    def index(self) -> dict[Key, int]:
+    def index(self) -> dict[StateKey, int]:
         """Index among `here` of the segment that starts at a key."""
-        return {Key(segment.document, segment.start): index for index, segment in enumerate(self.here)}
+        return {StateKey(segment.document, segment.start): index for index, segment in enumerate(self.here)}
 
     @property
-    def whole(self) -> bool:
+    def has_only_whole_documents(self) -> bool:
         """True if all documents here are whole, and this rank has no part in an exchange."""
         return not (self.cut or self.exchanges)
 
     @cached_property
-    def beginnings(self) -> tuple[int, ...]:
+    def first_segments(self) -> tuple[int, ...]:
         """Indices in `here` of segments that begin a document which goes on
         after them, in the order of `summaries.held`.
         """
         return tuple(self.index[key] for key in self.summaries.held if key.position == 0)
 
     @cached_property
-    def middles(self) -> tuple[int, ...]:
+    def inner_segments(self) -> tuple[int, ...]:
         """Indices in `here` of segments with others of their document before and
         after them, in the order of `transitions.held`.
         """
         return tuple(self.index[key] for key in self.transitions.held)
 
     @cached_property
-    def alone(self) -> tuple[int, ...]:
+    def whole_documents(self) -> tuple[int, ...]:
         """Indices in `here` of whole documents."""
         return tuple(index for index, segment in enumerate(self.here) if segment.document not in self.cut)
 
-    def token(self, key: Key) -> int:
+    def token(self, key: StateKey) -> int:
         """Return the index of a token among the tokens here."""
         return next(
             offset + key.position - segment.start
@@ -228,38 +228,38 @@ class Segments:
         return torch.cat([by_index[index] for index in range(len(self.here))], 1)
 
     @cached_property
-    def summaries(self) -> Needed:
+    def summaries(self) -> RowNeeds:
         """Rows from which states are composed: those of segments that
         come before others of their document.
         """
-        return Needed.of(self.group.rank, self._summaries(0))
+        return RowNeeds.of(self.group.rank, self._summaries(0))
 
     @cached_property
-    def transitions(self) -> Needed:
+    def transitions(self) -> RowNeeds:
         """Same as `summaries`, without the first segments of
         documents: there is no state before them.
         """
-        return Needed.of(self.group.rank, self._summaries(1))
+        return RowNeeds.of(self.group.rank, self._summaries(1))
 
-    def _summaries(self, first: int) -> Iterator[tuple[int, int, Key]]:
+    def _summaries(self, first: int) -> Iterator[tuple[int, int, StateKey]]:
         """Yield the needs of each document's segments from this number on."""
         here = self.group.rank
         for document, segments in self.cut.items():
             last = {segment.rank: number for number, segment in enumerate(segments)}
             for segment in segments[first : last[here]]:
-                yield here, segment.rank, Key(document, segment.start)
+                yield here, segment.rank, StateKey(document, segment.start)
             for number, segment in enumerate(segments[first:], first):
                 if segment.rank == here:
-                    key = Key(document, segment.start)
+                    key = StateKey(document, segment.start)
                     yield from ((rank, here, key) for rank, number_of_last in last.items() if number_of_last > number)
 
-    def halo(self, rows: int) -> Needed:
+    def halo(self, rows: int) -> RowNeeds:
         """Return the tokens needed by segments which start up to `rows` tokens after them."""
         if rows not in self._halos:
-            self._halos[rows] = Needed.of(self.group.rank, self._halo(rows))
+            self._halos[rows] = RowNeeds.of(self.group.rank, self._halo(rows))
         return self._halos[rows]
 
-    def _halo(self, rows: int) -> Iterator[tuple[int, int, Key]]:
+    def _halo(self, rows: int) -> Iterator[tuple[int, int, StateKey]]:
         here = self.group.rank
         for document, segments in self.cut.items():
             for number, segment in enumerate(segments):
@@ -269,7 +269,7 @@ class Segments:
                         break
                     if here in (before.rank, segment.rank):
                         positions = range(first, before.end)
-                        yield from ((segment.rank, before.rank, Key(document, position)) for position in positions)
+                        yield from ((segment.rank, before.rank, StateKey(document, position)) for position in positions)
 
 
 def with_token(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
