@@ -178,7 +178,7 @@ def _check_reached(mixers: tuple[type, ...], functions: tuple[str, ...], model: 
     if _mixing[model]:
         model_type = model.config.model_type
         warn_of_packing(model_type)
-        if not rows.segments.whole:
+        if not rows.segments.has_only_whole_documents:
             check_parts(model_type, why_unsegmented(model_type))
 
 
@@ -221,7 +221,7 @@ def _convolve(
     original: Callable[..., Any], mixing: _Mixing, hidden_states: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Compute a causal convolution of (batch, channels, length)."""
-    if is_of_package(original) and mixing.segments.whole:
+    if is_of_package(original) and mixing.segments.has_only_whole_documents:
         channels_last = hidden_states.transpose(1, 2).contiguous().transpose(1, 2)
         return original(channels_last, weight, *args, seq_idx=mixing.rows.seq_idx(weight.device), **kwargs)
     row_BCT = mixing.joined(hidden_states.transpose(1, 2)).transpose(1, 2)
@@ -287,7 +287,7 @@ def _scan(
     else (batch, length, heads or groups, ...).
     """
     _check_no_state(mixing, kwargs, "initial_states", "return_final_states")
-    if is_of_package(original) and mixing.segments.whole:
+    if is_of_package(original) and mixing.segments.has_only_whole_documents:
         return original(hidden_states, dt, *rates, seq_idx=mixing.rows.seq_idx(dt.device), **kwargs)
     decay, *projections = rates
     x, steps, *projections = map(mixing.joined, (hidden_states, _steps(dt, kwargs), *projections))
@@ -312,7 +312,7 @@ def _fused(original: Callable[..., Any], mixing: _Mixing, zxbcdt: torch.Tensor, 
     """Compute convolution, scan and output projection of Mamba 2 in one; None to
     run them one by one, as without mamba-ssm.
     """
-    if is_of_package(original) and mixing.segments.whole:
+    if is_of_package(original) and mixing.segments.has_only_whole_documents:
         return original(zxbcdt, *args, seq_idx=mixing.rows.seq_idx(zxbcdt.device), **kwargs)
     return None
 

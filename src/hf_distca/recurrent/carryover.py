@@ -3,9 +3,9 @@ rank, in one differentiable exchange.
 
 Forward sends rows to every rank that needs them. Backward sends the gradients of received rows the same way back, where they are
 added up in the order of ranks, so that a sum is the same in every run. An exchange is an autograd function that every rank must
-reach, forward and backward, even if the rank sends and receives no rows. So `exchange_states` takes the inputs of the layer, which need a
-gradient on every rank or on none, and returns an anchor: a scalar without meaning. `with_gradient_anchor` makes the anchor part of the layer's
-output.
+reach, forward and backward, even if the rank sends and receives no rows. So `exchange_states` takes the inputs of the layer,
+which need a gradient on every rank or on none, and returns an anchor: a scalar without meaning. `with_gradient_anchor` makes the
+anchor part of the layer's output.
 """
 
 from __future__ import annotations
