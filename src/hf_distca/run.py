@@ -168,21 +168,21 @@ def _take_place(options: Options) -> Options:
 
     A process that no launcher started, which may be the launcher, stays what it is.
     """
-    from hf_distca.pool.launch import QUIET, Place
+    from hf_distca.pool.launch import QUIET, LaunchPlace
 
-    place = Place.of(os.environ)
+    place = LaunchPlace.of(os.environ)
     if place is None:
         return options
     place.check(options.servers)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     names = os.environ.get(_PYTHONPATH, "").split(os.pathsep)
     others = [name for name in names if name and name != _CHILD_START and os.path.dirname(name) != _CHILD_START]  # noqa: PTH120
-    if place.serves(options.servers):
+    if place.is_server(options.servers):
         number = place.node * options.servers + place.local - (place.per_node - options.servers)
         arguments = f"{number}, {attempt!r}, {options.server_wait}, {place.local}"
         code = f"from hf_distca.pool.launch import serve_launched; serve_launched({arguments})"
         os.execve(sys.executable, [sys.executable, "-c", code], os.environ | QUIET | {_PYTHONPATH: os.pathsep.join(others)})
-    world = place.world_of_trainers(options.servers)
+    world = place.trainer_environment(options.servers)
     options = options._replace(servers=0, launched=(place.nodes, options.servers, attempt))
     # What this process starts is of the smaller world, too.
     os.environ |= world | {_PYTHONPATH: os.pathsep.join([*options.search_path(), *others])}

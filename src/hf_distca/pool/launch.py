@@ -11,13 +11,13 @@ from typing import NamedTuple, NoReturn
 
 from hf_distca.errors import ConfigError
 
-__all__ = ["QUIET", "Place", "listen_at", "parse_address", "published", "serve_alone", "serve_launched"]
+__all__ = ["QUIET", "LaunchPlace", "listen_at", "parse_address", "store_key", "serve_alone", "serve_launched"]
 
 # What keeps torch from writing frames of C++ where a connection ends, as all do with rank 0.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-class Place(NamedTuple):
+class LaunchPlace(NamedTuple):
     """Place of a process in a launch.
 
     Attributes:
@@ -31,7 +31,7 @@ class Place(NamedTuple):
     per_node: int
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Place | None:
+    def of(cls, environment: Mapping[str, str]) -> LaunchPlace | None:
         """Read the place from the variables of torchrun and `accelerate launch`;
         None in a process that they did not start.
 
@@ -62,11 +62,11 @@ class Place(NamedTuple):
                 "servers."
             )
 
-    def serves(self, each_node: int) -> bool:
+    def is_server(self, each_node: int) -> bool:
         """Return whether this process is one of so many servers of its node."""
         return self.local >= self.per_node - each_node
 
-    def world_of_trainers(self, each_node: int) -> dict[str, str]:
+    def trainer_environment(self, each_node: int) -> dict[str, str]:
         """Return the variables that a launcher would give this process if there were no servers."""
         trains = self.per_node - each_node
         rank, size = str(self.node * trains + self.local), str(self.nodes * trains)
@@ -85,7 +85,7 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def published(number: int, attempt: str) -> str:
+def store_key(number: int, attempt: str) -> str:
     """Return the key under which the server of this number publishes
     its address, in the store of a launch.
     """
@@ -138,7 +138,7 @@ def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -
     with socket.create_connection((host, port)) as connected:
         here = connected.getsockname()[0]  # under which other hosts see this one
     listening = listen_at(here, 0)
-    store.set(published(number, attempt), "{}:{}".format(*listening.getsockname()[:2]))
+    store.set(store_key(number, attempt), "{}:{}".format(*listening.getsockname()[:2]))
     del store
     # As accelerate decides it for the ranks that train.
     on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false") != "true"

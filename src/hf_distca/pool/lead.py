@@ -26,12 +26,12 @@ import torch.distributed as dist
 
 from hf_distca.borrowed import PrefixStore, Store, TCPStore, store_of_world, timeout_of
 from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError
-from hf_distca.pool.launch import parse_address, published
-from hf_distca.pool.words import Words
+from hf_distca.pool.launch import parse_address, store_key
+from hf_distca.pool.words import JsonLineConnection
 from hf_distca.runtime.group import AttentionGroup, Members, ServerNotifier
 from hf_distca.runtime.members import PoolRanks
 
-__all__ = ["Lead", "Pool", "seats"]
+__all__ = ["PoolController", "Pool", "find_pool_ranks"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -82,14 +82,14 @@ class Pool:
         if world is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             return AttentionGroup()  # before ranks have met: this one is alone, as without servers
         if world is None:
-            seconds, rank, ranks, backend = timeout_seconds or _ALONE_SECONDS, 0, 1, _backend_alone()
+            seconds, rank, ranks, backend = timeout_seconds or _ALONE_SECONDS, 0, 1, _lone_backend()
             store: Store = TCPStore("0.0.0.0", 0, None, True, timedelta(seconds=seconds), wait_for_workers=False)
         else:
             seconds, rank, ranks = timeout_seconds or timeout_of(world).total_seconds(), dist.get_rank(), dist.get_world_size()
             backend, store = dist.get_backend(members if isinstance(members, dist.ProcessGroup) else None), store_of_world()
         lead = None
         if rank == 0:
-            lead = Lead(seconds)
+            lead = PoolController(seconds)
             try:
                 invitation = self._invite(lead, store, ranks, backend)
             except DistCAError as error:
@@ -97,8 +97,8 @@ class Pool:
                 raise
             store.set(_INVITATION, json.dumps(invitation))
         else:
-            invitation = _invited(store, self.wait_seconds + seconds)
-        return self._join(world, seats(invitation, store, rank), seconds, lead)
+            invitation = _read_invitation(store, self.wait_seconds + seconds)
+        return self._join(world, find_pool_ranks(invitation, store, rank), seconds, lead)
 
     def without(self, leaving: Sequence[int]) -> AttentionGroup:
         """Return the group of the others, once servers of these indices in it have left.
@@ -118,12 +118,12 @@ class Pool:
 
     def _join(self, world: object, all_seats: PoolRanks, seconds: float, lead: ServerNotifier | None) -> AttentionGroup:
         group = AttentionGroup.with_servers(all_seats, seconds, lead)
-        if isinstance(lead, Lead):
+        if isinstance(lead, PoolController):
             lead.group = group
         self._joined = world, group, all_seats
         return group
 
-    def _invite(self, lead: Lead, store: Store, ranks: int, backend: str) -> dict[str, Any]:
+    def _invite(self, lead: PoolController, store: Store, ranks: int, backend: str) -> dict[str, Any]:
         """Find the servers and tell each where to meet.
 
         Return the invitation for ranks that train.
@@ -139,7 +139,7 @@ class Pool:
         names = {number: f"rank {number} (server at {address})" for number, address in enumerate(addresses, start=ranks)}
         for name, address in zip(names.values(), addresses, strict=True):
             lead.servers[name] = lead.connect(address, device, deadline)
-        placed = _placed(ranks, self.nodes, self.each_node, len(addresses))
+        placed = _order_members(ranks, self.nodes, self.each_node, len(addresses))
         invitation = {
             "ranks": placed,
             "holds": [rank < ranks for rank in placed],
@@ -149,7 +149,7 @@ class Pool:
             "seconds": lead.seconds,
             "spare": self.spare,
         }
-        host, port = _tcp(store)
+        host, port = _tcp_address(store)
         for number, words in enumerate(lead.servers.values(), start=ranks):
             words.send({**invitation, "number": number, "host": words.here if host in _ANYWHERE else host, "port": port})
         as_sent: dict[str, Any] = json.loads(json.dumps(invitation))
@@ -162,7 +162,7 @@ _UNDER_WAY = {"use_plan": "work", "begin_plans": "planning"}
 _ANYWHERE = ("0.0.0.0", "127.0.0.1", "localhost", "::", "::1")  # a store that listens on the host of rank 0
 
 
-def seats(invitation: Mapping[str, Any], store: Store, rank: int) -> PoolRanks:
+def find_pool_ranks(invitation: Mapping[str, Any], store: Store, rank: int) -> PoolRanks:
     """Return the seats of a group, for the process of this number."""
     ranks = tuple(invitation["ranks"])
     names = {int(number): name for number, name in invitation["names"].items()}
@@ -170,7 +170,7 @@ def seats(invitation: Mapping[str, Any], store: Store, rank: int) -> PoolRanks:
     return PoolRanks(ranks, tuple(invitation["holds"]), names, ranks.index(rank), invitation["backend"], meeting)
 
 
-class Lead:
+class PoolController:
     """Connection of rank 0 to all servers of a group, which announces each step to them.
 
     Args:
@@ -182,14 +182,14 @@ class Lead:
     """
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.servers = seconds, dict[str, Words]()
+        self.seconds, self.servers = seconds, dict[str, JsonLineConnection]()
         self.group: AttentionGroup | None = None
         self._numbers, self._forgotten = count(1), deque[int]()
         self.under_way = set[int]()
-        self._before: Lead | None = None  # of the group that servers are leaving
+        self._before: PoolController | None = None  # of the group that servers are leaving
         atexit.register(self.end)
 
-    def connect(self, address: str, device: str, deadline: float) -> Words:
+    def connect(self, address: str, device: str, deadline: float) -> JsonLineConnection:
         """Connect to a server that computes on a device of this type.
 
         Raises:
@@ -200,7 +200,9 @@ class Lead:
         start = f"`hf-distca serve --address {address}`"
         while True:
             try:
-                words = Words(socket.create_connection((host, port), max(deadline - time.monotonic(), 1.0)), self.seconds)
+                words = JsonLineConnection(
+                    socket.create_connection((host, port), max(deadline - time.monotonic(), 1.0)), self.seconds
+                )
                 break
             except OSError as error:
                 if time.monotonic() >= deadline:
@@ -247,13 +249,13 @@ class Lead:
         finalize(known, self._forgotten.append, number)  # at any time, in any thread
         return number
 
-    def without(self, leaving: Sequence[str]) -> Lead:
+    def without(self, leaving: Sequence[str]) -> PoolController:
         """Return the lead of the other servers, once those of these names have left.
 
         This lead still announces all steps of work that has begun to all of them; leaving servers
         end when none of it is left.
         """
-        after = Lead(self.seconds)
+        after = PoolController(self.seconds)
         after.servers = {name: words for name, words in self.servers.items() if name not in leaving}
         after._numbers, after._forgotten, after._before = self._numbers, self._forgotten, self
         return after
@@ -276,7 +278,7 @@ class Lead:
         return self.group.monitor.give_up(f"telling {name} what comes next", error)
 
 
-def _invited(store: Store, seconds: float) -> dict[str, Any]:
+def _read_invitation(store: Store, seconds: float) -> dict[str, Any]:
     """Read rank 0's invitation to the group.
 
     Raises:
@@ -293,7 +295,7 @@ def _invited(store: Store, seconds: float) -> dict[str, Any]:
 
 
 def _published_address(store: Store, number: int, pool: Pool, deadline: float) -> str:
-    key = published(number, pool.attempt)
+    key = store_key(number, pool.attempt)
     while not _launch_store(store).check([key]):
         if time.monotonic() > deadline:
             raise ConfigError(
@@ -311,7 +313,7 @@ def _launch_store(store: Store) -> Any:
     return store
 
 
-def _tcp(store: Store) -> tuple[str, int]:
+def _tcp_address(store: Store) -> tuple[str, int]:
     tcp = _launch_store(store)
     if not isinstance(tcp, TCPStore):
         raise ConfigError(
@@ -321,7 +323,7 @@ def _tcp(store: Store) -> tuple[str, int]:
     return tcp.host, tcp.port
 
 
-def _placed(ranks: int, nodes: int, each_node: int, servers: int) -> list[int]:
+def _order_members(ranks: int, nodes: int, each_node: int, servers: int) -> list[int]:
     """Return the numbers of all members in the order of the group: node by node ranks
     that train and their servers, then other servers.
     """
@@ -332,5 +334,5 @@ def _placed(ranks: int, nodes: int, each_node: int, servers: int) -> list[int]:
     return order + [number for number in range(ranks + servers) if number not in order]
 
 
-def _backend_alone() -> str:
+def _lone_backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"

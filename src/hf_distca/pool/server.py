@@ -33,8 +33,8 @@ from hf_distca.errors import DistCADesyncError
 from hf_distca.integration.handle import Work
 from hf_distca.integration.session import Session
 from hf_distca.kernels.base import Scores
-from hf_distca.pool.lead import seats
-from hf_distca.pool.words import Words, read_config, read_dtype, read_key, read_requests, read_shares, read_step
+from hf_distca.pool.lead import find_pool_ranks
+from hf_distca.pool.words import JsonLineConnection, read_config, read_dtype, read_key, read_requests, read_shares, read_step
 from hf_distca.runtime.call import AttentionServer, Call
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.members import PoolRanks
@@ -45,7 +45,7 @@ __all__ = ["EndedError", "serve"]
 
 _LOOK_SECONDS = 1.0  # between two looks whether another rank has left
 _END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to say so
-_HELLO_SECONDS, _HELLO_BYTES = 5.0, 1 << 16  # that whoever connects has to say what it wants
+_HANDSHAKE_SECONDS, _HANDSHAKE_BYTES = 5.0, 1 << 16  # that whoever connects has to say what it wants
 _LONGER_SECONDS = 30.0  # that a server may run after rank 0 has ended
 
 
@@ -76,16 +76,18 @@ def serve(listening: socket.socket, device: torch.device, wait_seconds: float | 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     host, port = listening.getsockname()[:2]
-    say = partial(_say, f"server at {host}:{port}")
+    say = partial(_print_line, f"server at {host}:{port}")
     server: Server | None = None
     try:
         say(f"waits on {device} for the ranks that train")
-        words = _accept(listening, partial(_why_not, device, say), wait_seconds)
-        invitation = _invitation(words, wait_seconds)
-        server = Server(seats(invitation, _store(invitation), invitation["number"]), invitation["seconds"], device)
+        words = _accept(listening, partial(_refusal_reason, device, say), wait_seconds)
+        invitation = _receive_invitation(words, wait_seconds)
+        server = Server(
+            find_pool_ranks(invitation, _connect_store(invitation), invitation["number"]), invitation["seconds"], device
+        )
         say(server.role)
         Thread(target=_refuse, args=[listening], name="distca refusals", daemon=True).start()
-        Thread(target=_end_after, args=[words, server, say], name="distca end", daemon=True).start()
+        Thread(target=_outlive_briefly, args=[words, server, say], name="distca end", daemon=True).start()
         if invitation["spare"]:
             signal.signal(signal.SIGTERM, partial(_leave_by_signal, say))
         server.run(words)
@@ -98,7 +100,7 @@ def serve(listening: socket.socket, device: torch.device, wait_seconds: float | 
         return 1
 
 
-class _Used(NamedTuple):
+class _UsedPlan(NamedTuple):
     """A plan that a micro-batch uses."""
 
     session: Session
@@ -123,7 +125,7 @@ class Server:
         self._micro_batches = self._served = 0
         self._began = time.perf_counter()
 
-    def run(self, words: Words) -> NoReturn:
+    def run(self, words: JsonLineConnection) -> NoReturn:
         """Execute the steps that rank 0 announces until it ends.
 
         Raises:
@@ -215,7 +217,7 @@ class Server:
         planned, user = self._known.pop(plan), self._known[session]
         before = user.planner.progress.number
         taken = user.use_plan(Documents(planned.rows), planned, self._group, self._device)
-        self._known[work] = _Used(user, planned.key, taken)
+        self._known[work] = _UsedPlan(user, planned.key, taken)
         self._micro_batches += user.planner.progress.number - before
 
     def gather(self, session: int) -> None:
@@ -249,7 +251,7 @@ class Server:
         """Finish a call: results have left."""
         self._calls.pop(call).finish()
 
-    def _next(self, words: Words) -> Any:
+    def _next(self, words: JsonLineConnection) -> Any:
         """Return the next word of rank 0.
 
         End if another rank leaves the group before, for rank 0 may hear of that late, or never.
@@ -261,7 +263,7 @@ class Server:
                 raise EndedError(word)
 
 
-def _accept(listening: socket.socket, why_not: Callable[[Any], str | None], wait_seconds: float | None) -> Words:
+def _accept(listening: socket.socket, why_not: Callable[[Any], str | None], wait_seconds: float | None) -> JsonLineConnection:
     """Accept the connection of a rank 0 that this server can serve.
 
     Raises:
@@ -271,19 +273,19 @@ def _accept(listening: socket.socket, why_not: Callable[[Any], str | None], wait
     while (left := deadline - time.monotonic()) > 0:
         listening.settimeout(None if wait_seconds is None else left)
         with suppress(TimeoutError):
-            if (words := _greet(listening, why_not)) is not None:
+            if (words := _accept_client(listening, why_not)) is not None:
                 return words
     raise EndedError(f"no ranks came within {wait_seconds:g} s")
 
 
-def _greet(listening: socket.socket, why_not: Callable[[Any], str | None]) -> Words | None:
+def _accept_client(listening: socket.socket, why_not: Callable[[Any], str | None]) -> JsonLineConnection | None:
     """Accept the next connection.
 
     Return None if it comes from a stranger or `why_not` gives a reason to refuse it.
     """
-    words = Words(listening.accept()[0], _HELLO_SECONDS)
+    words = JsonLineConnection(listening.accept()[0], _HANDSHAKE_SECONDS)
     try:
-        error = why_not(words.receive(_HELLO_SECONDS, _HELLO_BYTES))
+        error = why_not(words.receive(_HANDSHAKE_SECONDS, _HANDSHAKE_BYTES))
         words.send({"error": error})
     except (EOFError, OSError, ValueError, RecursionError, TypeError, AttributeError):
         error = "a stranger"
@@ -293,7 +295,7 @@ def _greet(listening: socket.socket, why_not: Callable[[Any], str | None]) -> Wo
     return None
 
 
-def _why_not(device: torch.device, say: Callable[[str], None], asked: Mapping[str, Any]) -> str | None:
+def _refusal_reason(device: torch.device, say: Callable[[str], None], asked: Mapping[str, Any]) -> str | None:
     """Return why this server cannot serve a client that sent this greeting; None if it can."""
     here, there, wanted = version("hf-distca"), asked.get("version"), asked.get("device")
     why = None
@@ -310,10 +312,10 @@ def _refuse(listening: socket.socket) -> None:
     """Refuse all further connections, because this server is taken."""
     listening.settimeout(None)
     while True:
-        _greet(listening, lambda _: "it serves the ranks of another run. Start a server of its own for each run.")
+        _accept_client(listening, lambda _: "it serves the ranks of another run. Start a server of its own for each run.")
 
 
-def _end_after(words: Words, server: Server, say: Callable[[str], None]) -> None:
+def _outlive_briefly(words: JsonLineConnection, server: Server, say: Callable[[str], None]) -> None:
     """End this process some time after rank 0 has ended: if a rank's failure
     message is lost, the server would wait in vain.
     """
@@ -323,7 +325,7 @@ def _end_after(words: Words, server: Server, say: Callable[[str], None]) -> None
     os._exit(1)
 
 
-def _invitation(words: Words, seconds: float | None) -> Mapping[str, Any]:
+def _receive_invitation(words: JsonLineConnection, seconds: float | None) -> Mapping[str, Any]:
     """Receive the invitation to the group, once rank 0 has found all servers."""
     invitation = words.receive(seconds)
     if not isinstance(invitation, dict):
@@ -331,7 +333,7 @@ def _invitation(words: Words, seconds: float | None) -> Mapping[str, Any]:
     return invitation
 
 
-def _store(invitation: Mapping[str, Any]) -> Store:
+def _connect_store(invitation: Mapping[str, Any]) -> Store:
     """Connect to the store in which all members meet."""
     seconds = timedelta(seconds=invitation["seconds"])
     try:
@@ -353,6 +355,6 @@ def _leave_by_signal(say: Callable[[str], None], number: int, _frame: FrameType 
     say(f"was told to end by {signal.Signals(number).name}, and serves until the others go on without it; again to end at once")
 
 
-def _say(who: str, text: str) -> None:
+def _print_line(who: str, text: str) -> None:
     sys.stderr.write(f"hf-distca: {who} {text}\n")
     sys.stderr.flush()

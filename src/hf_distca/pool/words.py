@@ -29,14 +29,14 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.profiles import Profile
 
-__all__ = ["Words", "read_config", "read_dtype", "read_key", "read_requests", "read_shares", "read_step"]
+__all__ = ["JsonLineConnection", "read_config", "read_dtype", "read_key", "read_requests", "read_shares", "read_step"]
 
 _ALIVE_SECONDS, _ALIVE_TIMES = 10, 6  # how often TCP asks whether the other side's host is there, and how often in vain
 _PART_BYTES = 1 << 16
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
 
-class Words:
+class JsonLineConnection:
     """A connection that carries words both ways, one line each.
 
     Args:
@@ -56,7 +56,7 @@ class Words:
     def send(self, word: Any) -> None:
         """Send a word. Raise `OSError` if the other side has ended, or does not read."""
         self._socket.settimeout(self._seconds)
-        self._socket.sendall(json.dumps(word, default=_plain).encode() + b"\n")
+        self._socket.sendall(json.dumps(word, default=_encode).encode() + b"\n")
 
     def receive(self, seconds: float | None, most_bytes: float = math.inf) -> Any:
         """Return the next word, of at most `most_bytes`; wait up to
@@ -92,7 +92,7 @@ class Words:
         self._socket.close()
 
 
-def _plain(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     """Encode types for which JSON has no form of its own."""
     match value:
         case torch.dtype():
