@@ -262,7 +262,7 @@ def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
     if any(isinstance(argument, Cache) for argument in flat) and not (layer.training and torch.is_grad_enabled()):
         return None
     session = current_session()
-    if handle.nano or not session.in_two(handle, layer.training):
+    if handle.nano or not session.uses_nano_batches(handle, layer.training):
         return None
     if (why := _holds_attention(layer)) is not None:
         warn_once(

@@ -49,8 +49,8 @@ __all__ = ["Session", "balancing", "configure", "current_session"]
 class Elsewhere(Protocol):
     """Substitute of a session while a schedule of pipeline stages runs forwards."""
 
-    def in_two(self, handle: AttentionHandle) -> bool:
-        """See `Session.in_two`; if this returns True, the handle has its documents."""
+    def uses_nano_batches(self, handle: AttentionHandle) -> bool:
+        """See `Session.uses_nano_batches`; if this returns True, the handle has its documents."""
 
     def work_for(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
         """See `Session.work_for`."""
@@ -210,10 +210,10 @@ class Session:
         """Return whether other ranks take part in a forward."""
         return self.group_for(handle, training).size > 1
 
-    def in_two(self, handle: AttentionHandle, training: bool) -> bool:
+    def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
         """Return whether layers run as two nano-batches."""
         if self.elsewhere is not None:
-            return self.elsewhere.in_two(handle)
+            return self.elsewhere.uses_nano_batches(handle)
         return self.config.ping_pong and self.is_collective(handle, training)
 
     def documents(self, handle: AttentionHandle, arguments: Mapping[str, Any], training: bool) -> Documents:

@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from hf_distca.errors import UnsupportedError
 
-__all__ = ["OneStageSchedule", "adapter_weights", "has_adapters", "whole_mesh", "without_peft"]
+__all__ = ["OneStageSchedule", "select_adapter_weights", "has_adapters", "find_whole_mesh", "unwrap_peft"]
 
 
 class OneStageSchedule(PipelineScheduleSingle):
@@ -31,7 +31,7 @@ class OneStageSchedule(PipelineScheduleSingle):
         self.micro_batches = n_microbatches
 
     @property
-    def trains(self) -> bool:
+    def is_training(self) -> bool:
         """True if this step has a backward."""
         return bool(self._has_backward)
 
@@ -77,7 +77,7 @@ def has_adapters(model: Any) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-def without_peft(model: Any) -> Any:
+def unwrap_peft(model: Any) -> Any:
     """Return the model of transformers in a model of peft, as `add_adapter`
     would leave it; any other model as it is.
 
@@ -96,7 +96,7 @@ def without_peft(model: Any) -> Any:
     return base
 
 
-def adapter_weights(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def select_adapter_weights(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the weights of a model's adapter among all of its weights, by
     the names that peft gives them in files.
 
@@ -112,6 +112,6 @@ def adapter_weights(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, t
     return {f"base_model.model.{key}": value.contiguous() for key, value in adapter.items()}
 
 
-def whole_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def find_whole_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh that this is a dimension of; the mesh itself if it is none."""
     return mesh._get_root_mesh()

@@ -68,7 +68,7 @@ def check_split(model: PreTrainedModel) -> None:
     elif getattr(text_config, "output_router_logits", False):
         why = "it adds a loss of its routers (output_router_logits=True), which stages do not hand on; set it to False"
     if why is not None:
-        raise _cannot(model, why)
+        raise _split_error(model, why)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,9 +93,9 @@ class ModelParts:
         """Find the parts of a model, which must be layers between an embedding and a head."""
         from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
 
-        embedding, head = _ends(model)
+        embedding, head = _find_ends(model)
         if embedding is None or head is None:
-            raise _cannot(model, "it has no input embedding and output projection")
+            raise _split_error(model, "it has no input embedding and output projection")
         lists = {
             name: module
             for name, module in model.named_modules()
@@ -104,7 +104,7 @@ class ModelParts:
             and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
         }
         if len(lists) != 1:
-            raise _cannot(model, f"it has {len(lists)} lists of layers, not one")
+            raise _split_error(model, f"it has {len(lists)} lists of layers, not one")
         ((layers_name, layers),) = lists.items()
         decoder = layers_name.rpartition(".")[0]
         seen, before, after = set(layers.modules()), list[str](), list[str]()
@@ -117,7 +117,7 @@ class ModelParts:
             elif module is head or (parent == decoder and any(part in child for part in _AFTER)):
                 after.append(name)
             elif any(True for _ in module.parameters(recurse=False)):
-                raise _cannot(
+                raise _split_error(
                     model, f"{name or 'a weight'} is neither in its layers nor an embedding, a norm or a head beside them"
                 )
             else:
@@ -139,20 +139,20 @@ class ModelParts:
         """
         config = model.config.get_text_config(decoder=True)
         active = min(1.0, _first_number(config, _ACTIVE_EXPERTS) / _first_number(config, _EXPERTS))
-        costs = [sum(_cost(weight, active) for weight in layer.parameters()) for layer in self.layers]
+        costs = [sum(_token_cost(weight, active) for weight in layer.parameters()) for layer in self.layers]
         costs[0] += sum(weight.shape[-1] for weight in _weights(model, self.before))
-        costs[-1] += sum(_cost(weight, 1.0) for weight in _weights(model, self.after))
+        costs[-1] += sum(_token_cost(weight, 1.0) for weight in _weights(model, self.after))
         return costs
 
 
-def _ends(model: PreTrainedModel) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
+def _find_ends(model: PreTrainedModel) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
     """Return the input embedding and the output projection of a model."""
     modules: tuple[Any, Any] = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
     embedding, head = (module if isinstance(module, torch.nn.Module) else None for module in modules)
     return embedding, head
 
 
-def _cannot(model: PreTrainedModel, why: str) -> UnsupportedError:
+def _split_error(model: PreTrainedModel, why: str) -> UnsupportedError:
     return UnsupportedError(
         f"{type(model).__name__} ({model.config.model_type}) cannot be split into pipeline stages: {why}. Train it with data "
         "parallelism (FSDP), whose ranks share attention too."
@@ -169,7 +169,7 @@ def _first_number(config: object, names: Sequence[str]) -> int:
     return next((value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0), 1)
 
 
-def _cost(weight: torch.nn.Parameter, active: float) -> float:
+def _token_cost(weight: torch.nn.Parameter, active: float) -> float:
     """Return the multiplications per token with a weight; the weights of all
     experts are one tensor of three dimensions.
     """
@@ -198,7 +198,7 @@ def layers_of_stages(costs: Sequence[float], stages: int) -> list[int]:
     return list(cut(len(costs), stages)[1])
 
 
-class Absent(torch.nn.Module):
+class SkippedLayer(torch.nn.Module):
     """Placeholder of a module that is on another stage."""
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -215,7 +215,7 @@ class Absent(torch.nn.Module):
         return torch.zeros((), device=inputs.device) if self.zero else inputs
 
 
-class Entrance(Absent):
+class FirstStageGate(SkippedLayer):
     """The layer before the first one of a stage: feeds it the
     hidden states from the previous stage.
     """
@@ -227,7 +227,7 @@ class Entrance(Absent):
         return inputs if self.hidden_states is None else self.hidden_states
 
 
-class Exit(Absent):
+class LastStageGate(SkippedLayer):
     """The layer after the last one of a stage: keeps the hidden states that go to the next stage."""
 
     hidden_states: torch.Tensor | None = None
@@ -259,19 +259,19 @@ class StageModel(torch.nn.Module):
         if sum(layers) != len(parts.layers) or min(layers) < 1:
             raise ConfigError(f"layers={list(layers)} must be at least 1 for each stage, {len(parts.layers)} in all.")
         self.stage, self.stages, self.tied = stage, len(layers), parts.tied if tied is None else tied
-        self.facts = _facts(model, parts, layers, tied=self.tied)
+        self.facts = _shared_facts(model, parts, layers, tied=self.tied)
         begin = sum(layers[:stage])
-        edges: list[Entrance | Exit | None] = [None, None]
+        edges: list[FirstStageGate | LastStageGate | None] = [None, None]
         for number, layer in enumerate(parts.layers):
             if number == begin - 1:
-                edges[0] = parts.layers[number] = Entrance(layer)
+                edges[0] = parts.layers[number] = FirstStageGate(layer)
             elif number == begin + layers[stage]:
-                edges[1] = parts.layers[number] = Exit(layer)
+                edges[1] = parts.layers[number] = LastStageGate(layer)
             elif not begin <= number < begin + layers[stage]:
-                parts.layers[number] = Absent(layer)
+                parts.layers[number] = SkippedLayer(layer)
         self._edges = tuple(edges)  # a tuple, which registers no modules: they are the model's already
         self._before = () if self.is_first else parts.before
-        _leave(model, (() if self.is_last else parts.after) + (() if tied else self._before))
+        _replace_by_placeholders(model, (() if self.is_last else parts.after) + (() if tied else self._before))
         self.model = model
 
     @property
@@ -293,7 +293,7 @@ class StageModel(torch.nn.Module):
     @property
     def head(self) -> torch.nn.Module | None:
         """The output projection; on other stages than the last one its placeholder."""
-        return _ends(self.model)[1]
+        return _find_ends(self.model)[1]
 
     @property
     def tied_weight(self) -> torch.nn.Parameter | None:
@@ -302,13 +302,13 @@ class StageModel(torch.nn.Module):
         """
         if not self.tied or self.stages == 1 or not (self.is_first or self.is_last):
             return None
-        module: Any = _ends(self.model)[0 if self.is_first else 1]
+        module: Any = _find_ends(self.model)[0 if self.is_first else 1]
         weight: torch.nn.Parameter = module.weight
         return weight
 
-    def loaded(self) -> None:
+    def drop_embedding(self) -> None:
         """Drop the embedding of the last stage, from which a tied head got its weight."""
-        _leave(self.model, self._before)
+        _replace_by_placeholders(self.model, self._before)
 
     def forward(self, inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Run the stage.
@@ -340,7 +340,7 @@ class StageModel(torch.nn.Module):
         return output
 
 
-def _facts(model: PreTrainedModel, parts: ModelParts, layers: Sequence[int], *, tied: bool) -> dict[str, str]:
+def _shared_facts(model: PreTrainedModel, parts: ModelParts, layers: Sequence[int], *, tied: bool) -> dict[str, str]:
     """Return the properties that must be equal on the stages of all
     ranks: the model and its division.
     """
@@ -351,8 +351,8 @@ def _facts(model: PreTrainedModel, parts: ModelParts, layers: Sequence[int], *, 
     return {**made_of, **shared, **config}
 
 
-def _leave(model: PreTrainedModel, names: Sequence[str]) -> None:
+def _replace_by_placeholders(model: PreTrainedModel, names: Sequence[str]) -> None:
     """Replace modules of other stages by placeholders."""
     for name in names:
         holder, _, child = name.rpartition(".")
-        setattr(model.get_submodule(holder), child, Absent(model.get_submodule(name)))
+        setattr(model.get_submodule(holder), child, SkippedLayer(model.get_submodule(name)))

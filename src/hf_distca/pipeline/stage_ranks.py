@@ -24,11 +24,11 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, DistCADesyncError, LayoutError, UnsupportedError
 from hf_distca.integration.processes import data_parallel_group
 from hf_distca.integration.session import Session
-from hf_distca.pipeline.borrowed_pipelining import whole_mesh
+from hf_distca.pipeline.borrowed_pipelining import find_whole_mesh
 from hf_distca.pipeline.stage_models import TIED
 from hf_distca.pipeline.stages import Stage
-from hf_distca.pipeline.tick_calls import DTYPES, WHY_NOT_OTHERS, KindFinder, LayerKind, StageAttention
-from hf_distca.pipeline.ticks import Pipeline, joint_calls
+from hf_distca.pipeline.tick_calls import DTYPES, WHY_NOT_OTHERS, LayerKind, LayerKindRecorder, StageAttention
+from hf_distca.pipeline.ticks import Pipeline, merge_calls
 from hf_distca.runtime.group import AttentionGroup, Members
 from hf_distca.schedule.layout import IntArray
 
@@ -130,7 +130,7 @@ def find_ranks(stage: Stage, session: Session, facts: Facts) -> tuple[Pipeline, 
         dist.all_reduce(torch.zeros(1, device=stage.device), group=stage.group)
     with group.reporting("measuring costs"):
         for kind in dict.fromkeys(call.kind for call in pipeline.calls):
-            session.learn_cost(kind.key, kind.no_rows(stage.device).q_THD, group)
+            session.learn_cost(kind.key, kind.make_empty_operands(stage.device).q_THD, group)
     return pipeline, StageAttention(session, group, stage.device)
 
 
@@ -158,7 +158,7 @@ def _members(stage: Stage, session: Session) -> dist.ProcessGroup | Members | No
     """
     if session.given is not None and not isinstance(session.given, DeviceMesh):
         return session.given
-    whole = session.given or whole_mesh(stage.mesh)
+    whole = session.given or find_whole_mesh(stage.mesh)
     return data_parallel_group(whole, also=(stage.mesh.mesh_dim_names or ("pp",))[0])
 
 
@@ -166,7 +166,7 @@ def _find_kinds(stage: Stage, session: Session) -> tuple[list[LayerKind], torch.
     """Find the kinds of a stage's calls of attention and the dtype of its
     output, from a forward of a few tokens.
     """
-    model, device, finder = stage.unwrapped, stage.device, KindFinder(session)
+    model, device, finder = stage.unwrapped, stage.device, LayerKindRecorder(session)
     positions = torch.arange(_TOKENS, device=device)[None]
     inputs = torch.zeros_like(positions)
     if not stage.is_first:
@@ -215,7 +215,7 @@ def _pipeline(stages: Sequence[StageFacts], group: AttentionGroup, device: str) 
         stages=tuple(facts.stage for facts in stages),
         copies=tuple(copies.index(facts.copy) for facts in stages),
         rank=group.rank,
-        calls=tuple(joint_calls(kinds)),
+        calls=tuple(merge_calls(kinds)),
         dtypes=tuple(DTYPES[by_stage[stage].dtype] for stage in range(depth)),
     )
 

@@ -33,8 +33,8 @@ from hf_distca.pipeline.stage_ranks import (
     find_ranks,
 )
 from hf_distca.pipeline.stages import Stage
-from hf_distca.pipeline.tick_calls import CallPart, MicroBatch, MicroBatchPart, StageAttention, TickCalls, own_calls
-from hf_distca.pipeline.ticks import Pipeline, Tick, TickPlans, documents_of_shares, documents_of_stated, ticks
+from hf_distca.pipeline.tick_calls import CallPart, MicroBatch, MicroBatchPart, StageAttention, TickCalls, select_own_calls
+from hf_distca.pipeline.ticks import Pipeline, Tick, TickPlans, order_ticks, read_announced_documents, read_shared_documents
 from hf_distca.runtime.channel import wait_for_works
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.monitor import reserved_seconds
@@ -146,9 +146,9 @@ class Schedule(OneStageSchedule):
         step = _Step(self.stage, attention, plans, documents, shape, compute)
         self._session.elsewhere, attention.nano_batches = attention, plans.config.ping_pong
         try:
-            with _tied_gradients(self.stage, attention.group, name, backward=self.trains):
+            with _sum_tied_gradients(self.stage, attention.group, name, backward=self.is_training):
                 self.figures = step.run()
-                if self.trains:
+                if self.is_training:
                     self.stage.perform_reduce_grad(1)  # losses are scaled, not gradients
         finally:
             self._session.elsewhere = None
@@ -161,7 +161,7 @@ class Schedule(OneStageSchedule):
         """Return all that must be equal on all ranks in a step, by name."""
         model, config = self.stage.unwrapped, self._session.config
         return {
-            "the run": "step" if self.trains else "eval",
+            "the run": "step" if self.is_training else "eval",
             "the mode of the model": "train" if model.training and model.model.training else "eval",
             "n_microbatches": str(self.micro_batches),
             "the type of device": self.stage.device.type,
@@ -181,7 +181,7 @@ class Schedule(OneStageSchedule):
             if packed_documents is not None:
                 arguments["distca_documents"] = packed_documents
             positions, padding = arguments.get("position_ids"), as_mask(arguments.get("attention_mask"))
-            shape = _shape(*inputs, positions)
+            shape = _read_shape(*inputs, positions)
             batch = TokenBatch(*shape, packed=packed_documents, position_ids=positions, padding=padding)
             documents.append(batch.documents(training=True))
             shapes.add(shape)
@@ -199,7 +199,7 @@ class Schedule(OneStageSchedule):
         shares = [read.dealt for read in documents if read.dealt is not None]
         place = f"{name}, {self.micro_batches} micro-batches in {self.stage.num_stages} stages"
         with group.reporting(f"planning {place}"):
-            config = replace(self._session.config, ping_pong=self._in_two(documents))
+            config = replace(self._session.config, ping_pong=self._uses_nano_batches(documents))
             nanos = (1, 2) if config.ping_pong else (0,)
             parts = list(dict.fromkeys(MicroBatchPart(key.chunk, nano) for key in pipeline.keys for nano in nanos))
             facts = {**self._facts(), "nano-batches of a micro-batch": str(len(nanos))}
@@ -207,20 +207,20 @@ class Schedule(OneStageSchedule):
                 check_shares_of_copy(shares, pipeline)
                 way, checked = _SHARES, shares[0].documents
                 facts["the batch"] = str(shares[0])
-                of_all = {part: documents_of_shares(shares, pipeline.copies, part) for part in parts}
+                of_all = {part: read_shared_documents(shares, pipeline.copies, part) for part in parts}
             else:
                 way, checked, key = _STATED, 0, pipeline.keys[0]
                 requests = [
-                    (_documents_of(part, read, shape, config.tile), key._replace(nano=part.nano))
+                    (_cut_documents(part, read, shape, config.tile), key._replace(nano=part.nano))
                     for part in parts
                     for read in documents
                 ]
                 stated = iter(progress.announce(requests, group, place, self._session.config))
-                of_all = {part: documents_of_stated([next(stated) for _ in documents]) for part in parts}
+                of_all = {part: read_announced_documents([next(stated) for _ in documents]) for part in parts}
                 for of_part in of_all.values():
                     check_copies(of_part, pipeline, group)
             costs = {key: progress.costs.of(key) for key in pipeline.keys}
-            order = ticks(pipeline.depth, self.micro_batches, backward=self.trains)
+            order = order_ticks(pipeline.depth, self.micro_batches, backward=self.is_training)
             plans = TickPlans(order, pipeline, of_all, costs, config, name)
             tied = checksum(self.stage.unwrapped.tied_weight)
             row = np.array(StepRow(way, fingerprint(facts), checked, plans.make(), *shape, tied), dtype=np.int64)
@@ -233,7 +233,7 @@ class Schedule(OneStageSchedule):
                 self._comparing = group.gather_async(row, doing=f"comparing shares of {place}", on_arrival=check)
         return plans
 
-    def _in_two(self, documents: Sequence[Documents]) -> bool:
+    def _uses_nano_batches(self, documents: Sequence[Documents]) -> bool:
         """Return whether layers run as two nano-batches: in all of a step,
         because the stages of a tick do the same.
 
@@ -244,13 +244,13 @@ class Schedule(OneStageSchedule):
         return all(not read.spans or (read.dealt is not None and read.dealt.first_tokens is not None) for read in documents)
 
 
-def _documents_of(part: MicroBatchPart, documents: Documents, shape: tuple[int, int], tile: int) -> Documents:
+def _cut_documents(part: MicroBatchPart, documents: Documents, shape: tuple[int, int], tile: int) -> Documents:
     """Return the documents of a part of a micro-batch of (batch, tokens)."""
     documents = documents.in_chunks(part.chunk)
     return cut(*shape, documents, tile)[2][part.nano - 1] if part.nano else documents
 
 
-def _shape(*tensors: Any) -> tuple[int, int]:
+def _read_shape(*tensors: Any) -> tuple[int, int]:
     """Return (batch, tokens) of a micro-batch, from its inputs and positions."""
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2:
@@ -326,8 +326,8 @@ class _Step:
             documents=self.documents[number],
             layouts=self.plans.layouts_of(number),
             forward=calls,
-            parts=dict(own_calls(parts)),
-            moved={which for which, part in own_calls([*parts, *backward]) if part.route.exchanges},
+            parts=dict(select_own_calls(parts)),
+            moved={which for which, part in select_own_calls([*parts, *backward]) if part.route.exchanges},
             outputs={part.kind.key.nano: OutputStore() for part in backward},
         )
 
@@ -415,7 +415,7 @@ def clip_grad_norm_(stage: Stage, max_norm: float) -> torch.Tensor:
 
 
 @contextmanager
-def _tied_gradients(stage: Stage, group: AttentionGroup, name: str, *, backward: bool) -> Iterator[None]:
+def _sum_tied_gradients(stage: Stage, group: AttentionGroup, name: str, *, backward: bool) -> Iterator[None]:
     """Sum the gradients that both copies of a tied weight get inside, and add the sum to both."""
     weight = stage.unwrapped.tied_weight if backward else None
     if weight is None:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_distca.errors import ConfigError, UnsupportedError
-from hf_distca.pipeline.borrowed_pipelining import adapter_weights, has_adapters, whole_mesh, without_peft
+from hf_distca.pipeline.borrowed_pipelining import find_whole_mesh, has_adapters, select_adapter_weights, unwrap_peft
 from hf_distca.pipeline.stage_models import ModelParts, StageModel, check_split, layers_of_stages
 
 __all__ = ["Stage", "from_pretrained", "save_pretrained", "split"]
@@ -46,7 +46,7 @@ class Stage(PipelineStage):
         super().__init__(model, model.stage, model.stages, torch.device(mesh.device_type), group=mesh.get_group())
         self.mesh = mesh
         self._running: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # inputs and output of micro-batches
-        self._follow()
+        self._update_device()
 
     @property
     def unwrapped(self) -> StageModel:
@@ -64,7 +64,7 @@ class Stage(PipelineStage):
         """
         super().clear_runtime_states()
         self._running.clear()
-        self._follow()
+        self._update_device()
         self.reshard()
 
     def reshard(self) -> None:
@@ -75,7 +75,7 @@ class Stage(PipelineStage):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _follow(self) -> None:
+    def _update_device(self) -> None:
         """Set the device to that of the weights, which may have moved since the model was split."""
         weight = next(self.submod.parameters(), None)
         self.device = self.device if weight is None else weight.device
@@ -134,7 +134,7 @@ def split(model: PreTrainedModel, mesh: DeviceMesh, *, layers: Sequence[int] | N
         ConfigError: if the mesh has several dimensions, the attention is not distca's, the layers
             are not those of the model, or DDP or FSDP have wrapped it already.
     """
-    outer, model = model, without_peft(model)
+    outer, model = model, unwrap_peft(model)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"split() got a {type(model).__name__}: give it the model of transformers itself, and wrap the module of the stage "
@@ -199,7 +199,7 @@ def from_pretrained(name: str, mesh: DeviceMesh, *, layers: Sequence[int] | None
     loaded = loader.from_pretrained(name, config=config, attn_implementation=implementation, **kwargs)
     loaded.__class__ = base
     model = stage_models[-1]
-    model.loaded()
+    model.drop_embedding()
     if tied and model.is_last and model.head is not None and any(weight.is_meta for weight in model.head.parameters()):
         raise UnsupportedError(f"the tied head of {name} was not loaded: use `split` on the whole model.")
     return Stage(model, mesh)
@@ -223,11 +223,11 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
         UnsupportedError: if the model has several adapters.
     """
     folder, model = Path(directory), stage.unwrapped
-    adapted, weights = has_adapters(model.model), _weights(model)  # of sharded ones, all copies together
+    adapted, weights = has_adapters(model.model), _collect_weights(model)  # of sharded ones, all copies together
     if adapted:
-        weights = adapter_weights(model.model, weights)
+        weights = select_adapter_weights(model.model, weights)
     parts = [folder / f".stage-{number}" for number in range(model.stages)]
-    part, writes = parts[model.stage], _writes(stage)
+    part, writes = parts[model.stage], _is_writer(stage)
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         if part.exists():  # of a save that was killed
@@ -249,14 +249,14 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
     dist.barrier()
 
 
-def _writes(stage: Stage) -> bool:
+def _is_writer(stage: Stage) -> bool:
     """Return whether this rank belongs to the first copy of the model."""
-    whole = whole_mesh(stage.mesh)
+    whole = find_whole_mesh(stage.mesh)
     coordinates = zip(whole.mesh_dim_names or (), whole.get_coordinate() or (), strict=True)
     return not any(coordinate for name, coordinate in coordinates if name not in (stage.mesh.mesh_dim_names or ()))
 
 
-def _weights(model: StageModel) -> dict[str, torch.Tensor]:
+def _collect_weights(model: StageModel) -> dict[str, torch.Tensor]:
     """Return the stage's weights on the host.
 
     For tied weights, the checkpoint stores the first stage's copy.
@@ -295,7 +295,7 @@ def _merge_shards(folder: Path, parts: Sequence[Path]) -> None:
     weight_map, total = dict[str, str](), 0
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        sizes = _sizes(shard)
+        sizes = _read_sizes(shard)
         weight_map |= dict.fromkeys(sizes, name)
         total += sum(sizes.values())
         shard.replace(folder / name)
@@ -306,7 +306,7 @@ def _merge_shards(folder: Path, parts: Sequence[Path]) -> None:
             file.unlink()
 
 
-def _sizes(shard: Path) -> dict[str, int]:
+def _read_sizes(shard: Path) -> dict[str, int]:
     """Read the weights of a file and their sizes in bytes from its header."""
     with shard.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))

@@ -34,14 +34,14 @@ __all__ = [
     "DTYPES",
     "WHY_NOT_OTHERS",
     "CallPart",
-    "KindFinder",
+    "LayerKindRecorder",
     "LayerKind",
     "MicroBatch",
     "OwnCall",
     "MicroBatchPart",
     "StageAttention",
     "TickCalls",
-    "own_calls",
+    "select_own_calls",
 ]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)  # ranks tell each other the index
@@ -99,7 +99,7 @@ class LayerKind(NamedTuple):
         *shape, window, chunk, dtype, scale, softcap = numbers
         return cls(PlanKey(AttentionShape(*shape), device, window, chunk), DTYPES[dtype], scale, softcap)
 
-    def no_rows(self, device: torch.device) -> Operands:
+    def make_empty_operands(self, device: torch.device) -> Operands:
         """Return operands without rows."""
         return make_empty_operands(self.key.shape, self.dtype, device)
 
@@ -135,7 +135,7 @@ class OwnCall(NamedTuple):
     nano: int
 
 
-def own_calls(parts: Iterable[CallPart]) -> Iterator[tuple[OwnCall, CallPart]]:
+def select_own_calls(parts: Iterable[CallPart]) -> Iterator[tuple[OwnCall, CallPart]]:
     """Yield the parts that are calls of this rank's own micro-batch."""
     return ((OwnCall(part.stage_call, part.kind.key.nano), part) for part in parts if part.stage_call is not None)
 
@@ -151,7 +151,7 @@ class TickCalls:
     def __init__(self, parts: Sequence[CallPart], serve: Callable[[Sequence[CallPart]], None], doing: str) -> None:
         self._parts, self._serve, self._doing, self._next = parts, serve, doing, 0
 
-    def reach(self, number: int, nano: int) -> CallPart:
+    def serve_until(self, number: int, nano: int) -> CallPart:
         """Serve until this call of this rank's own micro-batch, or
         nano-batch, is next, and return its part.
         """
@@ -213,7 +213,7 @@ class MicroBatch:
     backward: TickCalls | None = None
     numbers: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def call_of(self, module: torch.nn.Module, nano: int, *, again: bool) -> OwnCall:
+    def identify_call(self, module: torch.nn.Module, nano: int, *, again: bool) -> OwnCall:
         """Identify the call of a module, in its forward or `again` in a recompute."""
         name, known = type(module).__name__, (id(module), nano) in self.numbers
         if again and not known:
@@ -227,10 +227,10 @@ class MicroBatch:
         """Return this rank's part in the backward of one of its calls, which begins now."""
         if self.backward is None:
             raise DistCADesyncError(f"the backward of {self.name} ran outside its schedule: let `Schedule.step` run it.")
-        return self.backward.reach(*call)
+        return self.backward.serve_until(*call)
 
 
-class KindFinder:
+class LayerKindRecorder:
     """Records the kinds of a stage's calls of attention, in their
     order, in a forward without other ranks.
     """
@@ -238,8 +238,8 @@ class KindFinder:
     def __init__(self, session: Session) -> None:
         self.session, self.kinds = session, list[LayerKind]()
 
-    def in_two(self, _handle: AttentionHandle) -> bool:
-        """Return False: these layers run whole. See `Session.in_two`."""
+    def uses_nano_batches(self, _handle: AttentionHandle) -> bool:
+        """Return False: these layers run whole. See `Session.uses_nano_batches`."""
         return False
 
     def work_for(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
@@ -272,8 +272,8 @@ class StageAttention:
         self.micro_batch: MicroBatch | None = None
         self.nano_batches = False
 
-    def in_two(self, handle: AttentionHandle) -> bool:
-        """See `Session.in_two`."""
+    def uses_nano_batches(self, handle: AttentionHandle) -> bool:
+        """See `Session.uses_nano_batches`."""
         if self.nano_batches and self.micro_batch is not None:
             handle.documents = self.micro_batch.documents.in_chunks(handle.mask.chunk)
         return self.nano_batches
@@ -299,9 +299,9 @@ class StageAttention:
         """Make a call of a micro-batch, in its forward or in a recompute."""
         self.group.raise_pending()
         again, kind = in_backward(), LayerKind.of(key, inputs, scores)
-        which = micro_batch.call_of(module, key.nano, again=again)
+        which = micro_batch.identify_call(module, key.nano, again=again)
         if not again:
-            micro_batch.forward.reach(*which)
+            micro_batch.forward.serve_until(*which)
         expected = micro_batch.parts[which].kind
         if kind != expected:
             raise DistCADesyncError(
@@ -320,7 +320,7 @@ class StageAttention:
         """Make the server that runs the tasks of a call."""
         shape, scores = part.kind.key.shape, Scores(part.kind.scale, part.window, part.kind.softcap)
         widths = shape.head_dim, shape.value_head_dim
-        kernel = self.session.kernel(part.kind.no_rows(self.device).q_THD, widths, scores, shape.ratio)
+        kernel = self.session.kernel(part.kind.make_empty_operands(self.device).q_THD, widths, scores, shape.ratio)
         reporting = partial(self.group.reporting, f"computing {part.name}")
         meter, trace = self.session.meter, self.session.trace
         return AttentionServer(
@@ -343,7 +343,7 @@ class StageAttention:
         group = self.group.at(part.name, 0 if backward else part.route.forward_exchanges)
         call = Call(part.route, group, self.server(part))
         call.backward = backward
-        return ServedCall.begin(call, part.kind.no_rows(self.device))
+        return ServedCall.begin(call, part.kind.make_empty_operands(self.device))
 
 
 # Of work whose calls have their routes from elsewhere. They may exchange, so that there is something to hide.

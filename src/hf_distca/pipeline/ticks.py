@@ -34,10 +34,10 @@ __all__ = [
     "Pipeline",
     "Tick",
     "TickPlans",
-    "documents_of_shares",
-    "documents_of_stated",
-    "joint_calls",
-    "ticks",
+    "read_shared_documents",
+    "read_announced_documents",
+    "merge_calls",
+    "order_ticks",
 ]
 
 Running = tuple[int | None, ...]  # which micro-batch each stage runs
@@ -63,7 +63,7 @@ class Tick(NamedTuple):
         return f"{'backward' if self.backward else 'forward'} tick {self.number} ({', '.join(running)})"
 
 
-def ticks(stages: int, micro_batches: int, *, backward: bool = True) -> list[Tick]:
+def order_ticks(stages: int, micro_batches: int, *, backward: bool = True) -> list[Tick]:
     """Return the ticks of a step in their order; without `backward` the ticks of an evaluation."""
     order: list[Tick] = []
     for round_ in range(micro_batches + 2 * (stages - 1)):
@@ -90,7 +90,7 @@ class JointCall:
     calls: tuple[int | None, ...]
 
 
-def joint_calls(stages: Sequence[Sequence[LayerKind]]) -> list[JointCall]:
+def merge_calls(stages: Sequence[Sequence[LayerKind]]) -> list[JointCall]:
     """Merge the calls of all stages into one order, with as many stages in each as possible.
 
     Only calls of one kind can be made together. The kind that most stages have next goes first. That gives the fewest joint calls
@@ -141,7 +141,7 @@ class Pipeline:
         return list(dict.fromkeys(call.kind.key for call in self.calls))
 
 
-def documents_of_stated(stated: Sequence[Stated]) -> list[list[Documents]]:
+def read_announced_documents(stated: Sequence[Stated]) -> list[list[Documents]]:
     """Return the documents of each micro-batch, or of a nano-batch of each, by
     rank, from the announcements of all ranks.
     """
@@ -157,8 +157,8 @@ def documents_of_stated(stated: Sequence[Stated]) -> list[list[Documents]]:
     return documents
 
 
-def documents_of_shares(shares: Sequence[Dealt], copies: Sequence[int], part: MicroBatchPart) -> list[list[Documents]]:
-    """Return the documents like `documents_of_stated`, from this rank's shares of dealt
+def read_shared_documents(shares: Sequence[Dealt], copies: Sequence[int], part: MicroBatchPart) -> list[list[Documents]]:
+    """Return the documents like `read_announced_documents`, from this rank's shares of dealt
     batches, which hold the documents of all copies.
     """
     documents = []
@@ -169,7 +169,7 @@ def documents_of_shares(shares: Sequence[Dealt], copies: Sequence[int], part: Mi
     return documents
 
 
-class _PlanOf(NamedTuple):
+class _PlanInputs(NamedTuple):
     """Everything that the plan of a joint call depends on: the micro-batches
     that have a part in it, and the kind of plan.
     """
@@ -199,8 +199,8 @@ class TickPlans:
     config: DistCAConfig
     name: str
     _layouts: dict[tuple[Running, MicroBatchPart], Layout] = field(default_factory=dict)
-    _plans: dict[_PlanOf, Plan] = field(default_factory=dict)
-    _routes: dict[_PlanOf, Route] = field(default_factory=dict)
+    _plans: dict[_PlanInputs, Plan] = field(default_factory=dict)
+    _routes: dict[_PlanInputs, Route] = field(default_factory=dict)
 
     def make(self) -> int:
         """Make the plans of all ticks, in their order. Return a 60-bit digest of all of them."""
@@ -262,7 +262,7 @@ class TickPlans:
         layout = self._layouts[running, part] = Layout.from_segments(ranks, context)
         return layout
 
-    def _calls(self, tick: Tick) -> Iterator[tuple[JointCall, _PlanOf]]:
+    def _calls(self, tick: Tick) -> Iterator[tuple[JointCall, _PlanInputs]]:
         """Yield the joint calls of a tick in their order, if a stage with a micro-batch has a part.
 
         In backward the second nano-batch goes first, as in autograd.
@@ -273,9 +273,9 @@ class TickPlans:
             running = tuple(None if number is None else micro_batch for micro_batch, number in parts)
             if any(micro_batch is not None for micro_batch in running):
                 for nano in reversed(nanos) if tick.backward else nanos:
-                    yield call, _PlanOf(running, call.kind.key._replace(nano=nano))
+                    yield call, _PlanInputs(running, call.kind.key._replace(nano=nano))
 
-    def _plan(self, plan_of: _PlanOf) -> Plan:
+    def _plan(self, plan_of: _PlanInputs) -> Plan:
         """Return the plan of a call, made once for calls whose plans depend on the same things."""
         if plan_of not in self._plans:
             layout = self.layout(plan_of.running, MicroBatchPart(plan_of.key.chunk, plan_of.key.nano))
