@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hf_distca.cli.lengths import documents_of
+from hf_distca.cli.lengths import open_documents
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.layout import Layout
@@ -72,7 +72,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     config, found = DistCAConfig(ping_pong=arguments.ping_pong), {}
     jobs = [(text, ranks) for text in arguments.documents for ranks in arguments.ranks]
     for text, ranks in tqdm(jobs, desc="documents and ranks", file=sys.stderr):
-        documents = documents_of(text, "input_ids", arguments.longest)
+        documents = open_documents(text, "input_ids", arguments.longest)
         rows = packed(next(documents.batches(ranks * arguments.tokens, 1)), ranks, arguments.tokens)
         sizes = [size for size in arguments.sizes if size < ranks and ranks % size == 0]
         found.setdefault(text, {})[str(ranks)] = {str(size): figures(rows, size, config) for size in [*sizes, ranks]}

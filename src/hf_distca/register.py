@@ -35,14 +35,14 @@ def when_imported(name: str, act: Callable[[], None]) -> None:
     if name in sys.modules:
         act()
         return
-    waiting = next((finder for finder in sys.meta_path if isinstance(finder, _AfterImport) and finder.name == name), None)
+    waiting = next((finder for finder in sys.meta_path if isinstance(finder, _ImportFinder) and finder.name == name), None)
     if waiting is None:
-        waiting = _AfterImport(name)
+        waiting = _ImportFinder(name)
         sys.meta_path.insert(0, waiting)
     waiting.acts.append(act)
 
 
-class _AfterImport(MetaPathFinder):
+class _ImportFinder(MetaPathFinder):
     """A finder that finds no module itself; it adds calls to the end of
     one import, and then removes itself.
     """

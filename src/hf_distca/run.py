@@ -144,7 +144,7 @@ def begin(options: Options) -> None:
     """
     if options.servers:
         try:
-            options = _take_place(options)
+            options = _become_launched(options)
         except ConfigError as error:  # where Python sets itself up, an exception would be no more than a line
             sys.stderr.write(f"hf-distca: {error}\n")
             sys.stderr.flush()
@@ -156,14 +156,14 @@ def begin(options: Options) -> None:
     if options.attn_implementation is not None:
         when_models_load(_make_default)
     if options.tokens_per_rank is not None:
-        when_imported("transformers.trainer", partial(_deal, options.tokens_per_rank))
+        when_imported("transformers.trainer", partial(_deal_before_training, options.tokens_per_rank))
     if options.summary:
         import atexit
 
-        atexit.register(_sum_up)
+        atexit.register(_print_summary)
 
 
-def _take_place(options: Options) -> Options:
+def _become_launched(options: Options) -> Options:
     """Become a server, or a rank of the world without servers. Return the options of that rank.
 
     A process that no launcher started, which may be the launcher, stays what it is.
@@ -244,7 +244,7 @@ def run_module(name: str, arguments: Sequence[str], options: Options) -> None:
     """Run a module in this process as ``__main__``, as ``python -m`` does."""
     import runpy
 
-    _set_up(options)
+    _start_distca(options)
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
@@ -264,10 +264,10 @@ def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
         SystemExit: if the file is no program.
     """
     if not _is_python(path):
-        _become(path, arguments, options)
+        _exec_script(path, arguments, options)
     import runpy
 
-    _set_up(options)
+    _start_distca(options)
     sys.argv = [str(path), *arguments]
     if not sys.flags.safe_path:  # as Python does for a script: what lies beside it can be imported
         sys.path[0] = str(path.resolve().parent)
@@ -285,13 +285,13 @@ def _is_python(path: Path) -> bool:
     return first.startswith(b"#!") and b"python" in first
 
 
-def _set_up(options: Options) -> None:
-    os.environ[_PYTHONPATH] = _python_path(options)
+def _start_distca(options: Options) -> None:
+    os.environ[_PYTHONPATH] = _build_python_path(options)
     begin(options)
 
 
-def _become(path: Path, arguments: Sequence[str], options: Options) -> NoReturn:
-    environment = os.environ | {_PYTHONPATH: _python_path(options)}
+def _exec_script(path: Path, arguments: Sequence[str], options: Options) -> NoReturn:
+    environment = os.environ | {_PYTHONPATH: _build_python_path(options)}
     try:
         try:
             os.execve(path, [str(path), *arguments], environment)
@@ -312,7 +312,7 @@ def _is_text(path: Path) -> bool:
     return b"\0" not in first and not first.startswith(b"\x7fELF")
 
 
-def _python_path(options: Options) -> str:
+def _build_python_path(options: Options) -> str:
     return os.pathsep.join([*options.search_path(), *filter(None, [os.environ.get(_PYTHONPATH)])])
 
 
@@ -323,7 +323,7 @@ def _configure(options: Options) -> None:
     configure(DistCAConfig(**(options.settings or {})), instead_of=options.instead_of)
 
 
-def _deal(tokens_per_rank: int) -> None:
+def _deal_before_training(tokens_per_rank: int) -> None:
     from hf_distca.integration.deal_trainer import deal_before_training
 
     deal_before_training(tokens_per_rank)
@@ -335,7 +335,7 @@ def _make_default() -> None:
     make_default()
 
 
-def _sum_up() -> None:
+def _print_summary() -> None:
     """Print the balance, on the first rank of a process that balanced
     anything, unless that was done before.
     """

@@ -39,7 +39,7 @@ def recorded(device: Device) -> Trace:
     launched(first, "server", 4.0)
     launched(first, "unpack", 0.25)
     device.launch(1.0)
-    trace.border(CUDA)
+    trace.mark_border(CUDA)
     device.launch(2.0)
     second.span("dispatch", left, launched(second, "wait", 0.75))
     return trace
@@ -71,6 +71,6 @@ def test_files_have_the_times_of_the_device(device: Device, tmp_path: Path) -> N
 
 def test_marks_of_two_kinds_of_device_are_refused(device: Device) -> None:
     trace = recorded(device)
-    trace.border(torch.device("cpu"))
+    trace.mark_border(torch.device("cpu"))
     with pytest.raises(TypeError, match="one kind of device"):
         _ = trace.spans

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from hf_distca.cli.doctor import doctor
-from hf_distca.cli.files import fail
+from hf_distca.cli.files import exit_with_error
 from hf_distca.cli.plan import deal, plan
 from hf_distca.cli.profile import profile
 from hf_distca.cli.report import report
@@ -33,7 +33,7 @@ class _Verbs(TyperGroup):
             return super().invoke(ctx)
         except _UsageError as error:
             where = ctx if error.ctx is None else error.ctx
-            fail(f"{error.format_message().rstrip('.')}. See {where.command_path} --help.")
+            exit_with_error(f"{error.format_message().rstrip('.')}. See {where.command_path} --help.")
 
 
 app = typer.Typer(

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["InJson", "check_documents", "check_place", "errors_in_one_line", "fail", "name_of", "read", "write"]
+__all__ = ["InJson", "check_documents", "check_place", "exit_on_error", "exit_with_error", "input_name", "read", "write"]
 
 InJson = Annotated[bool, typer.Option("--json", help="Write everything as JSON.")]
 _STANDARD = Path("-")
@@ -23,7 +23,7 @@ _MOST_DOCUMENTS = 2**18  # of a micro-batch that is planned, which takes minutes
 _MOST_CHARACTERS = 600
 
 
-def name_of(path: Path) -> str:
+def input_name(path: Path) -> str:
     """Return the name of a file in errors."""
     return "standard input" if path == _STANDARD else str(path)
 
@@ -33,7 +33,7 @@ def read(path: Path) -> bytes:
     from hf_distca.input_files import read_file, read_stream
 
     standard = path == _STANDARD
-    content = read_stream(sys.stdin.buffer, name_of(path), _MOST_BYTES) if standard else read_file(path, _MOST_BYTES)
+    content = read_stream(sys.stdin.buffer, input_name(path), _MOST_BYTES) if standard else read_file(path, _MOST_BYTES)
     return content.removeprefix(BOM_UTF8)
 
 
@@ -43,7 +43,7 @@ def check_documents(count: int, path: Path) -> None:
 
     if count > _MOST_DOCUMENTS:
         raise LayoutError(
-            f"{name_of(path)} holds {count} documents or parts of documents: at most {_MOST_DOCUMENTS} can be planned as one "
+            f"{input_name(path)} holds {count} documents or parts of documents: at most {_MOST_DOCUMENTS} can be planned as one "
             "micro-batch."
         )
 
@@ -70,7 +70,7 @@ def write(result: str, summary: str, path: Path | None) -> None:
         typer.echo(summary)
 
 
-def fail(message: str) -> None:
+def exit_with_error(message: str) -> None:
     """Print an error in one line and exit; the middle of a long message,
     as with contents of a file, is left out.
     """
@@ -82,17 +82,17 @@ def fail(message: str) -> None:
 
 
 @contextmanager
-def errors_in_one_line() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """End the command with one line if anything inside fails, in the input or with a file."""
     from hf_distca.errors import DistCAError
 
     try:
         yield
     except DistCAError as error:
-        fail(str(error))
+        exit_with_error(str(error))
     except BrokenPipeError:  # of `hf-distca ... | head`: who reads has seen enough, and typer ends in silence
         raise
     except OSError as error:
-        fail(f"{error.filename or 'output'}: {error.strerror or error}.")
+        exit_with_error(f"{error.filename or 'output'}: {error.strerror or error}.")
     except RecursionError:
-        fail("the input is nested too deeply: give a list of numbers, or what --help says.")
+        exit_with_error("the input is nested too deeply: give a list of numbers, or what --help says.")

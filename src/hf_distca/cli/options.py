@@ -1,5 +1,5 @@
 """Options that several verbs have, written once as the fields of a
-dataclass: `taking` adds them to a verb.
+dataclass: `with_options` adds them to a verb.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import typer
 if TYPE_CHECKING:
     from hf_distca.schedule.cost import CostModel
 
-__all__ = ["Layer", "taking"]
+__all__ = ["Layer", "with_options"]
 
 Options = TypeVar("Options")
 Own = ParamSpec("Own")
@@ -24,7 +24,7 @@ _CostName = Literal["pairs", "cpu", "cuda"]
 _LIMIT = 2**31  # what follows counts with 64 bits
 
 
-def taking(options: type[Options]) -> Callable[[Callable[Concatenate[Options, Own], None]], Callable[..., None]]:
+def with_options(options: type[Options]) -> Callable[[Callable[Concatenate[Options, Own], None]], Callable[..., None]]:
     """Make a verb whose options include the fields of a dataclass, and which gets
     the filled dataclass as its first argument.
 

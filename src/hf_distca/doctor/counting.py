@@ -70,21 +70,21 @@ def count_model(path: Path) -> ModelCounts:
     config = read_config(str(path))
     try:
         check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
-        return _counts(str(path), config)
+        return _count_model(str(path), config)
     except (ConfigError, UnsupportedError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _counts(name: str, config: PreTrainedConfig) -> ModelCounts:
+def _count_model(name: str, config: PreTrainedConfig) -> ModelCounts:
     text = config.get_text_config(decoder=True)
-    model = _built(config, text)
-    layers, attention = _layers_of(model, text)
-    windows = [_window(text, layer) for layer, _ in attention]
+    model = _build_on_meta(config, text)
+    layers, attention = _find_layers(model, text)
+    windows = [_find_window(text, layer) for layer, _ in attention]
     if len(distinct := {window for window in windows if window is not None}) > 1:
         raise ConfigError(f"its layers have windows of {', '.join(map(str, sorted(distinct)))} keys: only one can be predicted.")
     shape = layer_keys(text, torch.bfloat16, "cpu")[0].shape
-    active = sum(_met_weights(layer, text) for layer in layers)
-    beside = active - sum(_met_weights(module, text) for _, module in attention)
+    active = sum(_count_met_weights(layer, text) for layer in layers)
+    beside = active - sum(_count_met_weights(module, text) for _, module in attention)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return ModelCounts(
         *(name, text.hidden_size, len(layers)),
@@ -101,7 +101,7 @@ def _counts(name: str, config: PreTrainedConfig) -> ModelCounts:
     )
 
 
-def _built(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedModel:
+def _build_on_meta(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedModel:
     """Build the model that writes text, or the whole of it, on the meta
     device, where weights have sizes alone.
     """
@@ -118,7 +118,7 @@ def _built(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedModel:
     raise ConfigError(f"transformers builds no {config.model_type!r} model that writes text of it: {reason}")
 
 
-def _layers_of(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[list[nn.Module], list[tuple[int, nn.Module]]]:
+def _find_layers(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[list[nn.Module], list[tuple[int, nn.Module]]]:
     """Find the decoder's layers, and the modules of causal
     self-attention, each with the number of its layer.
     """
@@ -145,7 +145,7 @@ def _layers_of(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[list[nn.
     return layers, [(number, module) for _, number, module in attending]
 
 
-def _window(text: PreTrainedConfig, layer: int) -> int | None:
+def _find_window(text: PreTrainedConfig, layer: int) -> int | None:
     """Return the number of keys that a position sees in a layer of
     attention, None for all before it.
     """
@@ -159,7 +159,7 @@ def _window(text: PreTrainedConfig, layer: int) -> int | None:
     return next((value for name in _WINDOWS if isinstance(value := getattr(config, name, None), int)), None)
 
 
-def _met_weights(module: nn.Module, text: PreTrainedConfig) -> int:
+def _count_met_weights(module: nn.Module, text: PreTrainedConfig) -> int:
     """Count the weights of matrices that a token meets; weights
     shared by layers count in each of them.
     """

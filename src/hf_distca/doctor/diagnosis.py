@@ -10,16 +10,16 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from hf_distca.doctor import Finding, State
-from hf_distca.doctor.exchange import launched, tried, try_launched, versions
-from hf_distca.doctor.model import dtype_of, family, kernels, read_config
+from hf_distca.doctor.exchange import findings_from_exchange, is_launched, try_launched, versions
+from hf_distca.doctor.model import family, find_dtype, kernels, read_config
 from hf_distca.errors import DistCAError
 
-__all__ = ["diagnose", "speaks"]
+__all__ = ["diagnose", "is_reporting_rank"]
 
 
-def speaks() -> bool:
+def is_reporting_rank() -> bool:
     """Return whether this process reports the findings: it is alone, or rank 0."""
-    return not launched() or os.environ["RANK"] == "0"
+    return not is_launched() or os.environ["RANK"] == "0"
 
 
 def diagnose(
@@ -40,18 +40,18 @@ def diagnose(
     config: PreTrainedConfig | None = None if model is None else read_config(model, say)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     findings = [] if config is None else list(family(config))
-    findings += kernels(config, dtype_of(dtype, config, device), device)
+    findings += kernels(config, find_dtype(dtype, config, device), device)
     backends = [name for name in ("nccl", "gloo", "mpi") if dist.is_available() and dist.is_backend_available(name)]
     findings.append(Finding("ranks", "backends of torch", ", ".join(backends) or "none"))
-    if launched():
-        return [*findings, *_of_launcher(timeout_seconds)]
+    if is_launched():
+        return [*findings, *_check_launcher(timeout_seconds)]
     todo = "start training with a launcher, so that there are ranks to share with; under it, -m hf_distca.cli doctor tries them"
     return [*findings, Finding("ranks", "attention group", "this process alone: no launcher started it", State.note, todo)]
 
 
-def _of_launcher(timeout_seconds: float) -> Iterator[Finding]:
+def _check_launcher(timeout_seconds: float) -> Iterator[Finding]:
     try:
-        yield from tried(try_launched(versions(), timeout_seconds))
+        yield from findings_from_exchange(try_launched(versions(), timeout_seconds))
     except (DistCAError, RuntimeError) as error:
         todo = (
             "look at the logs of the other ranks; check that all nodes reach MASTER_ADDR, and each other over the interface that "

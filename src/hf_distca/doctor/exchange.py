@@ -22,7 +22,7 @@ from hf_distca.integration.session import Session
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.members import node_number
 
-__all__ = ["Tried", "exchange", "launched", "tried", "try_launched", "versions"]
+__all__ = ["ExchangeResult", "exchange", "is_launched", "findings_from_exchange", "try_launched", "versions"]
 
 _BYTES = 2**22  # of a message
 _ROUNDS = 5
@@ -30,7 +30,7 @@ _PACKAGES = ("hf-distca", "torch", "transformers", "accelerate", "numpy", "numba
 
 
 @dataclass(frozen=True)
-class Tried:
+class ExchangeResult:
     """Result of a successful exchange, seen from one rank.
 
     Attributes:
@@ -48,7 +48,7 @@ class Tried:
     servers: int = 0
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Return whether a launcher started this process, and others."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
@@ -62,7 +62,7 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def try_launched(has: Mapping[str, str], timeout_seconds: float) -> Tried:
+def try_launched(has: Mapping[str, str], timeout_seconds: float) -> ExchangeResult:
     """Exchange messages between the ranks of a launcher; all of them must call it.
 
     Args:
@@ -91,7 +91,7 @@ def try_launched(has: Mapping[str, str], timeout_seconds: float) -> Tried:
             dist.destroy_process_group()
 
 
-def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup) -> Tried:
+def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup) -> ExchangeResult:
     """Send one message from every rank to each other, which names both,
     through the communicators that training uses.
     """
@@ -103,8 +103,8 @@ def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup
     if data is None:
         raise RuntimeError("a group of one rank exchanges nothing")
     sizes = {rank: _BYTES for rank in range(size) if rank != group.rank}
-    sent = torch.cat([torch.full((_BYTES,), _mark(group.rank, rank), dtype=torch.uint8, device=device) for rank in sizes])
-    wanted = torch.cat([torch.full((_BYTES,), _mark(rank, group.rank), dtype=torch.uint8, device=device) for rank in sizes])
+    sent = torch.cat([torch.full((_BYTES,), _test_value(group.rank, rank), dtype=torch.uint8, device=device) for rank in sizes])
+    wanted = torch.cat([torch.full((_BYTES,), _test_value(rank, group.rank), dtype=torch.uint8, device=device) for rank in sizes])
     fastest = float("inf")
     for _ in range(_ROUNDS):
         received = torch.empty_like(wanted)
@@ -118,14 +118,14 @@ def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup
     by_package = {name: tuple(str(theirs.get(name, "missing")) for _, theirs in said) for name in names}
     differing = {name: by_rank for name, by_rank in by_package.items() if len(set(by_rank)) > 1}
     servers = 0 if group.holds is None else group.holds.count(False)
-    return Tried(tuple(int(node) for node, _ in said), data.process_group.name(), seconds, differing, servers)
+    return ExchangeResult(tuple(int(node) for node, _ in said), data.process_group.name(), seconds, differing, servers)
 
 
-def _mark(source: int, destination: int) -> int:
+def _test_value(source: int, destination: int) -> int:
     return (source * 31 + destination) % 251
 
 
-def tried(outcome: Tried) -> Iterator[Finding]:
+def findings_from_exchange(outcome: ExchangeResult) -> Iterator[Finding]:
     """Yield the findings of an exchange between the ranks of a launcher."""
     ranks, nodes = len(outcome.nodes), len(set(outcome.nodes))
     sizes = sorted(set(Counter(outcome.nodes).values()))

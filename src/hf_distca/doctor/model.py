@@ -18,7 +18,7 @@ from hf_distca.input_files import read_file
 from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop, layer_keys, why_whole
 from hf_distca.kernels import Case, Scores, is_slow, list_candidates, suggest_faster_kernel
 
-__all__ = ["dtype_of", "family", "kernels", "read_config"]
+__all__ = ["find_dtype", "family", "kernels", "read_config"]
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -43,7 +43,7 @@ def read_config(name: str, say: Callable[[str], None] = lambda text: None) -> Pr
                 f"there is no config.json in {path.parent}: give the folder of a model, its config.json, or a name on the Hub."
             )
     if path.is_file():
-        return _of_file(path)
+        return _read_config_file(path)
     if name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1:
         raise ConfigError(
             f"there is no file or folder {name}: give the folder of a model, its config.json, or a name on the Hub."
@@ -58,9 +58,9 @@ def read_config(name: str, say: Callable[[str], None] = lambda text: None) -> Pr
     return config
 
 
-def _of_file(path: Path) -> PreTrainedConfig:
+def _read_config_file(path: Path) -> PreTrainedConfig:
     try:
-        data: Any = json.loads(read_file(path), object_hook=_with_floats)
+        data: Any = json.loads(read_file(path), object_hook=_read_floats)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}.") from error
     except ValueError as error:
@@ -82,7 +82,7 @@ def _of_file(path: Path) -> PreTrainedConfig:
     return config
 
 
-def _with_floats(values: dict[str, Any]) -> Any:
+def _read_floats(values: dict[str, Any]) -> Any:
     """Return an object of a config, or the number that transformers
     writes as one, because JSON has no infinity.
     """
@@ -91,7 +91,7 @@ def _with_floats(values: dict[str, Any]) -> Any:
     return values
 
 
-def dtype_of(name: str | None, config: PreTrainedConfig | None, device: torch.device) -> torch.dtype:
+def find_dtype(name: str | None, config: PreTrainedConfig | None, device: torch.device) -> torch.dtype:
     """Return the dtype of a name; without a name that of a model,
     or else the usual one of a device.
 
@@ -130,10 +130,10 @@ def family(config: PreTrainedConfig) -> Iterator[Finding]:
         yield Finding("model", "ping-pong", "layers may run as nano-batches" if kind in PING_PONG else "its layers stay whole")
         whole = why_whole(kind)
         yield Finding("model", "documents over ranks", "exact" if whole is None else f"refused: {whole}")
-    yield from _settings(config)
+    yield from _check_config(config)
 
 
-def _settings(config: PreTrainedConfig) -> Iterator[Finding]:
+def _check_config(config: PreTrainedConfig) -> Iterator[Finding]:
     try:
         check_layerdrop(config)
     except UnsupportedError as error:
@@ -165,10 +165,10 @@ def kernels(config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.d
             named = f"heads of {widths[0]}" + (f", window {key.window}" if key.window else "") + (", softcap" if softcap else "")
             cases.append((named, Case(device, dtype, *widths, Scores(1.0, key.window, softcap or None), key.shape.ratio)))
     for named, case in dict.fromkeys(cases):
-        yield from _case(named, case)
+        yield from _check_case(named, case)
 
 
-def _case(named: str, asked: Case) -> Iterator[Finding]:
+def _check_case(named: str, asked: Case) -> Iterator[Finding]:
     looked_at, dtype, device = list_candidates(asked), asked.dtype, asked.device
     running = next((name for name, reason in looked_at if reason is None), None)
     case = f"{named}, {str(dtype).removeprefix('torch.')} on {device.type}"

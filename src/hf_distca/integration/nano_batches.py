@@ -239,11 +239,11 @@ def _run(whole: Callable[..., Any], cut: NanoBatches, args: Any, kwargs: Any) ->
     device = next(tensor.device for tensor in _flat((args, kwargs)) if isinstance(tensor, torch.Tensor))
     trace = current_session().trace
     if trace is not None:
-        trace.border(device)
+        trace.mark_border(device)
     output = cut.join(*run_nano_batches(first, second, device.type))
     grown = next((tensor for tensor in _flat((output,)) if isinstance(tensor, torch.Tensor) and tensor.requires_grad), None)
     if trace is not None and grown is not None:
-        grown.register_hook(lambda _: trace.border(device))  # type: ignore[no-untyped-call]
+        grown.register_hook(lambda _: trace.mark_border(device))  # type: ignore[no-untyped-call]
     return output
 
 

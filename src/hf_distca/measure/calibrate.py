@@ -103,11 +103,11 @@ def timed(
         forward and backward.
     """
     timer = _Timer(device, clock)
-    times(model.shape, kernel, _batch(batches[0], _SIZES[0]), dtype, timer)  # the first call of a process loads code
+    times(model.shape, kernel, _make_batch(batches[0], _SIZES[0]), dtype, timer)  # the first call of a process loads code
     counts, taken = [], []
     for documents in batches:
         for size in _SIZES:
-            tasks = _batch(documents, size)
+            tasks = _make_batch(documents, size)
             seconds = times(model.shape, kernel, tasks, dtype, timer)
             if sum(seconds) >= enough:
                 break
@@ -161,7 +161,7 @@ def _seconds(shape: AttentionShape, kernel: Kernel, dtype: torch.dtype, timer: _
     return sum(times(shape, kernel, _COMPARED, dtype, timer))
 
 
-def _batch(documents: Documents, size: int) -> TaskBatch:
+def _make_batch(documents: Documents, size: int) -> TaskBatch:
     """Make the tasks of a batch of so many tokens. Slices of one document share its keys."""
     tasks: list[tuple[int, int, int, int]] = []
     row = key = 0

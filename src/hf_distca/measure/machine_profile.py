@@ -31,7 +31,15 @@ from hf_distca.runtime.members import node_number
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
 from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
 
-__all__ = ["Said", "Wanted", "device_named", "dtypes", "launched_ranks", "on_new_ranks", "on_these_ranks"]
+__all__ = [
+    "LogFunction",
+    "ProfileRequest",
+    "find_device",
+    "dtypes",
+    "count_launched_ranks",
+    "measure_on_new_ranks",
+    "measure_on_these_ranks",
+]
 
 # Other documents, slices and numbers of heads than those that rates are fitted to.
 _KEPT_ASIDE: tuple[Documents, ...] = (
@@ -45,11 +53,11 @@ _FITTED_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24)
 _KEPT_ASIDE_BYTES = (2**14, 3 * 2**17, 3 * 2**21)
 _ROUNDS = 9  # of an exchange; the fastest counts: whatever else a machine does adds to it
 
-Said = Callable[[str], None]
+LogFunction = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ProfileRequest:
     """Things to time.
 
     Attributes:
@@ -74,12 +82,12 @@ class Wanted:
         return len(self.dtypes) * len(self.widths) * (len(self.heads) + 1) + exchanges * min(ranks - 1, 2)
 
 
-def launched_ranks() -> int:
+def count_launched_ranks() -> int:
     """Return the number of processes that a launcher started; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def device_named(name: str | None) -> torch.device:
+def find_device(name: str | None) -> torch.device:
     """Return the device of this name; without a name the GPU of this
     process if there is one, else the CPU.
 
@@ -110,7 +118,7 @@ def dtypes(names: Sequence[str]) -> tuple[torch.dtype, ...]:
     return tuple(known[name] for name in names)
 
 
-def _measure(wanted: Wanted, group: AttentionGroup, name: str, made_by: str, say: Said) -> Profile | None:
+def _measure(wanted: ProfileRequest, group: AttentionGroup, name: str, made_by: str, say: LogFunction) -> Profile | None:
     """Time kernels on the first rank and exchanges among all.
 
     Args:
@@ -144,7 +152,7 @@ def _measure(wanted: Wanted, group: AttentionGroup, name: str, made_by: str, say
     )
 
 
-def _kernel_rates(wanted: Wanted, dtype: torch.dtype, width: int, say: Said) -> KernelRates:
+def _kernel_rates(wanted: ProfileRequest, dtype: torch.dtype, width: int, say: LogFunction) -> KernelRates:
     """Measure the rates of one dtype and width, fitted to batches with several numbers of heads."""
     kernel = select_kernel("auto", Case(wanted.device, dtype, width, width, Scores(width**-0.5)))
 
@@ -173,7 +181,9 @@ def _errors(name: str, estimated: FloatArray, measured: FloatArray) -> dict[str,
     return {f"{name}_median": round(float(np.median(off)), 4), f"{name}_largest": round(float(off.max()), 4)}
 
 
-def _exchange_rates(wanted: Wanted, group: AttentionGroup, say: Said) -> tuple[ExchangeRates | None, ExchangeRates | None]:
+def _exchange_rates(
+    wanted: ProfileRequest, group: AttentionGroup, say: LogFunction
+) -> tuple[ExchangeRates | None, ExchangeRates | None]:
     """Measure the rates inside a node and between nodes, each
     None without two ranks of the kind.
     """
@@ -193,7 +203,7 @@ def _exchange_rates(wanted: Wanted, group: AttentionGroup, say: Said) -> tuple[E
     return rates[0], rates[1]
 
 
-def _link(wanted: Wanted, group: AttentionGroup, peers: list[int], kind: str, say: Said) -> ExchangeRates:
+def _link(wanted: ProfileRequest, group: AttentionGroup, peers: list[int], kind: str, say: LogFunction) -> ExchangeRates:
     """Measure the rates of exchanges with these ranks: with all of them
     and, inside a node, with the next one.
     """
@@ -267,7 +277,9 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def on_these_ranks(wanted: Wanted, threads: int | None, name: str, made_by: str, say: Said) -> Profile | None:
+def measure_on_these_ranks(
+    wanted: ProfileRequest, threads: int | None, name: str, made_by: str, say: LogFunction
+) -> Profile | None:
     """Run `_measure` on the ranks that a launcher started, or on this process alone."""
     if threads is not None:
         torch.set_num_threads(threads)
@@ -281,7 +293,9 @@ def on_these_ranks(wanted: Wanted, threads: int | None, name: str, made_by: str,
             dist.destroy_process_group()
 
 
-def on_new_ranks(ranks: int, wanted: Wanted, threads: int | None, name: str, made_by: str, say: Said) -> Profile:
+def measure_on_new_ranks(
+    ranks: int, wanted: ProfileRequest, threads: int | None, name: str, made_by: str, say: LogFunction
+) -> Profile:
     """Run `_measure` on so many new processes of this machine, which exchange over gloo."""
     with tempfile.TemporaryDirectory() as folder:
         start_processes(  # type: ignore[no-untyped-call]
@@ -290,18 +304,20 @@ def on_new_ranks(ranks: int, wanted: Wanted, threads: int | None, name: str, mad
         return Profile.load(Path(folder, "profile.json"))
 
 
-def _rank(rank: int, ranks: int, folder: Path, wanted: Wanted, threads: int | None, name: str, made_by: str, say: Said) -> None:
+def _rank(
+    rank: int, ranks: int, folder: Path, wanted: ProfileRequest, threads: int | None, name: str, made_by: str, say: LogFunction
+) -> None:
     # They only talk to each other: by default gloo listens on the address of the host's name, which others may reach.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if platform.system() == "Darwin" else "lo"
     store = dist.FileStore(str(folder / "store"), ranks)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     try:
-        profile = on_these_ranks(wanted, threads, name, made_by, say if rank == 0 else _silence)
+        profile = measure_on_these_ranks(wanted, threads, name, made_by, say if rank == 0 else _no_log)
         if profile is not None:
             (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
     finally:
         dist.destroy_process_group()
 
 
-def _silence(_: str) -> None:
+def _no_log(_: str) -> None:
     """Say nothing, on ranks other than the first."""

@@ -57,7 +57,7 @@ class Trace:
         self._borders: list[Mark] = []
         self._origin: Mark | None = None
 
-    def border(self, device: torch.device) -> None:
+    def mark_border(self, device: torch.device) -> None:
         """Mark the place where one layer ends and the next one begins, forward or backward."""
         self._borders.append(mark_now(device))
         self._begin(self._borders[-1])
