@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hf_distca.cli.lengths import documents_of
+from hf_distca.cli.lengths import open_documents
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.deal import deal
@@ -131,7 +131,7 @@ def parts(layout: Layout, size: int) -> list[Layout]:
 def of_batches(arguments: argparse.Namespace, text: str, ranks: int, way: str) -> dict[str, Any]:
     """Figures by the size of groups, of batches that are drawn."""
     config, found = DistCAConfig(ping_pong=arguments.ping_pong), {}
-    documents, total = documents_of(text, "input_ids", arguments.longest), ranks * arguments.tokens
+    documents, total = open_documents(text, "input_ids", arguments.longest), ranks * arguments.tokens
     batches = [next(documents.batches(total, 1, seed)) for seed in range(arguments.seeds)]
     for size in [*(n for n in arguments.sizes if n < ranks and ranks % n == 0), ranks]:
         groups = [groups_of(way, lengths, ranks, arguments.tokens, size) for lengths in batches]

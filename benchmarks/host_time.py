@@ -123,7 +123,7 @@ def zeros_function(*tensors: torch.Tensor, **_: Any) -> torch.Tensor:
 class Nowhere:
     """A channel whose messages arrive at once; what they hold was there before."""
 
-    over_gloo = under_way = False
+    is_gloo = under_way = False
 
     def begin_backward(self) -> None:
         pass

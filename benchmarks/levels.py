@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hf_distca.cli.lengths import documents_of
+from hf_distca.cli.lengths import open_documents
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCAError
 from hf_distca.schedule.balance import balance
@@ -138,7 +138,7 @@ def drawn(sizes: Sequence[tuple[int, int, int]], per_node: int) -> list[dict[str
     """Batches of both distributions by three seeds, dealt as if there were one level and to nodes first."""
     rows, ranks = [], Ranks(per_node=per_node)
     for (count, tokens, longest), text, seed in itertools.product(sizes, ("pretrain", "prolong"), range(3)):
-        lengths = next(documents_of(text, "input_ids", longest).batches(count * tokens, 1, seed))
+        lengths = next(open_documents(text, "input_ids", longest).batches(count * tokens, 1, seed))
         row: dict[str, Any] = {"ranks": count, "tokens": tokens, "longest": longest, "text": text, "seed": seed}
         for when, nodes in (("one_level", None), ("nodes_first", per_node)):
             started = time.process_time()

@@ -40,7 +40,7 @@ from rich.table import Table
 import hf_distca
 from dealt_step_time import share_of
 from hf_distca.agreement.dealt import Dealing
-from hf_distca.cli.lengths import documents_of
+from hf_distca.cli.lengths import open_documents
 from hf_distca.integration.families import known_cost, layer_keys
 from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
@@ -94,7 +94,7 @@ def cost_of(heads: int, slower: float, cable: float, *, nodes: bool) -> CostMode
 
 def lengths_of(text: str, tokens: int, seed: int) -> np.ndarray:
     """Tokens of the documents of a batch, in order; where a rank ends, one is cut in two."""
-    drawn = next(documents_of(text, "input_ids", LONGEST).batches(RANKS * LONGEST, 1, seed))
+    drawn = next(open_documents(text, "input_ids", LONGEST).batches(RANKS * LONGEST, 1, seed))
     ends = np.concatenate([np.cumsum(drawn) * tokens // LONGEST, np.arange(1, RANKS) * tokens])
     return np.diff(np.unique(np.append(ends, 0)))
 

@@ -61,7 +61,7 @@ import hf_distca
 from core_share import core_shares, join, used
 from hf_distca.integration.session import current_session
 from hf_distca.pipeline import Schedule, split
-from hf_distca.pipeline.ticks import ticks
+from hf_distca.pipeline.ticks import order_ticks
 from hf_distca.runtime import meter
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import STRATEGIES
@@ -223,7 +223,7 @@ def shared_seconds(attention: list[float], linear: list[float]) -> float:
 def ideal(work: list[list[list[float]]], cores: int) -> float:
     """Seconds of a step whose ticks share their attention as well as can be, from the work of [stage][micro-batch]."""
     seconds = 0.0
-    for tick in ticks(len(work), len(work[0])):
+    for tick in order_ticks(len(work), len(work[0])):
         linear, attention = (
             [0.0 if at is None else work[stage][at][2 * tick.backward + kind] for stage, at in enumerate(tick.micro_batches)]
             for kind in (0, 1)

@@ -31,7 +31,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 from hf_distca.config import DistCAConfig
 from hf_distca.recurrent.delta_rule import DeltaInputs, document_by_document, gated_delta_rule
-from hf_distca.recurrent.segments import Needed, Segments
+from hf_distca.recurrent.segments import RowNeeds, Segments
 from hf_distca.recurrent.state_space import ScanInputs, mamba2, scan_by_document
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.balance import balance
@@ -56,7 +56,7 @@ LIMITS = {"head and tail": 400e6, "in order": 10e6}
 TIMED = ("gated delta rule", "delta rule by channel", "mamba2")
 
 
-def sent_bytes(needed: Needed, row: int) -> int:
+def sent_bytes(needed: RowNeeds, row: int) -> int:
     """Bytes that a rank sends, forward and backward, of rows of this size."""
     return row * (len(needed.rows.runs) + sum(needed.rows.receive.values()))
 

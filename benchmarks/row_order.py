@@ -27,7 +27,7 @@ from torch.utils.data import BatchSampler
 from tqdm import tqdm
 from trl import pack_dataset
 
-from hf_distca.cli.lengths import documents_of
+from hf_distca.cli.lengths import open_documents
 from hf_distca.config import DistCAConfig
 from hf_distca.data.row_documents import documents_in_rows
 from hf_distca.data.row_placement import RowPlacement, StepPlaces
@@ -42,7 +42,7 @@ from output import add_json_option, put_out
 
 def packed(text: str, tokens: int, rows: int, seed: int) -> list[np.ndarray]:
     """At least so many rows, as TRL packs documents: the tokens of the documents of each."""
-    lengths = next(documents_of(text, "input_ids", tokens).batches(tokens * rows, 1, seed))
+    lengths = next(open_documents(text, "input_ids", tokens).batches(tokens * rows, 1, seed))
     documents = Dataset.from_dict({"input_ids": [np.zeros(length, dtype=np.int8) for length in lengths]})
     found, row = documents_in_rows(pack_dataset(documents, tokens, "bfd_split"), quiet=True)
     return np.split(found, np.flatnonzero(np.diff(row)) + 1)

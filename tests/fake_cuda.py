@@ -135,9 +135,9 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), *, autograd: bool = False) -
         patch.multiple(torch.cuda, **gpu),
         patch.object(torch.backends.cuda, "is_flash_attention_available", lambda: True),
         # What is remembered of the GPU that is there, or of another one.
-        patch.object(kernels, "_selected", kernels._selected.__wrapped__),
-        patch.object(kernels, "_checked", kernels._checked.__wrapped__),
-        patch.object(aten_flash, "_unread", cache(aten_flash._unread.__wrapped__)),
+        patch.object(kernels, "_select_once", kernels._select_once.__wrapped__),
+        patch.object(kernels, "_check_once", kernels._check_once.__wrapped__),
+        patch.object(aten_flash, "_placeholder_random_state", cache(aten_flash._placeholder_random_state.__wrapped__)),
         FakeTensorMode(),
         _EfficientBackward(),
         nullcontext() if autograd else torch.no_grad(),

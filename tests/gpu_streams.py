@@ -159,7 +159,7 @@ class Link:
 
     streams: Streams
     under_way_count: int = 0
-    over_gloo = False
+    is_gloo = False
 
     @property
     def under_way(self) -> bool:

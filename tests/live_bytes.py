@@ -88,8 +88,8 @@ class OutsideKernel:
     def __init__(self, kernel: Kernel, live: LiveBytes) -> None:
         self.kernel, self.live = kernel, live
 
-    def unsupported(self, *arguments: Any) -> str | None:
-        return self.kernel.unsupported(*arguments)
+    def unsupported_reason(self, *arguments: Any) -> str | None:
+        return self.kernel.unsupported_reason(*arguments)
 
     def forward(self, *tensors_tasks_scores: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self._counted(self.kernel.forward, tensors_tasks_scores)

@@ -27,7 +27,7 @@ from ranks import RankPool
 from test_cli_deal import run
 
 SMALL = ("--dtype", "float32", "--width", 16, "--heads", "2:1", "--batch-seconds", 0)
-WANTED = machine_profile.Wanted(torch.device("cpu"), (torch.float32,), (16,), ((2, 1),), batch_seconds=0.0)
+WANTED = machine_profile.ProfileRequest(torch.device("cpu"), (torch.float32,), (16,), ((2, 1),), batch_seconds=0.0)
 
 
 def test_kernels_are_measured_and_their_errors_told(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_kernels_are_measured_and_their_errors_told(tmp_path: Path) -> None:
 
 def exchanges(rank: int) -> str | None:
     said: list[str] = []
-    profile = machine_profile.on_these_ranks(WANTED, 1, "two", "a test", said.append)
+    profile = machine_profile.measure_on_these_ranks(WANTED, 1, "two", "a test", said.append)
     assert len(said) == WANTED.steps(2) - (0 if rank == 0 else 2)
     return None if profile is None else profile.to_json()
 
@@ -157,7 +157,7 @@ def test_no_other_cost_model_is_taken() -> None:
 
 
 def test_a_group_of_one_has_no_exchanges() -> None:
-    profile = machine_profile.on_these_ranks(WANTED, None, "one", "a test", lambda _: None)
+    profile = machine_profile.measure_on_these_ranks(WANTED, None, "one", "a test", lambda _: None)
     assert AttentionGroup.create().size == 1
     assert profile is not None
     assert profile.inside is None
@@ -175,7 +175,7 @@ def listening() -> set[str]:
 
 def addresses_of_new_ranks(rank: int, folder: Path) -> None:
     heard: list[str] = []
-    with patch.object(machine_profile, "on_these_ranks", lambda *_: heard.extend(listening())):
+    with patch.object(machine_profile, "measure_on_these_ranks", lambda *_: heard.extend(listening())):
         machine_profile._rank(rank, 2, folder, WANTED, 1, "", "", heard.append)
     (folder / f"heard {rank}").write_text(" ".join(heard))
 

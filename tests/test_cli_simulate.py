@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hf_distca.cli import app
-from hf_distca.cli.lengths import documents_of
+from hf_distca.cli.lengths import open_documents
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.profiles import Profile
 from pages import on_a_page, words_of
@@ -107,7 +107,7 @@ def test_rows_in_lines(tmp_path: Path) -> None:
         ([{"tokens": 5, "input_ids": [1]}], "tokens", 5),
     ):
         file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-        assert documents_of(str(file), column, None).source.split(", ")[1] == f"mean {mean}"
+        assert open_documents(str(file), column, None).source.split(", ")[1] == f"mean {mean}"
     for text, message in (
         ('{"text": "a"}\n{"text": "b"}', "line 1: a row must have 'input_ids' or 'length', it has only 'text'. Name another one"),
         ('{"input_ids": [1]}\n[1]', "line 2: a row must have 'input_ids' or 'length', it has but [1]"),
@@ -137,7 +137,7 @@ def test_of_a_saved_data_set_only_its_own_files_count(tmp_path: Path) -> None:
     for state in (None, "[]", "{"):  # as saved, or of something else
         if state is not None:
             (saved / "state.json").write_text(state)
-        assert documents_of(str(saved), "input_ids", None).source.startswith("4 lengths, mean 25, longest 40")
+        assert open_documents(str(saved), "input_ids", None).source.startswith("4 lengths, mean 25, longest 40")
 
 
 def test_a_profile_is_read(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ ARROWS = {
     "runtime": {"borrowed", "kernels", "schedule"},
     "recurrent": {"runtime", "schedule"},
     "measure": {"kernels", "runtime", "schedule"},
-    "agreement": {"schedule", "runtime.group", "runtime.meeting", "runtime.meter", "runtime.watch"},
+    "agreement": {"schedule", "runtime.group", "runtime.rendezvous", "runtime.meter", "runtime.monitor"},
     "data": {"schedule", "agreement.documents", "agreement.document_starts", "agreement.dealt"},
     "run_report": {"schedule", "agreement.history"},
     "integration": {

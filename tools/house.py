@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""The house in figures: how large each room of the package is, which names it uses twice, and which room imports which.
+"""The house in figures: sizes of the rooms of the package, names used twice, docstrings that begin
+with a riddle, and imports between rooms.
 
     python tools/house.py [--json FILE] [--source FOLDER]
 
-A room is a folder of `src/hf_distca`; the files beside the folders are the room "top". Lines are all lines of a file, comments
-and docstrings included; a function has the lines from its `def` to its end. Parameters are counted without `self` and `cls`.
-`tests/test_house.py` holds bounds of these figures.
+A room is a folder of `src/hf_distca`; the files beside the folders are the room "top". Statements
+are those of Python's syntax (`ast.stmt`), those inside others included, without docstrings.
+Parameters are counted without `self` and `cls`. `tests/test_house.py` holds bounds of these figures.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ from statistics import median
 SOURCE = Path(__file__).parents[1] / "src" / "hf_distca"
 TOP = "top"
 PRONOUNS = ("one", "at", "each", "found", "made", "own", "these")
+# First words after which a reader has to solve what a docstring is about: it begins with an
+# imperative, or with the noun that it describes.
+_RIDDLES = "what whether those which where as of that how by in its it this these one such so"
+RIDDLES = frozenset(_RIDDLES.split())
+_Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -30,9 +36,9 @@ class Module:
     """A file of the package, parsed.
 
     Attributes:
-        room: the folder that it is in, or `TOP`.
-        path: below the package's folder.
-        lines: all lines of the file.
+        room: folder of the file, or `TOP`.
+        path: path below the package's folder.
+        lines: number of all lines.
         nodes: all nodes of its syntax tree.
     """
 
@@ -60,17 +66,30 @@ class Module:
 
     @property
     def pronouns(self) -> int:
-        """How often a pronoun is read or written as a bare name."""
+        """Number of uses of a pronoun as a bare name."""
         return sum(isinstance(node, ast.Name) and node.id in PRONOUNS for node in self.nodes)
 
     @property
+    def statements(self) -> int:
+        """Number of statements."""
+        return sum(map(is_counted, self.nodes))
+
+    @property
+    def riddles(self) -> list[str]:
+        """Docstrings that begin with one of `RIDDLES`, as "path:line: first word"."""
+        documented = (node for node in self.nodes if isinstance(node, _Documented))
+        docstrings = ((node.body[0].lineno, text) for node in documented if (text := ast.get_docstring(node)))
+        words = ((line, text.split(maxsplit=1)[0].strip('.,:;`*"').lower()) for line, text in docstrings)
+        return [f"{self.path}:{line}: {word}" for line, word in words if word in RIDDLES]
+
+    @property
     def is_verb(self) -> bool:
-        """Whether it is a verb of the command line: its file holds a function of the file's name."""
+        """True for a verb of the command line: the file holds a function of its name."""
         return self.room == "cli" and self.path.stem in {function.name for function in self.functions}
 
     @property
     def imported_rooms(self) -> set[str]:
-        """Other rooms that it imports, wherever in the file; modules of the top level by their own names."""
+        """Other rooms imported anywhere in the file; modules of the top level by their own names."""
         names: set[str] = set()
         for node in self.nodes:
             if isinstance(node, ast.Import):
@@ -85,33 +104,38 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a room, or of all rooms together; lengths are in lines.
+    """The size of a room, or of all rooms together.
 
     Attributes:
-        files, lines: files, and lines of all of them.
-        median_file, longest_file: length of a file.
-        median_function, longest_function: length of a function; 0 where there is none.
+        files, lines, statements: numbers of files, and of their lines and statements.
+        median_file, longest_file: statements of a file.
+        median_function, longest_function: statements of a function, its `def` included; 0 without
+            functions.
         parameters: the most parameters of a function.
         pronouns: uses of `PRONOUNS` as bare names.
+        riddles: docstrings that begin with one of `RIDDLES`.
     """
 
     files: int
     lines: int
+    statements: int
     median_file: int
     longest_file: int
     median_function: int
     longest_function: int
     parameters: int
     pronouns: int
+    riddles: int
 
     @classmethod
     def of(cls, modules: list[Module]) -> Size:
-        """The size of so many files together."""
-        files = [module.lines for module in modules]
+        """Add up the sizes of files."""
+        files = [module.statements for module in modules]
         functions = [function for module in modules for function in module.functions]
-        lengths = [(function.end_lineno or function.lineno) - function.lineno + 1 for function in functions]
+        lengths = [sum(map(is_counted, ast.walk(function))) for function in functions]
         return cls(
             len(files),
+            sum(module.lines for module in modules),
             sum(files),
             int(median(files)),
             max(files),
@@ -119,11 +143,18 @@ class Size:
             max(lengths, default=0),
             max(map(parameters, functions), default=0),
             sum(module.pronouns for module in modules),
+            sum(len(module.riddles) for module in modules),
         )
 
 
+def is_counted(node: ast.AST) -> bool:
+    """Return whether a node is a statement that counts: no docstring."""
+    constant = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
+    return isinstance(node, ast.stmt) and not (constant is not None and isinstance(constant.value, str))
+
+
 def parameters(function: _Function) -> int:
-    """Parameters of a function, `*args` and `**kwargs` included, without `self` and `cls`."""
+    """Count the parameters of a function, `*args` and `**kwargs` included, without `self` and `cls`."""
     given = function.args
     named = [argument.arg for argument in (*given.posonlyargs, *given.args)]
     first = int(bool(named) and named[0] in {"self", "cls"})
@@ -137,9 +168,11 @@ class House:
     Attributes:
         rooms: the size of each room, by name.
         total: the size of all rooms together.
-        shared_file_names: names of files that several rooms have, with those rooms; without verbs of the command line.
+        shared_file_names: names of files in several rooms, with these rooms; without verbs of the
+            command line.
         repeated_classes: names of classes that are defined more than once, with the files.
         arrows: the rooms that each room imports.
+        riddles: docstrings that begin with one of `RIDDLES`.
     """
 
     rooms: dict[str, Size]
@@ -147,10 +180,11 @@ class House:
     shared_file_names: dict[str, list[str]]
     repeated_classes: dict[str, list[str]]
     arrows: dict[str, list[str]]
+    riddles: list[str]
 
 
 def survey(source: Path = SOURCE) -> House:
-    """Look at all files of the package in a folder."""
+    """Read all files of the package in a folder."""
     modules = [Module.read(source, path) for path in sorted(source.rglob("*.py"))]
     by_room: dict[str, list[Module]] = defaultdict(list)
     names: dict[str, set[str]] = defaultdict(set)
@@ -167,11 +201,12 @@ def survey(source: Path = SOURCE) -> House:
         {name: sorted(rooms) for name, rooms in sorted(names.items()) if len(rooms) > 1},
         {name: files for name, files in sorted(classes.items()) if len(files) > 1},
         {room: sorted(set().union(*(module.imported_rooms for module in by_room[room]))) for room in sorted(by_room)},
+        [riddle for module in modules for riddle in module.riddles],
     )
 
 
 def _table(sizes: dict[str, Size]) -> Iterable[str]:
-    """Lines of a table, a room in each."""
+    """Yield the lines of a table, a room in each."""
     rows = [(name, asdict(size)) for name, size in sizes.items()]
     titles = [title.replace("_", " ") for title in rows[0][1]]
     yield "  ".join(["room".ljust(12), *titles])
@@ -184,6 +219,8 @@ def _described(house: House) -> Iterable[str]:
     yield from _table({**house.rooms, "all": house.total})
     uses = Counter({room: size.pronouns for room, size in house.rooms.items() if size.pronouns})
     yield f"\nPronouns ({', '.join(PRONOUNS)}): " + ", ".join(f"{room} {count}" for room, count in uses.most_common())
+    yield f"\nDocstrings that begin with a riddle: {len(house.riddles)}"
+    yield from (f"  {riddle}" for riddle in house.riddles)
     yield f"\nFile names of several rooms: {len(house.shared_file_names)}"
     yield from (f"  {name}: {', '.join(rooms)}" for name, rooms in house.shared_file_names.items())
     yield f"\nClass names defined more than once: {len(house.repeated_classes)}"
@@ -193,7 +230,7 @@ def _described(house: House) -> Iterable[str]:
 
 
 def main() -> None:
-    """Print the figures, and write them where `--json` says."""
+    """Print the figures, and write them to the file of `--json`."""
     parser = argparse.ArgumentParser(description="Print the package's rooms: their sizes, names used twice, and imports.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, too")
     parser.add_argument("--source", type=Path, default=SOURCE, metavar="FOLDER", help="the package's folder (%(default)s)")

@@ -134,7 +134,7 @@ def pairs(setting: Setting) -> list[Pair]:
     if setting.device.type != "cuda":
         return [Pair("auto", PLAIN)]
     case = Case(setting.device, setting.dtype, 128, 128, Scores(1.0))
-    fourth = [] if FLASH_ATTN_4.unsupported(case) else [Pair("flash_attn_4", PLAIN_4)]
+    fourth = [] if FLASH_ATTN_4.unsupported_reason(case) else [Pair("flash_attn_4", PLAIN_4)]
     return [*fourth, Pair("cuda", PLAIN)]
 
 

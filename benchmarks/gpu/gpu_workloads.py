@@ -18,7 +18,7 @@ from hf_distca.kernels import Case, Kernel, Scores, TaskBatch, select_kernel
 from hf_distca.kernels.base import Operands, Saved
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.efficient import EFFICIENT
-from hf_distca.kernels.flash import CUDA, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_3_BESIDE, FLASH_ATTN_4
+from hf_distca.kernels.flash import CUDA, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_3_WITH_ROOM, FLASH_ATTN_4
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, causal_pairs
@@ -179,10 +179,10 @@ def variants(setting: Setting, only: Sequence[Kernel] | None = None) -> Iterator
         yield Variant(CpuKernel())
         return
     refused: dict[str, str] = {}
-    kernels = [Variant(kernel) for kernel in (CUDA, EFFICIENT, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_3_BESIDE, FLASH_ATTN_4)]
+    kernels = [Variant(kernel) for kernel in (CUDA, EFFICIENT, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_3_WITH_ROOM, FLASH_ATTN_4)]
     wanted = [*kernels, Variant(CUDA, "FA3"), Variant(CUDA, "FA4")] if only is None else [Variant(kernel) for kernel in only]
     for variant in wanted:
-        reason = variant.kernel.unsupported(Case(setting.device, setting.dtype, 128, 128, Scores(1.0)))
+        reason = variant.kernel.unsupported_reason(Case(setting.device, setting.dtype, 128, 128, Scores(1.0)))
         if reason is not None:
             refused[variant.label] = reason
             continue

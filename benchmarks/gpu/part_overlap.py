@@ -47,7 +47,7 @@ class Exchange:
         seconds, exchanges: of all messages, and how many there were, since they were set to 0.
     """
 
-    over_gloo = False  # True keeps relays from using another stream, and does nothing else here
+    is_gloo = False  # True keeps relays from using another stream, and does nothing else here
     under_way = True  # between a dispatch and its wait, which is where tasks run, but for the last ones of a layer
 
     def __init__(self, device: torch.device) -> None:
@@ -170,7 +170,7 @@ class Stack:
 
     def step(self, way: str) -> torch.Tensor:
         """Forward and backward. Returns the output."""
-        self.exchange.over_gloo = way == "relays on one stream"
+        self.exchange.is_gloo = way == "relays on one stream"
         if way == "ping-pong":
             one, two = (half.clone().requires_grad_() for half in self.halves)
             for layer in self.layers:

@@ -100,7 +100,7 @@ def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], d
 
 def one_case(variant: Variant, kernel: Kernel, setting: Setting, case: tuple[Any, ...]) -> dict[str, Any]:
     dtype, heads, name, scores = case
-    reason = kernel.unsupported(Case(setting.device, dtype, heads[2], heads[2], scores))
+    reason = kernel.unsupported_reason(Case(setting.device, dtype, heads[2], heads[2], scores))
     row: dict[str, Any] = {"kernel": variant.label, "dtype": str(dtype), "heads": heads, "scores": name, "batches": {}}
     if reason is not None:
         return {**row, "unsupported": reason}

@@ -19,8 +19,8 @@ from gpu_ranks import Ranks
 from gpu_setting import Setting, seconds_of
 from hf_distca.integration.session import current_session
 from hf_distca.runtime.channel import Channel
-from hf_distca.runtime.messages import Part, Rows, Run, launch
-from hf_distca.runtime.watch import Watch
+from hf_distca.runtime.messages import MessagePart, RowRun, Rows, launch
+from hf_distca.runtime.monitor import FailureMonitor
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
 LAYERS, STEPS, TIMEOUT = 2, 3, 60.0
@@ -115,8 +115,8 @@ def world_of_one(setting: Setting) -> dict[str, Any]:
         dist.init_process_group(backend, store=dist.FileStore(str(Path(folder, "store")), 1), rank=0, world_size=1)
         try:
             world = dist.GroupMember.WORLD
-            channel = Channel(world, Watch((0,), 0, TIMEOUT, (world,)), TIMEOUT)
-            rows = Rows((Run(0, 2, 3), Run(0, 0, 1)), {0: 4})
+            channel = Channel(world, FailureMonitor((0,), 0, TIMEOUT, (world,)), TIMEOUT)
+            rows = Rows((RowRun(0, 2, 3), RowRun(0, 0, 1)), {0: 4})
             equal = True
             for round_ in range(4):
                 # What is sent is computed just before, and overwritten while it travels: the streams have to keep the order.
@@ -124,12 +124,12 @@ def world_of_one(setting: Setting) -> dict[str, Any]:
                     8, dtype=setting.dtype, device=setting.device
                 ).unsqueeze(1)
                 expected = torch.cat([x[2:5], x[:1]])
-                pending = launch(channel, [Part(x, rows)])
+                pending = launch(channel, [MessagePart(x, rows)])
                 x.fill_(float("nan"))
                 ((arrived,),) = pending.sections()
                 equal &= bool(torch.equal(arrived, expected))
             tensor = torch.zeros(8, size, dtype=setting.dtype, device=setting.device)
-            seconds = seconds_of(lambda: launch(channel, [Part(tensor, rows)]).sections(), setting.device)
+            seconds = seconds_of(lambda: launch(channel, [MessagePart(tensor, rows)]).sections(), setting.device)
         finally:
             dist.destroy_process_group()
     return {"backend": backend, "equal": equal, "bytes": 4 * size * setting.dtype.itemsize, "seconds": seconds}

@@ -16,7 +16,7 @@ import torch
 
 from gpu_setting import Setting, seconds_of, synchronize
 from gpu_workloads import Batch, Calls, Variant, batch_of, fastest
-from hf_distca.kernels import Case, Scores, TaskBatch, variants, why_not
+from hf_distca.kernels import Case, Scores, TaskBatch, unusable_reason, variants
 from hf_distca.kernels.flash import CUDA, FLASH_ATTN_4
 from hf_distca.kernels.varlen import VarlenKernel
 from hf_distca.schedule.cost import AttentionShape
@@ -55,8 +55,8 @@ def with_gaps(draw: np.random.Generator, documents: int, longest: int, gap: int)
 def one_kind(setting: Setting, variant: Variant, scores: Scores) -> dict[str, Any]:
     """Compile what a kind of layers may need, as the first plan does; then run layouts and count what they compile."""
     case = Case(setting.device, setting.dtype, SHAPE.head_dim, SHAPE.value_head_dim, scores, SHAPE.ratio)
-    ahead = seconds_of_first(setting, lambda: variants.compile_reason(variant.kernel, case))
-    reason, before, run = why_not(variant.kernel, case), variants.late_compiles(), 0
+    ahead = seconds_of_first(setting, lambda: variants.compile_failure_reason(variant.kernel, case))
+    reason, before, run = unusable_reason(variant.kernel, case), variants.late_compiles(), 0
     for batch in layouts(np.random.default_rng(7), *setting.size(quick=(3, 64), cpu=(10, 500), gpu=(25, 9000))):
         calls = Calls(SHAPE, setting, [batch])
         calls.scores = scores
@@ -110,6 +110,6 @@ def run(setting: Setting) -> None:
     rows: list[dict[str, Any]] = []
     for kernel in (FLASH_ATTN_4, CUDA) if setting.device.type == "cuda" else ():
         case = Case(setting.device, setting.dtype, 128, 128, KINDS["plain"])
-        if kernel.unsupported(case) is None and setting.time_for(f"gaps, {kernel.name}", 3.0):
+        if kernel.unsupported_reason(case) is None and setting.time_for(f"gaps, {kernel.name}", 3.0):
             rows += gaps(setting, kernel)
             setting.put(gaps=rows)

@@ -1,8 +1,9 @@
-"""Everything that distca takes from torch, transformers and accelerate without their promise to keep it.
+"""Private names of torch, transformers and accelerate that distca uses although they may change.
 
-No other file of the package has a private name of theirs, but for `data.borrowed_readers` and `pipeline.borrowed_pipelining`, so
-here is what to look at when a new version of one comes out. tests/test_borrowed.py holds that, and that each name is there and
-does what is said here; tests/oldest.sh does so with the oldest versions that the package allows. Each block says in which
+No other file of the package uses private names of theirs, except `data.borrowed_readers` and
+`pipeline.borrowed_pipelining`, so these are the files to check when a new version comes out.
+tests/test_borrowed.py holds that, and that each name exists and behaves as described here;
+tests/oldest.sh does so with the oldest versions that the package allows. Each block says in which
 versions its names were seen. transformers is imported where needed.
 """
 
@@ -100,12 +101,15 @@ without_dispatch_modes = _python_dispatch._disable_current_modes
 
 
 def in_backward() -> bool:
-    """Whether this runs inside backward: in a forward, that it is a recompute."""
+    """Return whether this runs inside backward; a forward there is a recompute."""
     return torch._C._current_graph_task_id() != -1
 
 
 def changes_in_place(tensor: torch.Tensor) -> int:
-    """Grows with every change in place, of any view. torch's docs name it, and nothing public tells."""
+    """Return the version counter of a tensor, which every in-place change of any view increases.
+
+    Documented by torch, but not public.
+    """
     return tensor._version
 
 
@@ -115,12 +119,14 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 
 
 def checkpoints_itself(module: torch.nn.Module) -> bool:
-    """Whether the activations of a module are checkpointed by a wrapper around it or by its hooks."""
+    """Return whether the activations of a module are checkpointed by
+    a wrapper around it or by its hooks.
+    """
     return isinstance(module, CheckpointWrapper) or "checkpoint" in (_get_registry(module) or ())
 
 
 def is_policy_mode(mode: TorchDispatchMode) -> bool:
-    """Whether a dispatch mode is one of selective activation checkpointing."""
+    """Return whether a dispatch mode belongs to selective activation checkpointing."""
     return isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
 
 
@@ -130,34 +136,36 @@ cpu_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention
 
 
 def cuda_attention() -> Any:
-    """Flash-attention 2 of torch itself, for sequences of several lengths."""
+    """Return torch's own flash-attention 2, for sequences of several lengths."""
     return torch.ops.aten._flash_attention_forward
 
 
 def cuda_attention_backward() -> Any:
-    """Its backward."""
+    """Return the backward of `cuda_attention`."""
     return torch.ops.aten._flash_attention_backward
 
 
 def efficient_attention() -> Any:
-    """Memory-efficient attention of torch itself, for sequences of several lengths."""
+    """Return torch's own memory-efficient attention, for sequences of several lengths."""
     return torch.ops.aten._efficient_attention_forward
 
 
 def efficient_attention_backward() -> Any:
-    """Its backward."""
+    """Return the backward of `efficient_attention`."""
     return torch.ops.aten._efficient_attention_backward
 
 
 def names_of_groups() -> set[str]:
-    """The names of the process groups that this rank is in."""
+    """Return the names of the process groups that this rank is in."""
     return set(c10d._world.pg_names.values())
 
 
 def group_of_members(
     ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, name: str, purpose: str
 ) -> dist.ProcessGroup:
-    """A process group of that name, made by its members alone and bound to no device; `dist.new_group` waits for all ranks."""
+    """Make a process group of that name, by its members alone and bound to no
+    device; `dist.new_group` waits for all ranks.
+    """
     world = c10d._get_default_group()
     store = c10d._world.pg_map[world][1]
     return _new_group(world, (ranks, ranks.index(world.rank())), list(ranks), (store, backend, timeout), (name, purpose))
@@ -166,12 +174,13 @@ def group_of_members(
 def group_in_store(
     place: tuple[tuple[int, ...], int], store: Store, backend: str, timeout: datetime.timedelta, name: str
 ) -> dist.ProcessGroup:
-    """A process group of that name of processes that meet in a store, and need not be in one world or in any.
+    """Make a process group of processes that meet in a store, and
+    need not be in one world or in any.
 
     Args:
         place: numbers of all of them, in the place of global ranks, and the index of this one.
-        store, backend, timeout: as for `dist.init_process_group`.
-        name: which no other group of this process has.
+        store, backend, timeout: see `dist.init_process_group`.
+        name: name that no other group of this process has.
     """
     # Without global ranks, torch does not look for them in the world of this process.
     return _new_group(c10d.GroupMember.WORLD, place, [], (store, backend, timeout), (name, name))
@@ -184,7 +193,9 @@ def _new_group(
     over: tuple[Store, str, datetime.timedelta],
     names: tuple[str, str],
 ) -> dist.ProcessGroup:
-    """A process group that is not bound to the device to which the world of this process is, if there is one."""
+    """Make a process group that is not bound to the device of this
+    process's world, if there is one.
+    """
     (ranks, rank), (store, backend, timeout) = place, over
     device = None if world is None else world.bound_device_id
     if world is not None:
@@ -210,7 +221,7 @@ def _new_group(
 
 
 def _options(backend: str, timeout: datetime.timedelta) -> Any:
-    """Those of NCCL with a stream of high priority, None for other backends.
+    """Return options of NCCL with a stream of high priority; None for other backends.
 
     Messages and the kernel of a rank's own tasks are ready at the same time: a kernel that began first would hold the processors
     of the GPU until it ends.
@@ -224,13 +235,15 @@ def _options(backend: str, timeout: datetime.timedelta) -> Any:
 
 
 def store_of_world() -> Store:
-    """Where the ranks of the world met."""
+    """Return the store in which the ranks of the world met."""
     store: Store = c10d._get_default_store()
     return store
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> datetime.timedelta:
-    """How long collectives of a process group, the world if None, may take; the longest of its backends."""
+    """Return the timeout of collectives of a process group, the world
+    if None; the longest of its backends.
+    """
     group = group or c10d._get_default_group()
     return max(group._get_backend(device).options._timeout for device in group._device_types)
 
@@ -239,7 +252,9 @@ def timeout_of(group: dist.ProcessGroup | None) -> datetime.timedelta:
 
 
 def has_partial_state() -> bool:
-    """Whether accelerate knows its processes and device already: asking `PartialState` would settle both."""
+    """Return whether accelerate has fixed its processes and device already:
+    reading `PartialState` would fix both.
+    """
     from accelerate import PartialState
 
     return bool(PartialState._shared_state)
@@ -263,7 +278,7 @@ CAUSAL_MASK_PARTS = frozenset(
 
 
 def loaded_mesh(model: PreTrainedModel) -> DeviceMesh | None:
-    """The mesh on which transformers laid out a model that was loaded with a `DistributedConfig`, else None.
+    """Return the mesh of a model that was loaded with a `DistributedConfig`, else None.
 
     Seen in 5.23.0; 5.19.0 and older keep none, so there `hf_distca.configure` takes the group.
     """
@@ -275,7 +290,9 @@ def loaded_mesh(model: PreTrainedModel) -> DeviceMesh | None:
 
 
 def changed_flash_attention() -> Callable[..., Any] | None:
-    """The function that another package has put in the place of the one through which transformers calls flash-attn, if any."""
+    """Return the function that another package has put in place of the one through
+    which transformers calls flash-attn, if any.
+    """
     from transformers import modeling_flash_attention_utils
     from transformers.integrations import flash_attention
 
@@ -290,7 +307,8 @@ _passing: set[str] = set()
 
 
 def let_names_pass(names: frozenset[str]) -> None:
-    """Let transformers take these names for an attention without a check for the package that computes it elsewhere.
+    """Let transformers accept these names of attention without a check for
+    the package that computes it elsewhere.
 
     Models check the name when they are made and when it is changed. Without the package they would ask the hub for a kernel.
     """
@@ -308,7 +326,8 @@ def let_names_pass(names: frozenset[str]) -> None:
 
 
 def is_of_package(function: Callable[..., Any]) -> bool:
-    """Whether a function of a modeling module that has a fallback in torch runs that of a package (fla, mamba-ssm, ...).
+    """Return whether a function with a fallback in torch, in a modeling module, runs
+    a package's function (fla, mamba-ssm, ...).
 
     Kernels that transformers loads from the hub do not count: they come later. Seen in 5.18.0, 5.23.0, and in kernels 0.17.2.
     """
@@ -322,7 +341,9 @@ def is_of_package(function: Callable[..., Any]) -> bool:
 
 
 def set_batch_size(trainer: Any, rows: int) -> None:
-    """Rows of a batch of this process, which the Trainer reads from its arguments only when it is made."""
+    """Set the rows of a batch of this process, which the Trainer reads
+    from its arguments only when it is made.
+    """
     trainer._train_batch_size = rows
 
 

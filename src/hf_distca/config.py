@@ -53,48 +53,60 @@ _OPTIONAL = ("max_transient_bytes", "group_size", "timeout_seconds")
 
 @dataclass(frozen=True, slots=True)
 class DistCAConfig:
-    """Settings of core attention disaggregation. Every rank of an attention group must use the same ones.
+    """Settings of core attention disaggregation.
+
+    Every rank of an attention group must use the same ones.
 
     Attributes:
-        balance: move work between ranks. Off, every rank computes its own attention with the same kernels, which is what
-            balanced runs are compared with.
-        tolerance: how far the estimated attention seconds of a rank may lie above or below the mean of all ranks, as a
-            fraction of the mean.
-        min_gain: smallest fall of the slowest rank's estimated attention seconds, as a fraction, for which work is moved at
-            all. Below it a micro-batch runs locally and nothing is exchanged.
-        tile: documents are cut at positions that are multiples of it: the query rows of a kernel's tile.
-        head_groups: most groups of key/value heads that a long document is split in where work is moved. A server of some heads
-            needs the keys of these alone, so that the bytes of keys are divided. Four groups, or as many up to that as divide the
-            heads; more only where the keys of so many would travel nearly as long as ranks compute. 1 to move all heads of a
-            slice together.
+        balance: move work between ranks. Off, every rank computes its own attention with the same
+            kernels, which is what balanced runs are compared with.
+        tolerance: how far the estimated attention seconds of a rank may lie above or below the mean
+            of all ranks, as a fraction of the mean.
+        min_gain: smallest fall of the slowest rank's estimated attention seconds, as a fraction,
+            for which work is moved at all. Below it a micro-batch runs locally and nothing is
+            exchanged.
+        tile: documents are cut at multiples of this position: the query rows of a kernel's tile.
+        head_groups: upper limit on the number of groups of key/value heads that a long document is
+            split into, so that a server receives keys for its heads only. Normally 4, or the
+            largest smaller number that divides the heads; up to this limit if communication would
+            take about as long as compute. 1 to move all heads of a slice together.
         kernel: attention kernel, ``"auto"`` for the best one that runs on the device.
-        cost_model: ``"analytic"`` for the shipped `Profile` of the GPU and kernel that run, fitted to published timings. If
-            there is none, if ranks differ, and for dealing, built-in figures of the device type are used. ``"calibrated"`` to
-            time the kernel on rank 0, on batches of tasks, before the first plan (a few seconds on a CPU). Or the name of a
-            shipped `Profile`, the path of a profile that ``hf-distca profile`` measured (read at once), or a `Profile`. Or a
-            `CostModel` of your own, whose shape is replaced by that of the layer at hand.
-        measured_rates: correct the cost model by what ranks measure while they train, give slower ranks less, and move less or
-            nothing where exchanges turn out to take longer than they gain. Off, plans depend on the documents alone, as they
-            do with a `CostModel` of your own, which is taken as it is, and where torch uses deterministic algorithms.
-        documents_span_ranks: read position ids that start above 0 as the continuation of another rank's document. Off, every
-            run of positions is a document of its own, as it is for transformers.
-        balance_evaluation: let ranks share attention also while the model is in evaluation mode. Only where every rank
-            evaluates the same number of batches.
-        serve_in_place: let ranks that hold tokens compute slices of others. Off, only servers of a pool do.
-        ping_pong: run every decoder layer as two nano-batches in turns, so that one computes while the messages of the other
-            travel. It pays where exchanges take long; where nothing is exchanged, layers run whole.
-        max_transient_bytes: bound of what one call of core attention holds on a rank for the sake of other ranks, the larger of
-            forward and backward; None for no bound. It counts rows of q, k, v, o, log-sum-exp, dO and of gradients that are
-            received, the messages they are sent in, the pools made of them, and outputs and gradients of the arrived tasks; not
-            the rank's own q, k, v, o, log-sum-exp and their gradients, which are as large as its tokens are many, nor what the
-            kernel uses inside. More than fits is computed in waves, with one exchange each, and the scheduler moves only
-            slices that fit. A document that spans ranks may need more, which is warned of.
-        group_size: ranks that share core attention, where those that could are more: they are cut into groups of so many
-            neighbours, which must divide their number. Balance is within groups, and so is what a document may span. Of whole
-            nodes, groups keep what two levels of links gain. None for one group of up to 512 ranks, and for groups of 256 to 512
-            where there are more; see `group_ranks`.
-        timeout_seconds: how long a rank waits for the others before it gives up with `DistCADesyncError`. None for as long as
-            the collectives of torch.distributed may take, which the Trainer calls `ddp_timeout`.
+        cost_model: ``"analytic"`` for the shipped `Profile` of the GPU and kernel that run, fitted
+            to published timings. If there is none, if ranks differ, and for dealing, built-in
+            figures of the device type are used. ``"calibrated"`` to time the kernel on rank 0, on
+            batches of tasks, before the first plan (a few seconds on a CPU). Or the name of a
+            shipped `Profile`, the path of a profile that ``hf-distca profile`` measured (read at
+            once), or a `Profile`. Or a `CostModel` of your own, whose shape is replaced by that of
+            the layer at hand.
+        measured_rates: correct the cost model by what ranks measure while they train, give slower
+            ranks less, and move less or nothing where exchanges turn out to take longer than they
+            gain. Off, plans depend on the documents alone, as they always do with a `CostModel` of
+            your own, which is never corrected, and where torch uses deterministic algorithms.
+        documents_span_ranks: read position ids that start above 0 as the continuation of another
+            rank's document. Off, every run of positions is a document of its own, as it is for
+            transformers.
+        balance_evaluation: let ranks share attention also while the model is in evaluation mode.
+            Only where every rank evaluates the same number of batches.
+        serve_in_place: let ranks that hold tokens compute slices of others. Off, only servers of a
+            pool do.
+        ping_pong: run every decoder layer as two nano-batches in turns, so that one computes while
+            the messages of the other travel. It pays where exchanges take long; where nothing is
+            exchanged, layers run whole.
+        max_transient_bytes: limit on the bytes that one call of core attention holds on a rank for
+            other ranks, the larger of forward and backward; None for no limit. It counts rows of q,
+            k, v, o, log-sum-exp, dO and of gradients that are received, the messages they are sent
+            in, the pools made of them, and outputs and gradients of the arrived tasks; not the
+            rank's own q, k, v, o, log-sum-exp and their gradients, which are as large as its tokens
+            are many, nor what the kernel uses inside. More than fits is computed in waves, with one
+            exchange each, and the scheduler moves only slices that fit. A document that spans ranks
+            may need more; this is logged as a warning.
+        group_size: number of neighbouring ranks that share core attention; must divide the number
+            of ranks. Work is balanced within a group, and documents may span only ranks of a group.
+            Choose a multiple of the node size to profit from fast links. None for one group of up
+            to 512 ranks, and for groups of 256 to 512 if there are more; see `group_ranks`.
+        timeout_seconds: seconds that a rank waits for the others before it raises
+            `DistCADesyncError`. None for the timeout of torch.distributed's collectives, which the
+            Trainer calls `ddp_timeout`.
 
     Raises:
         ConfigError: if a value is out of range; the message states the value.
@@ -130,22 +142,24 @@ class DistCAConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> DistCAConfig:
-        """The settings in a YAML or JSON file, which has names of fields and their values.
+        """Read the settings in a YAML or JSON file, which maps names of fields to values.
 
         Args:
-            path: of the file; JSON if it ends in ``.json``, else YAML. A path of a profile in it starts from the current folder.
+            path: path of the file; JSON if it ends in ``.json``, else YAML. A profile's path in it
+                is relative to the current folder.
 
         Raises:
-            ConfigError: in one line that begins with the file's name, if it cannot be read, a name is none of a field, in which
-                case the nearest one is named, or a value is out of range.
+            ConfigError: if the file cannot be read, if no field has a name (suggests the nearest
+                one), or if a value is out of range. One line that begins with the file's name.
         """
         return split_settings(read_values(path), str(path), others=())[0]
 
     def group_ranks(self, ranks: int) -> int:
-        """How many of `ranks` ranks, which could all share attention, do so in one group.
+        """Return how many of `ranks` ranks, which could all share attention, do so in one group.
 
-        Without a `group_size`, more than 512 are cut into groups of 256 to 512, as large as can be: of a multiple of 8 ranks that
-        divides their number. If there is none, or documents may span ranks in a way that a loader decides, all are one group.
+        Without a `group_size`, more than 512 ranks are cut into groups of 256 to 512, as large as
+        possible, whose size is a multiple of 8 and divides the number of ranks. If there is no such
+        size, or a loader may let documents span ranks, all are one group.
         """
         if self.group_size is not None:
             return self.group_size
@@ -156,10 +170,10 @@ class DistCAConfig:
 
 
 def read_values(path: str | Path) -> Any:
-    """What is in a YAML or JSON file; None if it is empty.
+    """Read a YAML or JSON file; None if it is empty.
 
     Raises:
-        ConfigError: in one line that begins with the file's name, if it cannot be read.
+        ConfigError: if it cannot be read. One line that begins with the file's name.
     """
     try:
         text = read_file(Path(path))
@@ -169,10 +183,10 @@ def read_values(path: str | Path) -> Any:
 
 
 def parse_values(text: str | bytes, source: str) -> Any:
-    """What a text says: JSON if the name of its source ends in ``.json``, else YAML.
+    """Parse a text: JSON if the name of its source ends in ``.json``, else YAML.
 
     Raises:
-        ConfigError: in one line that begins with `source`, if it is neither.
+        ConfigError: if it is neither. One line that begins with `source`.
     """
     try:
         return json.loads(text) if source.endswith(".json") else yaml.safe_load(text)
@@ -183,16 +197,17 @@ def parse_values(text: str | bytes, source: str) -> Any:
 def split_settings(
     values: Any, source: str, others: tuple[str, ...] = ("tokens_per_rank",)
 ) -> tuple[DistCAConfig, dict[str, Any]]:
-    """The settings among names and values that a user wrote, and the values of `others`, which may stand beside them.
+    """Split names and values that a user wrote into settings, and values of
+    `others`, which may stand beside them.
 
     Args:
         values: by name; None for none.
-        source: where they were written: a file, or a key in one. Errors begin with it.
+        source: place where they were written: a file, or a key in one. Errors begin with it.
         others: names besides those of fields.
 
     Raises:
-        ConfigError: in one line, if a name is neither, in which case the nearest one is named, or a field or ``tokens_per_rank``
-            is out of its range.
+        ConfigError: if a name is neither (suggests the nearest one), or if a field or
+            ``tokens_per_rank`` is out of range.
     """
     known, values = (*(field.name for field in fields(DistCAConfig)), *others), {} if values is None else values
     if not isinstance(values, Mapping):
@@ -224,7 +239,9 @@ def _check_number(name: str, value: Any, numbers: _Range) -> None:
 
 
 def is_built_in(source: object) -> bool:
-    """Whether a `cost_model` is known by its name, rather than by the path of a file."""
+    """Return whether a `cost_model` is the name of a shipped or
+    built-in one, rather than the path of a file.
+    """
     return source in (*_BUILT_IN_COSTS, *Profile.shipped())
 
 

@@ -1,4 +1,4 @@
-"""`read_file`: how every file is opened that a user names, or that lies in a folder that a user names."""
+"""`read_file`: the one way to open a file that a user names, or in a folder that a user names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _MOST_BYTES = 2**26
 
 
 def check_file(path: Path) -> None:
-    """Refuse what never ends or makes the reader wait: pipes, sockets and devices.
+    """Raise if a path is a pipe, a socket or a device, which
+    may never end or make the reader wait.
 
     Raises:
         OSError: if it is one, or there is nothing of that name.
@@ -24,7 +25,7 @@ def check_file(path: Path) -> None:
 
 
 def read_file(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
-    """All of a regular file.
+    """Read all of a regular file.
 
     Raises:
         OSError: if it cannot be read, is no regular file, or holds more than `most_bytes`; names the file.
@@ -35,7 +36,7 @@ def read_file(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
 
 
 def read_stream(file: IO[bytes], name: str, most_bytes: int = _MOST_BYTES) -> bytes:
-    """All of an open file or of standard input, which `name` names.
+    """Read all of an open file or of standard input; errors call it `name`.
 
     Raises:
         OSError: if it holds more than `most_bytes`.

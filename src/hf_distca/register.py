@@ -1,4 +1,5 @@
-"""Registers "distca" with transformers: at once where models can be loaded already, else as soon as they can.
+"""Registration of "distca" with transformers: at once if models can be
+loaded already, else as soon as they can.
 
 Nothing of transformers or torch is imported for it, so that `import hf_distca` costs nothing where no model is loaded: on the
 command line, in a process that only starts others, at the top of a notebook. `transformers.modeling_utils`, where attention
@@ -23,24 +24,28 @@ _MODELS = "transformers.modeling_utils"
 
 
 def when_models_load(act: Callable[[], None]) -> None:
-    """Do something now if transformers has imported what all models share, else right after it does."""
+    """Call a function now if transformers has imported the module that all
+    models share, else right after it does.
+    """
     when_imported(_MODELS, act)
 
 
 def when_imported(name: str, act: Callable[[], None]) -> None:
-    """Do something now if the module `name` is imported, else right after its first import."""
+    """Call a function now if the module `name` is imported, else right after its first import."""
     if name in sys.modules:
         act()
         return
-    waiting = next((finder for finder in sys.meta_path if isinstance(finder, _AfterImport) and finder.name == name), None)
+    waiting = next((finder for finder in sys.meta_path if isinstance(finder, _ImportFinder) and finder.name == name), None)
     if waiting is None:
-        waiting = _AfterImport(name)
+        waiting = _ImportFinder(name)
         sys.meta_path.insert(0, waiting)
     waiting.acts.append(act)
 
 
-class _AfterImport(MetaPathFinder):
-    """Finds no module by itself; it adds calls to the end of one import, and then is gone."""
+class _ImportFinder(MetaPathFinder):
+    """A finder that finds no module itself; it adds calls to the end of
+    one import, and then removes itself.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -48,7 +53,7 @@ class _AfterImport(MetaPathFinder):
         self._looking = False
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """What the other finders find."""
+        """Return the spec that the other finders find."""
         if fullname != self.name or self._looking:
             return None
         self._looking = True
@@ -70,10 +75,10 @@ class _AfterImport(MetaPathFinder):
 
 
 def check_stand_in(name: str) -> None:
-    """Check that distca can stand in for an attention of that name.
+    """Raise unless distca can stand in for an attention of that name.
 
     Raises:
-        UnsupportedError: if it is none that it computes as it is meant.
+        UnsupportedError: if distca does not compute that attention as it is meant.
     """
     if name not in STAND_INS:
         raise UnsupportedError(

@@ -1,9 +1,12 @@
-"""``hf-distca run train.py ...`` or ``python -m hf_distca.run``: run a script that does not import hf_distca, under distca.
+"""``hf-distca run train.py ...`` or ``python -m hf_distca.run``: run a script
+that does not import hf_distca, under distca.
 
-What holds for the script holds for Python processes that it starts, such as those of accelerate's launcher: each of them runs the
-``sitecustomize`` module of the folder ``child_start``, which is put in front of their ``PYTHONPATH``. No other way reaches them
-all: launchers write their own command lines, and packages of others call launchers in more ways than could be rewritten. That
-folder is part of the installed package, so that a process that outlives the run finds there what was installed and nothing else.
+The options apply to the script and to Python processes that it starts, such as those of
+accelerate's launcher: each of them runs the ``sitecustomize`` module of the folder ``child_start``,
+which is put in front of their ``PYTHONPATH``. No other way reaches them all: launchers write their
+own command lines, and packages of others call launchers in more ways than could be rewritten. That
+folder is part of the installed package, so that a process that outlives the run finds only
+installed files there.
 """
 
 from __future__ import annotations
@@ -30,19 +33,24 @@ _CHILD_START = str(Path(__file__).parent / "cli" / "child_start")
 
 
 class Options(NamedTuple):
-    """What holds for a script and all that it starts.
+    """Options for a script and all processes that it starts.
 
     Attributes:
-        attn_implementation: "distca" for models that are loaded without naming one, None to leave that to transformers.
+        attn_implementation: "distca" for models that are loaded without naming one, None to leave
+            that to transformers.
         summary: whether to print the balance at the end.
         instead_of: the attention that distca stands in for, None for none.
-        tokens_per_rank: with which every Trainer deals its documents, as `hf_distca.deal` does; None for as they are.
-        settings: fields of `DistCAConfig` and their values, for `hf_distca.configure`; None to leave that to the script.
-        servers: how many of the processes that a launcher starts on each node are attention servers, its last ones.
+        tokens_per_rank: tokens with which every Trainer deals its documents, as `hf_distca.deal`
+            does; None to leave them as they are.
+        settings: fields of `DistCAConfig` and their values, for `hf_distca.configure`; None to
+            leave that to the script.
+        servers: number of attention servers on each node: the last processes that a launcher starts
+            there.
         server_address: ``HOST:PORT`` of servers that were started by themselves.
-        server_wait: seconds that servers may take to come, and on servers that ranks which train may take.
-        spare_servers: whether training goes on without a server that is told to end.
-        launched: what a process that trains knows of the servers of its launch: nodes, servers of each, attempt.
+        server_wait: seconds to wait for servers; on servers, seconds to wait for ranks that train.
+        spare_servers: whether training continues without a server that was told to end.
+        launched: facts about the servers of its launch, on ranks that train: nodes, servers of
+            each, attempt.
     """
 
     attn_implementation: Literal["distca"] | None = None
@@ -57,13 +65,17 @@ class Options(NamedTuple):
     launched: tuple[int, int, str] | None = None
 
     def search_path(self) -> list[str]:
-        """What goes in front of ``PYTHONPATH``: the folder, and a name in it that holds the options, which `read` looks for."""
+        """Return the entries to put in front of ``PYTHONPATH``: the folder, and a name
+        in it that encodes the options for `read`.
+        """
         changed = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
         return [_CHILD_START, os.path.join(_CHILD_START, quote(json.dumps(changed), safe=""))]  # noqa: PTH118
 
     @classmethod
     def read(cls, search_path: Sequence[str]) -> Options:
-        """The options in a search path that began with those of `search_path`; the first value of a name counts."""
+        """Read the options from a search path that begins with the entries of
+        `search_path`; the first value of a name counts.
+        """
         names = [os.path.basename(path) for path in search_path if os.path.dirname(path) == _CHILD_START]  # noqa: PTH119, PTH120
         values: dict[str, Any] = {}
         for name in reversed(names):
@@ -71,10 +83,10 @@ class Options(NamedTuple):
         return cls(**values)
 
     def check(self) -> Options:
-        """The options, if they are some that a script can be run with.
+        """Return the options after a check that a script can run with them.
 
         Raises:
-            ConfigError, UnsupportedError: if they are not.
+            ConfigError, UnsupportedError: if it cannot.
         """
         if self.attn_implementation not in (None, "distca"):
             raise ConfigError(f"attn_implementation={self.attn_implementation!r} must be 'distca'.")
@@ -95,7 +107,7 @@ class Options(NamedTuple):
 
 
 def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Options:
-    """The options of a run, and settings with them.
+    """Read the options of a run, including its settings.
 
     Args:
         file: YAML or JSON, with fields of `Options` and of `DistCAConfig`; None for no file.
@@ -103,8 +115,8 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
         given: fields of `Options`, which count most; None for those that are not given.
 
     Raises:
-        ConfigError: in one line that says where it stands, if a name or value is wrong.
-        UnsupportedError: if distca stands in for no such attention.
+        ConfigError: if a name or value is wrong. One line that names its place.
+        UnsupportedError: if distca cannot stand in for the named attention.
     """
     options, settings = dict[str, Any](), dict[str, Any]()
     if file is not None or changes:
@@ -127,10 +139,12 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
 
 
 def begin(options: Options) -> None:
-    """Set up this process; one that a launcher has started to be a server becomes that, and does not return."""
+    """Set up this process; a process that a launcher started to be a server
+    becomes one, and the call does not return.
+    """
     if options.servers:
         try:
-            options = _take_place(options)
+            options = _become_launched(options)
         except ConfigError as error:  # where Python sets itself up, an exception would be no more than a line
             sys.stderr.write(f"hf-distca: {error}\n")
             sys.stderr.flush()
@@ -142,33 +156,33 @@ def begin(options: Options) -> None:
     if options.attn_implementation is not None:
         when_models_load(_make_default)
     if options.tokens_per_rank is not None:
-        when_imported("transformers.trainer", partial(_deal, options.tokens_per_rank))
+        when_imported("transformers.trainer", partial(_deal_before_training, options.tokens_per_rank))
     if options.summary:
         import atexit
 
-        atexit.register(_sum_up)
+        atexit.register(_print_summary)
 
 
-def _take_place(options: Options) -> Options:
-    """Become a server, or a rank of the world that is left without servers. Returns the options of that.
+def _become_launched(options: Options) -> Options:
+    """Become a server, or a rank of the world without servers. Return the options of that rank.
 
     A process that no launcher started, which may be the launcher, stays what it is.
     """
-    from hf_distca.pool.launch import QUIET, Place
+    from hf_distca.pool.launch import QUIET, LaunchPlace
 
-    place = Place.of(os.environ)
+    place = LaunchPlace.of(os.environ)
     if place is None:
         return options
     place.check(options.servers)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     names = os.environ.get(_PYTHONPATH, "").split(os.pathsep)
     others = [name for name in names if name and name != _CHILD_START and os.path.dirname(name) != _CHILD_START]  # noqa: PTH120
-    if place.serves(options.servers):
+    if place.is_server(options.servers):
         number = place.node * options.servers + place.local - (place.per_node - options.servers)
         arguments = f"{number}, {attempt!r}, {options.server_wait}, {place.local}"
         code = f"from hf_distca.pool.launch import serve_launched; serve_launched({arguments})"
         os.execve(sys.executable, [sys.executable, "-c", code], os.environ | QUIET | {_PYTHONPATH: os.pathsep.join(others)})
-    world = place.world_of_trainers(options.servers)
+    world = place.trainer_environment(options.servers)
     options = options._replace(servers=0, launched=(place.nodes, options.servers, attempt))
     # What this process starts is of the smaller world, too.
     os.environ |= world | {_PYTHONPATH: os.pathsep.join([*options.search_path(), *others])}
@@ -184,7 +198,8 @@ def _join_pool(options: Options) -> None:
 
 
 def find_command(command: str) -> Path:
-    """The file of a command: what has a slash is a path and a name is looked up on the PATH, as in a shell.
+    """Find the file of a command: a name with a slash is a path, other names
+    are looked up on the PATH, as in a shell.
 
     A name that ends in ``.py`` is a script of the current folder first, as for Python.
 
@@ -206,7 +221,8 @@ def find_command(command: str) -> Path:
 
 
 def find_module(name: str) -> None:
-    """Check that there is a module that can be run by this name, with the current folder in front of the search path.
+    """Raise unless a module can be run by this name, with the current
+    folder in front of the search path.
 
     Raises:
         FileNotFoundError: if there is none.
@@ -228,29 +244,30 @@ def run_module(name: str, arguments: Sequence[str], options: Options) -> None:
     """Run a module in this process as ``__main__``, as ``python -m`` does."""
     import runpy
 
-    _set_up(options)
+    _start_distca(options)
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
-    """Run a Python script in this process as ``__main__``; any other command takes the place of this process.
+    """Run a Python script in this process as ``__main__``; any other command replaces this process.
 
-    Signals, the exit status and the terminal are then the command's, as if it had been started without this one.
+    Signals, the exit status and the terminal are then the command's, as if it had been started
+    without this one.
 
     Args:
         path: as `find_command` returns it.
-        arguments: what it gets as its arguments.
-        options: what holds for it.
+        arguments: its arguments.
+        options: options for it.
 
     Raises:
         SystemExit: if the file is no program.
     """
     if not _is_python(path):
-        _become(path, arguments, options)
+        _exec_script(path, arguments, options)
     import runpy
 
-    _set_up(options)
+    _start_distca(options)
     sys.argv = [str(path), *arguments]
     if not sys.flags.safe_path:  # as Python does for a script: what lies beside it can be imported
         sys.path[0] = str(path.resolve().parent)
@@ -268,13 +285,13 @@ def _is_python(path: Path) -> bool:
     return first.startswith(b"#!") and b"python" in first
 
 
-def _set_up(options: Options) -> None:
-    os.environ[_PYTHONPATH] = _python_path(options)
+def _start_distca(options: Options) -> None:
+    os.environ[_PYTHONPATH] = _build_python_path(options)
     begin(options)
 
 
-def _become(path: Path, arguments: Sequence[str], options: Options) -> NoReturn:
-    environment = os.environ | {_PYTHONPATH: _python_path(options)}
+def _exec_script(path: Path, arguments: Sequence[str], options: Options) -> NoReturn:
+    environment = os.environ | {_PYTHONPATH: _build_python_path(options)}
     try:
         try:
             os.execve(path, [str(path), *arguments], environment)
@@ -289,13 +306,13 @@ def _become(path: Path, arguments: Sequence[str], options: Options) -> NoReturn:
 
 
 def _is_text(path: Path) -> bool:
-    """Whether a shell would take a file for a script: a program begins with other bytes."""
+    """Return whether a shell would take a file for a script: a program begins with other bytes."""
     with path.open("rb") as file:
         first = file.read(256)
     return b"\0" not in first and not first.startswith(b"\x7fELF")
 
 
-def _python_path(options: Options) -> str:
+def _build_python_path(options: Options) -> str:
     return os.pathsep.join([*options.search_path(), *filter(None, [os.environ.get(_PYTHONPATH)])])
 
 
@@ -306,7 +323,7 @@ def _configure(options: Options) -> None:
     configure(DistCAConfig(**(options.settings or {})), instead_of=options.instead_of)
 
 
-def _deal(tokens_per_rank: int) -> None:
+def _deal_before_training(tokens_per_rank: int) -> None:
     from hf_distca.integration.deal_trainer import deal_before_training
 
     deal_before_training(tokens_per_rank)
@@ -318,8 +335,10 @@ def _make_default() -> None:
     make_default()
 
 
-def _sum_up() -> None:
-    """Print the balance, on the first rank of a process that balanced anything, unless that was done."""
+def _print_summary() -> None:
+    """Print the balance, on the first rank of a process that balanced
+    anything, unless that was done before.
+    """
     if "hf_distca.integration.session" in sys.modules:
         from hf_distca.integration.reports import sum_up
         from hf_distca.integration.session import current_session
@@ -330,7 +349,9 @@ def _sum_up() -> None:
 
 
 def main() -> None:
-    """``hf-distca run`` with the arguments of the command line, for launchers that start modules."""
+    """Run ``hf-distca run`` with the arguments of the command
+    line, for launchers that start modules.
+    """
     from hf_distca.cli import app
 
     app(["run", *sys.argv[1:]], prog_name="hf-distca")

@@ -21,7 +21,7 @@ from hf_distca.agreement.planned import Planned
 from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
-from hf_distca.runtime.meter import Meter, now
+from hf_distca.runtime.meter import Meter, mark_now
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
@@ -127,9 +127,9 @@ def test_what_is_gathered_waits_for_the_device_and_is_counted_at_once() -> None:
         for number in (1, 2, 3):
             (planned,) = ours.plan([(documents(96), key)], group)
             meter = ours.progress.use(planned, documents(96))
-            begin = now(torch.device("cuda"))
+            begin = mark_now(torch.device("cuda"))
             device.launch(float(number))
-            meter.span("server", begin, now(torch.device("cuda")))
+            meter.span("server", begin, mark_now(torch.device("cuda")))
         assert (device.waits, ours.history.total.micro_batches) == ([], 0)
         ours.progress.gather(group)
         assert ours.history.total.micro_batches == 3

@@ -317,10 +317,10 @@ class Later:
     """A meeting that is over when the test says so, or when somebody waits."""
 
     def __init__(self, rows: list[np.ndarray]) -> None:
-        self.rows, self.done = rows, False
+        self.rows, self.is_done = rows, False
 
     def wait(self) -> None:
-        self.done = True
+        self.is_done = True
 
 
 class Slow(MadeUpGroup):
@@ -358,7 +358,7 @@ def train_on_shares(over_at_once: bool) -> list[tuple[CostModel, tuple[float, ..
         meter.span("server", 0.0, 0.1)
         if over_at_once:
             for meeting in group.meetings:
-                meeting.done = True
+                meeting.is_done = True
     return made
 
 

@@ -32,7 +32,7 @@ class Passing:
         self.launch, self.now = launch, 0.0
         self.batches: list[TaskBatch] = []
 
-    def unsupported(self, *_: Any) -> str | None:
+    def unsupported_reason(self, *_: Any) -> str | None:
         return None
 
     def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:

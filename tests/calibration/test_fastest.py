@@ -41,7 +41,7 @@ def chosen(rank: int, seconds: list[dict[str, float]]) -> tuple[str | None, floa
     clock = [0.0]
     kernels = [Slow(name, one, clock) for name, one in seconds[rank].items()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "runnable", lambda *case: kernels)
+        patch.setattr(module, "list_runnable", lambda *case: kernels)
         group = AttentionGroup.of(timeout_seconds=30)
         return fastest(AttentionShape(2, 1, 8, 8, 2), NAMES, torch.bfloat16, CPU, group, clock=lambda: clock[0]), clock[0]
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 import hf_distca.kernels
 from hf_distca.cli import app
 from hf_distca.doctor import Finding, State
-from hf_distca.doctor.exchange import Tried, tried, try_launched, versions
-from hf_distca.doctor.model import dtype_of, family, kernels, read_config
+from hf_distca.doctor.exchange import ExchangeResult, findings_from_exchange, try_launched, versions
+from hf_distca.doctor.model import family, find_dtype, kernels, read_config
 from hf_distca.errors import ConfigError
 from hf_distca.kernels import flash
 from pages import words_of
@@ -65,15 +65,15 @@ def _one_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    hf_distca.kernels._checked.cache_clear()
-    monkeypatch.setattr(hf_distca.kernels, "wrong", lambda *case: None)
-    monkeypatch.setattr(flash, "_module", lambda name: ImportError("not here"))
+    hf_distca.kernels._check_once.cache_clear()
+    monkeypatch.setattr(hf_distca.kernels, "mismatch_reason", lambda *case: None)
+    monkeypatch.setattr(flash, "_import_once", lambda name: ImportError("not here"))
 
 
 @pytest.mark.usefixtures("_one_hopper")
 def test_flash_attn_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel of torch runs, and it is said why the faster one does not; with a softcap only the slow one is left."""
-    monkeypatch.setattr(flash, "_installed", lambda: None)
+    monkeypatch.setattr(flash, "_installed_version", lambda: None)
     runs, *others = kernels(LlamaConfig(), torch.bfloat16, CUDA)
     assert (runs.value, runs.state) == ("kernel 'cuda'", State.good)
     assert str(runs.todo).endswith("is taken where it is installed: pip install flash-attn-4")
@@ -100,13 +100,13 @@ def test_kernels_on_a_cpu() -> None:
 
 
 def test_dtypes() -> None:
-    assert dtype_of("bf16", None, CPU) is torch.bfloat16
-    assert dtype_of(None, None, CPU) is torch.float32
-    assert dtype_of(None, None, CUDA) is torch.bfloat16
-    assert dtype_of(None, LlamaConfig(dtype="float16"), CPU) is torch.float16
+    assert find_dtype("bf16", None, CPU) is torch.bfloat16
+    assert find_dtype(None, None, CPU) is torch.float32
+    assert find_dtype(None, None, CUDA) is torch.bfloat16
+    assert find_dtype(None, LlamaConfig(dtype="float16"), CPU) is torch.float16
     for name in ("bf17", "int8", "Tensor"):
         with pytest.raises(ConfigError, match=f"no attention in dtype '{name}': choose one of bf16, fp16"):
-            dtype_of(name, None, CPU)
+            find_dtype(name, None, CPU)
 
 
 def test_configs_are_read(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_name_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> N
 def exchanged(rank: int) -> tuple[list[Finding], list[Finding]]:
     has = {"torch": "2.13.0", "numpy": "2.4.6" if rank else "2.1.0"}
     outcome = try_launched(has, 60.0)
-    return list(tried(outcome)), list(tried(try_launched({"torch": "2.13.0"}, 60.0)))
+    return list(findings_from_exchange(outcome)), list(findings_from_exchange(try_launched({"torch": "2.13.0"}, 60.0)))
 
 
 def exchanged_without_pickles(rank: int) -> str:
@@ -192,8 +192,8 @@ def test_versions_are_of_what_is_installed() -> None:
 
 
 def test_nodes_are_told_apart() -> None:
-    outcome = Tried((7, 7, 8, 8, 8), "nccl", 0.001, {})
-    assert next(tried(outcome)).value == "5 ranks on 2 nodes, 2 or 3 on each"
+    outcome = ExchangeResult((7, 7, 8, 8, 8), "nccl", 0.001, {})
+    assert next(findings_from_exchange(outcome)).value == "5 ranks on 2 nodes, 2 or 3 on each"
 
 
 def exchanged_in_containers(rank: int) -> str:
@@ -201,7 +201,7 @@ def exchanged_in_containers(rank: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         patch.setenv("GROUP_RANK", str(rank))
-        return next(tried(try_launched({}, 60.0))).value
+        return next(findings_from_exchange(try_launched({}, 60.0))).value
 
 
 def test_nodes_are_those_of_training(rank_pool: Callable[[int], RankPool]) -> None:

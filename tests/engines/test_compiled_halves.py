@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_distca
-from hf_distca.runtime.pingpong import run_nano_batches, take_turns
+from hf_distca.runtime.pingpong import run_nano_batches, yield_to_other_nano_batch
 from ranks import RankPool
 from tiny_runs import rows, settings, tiny_llama
 
@@ -21,7 +21,7 @@ def inner(x: torch.Tensor, traced: list[bool]) -> torch.Tensor:
 
 @torch.compiler.disable
 def attention(x: torch.Tensor, traced: list[bool]) -> torch.Tensor:
-    take_turns()
+    yield_to_other_nano_batch()
     return inner(x, traced)
 
 

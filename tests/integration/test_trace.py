@@ -25,7 +25,7 @@ from hf_distca.kernels.base import Grads, Operands, Outputs, Saved, TaskBatch
 from hf_distca.measure.timeline import Span
 from hf_distca.runtime.call import AttentionServer
 from hf_distca.runtime.channel import Channel, Transfer
-from hf_distca.runtime.meter import now
+from hf_distca.runtime.meter import mark_now
 from hf_distca.schedule.plan import Plan
 from ranks import RankPool
 
@@ -64,9 +64,9 @@ def deliberate_times() -> Iterator[None]:
 
     def slow(self: AttentionServer, pools: Operands | Saved, tasks: TaskBatch, **options: bool) -> Outputs | Grads:
         if tasks.query_length:
-            begin = now(pools.q_THD.device)
+            begin = mark_now(pools.q_THD.device)
             time.sleep(PHASE)
-            self.meter.span("server", begin, now(pools.q_THD.device), backward=isinstance(pools, Saved))
+            self.meter.span("server", begin, mark_now(pools.q_THD.device), backward=isinstance(pools, Saved))
         return run(self, pools, tasks, **options)
 
     def swapped(layout: Any, *_: Any) -> Plan:

@@ -12,7 +12,7 @@ from strict_varlen_op import StrictVarlenOp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_distca.kernels import Case, Scores
-from hf_distca.kernels.check import wrong
+from hf_distca.kernels.check import mismatch_reason
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.plain_torch import ReferenceKernel
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
@@ -103,17 +103,17 @@ def not_a_number(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize(("dtype", "widths"), [(torch.bfloat16, (128, 64)), (torch.float16, (40, 40))], ids=str)
 @pytest.mark.parametrize("scores", [PLAIN, WINDOW, SOFTCAP, Scores(0.1, 7, 30.0)])
 def test_right_kernels_pass(dtype: torch.dtype, widths: tuple[int, int], scores: Scores) -> None:
-    assert wrong(VarlenKernel(StrictVarlenOp()), Case(CPU, dtype, *widths, scores)) is None
+    assert mismatch_reason(VarlenKernel(StrictVarlenOp()), Case(CPU, dtype, *widths, scores)) is None
     if scores.softcap is None:
-        assert wrong(CpuKernel(), Case(CPU, dtype, *widths, scores)) is None
+        assert mismatch_reason(CpuKernel(), Case(CPU, dtype, *widths, scores)) is None
 
 
 @pytest.mark.parametrize("scores", [PLAIN, WINDOW])
 def test_an_exact_float32_kernel_passes_where_tf32_is_on(scores: Scores) -> None:
     case = Case(CPU, torch.float32, 64, 64, scores)
     with Tf32():
-        assert wrong(CpuKernel(), case) is None
-        reason = wrong(ReferenceKernel(), case)  # whose own products are those of TF32
+        assert mismatch_reason(CpuKernel(), case) is None
+        reason = mismatch_reason(ReferenceKernel(), case)  # whose own products are those of TF32
     assert reason is not None
     assert reason.startswith("its results on cpu are wrong: o by 0.000")
 
@@ -132,7 +132,7 @@ def test_an_exact_float32_kernel_passes_where_tf32_is_on(scores: Scores) -> None
     ],
 )
 def test_wrong_kernels_are_found(op: StrictVarlenOp, scores: Scores, named: set[str]) -> None:
-    reason = wrong(VarlenKernel(op), Case(CPU, torch.bfloat16, 64, 64, scores))
+    reason = mismatch_reason(VarlenKernel(op), Case(CPU, torch.bfloat16, 64, 64, scores))
     assert reason is not None
     assert reason.startswith("its results on cpu are wrong: ")
     found = {phrase.split(" by ")[0] for phrase in reason.split(": ", 1)[1].split(" (")[0].split(", ")}
@@ -141,7 +141,7 @@ def test_wrong_kernels_are_found(op: StrictVarlenOp, scores: Scores, named: set[
 
 def test_each_ratio_of_heads_is_other_code() -> None:
     kernel = VarlenKernel(WrongRatio())
-    found = {ratio: wrong(kernel, Case(CPU, torch.bfloat16, 64, 64, PLAIN, ratio)) for ratio in (1, 2, 5, 8)}
+    found = {ratio: mismatch_reason(kernel, Case(CPU, torch.bfloat16, 64, 64, PLAIN, ratio)) for ratio in (1, 2, 5, 8)}
     assert [ratio for ratio, reason in found.items() if reason is not None] == [8]
 
 
@@ -150,7 +150,7 @@ def test_what_a_kernel_raises_is_the_reason() -> None:
         def backward(self, *args: Any) -> Any:
             raise TypeError("got an unexpected keyword argument")
 
-    reason = wrong(VarlenKernel(Other()), Case(CPU, torch.bfloat16, 64, 64, PLAIN))
+    reason = mismatch_reason(VarlenKernel(Other()), Case(CPU, torch.bfloat16, 64, 64, PLAIN))
     assert reason == "its check on cpu raised TypeError: got an unexpected keyword argument"
 
 
@@ -160,7 +160,7 @@ def test_a_device_that_is_full_says_nothing_of_a_kernel() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
-        wrong(VarlenKernel(Full()), Case(CPU, torch.bfloat16, 64, 64, PLAIN))
+        mismatch_reason(VarlenKernel(Full()), Case(CPU, torch.bfloat16, 64, 64, PLAIN))
 
 
 def test_training_does_not_notice() -> None:
@@ -170,7 +170,7 @@ def test_training_does_not_notice() -> None:
     torch.set_default_device("meta")
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            assert wrong(ReferenceKernel(), Case(CPU, torch.float16, 64, 64, PLAIN)) is None
+            assert mismatch_reason(ReferenceKernel(), Case(CPU, torch.float16, 64, 64, PLAIN)) is None
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
@@ -190,7 +190,7 @@ class LeftGaps(StrictVarlenOp):
 
 def test_an_op_that_takes_no_gaps_is_found() -> None:
     case = Case(CPU, torch.float32, 32, 32, PLAIN)
-    assert wrong(VarlenKernel(StrictVarlenOp(takes_gaps=True)), case) is None
-    assert wrong(VarlenKernel(LeftGaps()), case) is None, "tasks are gathered"
-    reason = wrong(VarlenKernel(LeftGaps(takes_gaps=True)), case)
+    assert mismatch_reason(VarlenKernel(StrictVarlenOp(takes_gaps=True)), case) is None
+    assert mismatch_reason(VarlenKernel(LeftGaps()), case) is None, "tasks are gathered"
+    reason = mismatch_reason(VarlenKernel(LeftGaps(takes_gaps=True)), case)
     assert all(f"{name} with gaps by" in str(reason) for name in ("dq", "dk", "dv"))

@@ -21,14 +21,14 @@ CUDA = torch.device("cuda", 0)
 @pytest.fixture(params=[CUDA_KERNEL, EFFICIENT, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4], ids=lambda kernel: kernel.name)
 def kernel(request: pytest.FixtureRequest) -> Kernel:
     kernel: Kernel = request.param
-    reason = kernel.unsupported(Case(CUDA, torch.bfloat16, 64, 64, PLAIN))
+    reason = kernel.unsupported_reason(Case(CUDA, torch.bfloat16, 64, 64, PLAIN))
     if reason is not None:
         pytest.skip(reason)
     return kernel
 
 
 def check(kernel: Kernel, case: str, shape: str, dtype: torch.dtype, scores: Scores) -> None:
-    reason = kernel.unsupported(Case(CUDA, dtype, *SHAPES[shape][2:], scores))
+    reason = kernel.unsupported_reason(Case(CUDA, dtype, *SHAPES[shape][2:], scores))
     if reason is not None:
         pytest.skip(reason)
     pools, tasks = random_pools(CASES[case], SHAPES[shape], dtype, "cuda"), CASES[case].tasks

@@ -44,8 +44,8 @@ class Interface:
 
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> VarlenKernel:
-    monkeypatch.setattr(flash, "_installed", lambda: (2, 8, 3))
-    monkeypatch.setattr(flash, "_module", lambda name: Interface)
+    monkeypatch.setattr(flash, "_installed_version", lambda: (2, 8, 3))
+    monkeypatch.setattr(flash, "_import_once", lambda name: Interface)
     return KERNELS[request.param]
 
 
@@ -59,7 +59,7 @@ def test_results_are_where_and_what_they_should_be(
 ) -> None:
     width, value_width = widths
     with fake_cuda() as pinned:
-        assert kernel.unsupported(Case(CUDA, dtype, *widths, Scores(0.1))) is None
+        assert kernel.unsupported_reason(Case(CUDA, dtype, *widths, Scores(0.1))) is None
         for case in map(CASES.__getitem__, cases):
             tasks = replace(case.tasks)  # index tensors of the last GPU are not for this one
             made = {"dtype": dtype, "device": CUDA}
@@ -84,7 +84,7 @@ def test_results_are_where_and_what_they_should_be(
 def test_which_kernels_a_gpu_has(capability: tuple[int, int], newest: str) -> None:
     with fake_cuda(capability):
         case = Case(CUDA, torch.bfloat16, 64, 64, Scores(0.1))
-        names = [name for name, kernel in KERNELS.items() if kernel.unsupported(case) is None]
+        names = [name for name, kernel in KERNELS.items() if kernel.unsupported_reason(case) is None]
     assert set(names) >= {"cuda", "efficient", "flash_attn", newest}
     assert ("flash_attn_3" in names) == (capability[0] == 9)
     assert ("flash_attn_4" in names) == (capability[0] >= 9)

@@ -84,45 +84,45 @@ def test_keys_before_the_window_are_not_read(kernel: Kernel) -> None:
 @pytest.mark.parametrize("window", [1, 3, 17, 300])
 def test_blocks_of_any_size(block: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_BLOCK_ROWS", block)
-    cpu._block_mask.cache_clear()
+    cpu._make_block_mask.cache_clear()
     case, scores = CASES["shared keys with gaps"], Scores(0.19, window)
     pools = random_pools(case, SHAPES["GQA"], torch.float64)
     expected = exact(pools, case.tasks, scores)
     for name, value in run_kernel(CpuKernel(), pools, case.tasks, scores).items():
         assert relative_error(value, expected[name]) <= 1e-10, name
-    cpu._block_mask.cache_clear()
+    cpu._make_block_mask.cache_clear()
 
 
 @pytest.mark.parametrize("window", [512, 1024, 4096])
 def test_the_cpu_kernel_computes_little_more_than_the_band(window: int) -> None:
     length = 16384
     tasks = TaskBatch([0], [length], [0], [length])
-    blocks = list(cpu._each(tasks, Scores(0.19, window)))
+    blocks = list(cpu._cut_tasks(tasks, Scores(0.19, window)))
     assert sum(block.rows for block in blocks) == length
     computed = sum(block.rows * block.keys if block.keys > window else block.rows * (block.rows + 1) / 2 for block in blocks)
     assert computed <= (1 + 192 / window) * (length * window - window * (window - 1) / 2)
 
 
 def test_one_mask_serves_all_blocks_of_a_window() -> None:
-    cpu._block_mask.cache_clear()
+    cpu._make_block_mask.cache_clear()
     scores = Scores(0.19, 17)
     for name in ("shared keys with gaps", "more rows than a kernel tile", "shared keys"):
         case = CASES[name]
         run_kernel(CpuKernel(), random_pools(case, SHAPES["GQA"], torch.bfloat16), case.tasks, scores)
-    assert cpu._block_mask.cache_info().misses == 1
+    assert cpu._make_block_mask.cache_info().misses == 1
 
 
 def test_key_gradients_of_blocks_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """512 blocks give a key 1/512 each; a sum of them in bfloat16 stops growing at 1/2."""
     monkeypatch.setattr(cpu, "_BLOCK_ROWS", 2)
-    cpu._block_mask.cache_clear()
+    cpu._make_block_mask.cache_clear()
     tasks, scores = TaskBatch([0], [2200], [0], [2200]), Scores(0.1, 1024)
     zeros, ones = torch.zeros(2200, 1, 8, dtype=torch.bfloat16), torch.ones(2200, 1, 8, dtype=torch.bfloat16)
     o, lse = CpuKernel().forward(Operands(zeros, zeros, ones), tasks, scores)
     _, _, dv = CpuKernel().backward(Saved(ones, zeros, o, lse, zeros, ones), tasks, scores)
     assert dv.dtype == torch.bfloat16
     assert dv[1100, 0].tolist() == [1.0] * 8
-    cpu._block_mask.cache_clear()
+    cpu._make_block_mask.cache_clear()
 
 
 @pytest.mark.parametrize(("options", "message"), [({"window": 0}, "window of 0 keys"), ({"softcap": 0.0}, "positive, got 0.0")])

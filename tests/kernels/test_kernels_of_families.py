@@ -35,7 +35,7 @@ def cases(name: str) -> list[Case]:
 
 def chosen(monkeypatch: pytest.MonkeyPatch, installed: tuple[int, int, int] | None) -> dict[tuple[str, ...], set[str]]:
     """Families by the kernels of their layers, with this flash-attn."""
-    monkeypatch.setattr(flash, "_installed", lambda: installed)
+    monkeypatch.setattr(flash, "_installed_version", lambda: installed)
     found = defaultdict(set)
     for name in FAMILIES:
         if wanted := cases(name):
@@ -54,8 +54,8 @@ def test_the_page_says_which_kernel_a_family_gets_on_a_gpu(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(kernels, "wrong", lambda kernel, case: None)
-    monkeypatch.setattr(kernels, "_selected", kernels._selected.__wrapped__)
+    monkeypatch.setattr(kernels, "mismatch_reason", lambda kernel, case: None)
+    monkeypatch.setattr(kernels, "_select_once", kernels._select_once.__wrapped__)
     alone, with_package = chosen(monkeypatch, None), chosen(monkeypatch, (2, 8, 3))
     for kernel_names, column in ((alone, 2), (with_package, 3)):
         named: set[str] = set()

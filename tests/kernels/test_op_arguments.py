@@ -30,7 +30,7 @@ KERNELS = (
     efficient.EFFICIENT,
     flash.FLASH_ATTN,
     flash.FLASH_ATTN_3,
-    flash.FLASH_ATTN_3_BESIDE,
+    flash.FLASH_ATTN_3_WITH_ROOM,
     flash.FLASH_ATTN_3_HUB,
     flash.FLASH_ATTN_4,
 )
@@ -320,8 +320,8 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
         "kernels-community/flash-attn3": Interface3(),
         "flash_attn.cute.interface": Interface4(),
     }
-    monkeypatch.setattr(flash, "_module", modules.__getitem__)
-    monkeypatch.setattr(flash, "_installed", lambda: version)
+    monkeypatch.setattr(flash, "_import_once", modules.__getitem__)
+    monkeypatch.setattr(flash, "_installed_version", lambda: version)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_backward)
     monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", EFFICIENT_OP.forward)

@@ -13,10 +13,10 @@ import torch
 import hf_distca.kernels as kernels
 from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.errors import KernelError
-from hf_distca.kernels import Case, Kernel, Scores, flash, runnable, select_kernel
-from hf_distca.kernels.flash import unsupported_by_flash
+from hf_distca.kernels import Case, Kernel, Scores, flash, list_runnable, select_kernel
+from hf_distca.kernels.flash import flash_reason
 
-SELECTED, MODULE = kernels._selected, flash._module
+SELECTED, MODULE = kernels._select_once, flash._import_once
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 PLAIN, WINDOW, BOTH = Scores(0.1), Scores(0.1, window=7), Scores(0.1, window=7, softcap=30.0)
 
@@ -29,15 +29,15 @@ def select(name: Any, *case: Any, first: str | None = None, ratio: int = 2) -> K
 def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """Modules of packages by name; all others cannot be imported."""
     modules: dict[str, object] = {}
-    monkeypatch.setattr(flash, "_module", lambda name: modules.get(name, ImportError("not here")))
+    monkeypatch.setattr(flash, "_import_once", lambda name: modules.get(name, ImportError("not here")))
     return modules
 
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests change what is installed, which a process does not."""
-    monkeypatch.setattr(kernels, "_selected", SELECTED.__wrapped__)
-    kernels._checked.cache_clear()
+    monkeypatch.setattr(kernels, "_select_once", SELECTED.__wrapped__)
+    kernels._check_once.cache_clear()
 
 
 @pytest.fixture
@@ -50,8 +50,8 @@ def _one_hopper(monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(kernels, "wrong", lambda kernel, case: None)
-    monkeypatch.setattr(kernels, "compile_reason", lambda kernel, case: None)
+    monkeypatch.setattr(kernels, "mismatch_reason", lambda kernel, case: None)
+    monkeypatch.setattr(kernels, "compile_failure_reason", lambda kernel, case: None)
 
 
 def test_auto_on_cpu() -> None:
@@ -67,14 +67,14 @@ def test_auto_on_other_devices() -> None:
 
 @pytest.mark.usefixtures("_one_hopper")
 def test_auto_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "_installed", lambda: None)
+    monkeypatch.setattr(flash, "_installed_version", lambda: None)
     assert select("auto", CUDA, torch.bfloat16, 192, 128, PLAIN).name == "cuda"
     assert select("auto", CUDA, torch.float32, 64, 64, PLAIN).name == "efficient"
     assert select("auto", CUDA, torch.float16, 512, 512, PLAIN).name == "efficient"
-    monkeypatch.setattr(flash, "_installed", lambda: (2, 8, 3))
+    monkeypatch.setattr(flash, "_installed_version", lambda: (2, 8, 3))
     assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "flash_attn"
     assert select("auto", CUDA, torch.bfloat16, 64, 64, BOTH).name == "flash_attn"
-    monkeypatch.setattr(flash, "_installed", lambda: (2, 6, 1))
+    monkeypatch.setattr(flash, "_installed_version", lambda: (2, 6, 1))
     assert select("auto", CUDA, torch.bfloat16, 64, 64, WINDOW).name == "cuda"
     assert select("auto", CUDA, torch.bfloat16, 64, 64, BOTH).name == "reference"
 
@@ -107,7 +107,7 @@ def test_refusals(name: str, device: torch.device, dtype: torch.dtype, message: 
 
 
 def test_flash_attn_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "_installed", lambda: None)
+    monkeypatch.setattr(flash, "_installed_version", lambda: None)
     with pytest.raises(KernelError, match=r"flash-attn is not installed: pip install flash-attn"):
         select("flash_attn", CUDA, torch.bfloat16, 64, 64, PLAIN)
 
@@ -117,21 +117,21 @@ def test_flash_attn_4_alone_is_no_flash_attn(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    flash._installed.cache_clear()
+    flash._installed_version.cache_clear()
     try:
         with pytest.raises(KernelError, match="the package flash-attn is not installed: pip install flash-attn"):
             select("flash_attn", CUDA, torch.bfloat16, 64, 64, PLAIN)
     finally:
-        flash._installed.cache_clear()
+        flash._installed_version.cache_clear()
 
 
 @pytest.mark.usefixtures("_one_hopper")
 def test_flash_attention_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert unsupported_by_flash(Case(CUDA, torch.bfloat16, 256, 256, PLAIN)) is None
-    assert "up to 256, got 264" in str(unsupported_by_flash(Case(CUDA, torch.bfloat16, 264, 64, PLAIN)))
-    assert "not in torch.float32" in str(unsupported_by_flash(Case(CUDA, torch.float32, 64, 64, PLAIN)))
+    assert flash_reason(Case(CUDA, torch.bfloat16, 256, 256, PLAIN)) is None
+    assert "up to 256, got 264" in str(flash_reason(Case(CUDA, torch.bfloat16, 264, 64, PLAIN)))
+    assert "not in torch.float32" in str(flash_reason(Case(CUDA, torch.float32, 64, 64, PLAIN)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "cuda:0 has 7.5" in str(unsupported_by_flash(Case(CUDA, torch.bfloat16, 64, 64, PLAIN)))
+    assert "cuda:0 has 7.5" in str(flash_reason(Case(CUDA, torch.bfloat16, 64, 64, PLAIN)))
 
 
 @pytest.mark.usefixtures("_one_hopper")
@@ -139,16 +139,16 @@ def test_flash_attention_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_head_dims_that_backward_has_on_some_gpus_only(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """On the others the op raises in backward, after a forward that ran."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(flash, "_installed", lambda: (2, 8, 3))
+    monkeypatch.setattr(flash, "_installed_version", lambda: (2, 8, 3))
     everywhere = capability in ((8, 0), (9, 0), (10, 0))
     for head_dim, value_head_dim in ((193, 128), (224, 224), (64, 200)):
-        reason = unsupported_by_flash(Case(CUDA, torch.bfloat16, head_dim, value_head_dim, PLAIN))
+        reason = flash_reason(Case(CUDA, torch.bfloat16, head_dim, value_head_dim, PLAIN))
         assert (reason is None) == everywhere
         assert everywhere or f"193 to 224 on GPUs of compute capability 8.0, 9 and 10 only, cuda:0 has {capability[0]}." in reason
         name = select("auto", CUDA, torch.bfloat16, head_dim, value_head_dim, PLAIN).name
         assert name == ("flash_attn" if everywhere else "efficient")
     for head_dim in (192, 225, 256):
-        assert unsupported_by_flash(Case(CUDA, torch.bfloat16, head_dim, head_dim, PLAIN)) is None
+        assert flash_reason(Case(CUDA, torch.bfloat16, head_dim, head_dim, PLAIN)) is None
 
 
 def test_every_kernel_has_a_name_that_can_be_set() -> None:
@@ -157,7 +157,7 @@ def test_every_kernel_has_a_name_that_can_be_set() -> None:
 
 @pytest.mark.usefixtures("_one_hopper", "_new_log")
 def test_says_what_flash_attention_4_would_do(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "_installed", lambda: None)
+    monkeypatch.setattr(flash, "_installed_version", lambda: None)
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -173,7 +173,7 @@ def test_says_what_flash_attention_4_would_do(caplog: pytest.LogCaptureFixture, 
 
 @pytest.mark.usefixtures("_one_hopper", "_new_log")
 def test_says_it_beside_the_package_flash_attn_too(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "_installed", lambda: (2, 8, 3))
+    monkeypatch.setattr(flash, "_installed_version", lambda: (2, 8, 3))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "flash_attn"
@@ -185,11 +185,11 @@ def test_says_it_beside_the_package_flash_attn_too(caplog: pytest.LogCaptureFixt
 def test_says_nothing_of_flash_attention_4_where_it_is_installed(
     case: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
 ) -> None:
-    monkeypatch.setattr(flash, "_installed", lambda: None)
+    monkeypatch.setattr(flash, "_installed_version", lambda: None)
     if case != "named":
         packages["flash_attn.cute.interface"] = object()
     if case == "wrong":
-        monkeypatch.setattr(kernels, "wrong", lambda kernel, case: "wrong" if kernel.name == "flash_attn_4" else None)
+        monkeypatch.setattr(kernels, "mismatch_reason", lambda kernel, case: "wrong" if kernel.name == "flash_attn_4" else None)
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         name, first = ("cuda", None) if case == "named" else ("auto", "cuda" if case == "slower" else None)
         assert select(name, CUDA, torch.bfloat16, 64, 64, PLAIN, first=first).name == "cuda"
@@ -198,7 +198,7 @@ def test_says_nothing_of_flash_attention_4_where_it_is_installed(
 
 @pytest.mark.usefixtures("_one_hopper")
 def test_newer_flash_attentions_come_first_where_they_run(monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]) -> None:
-    monkeypatch.setattr(flash, "_installed", lambda: (2, 8, 3))
+    monkeypatch.setattr(flash, "_installed_version", lambda: (2, 8, 3))
 
     def chosen(scores: Scores = PLAIN, width: int = 64, first: str | None = None) -> str:
         return select("auto", CUDA, torch.bfloat16, width, width, scores, first=first).name
@@ -208,7 +208,7 @@ def test_newer_flash_attentions_come_first_where_they_run(monkeypatch: pytest.Mo
     assert chosen() == "flash_attn_3"
     packages["flash_attn.cute.interface"] = packages["kernels-community/flash-attn3"] = object()
     assert chosen() == chosen(BOTH) == "flash_attn_4"
-    assert [kernel.name for kernel in runnable(Case(CUDA, torch.bfloat16, 64, 64, PLAIN))] == [
+    assert [kernel.name for kernel in list_runnable(Case(CUDA, torch.bfloat16, 64, 64, PLAIN))] == [
         "flash_attn_4",
         "flash_attn_3",
         "flash_attn",
@@ -234,15 +234,15 @@ def test_flash_attention_3_goes_by_two_names(monkeypatch: pytest.MonkeyPatch) ->
         return functions
 
     monkeypatch.setattr(flash, "import_module", imported)
-    flash._module.cache_clear()
+    flash._import_once.cache_clear()
     try:
-        assert flash._module("flash_attn_interface") is functions
+        assert flash._import_once("flash_attn_interface") is functions
         assert str(flash.import_error("flash_attn.cute.interface")) == "No module named 'flash_attn.cute.interface'"
         monkeypatch.setattr(flash, "import_module", import_module)
-        flash._module.cache_clear()
+        flash._import_once.cache_clear()
         assert str(flash.import_error()) == "No module named 'flash_attn_interface'"
     finally:
-        flash._module.cache_clear()
+        flash._import_once.cache_clear()
 
 
 @pytest.mark.usefixtures("_one_hopper")
@@ -255,12 +255,12 @@ def test_flash_attention_3_comes_from_the_hub_where_it_is_asked_for(monkeypatch:
 
     hub = {"kernels": SimpleNamespace(get_kernel=get_kernel)}
     monkeypatch.setattr(flash, "import_module", hub.__getitem__)
-    monkeypatch.setattr(flash, "_installed", lambda: None)
-    monkeypatch.setattr(flash, "_module", cache(MODULE.__wrapped__))
+    monkeypatch.setattr(flash, "_installed_version", lambda: None)
+    monkeypatch.setattr(flash, "_import_once", cache(MODULE.__wrapped__))
     assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
     assert not asked, "nothing is downloaded unasked"
     assert select(name, CUDA, torch.bfloat16, 64, 64, BOTH) is flash.FLASH_ATTN_3_HUB
-    assert flash._module(name) is functions
+    assert flash._import_once(name) is functions
     assert asked == [(name, 1)]
     assert DistCAConfig(kernel=name).kernel == name
 
@@ -276,9 +276,9 @@ def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
         checked.append((kernel.name, case.scores.window is not None))
         return "its results on cuda:0 are wrong: dq by 0.3" if checked[-1] == ("flash_attn_3", False) else None
 
-    monkeypatch.setattr(flash, "_installed", lambda: None)
+    monkeypatch.setattr(flash, "_installed_version", lambda: None)
     packages["flash_attn_interface"] = object()
-    monkeypatch.setattr(kernels, "wrong", wrong)
+    monkeypatch.setattr(kernels, "mismatch_reason", wrong)
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         for _ in range(3):
             assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
@@ -297,10 +297,10 @@ def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
 def test_a_kernel_that_is_wrong_beside_messages_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
 ) -> None:
-    monkeypatch.setattr(flash, "_installed", lambda: None)
+    monkeypatch.setattr(flash, "_installed_version", lambda: None)
     packages["flash_attn_interface"] = object()
     reason = "its check on cuda:0 raised TypeError: unexpected keyword argument 'sm_margin'"
-    monkeypatch.setattr(kernels, "wrong", lambda kernel, case: reason if "beside" in kernel.name else None)
+    monkeypatch.setattr(kernels, "mismatch_reason", lambda kernel, case: reason if "beside" in kernel.name else None)
     assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
 
 
@@ -308,10 +308,10 @@ def test_a_kernel_that_is_wrong_beside_messages_is_not_taken(
 def test_a_kernel_whose_variants_do_not_compile_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
 ) -> None:
-    monkeypatch.setattr(flash, "_installed", lambda: None)
+    monkeypatch.setattr(flash, "_installed_version", lambda: None)
     packages["flash_attn.cute.interface"] = object()
     reason = "it cannot be compiled on cuda:0 (RuntimeError: no compiler)"
-    monkeypatch.setattr(kernels, "compile_reason", lambda kernel, case: reason if kernel is flash.FLASH_ATTN_4 else None)
+    monkeypatch.setattr(kernels, "compile_failure_reason", lambda kernel, case: reason if kernel is flash.FLASH_ATTN_4 else None)
     assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
     with pytest.raises(KernelError, match=r"'flash_attn_4' cannot run .*: it cannot be compiled on cuda:0 \(RuntimeError"):
         select("flash_attn_4", CUDA, torch.bfloat16, 64, 64, PLAIN)
@@ -323,14 +323,14 @@ def test_a_ratio_of_heads_and_deterministic_algorithms_are_checked_once(monkeypa
     checked: list[int] = []
 
     def wrong(kernel: Kernel, case: Case) -> str | None:
-        checked.append(case.ratio)
-        return "wrong" if (kernel.name, case.ratio) == ("flash_attn", 8) else None
+        checked.append(case.gqa_ratio)
+        return "wrong" if (kernel.name, case.gqa_ratio) == ("flash_attn", 8) else None
 
     def chosen(ratio: int) -> str:
         return select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN, ratio=ratio).name
 
-    monkeypatch.setattr(flash, "_installed", lambda: (2, 8, 3))
-    monkeypatch.setattr(kernels, "wrong", wrong)
+    monkeypatch.setattr(flash, "_installed_version", lambda: (2, 8, 3))
+    monkeypatch.setattr(kernels, "mismatch_reason", wrong)
     assert [chosen(ratio) for ratio in (1, 4, 8, 1, 4, 8)] == ["flash_attn", "flash_attn", "cuda"] * 2
     assert checked == [1, 4, 8, 8], "the last one with the kernel 'cuda'"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
@@ -352,7 +352,7 @@ def test_says_once_what_runs(caplog: pytest.LogCaptureFixture) -> None:
 def test_softcap_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KernelError, match=r"tensors on cpu with window and softcap, .*CPU kernel has no softcap. Set kernel="):
         select("cpu", CPU, torch.float32, 64, 64, BOTH)
-    monkeypatch.setattr(flash, "unsupported_by_flash", lambda case: None)
+    monkeypatch.setattr(flash, "flash_reason", lambda case: None)
     with pytest.raises(KernelError, match=r"no softcap: flash-attn-4 has, on Hopper and Blackwell GPUs, and flash-attn"):
         select("cuda", CUDA, torch.bfloat16, 64, 64, BOTH)
 
@@ -389,7 +389,7 @@ def test_a_softcap_asks_for_the_kernel_of_the_gpu(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flash, "_installed", lambda: None)
+    monkeypatch.setattr(flash, "_installed_version", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     for module in (kernels, flash):
         monkeypatch.setattr(module, "import_error", lambda name=None: package)
@@ -399,7 +399,7 @@ def test_a_softcap_asks_for_the_kernel_of_the_gpu(
 
 @pytest.mark.usefixtures("_new_log", "_one_hopper")
 def test_warns_of_the_reference_on_a_gpu(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "_installed", lambda: None)
+    monkeypatch.setattr(flash, "_installed_version", lambda: None)
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         for width in (64, 64, 512):
             select("auto", CUDA, torch.float32, width, width, BOTH)
@@ -421,9 +421,9 @@ def test_warns_of_the_reference_on_a_gpu(caplog: pytest.LogCaptureFixture, monke
 
 def test_kernels_are_asked_once_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(kernels, "_selected", SELECTED)
+    monkeypatch.setattr(kernels, "_select_once", SELECTED)
     SELECTED.cache_clear()
-    monkeypatch.setattr(kernels.CpuKernel, "unsupported", lambda *case: asked.append(case))
+    monkeypatch.setattr(kernels.CpuKernel, "unsupported_reason", lambda *case: asked.append(case))
     for _ in range(3):
         for window in (7, 8):
             select("auto", CPU, torch.float32, 64, 64, Scores(0.1, window))

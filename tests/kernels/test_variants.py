@@ -35,7 +35,7 @@ CASES = {
     "plain": LLAMA,
     "window": LLAMA._replace(scores=Scores(0.1, window=700)),
     "window of less than a block, softcap": LLAMA._replace(scores=Scores(0.1, window=5, softcap=30.0)),
-    "narrow heads": LLAMA._replace(head_dim=64, value_head_dim=64, ratio=1),
+    "narrow heads": LLAMA._replace(head_dim=64, value_head_dim=64, gqa_ratio=1),
     "widths that differ": LLAMA._replace(head_dim=72),
     "wide heads with a window": LLAMA._replace(head_dim=256, value_head_dim=256, scores=Scores(0.1, window=700)),
 }
@@ -82,11 +82,11 @@ def take(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Makes an object the package, with nothing compiled in this process yet."""
 
     def taken(module: Any) -> None:
-        monkeypatch.setattr(flash, "_module", lambda name: module)
+        monkeypatch.setattr(flash, "_import_once", lambda name: module)
         monkeypatch.setitem(sys.modules, flash.INTERFACE_4, module)
         monkeypatch.setattr(variants, "_ahead", 0)
 
-    variants._compile_reason.cache_clear()
+    variants._compile_once.cache_clear()
     return taken
 
 
@@ -102,7 +102,7 @@ def package(request: pytest.FixtureRequest, take: Callable[[Any], None]) -> Iter
 
 def attend(case: Case, tasks: TaskBatch, rows: int, keys: int, key_heads: int = 2) -> None:
     """One layer of tasks, forward and backward."""
-    heads = case.ratio * key_heads
+    heads = case.gqa_ratio * key_heads
     q, do = (torch.empty(rows, heads, n, dtype=case.dtype) for n in (case.head_dim, case.value_head_dim))
     k, v = (torch.empty(keys, key_heads, n, dtype=case.dtype) for n in (case.head_dim, case.value_head_dim))
     outputs = flash.FLASH_ATTN_4.forward(Operands(q, k, v), tasks, case.scores)
@@ -111,7 +111,7 @@ def attend(case: Case, tasks: TaskBatch, rows: int, keys: int, key_heads: int = 
 
 def run(case: Case, lengths: list[list[int]]) -> None:
     """What the ranks of a plan call in a layer: their own tasks, and those that arrive, by heads as well."""
-    layout, shape = Layout.from_lengths(lengths), AttentionShape(4 * case.ratio, 4, case.head_dim, case.value_head_dim, 2)
+    layout, shape = Layout.from_lengths(lengths), AttentionShape(4 * case.gqa_ratio, 4, case.head_dim, case.value_head_dim, 2)
     cost = replace(CostModel.analytic(shape, device_type="cuda"), window=case.scores.window)
     plan = balance(layout, cost, DistCAConfig(min_gain=0.0))
     for rank in range(plan.layout.world_size):
@@ -141,7 +141,7 @@ MANY = st.tuples(st.integers(250, 300), st.integers(1, 3))
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_plans_of_random_layouts_compile_nothing_more(case: Case) -> None:
-    assert variants.compile_reason(flash.FLASH_ATTN_4, case) is None
+    assert variants.compile_failure_reason(flash.FLASH_ATTN_4, case) is None
 
     @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
     @given(RANKS, MANY)
@@ -170,7 +170,7 @@ def test_each_kind_of_variant_has_to_be_foreseen(left_out: str, monkeypatch: pyt
     """Without one of them, something is compiled in a step."""
     case = CASES["window"]
     if left_out == "long calls":
-        monkeypatch.setattr(variants, "_sequences", lambda: (2,))
+        monkeypatch.setattr(variants, "_sequence_counts", lambda: (2,))
     if left_out == "blocks":
         monkeypatch.setattr(flash.FLASH_ATTN_4._op, "_package", flash.replace(flash._FLASH_ATTN_4, least_longest=0))
     variants.compile_variants(flash.FLASH_ATTN_4, CASES["plain"] if left_out == "windows" else case)
@@ -187,7 +187,7 @@ def test_ahead_is_said_and_counted_and_warnings_are_not(
     monkeypatch.setattr(kernels, "_said", set())
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         for _ in range(2):
-            assert variants.compile_reason(flash.FLASH_ATTN_4, CASES["window"]) is None
+            assert variants.compile_failure_reason(flash.FLASH_ATTN_4, CASES["window"]) is None
     begin, end = (record.getMessage() for record in caplog.records)
     named = "heads of 128, 4 query heads a key head, with window"
     assert begin == f"kernel 'flash_attn_4' compiles its variants for {named}, on all ranks at once"
@@ -209,8 +209,8 @@ def test_variants_that_cannot_be_compiled_are_a_reason(take: Callable[[Any], Non
 
     interface._flash_attn_bwd = backward
     take(interface)
-    assert variants.compile_reason(flash.FLASH_ATTN_4, LLAMA) == "it cannot be compiled on cpu (RuntimeError: no table)"
-    assert variants.compile_reason(flash.CUDA, LLAMA) is None
+    assert variants.compile_failure_reason(flash.FLASH_ATTN_4, LLAMA) == "it cannot be compiled on cpu (RuntimeError: no table)"
+    assert variants.compile_failure_reason(flash.CUDA, LLAMA) is None
 
 
 @pytest.mark.parametrize(("set_before", "expected"), [(None, "1"), ("0", "0")])
@@ -223,5 +223,5 @@ def test_the_cache_on_disk_is_asked_for_before_the_import(
     if set_before is not None:
         monkeypatch.setenv(name, set_before)
     monkeypatch.setattr(flash, "import_module", lambda module: seen.append(flash.os.environ[name]))
-    flash._module.__wrapped__(flash.INTERFACE_4)
+    flash._import_once.__wrapped__(flash.INTERFACE_4)
     assert seen == [expected]

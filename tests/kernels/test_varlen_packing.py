@@ -35,7 +35,7 @@ def test_what_is_derived_of_packed_documents_is_that_of_tasks_with_gaps() -> Non
     lengths, starts = (3, 5, 2), (0, 3, 8)
     packed, pools = TaskBatch(starts, lengths, starts, lengths), varlen._PoolSizes(torch.device("cpu"), 10, 10)
     (short,) = VarlenKernel(StrictVarlenOp())._new_calls(packed, pools)
-    for long in (varlen._whole_call(packed, [0, 1, 2], pools), varlen._op_call(packed, [0, 1, 2], pools.device)):
+    for long in (varlen._make_whole_call(packed, [0, 1, 2], pools), varlen._make_call(packed, [0, 1, 2], pools.device)):
         assert (short.rows, short.keys, short.gaps) == (long.rows, long.keys, long.gaps)
         assert short.sequences.cu_rows.tolist() == long.sequences.cu_rows.tolist() == [0, 3, 8, 10]
         assert short.sequences[2:] == long.sequences[2:]

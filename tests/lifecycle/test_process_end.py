@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 import forks
-from hf_distca.runtime import watch
+from hf_distca.runtime import monitor
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.meeting import Meeting
+from hf_distca.runtime.rendezvous import Rendezvous
 from ranks import join_world
 
 
@@ -40,7 +40,7 @@ def ends_with_a_late_thread(rank: int, folder: Path) -> None:
 
     The interpreter does not wait for it, and what a late thread of gloo does while the interpreter ends aborts the process.
     """
-    patch.object(watch, "_LATE_SECONDS", 1.0).start()  # the end of a fork takes a moment by itself
+    patch.object(monitor, "_LATE_SECONDS", 1.0).start()  # the end of a fork takes a moment by itself
     join_world(rank, 2, folder / "store")
     last = threading.Event()
 
@@ -74,9 +74,9 @@ def ends_while_a_store_is_asked(rank: int, folder: Path) -> None:
     """The rank has waited long enough, and its threads that ask the store have not come back."""
     join_world(rank, 2, folder / "store")
     group = AttentionGroup.of(timeout_seconds=1.0)
-    assert group.watch is not None
-    patch.object(group.watch, "_store", SlowStore(group.watch._store, folder / f"{rank} came back")).start()
-    group.watch.give_up("a test", RuntimeError("nobody came"))
+    assert group.monitor is not None
+    patch.object(group.monitor, "_store", SlowStore(group.monitor._store, folder / f"{rank} came back")).start()
+    group.monitor.give_up("a test", RuntimeError("nobody came"))
 
 
 def ends_while_rows_are_compared(rank: int, folder: Path) -> None:
@@ -86,7 +86,7 @@ def ends_while_rows_are_compared(rank: int, folder: Path) -> None:
         time.sleep(0.3)
         (folder / f"{rank} came back").touch()
 
-    Meeting(torch.zeros(1, 1, dtype=torch.int64), None, agree, None, "meeting at the end")
+    Rendezvous(torch.zeros(1, 1, dtype=torch.int64), None, agree, None, "meeting at the end")
 
 
 def ends_where_no_thread_starts(rank: int, folder: Path) -> None:

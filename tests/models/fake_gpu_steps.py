@@ -141,7 +141,7 @@ def in_group(group: AttentionGroup) -> Iterator[None]:
     """A session's group, and no checks of a first step that need values: of a kernel, of a model's positions, of its loss."""
     with (
         patch.object(Session, "group", property(lambda session: group)),
-        patch.object(kernels, "wrong", lambda *case: None),
+        patch.object(kernels, "mismatch_reason", lambda *case: None),
         patch.object(mask, "check_positions"),
         patch.object(checks, "watch_gradient"),
     ):

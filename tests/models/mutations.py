@@ -137,7 +137,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "documents of a row leak": (_DOCUMENTS, "TokenBatch.documents", _one_document_a_row),
     "convolutions see the document before": (
         "recurrent.convolution",
-        "_convolved",
+        "_convolve_segments",
         lambda _: lambda states, convolve, *_: convolve(states),
     ),
     "states go on in the next document": (

@@ -8,14 +8,14 @@ import pytest
 
 from hf_distca.errors import ConfigError
 from hf_distca.pipeline.stage_models import layers_of_stages
-from hf_distca.pipeline.ticks import joint_calls, ticks
+from hf_distca.pipeline.ticks import merge_calls, order_ticks
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 8), (4, 3), (4, 8), (8, 32)]
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
 def test_a_step_has_as_many_ticks_as_1f1b_and_every_micro_batch_goes_through_all_stages(stages: int, micro_batches: int) -> None:
-    order = ticks(stages, micro_batches)
+    order = order_ticks(stages, micro_batches)
     assert len(order) == 2 * (micro_batches + stages - 1)
     assert [tick.number for tick in order] == list(range(len(order)))
     when = {
@@ -33,7 +33,7 @@ def test_a_step_has_as_many_ticks_as_1f1b_and_every_micro_batch_goes_through_all
 def test_a_stage_holds_as_many_micro_batches_as_is_said(stages: int, micro_batches: int) -> None:
     for stage in range(stages):
         held = most = 0
-        for tick in ticks(stages, micro_batches):
+        for tick in order_ticks(stages, micro_batches):
             if tick.micro_batches[stage] is not None:
                 most = max(most, held + (not tick.backward))
                 held += -1 if tick.backward else 1
@@ -41,7 +41,7 @@ def test_a_stage_holds_as_many_micro_batches_as_is_said(stages: int, micro_batch
 
 
 def test_evaluation_has_forward_ticks_alone() -> None:
-    order = ticks(3, 4, backward=False)
+    order = order_ticks(3, 4, backward=False)
     assert len(order) == 4 + 3 - 1
     assert not any(tick.backward for tick in order)
 
@@ -58,7 +58,7 @@ def test_evaluation_has_forward_ticks_alone() -> None:
     ],
 )
 def test_calls_of_one_kind_are_made_together(stages: list[str], expected: list[str]) -> None:
-    calls = ["".join([call.kind, *("-" if own is None else str(own) for own in call.calls)]) for call in joint_calls(stages)]
+    calls = ["".join([call.kind, *("-" if own is None else str(own) for own in call.calls)]) for call in merge_calls(stages)]
     assert calls == expected
 
 

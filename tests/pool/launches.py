@@ -27,8 +27,8 @@ from hf_distca.agreement.history import History
 from hf_distca.agreement.planned import Planned
 from hf_distca.integration.session import Session, current_session
 from hf_distca.pool import server as pool_server
-from hf_distca.pool.lead import Lead
-from hf_distca.pool.words import Words
+from hf_distca.pool.lead import PoolController
+from hf_distca.pool.words import JsonLineConnection
 from hf_distca.run import Options, begin
 from ranks import RankPool
 
@@ -119,9 +119,9 @@ def pooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
     """Run a function on a rank that trains, with servers."""
     told: Counter[str] = Counter()
     computed: list[tuple[float, float]] = []
-    tell, planned = Lead.tell, History.planned
+    tell, planned = PoolController.notify_servers, History.planned
 
-    def count(self: Lead, step: str, arguments: Mapping[str, Any]) -> None:
+    def count(self: PoolController, step: str, arguments: Mapping[str, Any]) -> None:
         told[step] += 1
         tell(self, step, arguments)
 
@@ -130,7 +130,7 @@ def pooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
         computed.append((seconds[dist.get_world_size() :].sum(), seconds.sum()))  # of one node: servers come last
         planned(self, plan)
 
-    with patch.object(Lead, "tell", count), patch.object(History, "planned", note):
+    with patch.object(PoolController, "notify_servers", count), patch.object(History, "planned", note):
         hf_distca.configure()
         value = function(rank, *args)
     parts, wholes = zip(*computed, strict=True) if computed else ((0.0,), (1.0,))
@@ -173,11 +173,11 @@ def _be_server(rank: int, join: Callable[[int], None], asked: Connection, output
     class Answering(pool_server.Server):
         """A server that says what it did, when it has nothing to do."""
 
-        def run(self, words: Words) -> NoReturn:
+        def run(self, words: JsonLineConnection) -> NoReturn:
             Thread(target=_answer, args=(self, words, asked, steps), daemon=True).start()
             super().run(words)
 
-        def _next(self, words: Words) -> Any:
+        def _next(self, words: JsonLineConnection) -> Any:
             steps["waits"] = True
             word = super()._next(words)
             steps["waits"] = False
@@ -192,7 +192,7 @@ def _be_server(rank: int, join: Callable[[int], None], asked: Connection, output
         join(rank)
 
 
-def _answer(server: pool_server.Server, words: Words, asked: Connection, steps: dict[str, Any]) -> None:
+def _answer(server: pool_server.Server, words: JsonLineConnection, asked: Connection, steps: dict[str, Any]) -> None:
     before = Served(Counter(), 0, 0, Counter())
     while True:
         asked.recv()

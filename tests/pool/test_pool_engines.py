@@ -76,7 +76,7 @@ def check(launches: Launches, case: Case, servers: int) -> None:
     for server in launch.served():
         assert server.steps == told
         assert server.kernel_calls >= calls
-        assert server.kept["_Used"] <= 2 * case.accumulation * (2 if case.ping_pong else 1)
+        assert server.kept["_UsedPlan"] <= 2 * case.accumulation * (2 if case.ping_pong else 1)
     assert calls == case.steps * case.accumulation * LAYERS * 2 * (2 if case.ping_pong else 1)
 
 

@@ -18,7 +18,7 @@ from tiny import build
 import hf_distca
 from hf_distca.integration.mixin import announce, plan_ahead
 from hf_distca.integration.session import balancing, current_session, use_session
-from hf_distca.pool.lead import Lead
+from hf_distca.pool.lead import PoolController
 from hf_distca.runtime.group import AttentionGroup
 from tiny_runs import documents, settings
 
@@ -35,7 +35,7 @@ def nothing_to_serve(rank: int, what: str) -> None:
     hf_distca.configure(settings())
     model = model_for("full")
     step(model, rank)
-    with patch.object(Lead, "tell", side_effect=AssertionError("servers are told")):
+    with patch.object(PoolController, "notify_servers", side_effect=AssertionError("servers are told")):
         if what == "evaluation" and rank == 0:
             with torch.no_grad():
                 loss_of(model.eval(), drawn(rank, 1))
@@ -84,7 +84,7 @@ def test_servers_keep_nothing_of_plans_that_are_dropped(launch: Callable[[int, i
     started = launch(2, 1)
     started(pooled, drop_plans)
     (server,) = started.served()
-    assert server.kept == {"Session": 1, "_Used": 1}
+    assert server.kept == {"Session": 1, "_UsedPlan": 1}
 
 
 def sessions_in_turn(rank: int) -> list[float]:

@@ -176,8 +176,8 @@ def test_trainers_one_after_another(
     theirs, ours = started(unpooled, one_after_another, kind), started(pooled, one_after_another, kind)
     same(ours, theirs)
     (server, *_) = started.served()
-    assert server.kept["Serving"] == 0
-    assert server.kept["_Used"] + server.kept["Planned"] + server.kept["Planning"] <= 4 * 2
+    assert server.kept["ServedCall"] == 0
+    assert server.kept["_UsedPlan"] + server.kept["Planned"] + server.kept["Planning"] <= 4 * 2
 
 
 def dealt(rank: int, ping_pong: bool, workers: int) -> dict[str, Any]:

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from hf_distca.pool.server import Server
-from hf_distca.pool.words import Words, read_dtype, read_step
+from hf_distca.pool.words import JsonLineConnection, read_dtype, read_step
 
 
 @pytest.fixture
-def connected() -> Iterator[tuple[Words, socket.socket]]:
+def connected() -> Iterator[tuple[JsonLineConnection, socket.socket]]:
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as client:
-        words = Words(listening.accept()[0], 1.0)
+        words = JsonLineConnection(listening.accept()[0], 1.0)
         yield words, client
         words.close()
 
 
-def test_a_word_that_trickles_in_keeps_nobody(connected: tuple[Words, socket.socket]) -> None:
+def test_a_word_that_trickles_in_keeps_nobody(connected: tuple[JsonLineConnection, socket.socket]) -> None:
     words, client = connected
     ended = threading.Event()
 
@@ -42,7 +42,7 @@ def test_a_word_that_trickles_in_keeps_nobody(connected: tuple[Words, socket.soc
     assert str(words.receive(1.0)).endswith("12"), "what came before is not lost"
 
 
-def test_a_word_has_a_bound_where_one_is_set(connected: tuple[Words, socket.socket]) -> None:
+def test_a_word_has_a_bound_where_one_is_set(connected: tuple[JsonLineConnection, socket.socket]) -> None:
     words, client = connected
     client.sendall(b'["' + b"x" * 1000)
     with pytest.raises(ValueError, match="1002 bytes came without the end of a word, which has 100 at most"):

@@ -167,10 +167,10 @@ def test_bytes_are_those_of_the_summaries_that_a_rank_needs() -> None:
 @pytest.mark.parametrize(
     ("kind", "room", "name"),
     [
-        ("delta rule", delta_rule, "starting_states"),
-        ("delta rule by channel", delta_rule, "starting_states"),
-        ("mamba2", state_space, "starting_states"),
-        ("convolution", convolution, "_halo"),
+        ("delta rule", delta_rule, "compute_starting_states"),
+        ("delta rule by channel", delta_rule, "compute_starting_states"),
+        ("mamba2", state_space, "compute_starting_states"),
+        ("convolution", convolution, "_gather_halo"),
     ],
 )
 def test_a_state_that_is_lost_is_seen(kind: str, room: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,9 +187,11 @@ def test_a_state_that_is_lost_is_seen(kind: str, room: Any, name: str, monkeypat
 
 
 def test_a_transition_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = carryover.starting_states
+    real = carryover.compute_starting_states
     for room in (delta_rule, state_space):
-        monkeypatch.setattr(room, "starting_states", lambda segments, carried, _: real(segments, carried, lambda _, state: state))
+        monkeypatch.setattr(
+            room, "compute_starting_states", lambda segments, carried, _: real(segments, carried, lambda _, state: state)
+        )
     for kind in KINDS[:3]:
         assert max(worst(kind, ODD, threads(kind, ODD)).values()) > 0.01
 

@@ -13,7 +13,7 @@ SOURCES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "src"
 def test_every_name_is_in_the_sources() -> None:
     table = PAGE.split("## From notation to names\n")[1].split("\n## ")[0]
     names = re.findall(r"`(\w+(?:\.\w+)?)`", table)
-    assert {"Needed", "DeltaRule", "Segments.middles"} <= set(names)
+    assert {"RowNeeds", "DeltaRule", "Segments.inner_segments"} <= set(names)
     text = "".join(SOURCES.values())
     for name in names:
         assert name == "recurrent" or all(re.search(rf"\b{word}\b", text) for word in name.split(".")), name

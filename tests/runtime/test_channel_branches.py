@@ -67,7 +67,7 @@ ALL_TO_ALL = dist.all_to_all_single
 def untagged() -> Iterator[Works]:
     works = Works()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channel, "over_gloo", property(lambda channel: False))
+        patch.setattr(Channel, "is_gloo", property(lambda channel: False))
         patch.setattr(dist, "all_to_all_single", works.start)
         for name in ("isend", "irecv"):
             patch.setattr(dist, name, works.count_tagged)
@@ -77,7 +77,7 @@ def untagged() -> Iterator[Works]:
 @contextmanager
 def staged() -> Iterator[Works]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channel, "_staged", lambda channel, message: True)
+        patch.setattr(Channel, "_is_staged", lambda channel, message: True)
         yield Works()
 
 

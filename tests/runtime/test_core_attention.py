@@ -175,7 +175,7 @@ def split_case(random_: random.Random, world: int, tasks: Tasks) -> tuple[list[i
 def run_untagged(rank: int, *arguments: Any, **options: Any) -> tuple[float, torch.Tensor, list[int]]:
     """As `run_plan`, over a channel without tags: the branch of NCCL, which gloo can run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channel, "over_gloo", property(lambda channel: False))
+        patch.setattr(Channel, "is_gloo", property(lambda channel: False))
         return run_plan(rank, *arguments, **options)
 
 

@@ -12,8 +12,8 @@ import torch
 from torch.utils._device import _device_constructors
 
 from hf_distca.kernels import Scores, TaskBatch
-from hf_distca.kernels.cpu import CpuKernel, _block_mask
-from hf_distca.kernels.varlen import _op_call
+from hf_distca.kernels.cpu import CpuKernel, _make_block_mask
+from hf_distca.kernels.varlen import _make_call
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
@@ -62,13 +62,13 @@ def step(rank: int, window: int | None, device: str | None) -> list[object]:
     tokens = sum(length for *_, length in ROWS[rank])
     q, k, v, do = (torch.randn(tokens, heads, DIM, generator=generator) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    _block_mask.cache_clear()
+    _make_block_mask.cache_clear()
     torch.set_default_device(device)
     try:
         group = AttentionGroup.create(timeout_seconds=30)
         numbers = [np.arange(length) for length in (3, 150 + rank, 150 + 400 * rank)]
         gathered = [[row.tolist() for row in group.gather(one, doing="gathering")] for one in numbers]
-        meeting = group.gather_async(numbers[0] + rank, doing="meeting", agree=lambda rows: None)
+        meeting = group.gather_async(numbers[0] + rank, doing="meeting", on_arrival=lambda rows: None)
         meeting.wait()
         traded = group.all_to_all(torch.tensor([rank, rank], device="cpu"), [1, 1], [1, 1], doing="trading")
         plan = Plan.from_tasks(Layout.from_segments(ROWS, [0, 0]), [CATask(*task) for task in TASKS], window)
@@ -95,7 +95,7 @@ def test_a_step_does_not_notice(rank_pool: Callable[[int], RankPool], window: in
 def test_index_tensors_are_made_on_the_host() -> None:
     torch.set_default_device("meta")
     try:
-        call = _op_call(TaskBatch((4, 0), (3, 2), (9, 0), (5, 2)), [0, 1], torch.device("cpu"))
+        call = _make_call(TaskBatch((4, 0), (3, 2), (9, 0), (5, 2)), [0, 1], torch.device("cpu"))
     finally:
         torch.set_default_device(None)
     assert call.sequences.cu_rows.tolist() == [0, 3, 5]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hf_distca import DistCADesyncError
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.messages import Part, Rows, Run, launch
+from hf_distca.runtime.messages import MessagePart, RowRun, Rows, launch
 from ranks import RankPool
 
 
@@ -36,15 +36,15 @@ def send_and_return(rank: int, world: int) -> None:
         own = torch.empty_like(ordered)
         own[shuffled] = ordered
         to = (rank for rank, rows in enumerate(send) for _ in range(rows))
-        runs = tuple(Run(rank, start, 1) for rank, start in zip(to, shuffled.tolist(), strict=True))
-        parts.append(Part(own, Rows(runs, {rank: rows for rank, rows in enumerate(receive) if rows})))
+        runs = tuple(RowRun(rank, start, 1) for rank, start in zip(to, shuffled.tolist(), strict=True))
+        parts.append(MessagePart(own, Rows(runs, {rank: rows for rank, rows in enumerate(receive) if rows})))
     first, second = launch(group.data, parts), launch(group.data, parts)  # two may be under way
     for pending in (first, second):
         received = [torch.cat([part.tensor[:0], *came]) for part, came in zip(parts, pending.sections(), strict=True)]
         for got, (dtype, width) in zip(received, kinds, strict=True):
             expected = torch.cat([payload(source, rank, rows, width, dtype) for source, rows in enumerate(receive)])
             assert torch.equal(got, expected)
-    back = launch(group.data, [Part(t, part.rows.way_back) for t, part in zip(received, parts, strict=True)]).sections()
+    back = launch(group.data, [MessagePart(t, part.rows.way_back) for t, part in zip(received, parts, strict=True)]).sections()
     for sections, part in zip(back, parts, strict=True):
         sent = [part.tensor[run.start : run.start + run.rows] for run in part.rows.runs]
         assert torch.equal(torch.cat([part.tensor[:0], *sections]), torch.cat([part.tensor[:0], *sent]))
@@ -53,14 +53,14 @@ def send_and_return(rank: int, world: int) -> None:
 def staged_send_and_return(rank: int, world: int) -> None:
     """As with tensors of a GPU, which gloo does not carry: through copies on the host."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channel, "_staged", lambda channel, message: True)
+        patch.setattr(Channel, "_is_staged", lambda channel, message: True)
         send_and_return(rank, world)
 
 
 def untagged_send_and_return(rank: int, world: int) -> None:
     """As over NCCL: an exchange is one all-to-all, which gloo has as well."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channel, "over_gloo", property(lambda channel: False))
+        patch.setattr(Channel, "is_gloo", property(lambda channel: False))
         send_and_return(rank, world)
 
 
@@ -123,9 +123,9 @@ def test_uneven_rows_of_several_dtypes_travel_there_and_back(rank_pool: Callable
 
 
 def test_a_group_of_one_needs_no_torch_distributed() -> None:
-    rows = Rows((Run(0, 2, 1), Run(0, 0, 1)), {0: 2})
+    rows = Rows((RowRun(0, 2, 1), RowRun(0, 0, 1)), {0: 2})
     tensor = torch.arange(6.0).view(3, 2)
-    ((section,),) = launch(None, [Part(tensor, rows)]).sections()
+    ((section,),) = launch(None, [MessagePart(tensor, rows)]).sections()
     assert torch.equal(section, tensor[[2, 0]])
     group = AttentionGroup.create()
     assert (group.size, group.rank, group.data) == (1, 0, None)

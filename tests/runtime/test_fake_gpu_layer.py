@@ -42,7 +42,7 @@ class Peers:
     """A channel to ranks whose messages are there at once, of the sizes that are awaited."""
 
     messages: list[tuple[int, int]] = field(default_factory=list)
-    over_gloo: ClassVar[bool] = False
+    is_gloo: ClassVar[bool] = False
     under_way: ClassVar[bool] = False
 
     def start(
@@ -113,16 +113,16 @@ def test_a_layer_stays_on_the_gpu(
         assert mode.operations > 20
         assert meter.dispatches == meter.returns == 2 * 2 * len(route.waves)
         assert len(peers.messages) == meter.dispatches + meter.returns
-        assert not meter.finished, "its kernels are timed by events of the device, which has not worked yet"
+        assert not meter.is_finished, "its kernels are timed by events of the device, which has not worked yet"
         assert gpu.waits == [], "neither the meter nor the trace waits"
         gpu.finish()
-        assert meter.finished
+        assert meter.is_finished
         assert {span.name for span in trace.spans} >= {"dispatch", "return", "wait", "pack", "server", "unpack"}
 
 
 def test_the_attention_function_stays_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a model's layout of q, k and v to its layout of outputs, with padding: two layers of one micro-batch."""
-    monkeypatch.setattr(kernels, "wrong", lambda *case: None)
+    monkeypatch.setattr(kernels, "mismatch_reason", lambda *case: None)
     hf_distca.configure(hf_distca.DistCAConfig(kernel="cuda"))
     layer_of_model, gpu, tape = torch.nn.Linear(1, 1).train(), Device(), Tape()
     monkeypatch.setattr(module, "_apply", tape.apply)
@@ -169,7 +169,7 @@ class Launches(TorchDispatchMode):
 
 def test_a_layer_alone_launches_what_plain_attention_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain varlen attention has three transposes, four views and the kernel; log-sum-exps are transposed besides."""
-    monkeypatch.setattr(kernels, "wrong", lambda *case: None)
+    monkeypatch.setattr(kernels, "mismatch_reason", lambda *case: None)
     hf_distca.configure(hf_distca.DistCAConfig(kernel="cuda"))
     layer_of_model, gpu, tape = torch.nn.Linear(1, 1).train(), Device(), Tape()
     monkeypatch.setattr(module, "_apply", tape.apply)

@@ -1,7 +1,8 @@
 """In which order the streams of a GPU get work, and that no two of them touch the same memory at once. No GPU is there.
 
-Each of these changes of the source makes a test here fail: `Pending.sections` without its wait; `aside` without `wait_stream`;
-`pass_on_keys` without `aside`, or without keeping what the first hop sends; own tasks launched behind the dispatch's wait.
+Each of these changes of the source makes a test here fail: `Pending.sections` without its wait; `side_stream` without
+`wait_stream`; `forward_keys` without `side_stream`, or without keeping what the first hop sends; own tasks
+launched behind the dispatch's wait.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.kernels import Scores, TaskBatch
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
-from hf_distca.kernels.flash import FLASH_ATTN_3, FLASH_ATTN_3_BESIDE
+from hf_distca.kernels.flash import FLASH_ATTN_3, FLASH_ATTN_3_WITH_ROOM
 from hf_distca.runtime import core_attention as module
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
@@ -253,7 +254,7 @@ def test_what_may_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr("gpu_streams.Flight.wait", lambda flight: None)
 
     def not_kept(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(Pending, "first", property(lambda pending: None, lambda pending, value: None), raising=False)
+        patch.setattr(Pending, "earlier_transfer", property(lambda pending: None, lambda pending, value: None), raising=False)
 
     def without_order(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.cuda.Stream, "wait_stream", lambda stream, other: None)
@@ -271,7 +272,7 @@ def test_flash_attention_3_leaves_room_while_messages_are_under_way() -> None:
             found.append(beside)
             return super().run(pools, tasks, beside=beside)
 
-    assert FLASH_ATTN_3_BESIDE is not FLASH_ATTN_3
+    assert FLASH_ATTN_3_WITH_ROOM is not FLASH_ATTN_3
     with pytest.MonkeyPatch.context() as patch, gpu(patch) as (streams, tapes):
         for plan, expected in ((PLAN, [True, False]), (Plan.local(LAYOUT), [False])):
             route = Route.build(plan, 0)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from hf_distca import DistCADesyncError
 from hf_distca.runtime import group as group_module
 from hf_distca.runtime.group import AttentionGroup, Members
-from hf_distca.runtime.watch import Watch
+from hf_distca.runtime.monitor import FailureMonitor
 from ranks import RankPool
 
 SHORT, LONG = 60, 4 + 3 * 1024  # numbers that a rank announces with 20 documents, and with 1024
@@ -122,16 +122,16 @@ class CountedStore:
         return SimpleNamespace(name=lambda: "no gloo", get_group_store=lambda: self, abort=lambda: None)
 
 
-def gives_up(watch: Watch) -> str:
-    return str(watch.give_up("planning", RuntimeError("lost")))
+def gives_up(monitor: FailureMonitor) -> str:
+    return str(monitor.give_up("planning", RuntimeError("lost")))
 
 
 def test_a_rank_that_waits_for_words_looks_at_one_key() -> None:
     store, ranks = CountedStore(), tuple(range(512))
-    watch = Watch(ranks, 3, 5.0, (store.link(),))  # 0.5 s for the words of others
-    assert not watch.follow()
+    monitor = FailureMonitor(ranks, 3, 5.0, (store.link(),))  # 0.5 s for the words of others
+    assert not monitor.leave_after_others()
     store.calls.clear()
-    assert gives_up(watch).count("is silent") == 511
+    assert gives_up(monitor).count("is silent") == 511
     assert sum(store.calls.values()) < 30  # 25 looks at 20 ms; asking for each rank took 511 each
 
 
@@ -151,7 +151,7 @@ def test_no_word_is_read_once_a_rank_has_given_up() -> None:
     """Its thread would come back from the store while the interpreter ends, which aborts the process."""
     store = LateStore()
     for _ in range(3):
-        gives_up(Watch((0, 1), 1, 3.0, (store.link(),)))  # 0.3 s for the words of the other
+        gives_up(FailureMonitor((0, 1), 1, 3.0, (store.link(),)))  # 0.3 s for the words of the other
         before = store.calls.total()
         time.sleep(0.3)
         assert store.calls.total() == before
@@ -160,9 +160,9 @@ def test_no_word_is_read_once_a_rank_has_given_up() -> None:
 def test_every_word_is_read_once() -> None:
     store, ranks = CountedStore(), tuple(range(100, 140))
     for rank in range(39):
-        Watch(ranks, rank, 0.0, (store.link(),)).give_up(f"thing {rank}", RuntimeError())
+        FailureMonitor(ranks, rank, 0.0, (store.link(),)).give_up(f"thing {rank}", RuntimeError())
     store.calls.clear()
-    message = gives_up(Watch(ranks, 39, 20.0, (store.link(),)))
+    message = gives_up(FailureMonitor(ranks, 39, 20.0, (store.link(),)))
     assert all(f"rank {100 + rank} waited in vain while thing {rank};" in message for rank in range(38))
     assert sum(store.calls.values()) == 3 + 2 * 40  # counts, writes, counts again; then two for each word
 
@@ -170,8 +170,8 @@ def test_every_word_is_read_once() -> None:
 def test_a_rank_that_counted_and_did_not_write_hides_no_other() -> None:
     store, ranks = CountedStore(), (0, 1, 2)
     store.add("distca words", 1)  # then it died
-    Watch(ranks, 1, 0.0, (store.link(),)).give_up("saving", RuntimeError())
-    message = gives_up(Watch(ranks, 2, 1.0, (store.link(),)))
+    FailureMonitor(ranks, 1, 0.0, (store.link(),)).give_up("saving", RuntimeError())
+    message = gives_up(FailureMonitor(ranks, 2, 1.0, (store.link(),)))
     assert "rank 0 is silent" in message
     assert "rank 1 waited in vain while saving" in message
 
@@ -196,20 +196,20 @@ class SilentStore(CountedStore):
 
 def test_a_store_that_no_longer_answers_keeps_nobody_waiting() -> None:
     """TCP would wait a quarter of an hour."""
-    watches = [Watch((0, 1), 1, 3.0, (SilentStore().link(),)) for _ in range(2)]  # 0.3 s for the words of others
+    watches = [FailureMonitor((0, 1), 1, 3.0, (SilentStore().link(),)) for _ in range(2)]  # 0.3 s for the words of others
     started = time.monotonic()
     assert "rank 0 is silent" in gives_up(watches[0])
-    assert watches[1].follow(), "nobody can know"
+    assert watches[1].leave_after_others(), "nobody can know"
     assert time.monotonic() - started < 3.0
 
 
 def receives_of_breaking(rank: int) -> int:
     group = AttentionGroup.create(timeout_seconds=10)
-    assert group.watch is not None
+    assert group.monitor is not None
     group.gather(np.array([1]), doing="testing")
     with patch.object(dist, "irecv", wraps=dist.irecv) as irecv:
         if rank == 0:
-            group.watch.give_up("testing", RuntimeError("unlucky"))
+            group.monitor.give_up("testing", RuntimeError("unlucky"))
         else:
             with pytest.raises(DistCADesyncError, match="rank 0 waited in vain while testing"):
                 group.gather(np.array([1]), doing="testing")
@@ -323,7 +323,7 @@ def test_all_ranks_agree_that_a_group_is_made_again(rank_pool: Callable[[int], R
 
 def goes_on(rank: int) -> float:
     """Seconds until a rank has its group, where the other one is late with the last step of making it."""
-    make = group_module.communicator
+    make = group_module.make_communicator
 
     def late(ranks: tuple[int, ...], backend: str, timeout: timedelta, purpose: str) -> dist.ProcessGroup:
         made = make(ranks, backend, timeout, purpose)
@@ -332,7 +332,7 @@ def goes_on(rank: int) -> float:
         return made
 
     started = time.monotonic()
-    with patch.object(group_module, "communicator", late):
+    with patch.object(group_module, "make_communicator", late):
         AttentionGroup.create(timeout_seconds=20)
     return time.monotonic() - started
 
@@ -372,7 +372,7 @@ def served_meanwhile(rank: int, port: int) -> float:
     link: Any = SimpleNamespace(name=lambda: "no gloo", get_group_store=lambda: store, abort=lambda: None)
     seconds = 0.0
     if rank == 1:
-        thread = Thread(target=Watch((0, 1), 1, 3.0, (link,)).gather_text, args=("here",), daemon=True)
+        thread = Thread(target=FailureMonitor((0, 1), 1, 3.0, (link,)).gather_text, args=("here",), daemon=True)
         thread.start()
         time.sleep(0.3)
         started = time.monotonic()

@@ -54,7 +54,7 @@ class Mailbox:
     post: Post
     rank: int
     launched: int = 0
-    over_gloo = under_way = False
+    is_gloo = under_way = False
 
     def start(
         self,

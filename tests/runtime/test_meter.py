@@ -10,7 +10,7 @@ from hf_distca.kernels import Scores, TaskBatch
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.runtime import meter as meters
 from hf_distca.runtime.call import AttentionServer
-from hf_distca.runtime.meter import Meter, now
+from hf_distca.runtime.meter import Meter, mark_now
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -30,28 +30,28 @@ def run(meter: Meter, device: Device, *seconds: float) -> None:
 
 
 def time_of(meter: Meter, device: Device, name: str, seconds: float) -> None:
-    begin = now(CUDA)
+    begin = mark_now(CUDA)
     device.launch(seconds)
-    meter.span(name, begin, now(CUDA))
+    meter.span(name, begin, mark_now(CUDA))
 
 
 def test_seconds_on_the_cpu_are_known_at_once() -> None:
     whole = Meter()
     part = Meter(whole)
-    begin = now(CPU)
-    part.span("server", begin, now(CPU))
-    assert part.finished
+    begin = mark_now(CPU)
+    part.span("server", begin, mark_now(CPU))
+    assert part.is_finished
     assert part.seconds == whole.seconds > 0
 
 
 def test_seconds_are_those_of_finished_calls_and_nobody_waits(device: Device) -> None:
     meter = Meter()
     run(meter, device, 2.0, 3.0, 4.0)
-    assert (meter.seconds, meter.finished) == (0.0, False)
+    assert (meter.seconds, meter.is_finished) == (0.0, False)
     device.finish(until=1 + 2 + 1 + 3 + 1)
-    assert (meter.seconds, meter.finished) == (5.0, False)
+    assert (meter.seconds, meter.is_finished) == (5.0, False)
     device.finish()
-    assert (meter.finished, meter.seconds) == (True, 9.0)
+    assert (meter.is_finished, meter.seconds) == (True, 9.0)
     assert device.waits == []
 
 
@@ -63,12 +63,12 @@ def test_parts_and_the_whole_tell_their_own(device: Device) -> None:
     run(second, device, 4.0, 8.0)
     run(Meter(whole), device, 16.0)
     device.finish(until=3.0)
-    assert (first.seconds, first.finished) == (2.0, True)
-    assert (second.seconds, second.finished, whole.finished) == (0.0, False, False)
+    assert (first.seconds, first.is_finished) == (2.0, True)
+    assert (second.seconds, second.is_finished, whole.is_finished) == (0.0, False, False)
     device.finish()
     assert (second.seconds, whole.seconds, first.seconds) == (12.0, 30.0, 2.0)
-    assert second.finished
-    assert whole.finished
+    assert second.is_finished
+    assert whole.is_finished
     assert device.events == 0
 
 
@@ -100,10 +100,10 @@ def test_exchanges_are_timed_beside_kernels(device: Device) -> None:
     for name in ("pack", "dispatch", "wait", "unpack"):
         time_of(part, device, name, 1.0)
     run(part, device, 2.0)
-    assert (part.exchange_seconds, part.finished) == (0.0, False)
+    assert (part.exchange_seconds, part.is_finished) == (0.0, False)
     device.finish()
     assert (part.exchange_seconds, part.seconds, whole.exchange_seconds, whole.seconds) == (3.0, 2.0, 3.0, 2.0)
-    assert part.finished
+    assert part.is_finished
     assert device.waits == []
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_distca.runtime.messages import Format, Rows, Run, pack
+from hf_distca.runtime.messages import MessageLayout, RowRun, Rows, pack
 
 
 class Copies(TorchDispatchMode):
@@ -39,7 +39,7 @@ class Copies(TorchDispatchMode):
 )
 def test_rows_of_head_groups(dtype: torch.dtype, width: int, first: int, word: torch.dtype) -> None:
     rows = torch.randint(0, 100, (12, width)).to(dtype)
-    form = Format.of([(Rows((Run(1, first, 3, step=3),), {}), width * dtype.itemsize)])
+    form = MessageLayout.of([(Rows((RowRun(1, first, 3, step=3),), {}), width * dtype.itemsize)])
     with Copies() as copies:
         message = pack([rows], form.pieces)
     assert copies.dtypes == [word]

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import forks
-from hf_distca.runtime.pingpong import checkpointed_parts, run_nano_batches, take_turns
+from hf_distca.runtime.pingpong import find_checkpointed_parts, run_nano_batches, yield_to_other_nano_batch
 
 VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
 
@@ -21,7 +21,7 @@ def walker(name: str, steps: int, seen: list[str]) -> Callable[[], str]:
     def walk() -> str:
         for number in range(steps):
             seen.append(f"{name}{number}")
-            take_turns()
+            yield_to_other_nano_batch()
         return name
 
     return walk
@@ -37,7 +37,7 @@ def test_halves_take_turns(first: int, second: int) -> None:
 
 
 def test_elsewhere_taking_turns_does_nothing() -> None:
-    take_turns()
+    yield_to_other_nano_batch()
 
 
 def test_each_half_has_its_own_modes_and_sees_the_callers_context() -> None:
@@ -46,10 +46,10 @@ def test_each_half_has_its_own_modes_and_sees_the_callers_context() -> None:
     def half() -> list[object]:
         modes: list[object] = [VARIABLE.get()]
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-            take_turns()
+            yield_to_other_nano_batch()
             modes += seen()
-            take_turns()
-        take_turns()
+            yield_to_other_nano_batch()
+        yield_to_other_nano_batch()
         return [*modes, *seen()]
 
     def seen() -> list[bool]:
@@ -73,15 +73,15 @@ def test_each_half_has_its_own_hooks_on_saved_tensors() -> None:
     def half(name: str) -> Callable[[], None]:
         def run() -> None:
             save()
-            take_turns()
+            yield_to_other_nano_batch()
             with hooks(f"{name} outer"):
                 with hooks(f"{name} inner"):
-                    take_turns()
+                    yield_to_other_nano_batch()
                     save()
-                    take_turns()
-                take_turns()
+                    yield_to_other_nano_batch()
+                yield_to_other_nano_batch()
                 save()
-            take_turns()
+            yield_to_other_nano_batch()
             save()
 
         return run
@@ -100,15 +100,15 @@ def test_a_half_that_forbids_hooks_forbids_them_to_itself() -> None:
 
     def forbids() -> list[bool]:
         with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-            take_turns()
+            yield_to_other_nano_batch()
             seen = [allowed()]
-        take_turns()
+        yield_to_other_nano_batch()
         return [*seen, allowed()]
 
     def checkpoints() -> list[bool]:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             seen = [allowed()]
-            take_turns()
+            yield_to_other_nano_batch()
         return [*seen, allowed()]
 
     assert run_nano_batches(forbids, checkpoints, "cpu") == ([False, True], [True, True])
@@ -121,7 +121,7 @@ def test_halves_may_checkpoint_between_their_turns(reentrant: bool) -> None:
 
     def attention(x: torch.Tensor) -> torch.Tensor:
         y = (x * weight).exp()
-        take_turns()
+        yield_to_other_nano_batch()
         return y * weight
 
     def half(x: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -144,12 +144,12 @@ def test_halves_may_checkpoint_between_their_turns(reentrant: bool) -> None:
 def test_parts_of_a_layer_that_checkpoint() -> None:
     layer = torch.nn.Module()
     layer.attention, layer.mlp, layer.norm = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    assert checkpointed_parts(layer) == []
+    assert find_checkpointed_parts(layer) == []
     layer.attention = checkpoint_wrapper(layer.attention)
     by_hooks(layer.mlp)
-    assert checkpointed_parts(layer) == [layer.attention, layer.mlp]
-    assert checkpointed_parts(layer.mlp) == []
-    assert checkpointed_parts(torch.nn.Sequential(checkpoint_wrapper(layer))[0]._checkpoint_wrapped_module) == [
+    assert find_checkpointed_parts(layer) == [layer.attention, layer.mlp]
+    assert find_checkpointed_parts(layer.mlp) == []
+    assert find_checkpointed_parts(torch.nn.Sequential(checkpoint_wrapper(layer))[0]._checkpoint_wrapped_module) == [
         layer.attention,
         layer.mlp,
     ]
@@ -163,11 +163,11 @@ def test_an_error_in_one_half_unwinds_the_other(failing: int) -> None:
         def run() -> None:
             try:
                 with torch.no_grad():
-                    take_turns()
+                    yield_to_other_nano_batch()
                     if place == failing:
                         raise ZeroDivisionError(place)
-                    take_turns()
-                    take_turns()
+                    yield_to_other_nano_batch()
+                    yield_to_other_nano_batch()
             finally:
                 unwound.append(place)
 
@@ -185,14 +185,14 @@ def fail_beside_a_checkpoint(failing: int, inside: bool) -> None:
 
     def attention(x: torch.Tensor) -> torch.Tensor:
         y = x.exp()
-        take_turns()
-        take_turns()
+        yield_to_other_nano_batch()
+        yield_to_other_nano_batch()
         return y * x
 
     def half(place: int) -> Callable[[], torch.Tensor]:
         def run() -> torch.Tensor:
             if place == failing:
-                take_turns()
+                yield_to_other_nano_batch()
                 raise ZeroDivisionError(place)
             return checkpoint(attention, torch.ones(1, requires_grad=True), use_reentrant=False)
 

@@ -50,13 +50,13 @@ def test_slices_of_one_document_share_one_copy_of_its_prefix() -> None:
     wave = Route.build(Plan.from_tasks(layout, tasks), 1).waves[0]
     assert (sum(piece.rows for piece in wave.pool.pieces), sum(wave.keys.receive.values())) == (80, 80)
     assert (wave.arrived.key_start, wave.arrived.key_length) == ((0, 0), (40, 80))
-    assert wave.as_received, "rows of one source are used as they come"
+    assert wave.is_single_message, "rows of one source are used as they come"
 
 
 @pytest.mark.parametrize("lengths", [[], [7], [5, 1, 7]])
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_route_alone_is_that_of_the_plan_that_moves_nothing(lengths: list[int], window: int | None) -> None:
-    alone, planned = Route.alone(lengths), Route.build(Plan.local(Layout.from_lengths([lengths]), window), 0)
+    alone, planned = Route.for_whole_documents(lengths), Route.build(Plan.local(Layout.from_lengths([lengths]), window), 0)
     columns = ("query_start", "query_length", "key_start", "key_length")
     for column in columns:
         assert list(getattr(alone.local_tasks, column)) == list(getattr(planned.local_tasks, column))

@@ -144,8 +144,8 @@ def late() -> Iterator[None]:
         yield LateWork(lambda: dist.all_to_all_single(received, sent, arriving, leaving, group=group))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channel, "over_gloo", property(lambda channel: False))
-        patch.setattr(Channel, "_all_to_all", start)
+        patch.setattr(Channel, "is_gloo", property(lambda channel: False))
+        patch.setattr(Channel, "_start_all_to_all", start)
         yield
 
 

@@ -11,7 +11,7 @@ import torch
 
 from device_events import Device
 from hf_distca.measure.timeline import Trace
-from hf_distca.runtime.meter import Mark, Meter, now
+from hf_distca.runtime.meter import Mark, Meter, mark_now
 
 CUDA = torch.device("cuda")
 
@@ -29,9 +29,9 @@ def recorded(device: Device) -> Trace:
     first, second = (trace.meter(Meter(), half, half) for half in (1, 2))
 
     def launched(meter: Meter, name: str, seconds: float) -> Mark:
-        begin = now(CUDA)
+        begin = mark_now(CUDA)
         device.launch(seconds)
-        end = now(CUDA)
+        end = mark_now(CUDA)
         meter.span(name, begin, end)
         return end
 
@@ -39,7 +39,7 @@ def recorded(device: Device) -> Trace:
     launched(first, "server", 4.0)
     launched(first, "unpack", 0.25)
     device.launch(1.0)
-    trace.border(CUDA)
+    trace.mark_border(CUDA)
     device.launch(2.0)
     second.span("dispatch", left, launched(second, "wait", 0.75))
     return trace
@@ -71,6 +71,6 @@ def test_files_have_the_times_of_the_device(device: Device, tmp_path: Path) -> N
 
 def test_marks_of_two_kinds_of_device_are_refused(device: Device) -> None:
     trace = recorded(device)
-    trace.border(torch.device("cpu"))
+    trace.mark_border(torch.device("cpu"))
     with pytest.raises(TypeError, match="one kind of device"):
         _ = trace.spans

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_distca.runtime import channel, members, watch
+from hf_distca.runtime import channel, members, monitor
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.watch import BREAK_TAG, Watch
+from hf_distca.runtime.monitor import BREAK_TAG, FailureMonitor
 from ranks import RankPool
 
 SECONDS = 1.0
@@ -48,7 +48,7 @@ def make_again(rank: int) -> int:
             raise RuntimeError("lost connection")
 
     def make() -> dist.ProcessGroup:
-        return members.communicator((0, 1), "gloo", timedelta(seconds=3 * SECONDS), "distca-control")
+        return members.make_communicator((0, 1), "gloo", timedelta(seconds=3 * SECONDS), "distca-control")
 
     with patch.object(members, "group_of_members", made), pytest.raises(RuntimeError) if rank else nullcontext():
         make()
@@ -78,7 +78,7 @@ def test_no_message_has_the_tag_that_breaks_connections(monkeypatch: pytest.Monk
         return []
 
     monkeypatch.setattr(channel, "_checksum", lambda *_: checksum)
-    monkeypatch.setattr(channel.Channel, "_tagged", launch)
+    monkeypatch.setattr(channel.Channel, "_start_tagged", launch)
     group = SimpleNamespace(name=lambda: "gloo", rank=lambda: 0)
     alone = channel.Channel(group, SimpleNamespace(under_way=set()), 1.0)  # type: ignore[arg-type]
     alone.start(torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8), {}, {})
@@ -93,4 +93,4 @@ def test_all_ranks_of_a_world_look_at_one_store(
     monkeypatch.setattr(dist, "is_initialized", lambda: world is not None)
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     link: Any = SimpleNamespace(get_group_store=dist.HashStore)
-    assert watch._pause(Watch(tuple(range(ranks)), 0, 1.0, (link,))) == seconds
+    assert monitor._poll_pause(FailureMonitor(tuple(range(ranks)), 0, 1.0, (link,))) == seconds

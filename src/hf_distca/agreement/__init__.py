@@ -1,1 +1,4 @@
-"""Ranks agree on plans, and compare what they measured. Knows no model; tested without one."""
+"""Agreement of ranks on plans, and comparison of their measurements.
+
+Knows no model; tested without one.
+"""

@@ -1,7 +1,9 @@
-"""What a rank announces to the others before they share attention: settings, documents, and what it measured.
+"""Announcements that ranks exchange before they share attention:
+settings, documents, and measurements.
 
-An announcement is one row of integers, so nothing that comes from another rank is executed or unpickled. Those of all ranks are
-read together, as columns: what reading costs per rank is a few numbers in an array.
+An announcement is one row of integers, so nothing that comes from another rank is executed or
+unpickled. The rows of all ranks are read together, as columns, so that each further rank costs only
+a few array elements.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ _LONGEST_VALUE = 80  # characters of a fact in an error
 
 
 class PlanKey(NamedTuple):
-    """Which plan of a micro-batch: the kind of layer, and the part of the batch.
+    """Key of a plan of a micro-batch: the kind of layer, and the part of the batch.
 
     Attributes:
         shape: heads, widths and element bytes of the layer.
@@ -81,15 +83,17 @@ Request = tuple[Documents, PlanKey]
 
 @dataclass(frozen=True, eq=False)
 class Announcement:
-    """What one rank announces.
+    """Announcement of one rank.
 
     Attributes:
         count: announcements so far.
-        settings: fingerprint of what ranks must have in common.
-        exchanges, checksum: dispatches and returns so far, and a checksum of the layers that they were for.
-        figures, requests: of measured plans, and which plans are asked for.
-        dealt: of a share: epoch and number of the global batch, and digests of its documents and of each plan.
-        leaves: whether it is a server that others are to go on without.
+        settings: fingerprint of everything that must be equal on all ranks.
+        exchanges, checksum: number of dispatches and returns so far, and a checksum of their
+            layers.
+        figures, requests: figures of measured plans, and requests for plans.
+        dealt: for a share, epoch and number of the global batch, and digests of its documents and
+            of each plan.
+        leaves: whether this rank is a server that the others should continue without.
     """
 
     count: int
@@ -102,7 +106,7 @@ class Announcement:
     leaves: bool = False
 
     def row(self) -> IntArray:
-        """The announcement as int64 numbers."""
+        """Return the announcement as int64 numbers."""
         counts = [len(self.requests), len(self.figures), len(self.dealt)]
         header = [self.count, self.settings, self.exchanges, self.checksum, *counts, self.leaves]
         parts: list[object] = [header, np.reshape(self.figures, -1), self.dealt]
@@ -114,12 +118,14 @@ class Announcement:
 
 @dataclass(frozen=True, eq=False)
 class Stated:
-    """The documents of all ranks for one plan that they ask for.
+    """Documents of all ranks for one requested plan.
 
     Attributes:
-        spans, nano, context: (ranks,) as each rank says it; `context` is 1 where the first document begins with context.
+        spans, nano, context: (ranks,) values from each rank; `context` is 1 where the first
+            document begins with context.
         counts: (ranks,) rows of documents of each rank.
-        numbers: the rows of all ranks, one after another: (rows, 3) where documents span ranks, else (rows,) lengths.
+        numbers: the rows of all ranks, one after another: (rows, 3) where documents span ranks,
+            else (rows,) lengths.
     """
 
     spans: IntArray
@@ -130,19 +136,19 @@ class Stated:
 
     @classmethod
     def of(cls, documents: Documents) -> Stated:
-        """What a rank states that is alone."""
+        """Make the announcement of a single rank."""
         spans, context, rows = (np.array([n]) for n in (int(documents.spans), int(documents.context > 0), len(documents.rows)))
         return cls(spans, np.zeros_like(rows), context, rows, documents.numbers)
 
 
 @dataclass(frozen=True, eq=False)
 class Announcements:
-    """What all ranks announce, in rank order.
+    """Announcements of all ranks, in rank order.
 
     Attributes:
         header: (ranks, 8) int64.
         numbers: all rows one after another.
-        offsets: (ranks,) where the row of each rank begins.
+        offsets: (ranks,) index of the beginning of each rank's row.
     """
 
     header: IntArray
@@ -151,7 +157,7 @@ class Announcements:
 
     @classmethod
     def read(cls, rows: Sequence[IntArray]) -> Announcements:
-        """The announcements that rows hold."""
+        """Read the announcements in the rows of all ranks."""
         numbers = np.concatenate(rows)
         sizes = np.fromiter(map(len, rows), np.int64, len(rows))
         offsets = np.cumsum(sizes) - sizes
@@ -159,7 +165,10 @@ class Announcements:
 
     @property
     def measured(self) -> IntArray:
-        """(ranks, measured plans, 4) figures. Ranks must have announced equally many."""
+        """Figures of measured plans, (ranks, measured plans, 4).
+
+        Ranks must have announced equally many.
+        """
         plans = int(self.header[0, _MEASURED])
         columns = self.offsets[:, None] + np.arange(HEADER, HEADER + FIGURES * plans)
         measured: IntArray = self.numbers[columns].reshape(len(self.offsets), plans, FIGURES)
@@ -167,19 +176,22 @@ class Announcements:
 
     @property
     def leaving(self) -> list[int]:
-        """The ranks that leave."""
+        """Ranks that leave."""
         leaving: list[int] = np.flatnonzero(self.header[:, _LEAVES]).tolist()
         return leaving
 
     @property
     def dealt(self) -> IntArray:
-        """(ranks, numbers) that tell whether shares belong together. Ranks must have announced equally many."""
+        """Numbers of the ranks' shares, (ranks, numbers), equal if shares belong together.
+
+        Ranks must have announced equally many.
+        """
         first = self.offsets + HEADER + FIGURES * self.header[:, _MEASURED]
         dealt: IntArray = self.numbers[first[:, None] + np.arange(int(self.header[0, _DEALT]))]
         return dealt
 
     def stated(self) -> list[Stated]:
-        """The documents for each plan that all ranks ask for."""
+        """Return the documents for each plan that all ranks request."""
         begin = self.offsets + HEADER + FIGURES * self.header[:, _MEASURED] + self.header[:, _DEALT]
         requests = []
         for _ in range(int(self.header[:, _REQUESTS].min())):
@@ -194,10 +206,12 @@ class Announcements:
 
 
 def agree(announced: Announcements, facts: Facts, group: AttentionGroup, place: str) -> list[Stated]:
-    """Compare what ranks announced, in one order on all of them; if their `common_facts` differ, by name, with one more exchange.
+    """Compare the announcements of ranks, in one order on all of them; if
+    `common_facts` differ, a further exchange finds their names.
 
     Returns:
-        The documents for each plan that is asked for; none for shares, of which only the ranks' batches and plans are compared.
+        The documents for each requested plan; none for shares, of which only batches and plans are
+        compared.
 
     Raises:
         DistCADesyncError: if anything differs.
@@ -228,12 +242,13 @@ def check_shares(dealt: IntArray, group: AttentionGroup, place: str) -> None:
     """Raise if ranks hold shares of different batches, or with different plans.
 
     Args:
-        dealt: (ranks, numbers), as `Announcement.dealt` of each rank; digests of plans may be left out.
+        dealt: (ranks, numbers), `Announcement.dealt` of each rank; digests of plans may be left
+            out.
         group: these ranks.
-        place: for errors.
+        place: description of the batch, for errors.
 
     Raises:
-        DistCADesyncError: says what differs.
+        DistCADesyncError: names the difference.
     """
     epoch, number, documents, *digests = dealt.T
     order = "all ranks must read their shares in order, one a batch: no shuffling, no workers out of order"
@@ -261,7 +276,10 @@ def check_equal(group: AttentionGroup, values: IntArray, what: str, place: str, 
 
 
 def layout_of(stated: Stated) -> Layout:
-    """The layout of what ranks ask for; the first row of a rank with context is the beginning of the document in its second."""
+    """Build the layout of the ranks' requests.
+
+    With context, the first row of a rank is the beginning of the document in its second.
+    """
     offsets = np.concatenate([[0], np.cumsum(stated.counts)])
     if not stated.spans.any():
         length = stated.numbers
@@ -277,13 +295,15 @@ def layout_of(stated: Stated) -> Layout:
 
 
 def fingerprint(facts: Facts) -> int:
-    """A number of 60 bits that differs where facts do."""
+    """Return a 60-bit hash of facts."""
     return int(hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:15], 16)
 
 
 @lru_cache
 def common_facts(config: DistCAConfig, costs: tuple[CostModel, ...], dtypes: tuple[str, ...] = ()) -> Facts:
-    """What ranks must have in common: settings, cost models, and dtypes, as those of one size look the same in messages."""
+    """Return all that must be equal on all ranks: settings, cost models, and dtypes (of
+    one size they would look the same in messages).
+    """
     values: dict[str, list[str]] = {"hf-distca": [version("hf-distca")]}
     for part in (config, *(part for cost in costs for part in (cost.shape, cost))):
         for name in (field.name for field in fields(part) if field.name not in ("shape", "name")):
@@ -293,7 +313,9 @@ def common_facts(config: DistCAConfig, costs: tuple[CostModel, ...], dtypes: tup
 
 
 def check_facts(group: AttentionGroup, fingerprints: IntArray, facts: Facts, what: str, remedy: str) -> None:
-    """Compare facts by their fingerprints, one of each rank. Only where these differ, ranks tell theirs, in one exchange.
+    """Compare facts by their fingerprints, one of each rank.
+
+    If these differ, ranks exchange the facts themselves.
 
     Raises:
         DistCADesyncError: if facts differ; names each of them, and each value with the ranks that have it.

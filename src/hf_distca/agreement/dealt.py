@@ -1,7 +1,8 @@
-"""What a share of a dealt global batch carries: the layout of all ranks, and plans.
+"""Contents of a rank's share of a dealt global batch: the layout of all ranks, and plans.
 
-A *global batch* is what all ranks train on in one micro-batch. Who loads a rank's share of it knows which documents the others
-have, deals and plans for itself, and finds what they find: ranks need not meet for a plan.
+A *global batch* holds the tokens of all ranks for one micro-batch. A process that loads a rank's
+share knows the documents of the other ranks, so it can deal and plan alone, with the same result:
+ranks need not meet for a plan.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.watch import AwaitedThread
+from hf_distca.runtime.monitor import AwaitedThread
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.deal import deal, deal_nano_batches, in_order
@@ -41,15 +42,19 @@ _fetching: tuple[WeakMethod[Callable[[Dealt], None]], int] | None = None
 
 
 def plan_fetched(plan: Callable[[Dealt], None]) -> None:
-    """Hand every share to a bound method when it is fetched in this process, before its step, as long as the object lives."""
+    """Call a bound method with every share that is fetched in this process, before
+    its step, as long as the method's object lives.
+    """
     global _fetching
     _fetching = WeakMethod(plan), os.getpid()
 
 
 class PlanJob(NamedTuple):
-    """Which plan is made, and with what beside a layout, as for `balance`. `ranks` are those that the cost model tells apart.
+    """Inputs of a plan beside a layout, as for `balance`.
 
-    Where a pool of servers takes part, `holds` says of each rank whether it is one of those that the batch is dealt to.
+    `ranks` are those that the cost model tells apart.
+
+    Where a pool of servers takes part, `holds` says for each rank whether the batch is dealt to it.
     """
 
     key: PlanKey
@@ -62,22 +67,27 @@ class PlanJob(NamedTuple):
     def of(
         cls, key: PlanKey, cost: CostModel, config: DistCAConfig, ranks: Ranks, holds: tuple[bool, ...] | None = None
     ) -> PlanJob:
-        """The job of a plan under these settings. Layers that are left whole hide nothing, whatever the settings are."""
+        """Make the job of a plan under these settings.
+
+        Layers that are left whole hide no exchange, whatever the settings are.
+        """
         return cls(key, cost, replace(config, ping_pong=key.nano > 0), ranks.seen_by(cost), holds)
 
 
 class Dealt:
-    """A rank's share of a global batch, and the whole of it.
+    """A rank's share of a global batch, with the layout of the whole batch.
 
-    No dataclass: engines that move batches to a device, or cast what is in them, rebuild those.
+    This is no dataclass, because engines that move batches to a device, or cast their contents,
+    rebuild dataclasses.
 
     The arguments are those of `Dealing.share`.
 
     Attributes:
-        layouts: who has which tokens; one layout, or those of both nano-batches, which share no document.
-        documents: a number below 2**56 that tells the documents from others; the same on all ranks.
+        layouts: tokens of each rank: one layout, or those of both nano-batches, which share no
+            document.
+        documents: hash of the documents, below 2**56; the same on all ranks.
         per_node: ranks of a node, for which it was dealt; None if nodes were not told apart.
-        settings: under which its loader plans.
+        settings: settings under which its loader plans.
     """
 
     def __init__(
@@ -93,7 +103,9 @@ class Dealt:
 
     @classmethod
     def of_others(cls, layouts: tuple[Layout, ...], batch: tuple[int, int], documents: int, config: DistCAConfig) -> Dealt:
-        """What a server of a pool knows of a global batch, which is dealt to others; for the arguments see the attributes."""
+        """Make the view of a global batch for a server of a pool, which gets no
+        share; for the arguments see the attributes.
+        """
         dealt = cls.__new__(cls)
         dealt.__dict__ |= {"layouts": layouts, "batch": batch, "documents": documents, "settings": config, "rank": -1}
         dealt.__dict__ |= {"per_node": None, "_plans": {}, "_planned_here": 0, "_beside": ()}
@@ -107,7 +119,10 @@ class Dealt:
         self.fetch()  # a loader's worker has sent it
 
     def fetch(self) -> bool:
-        """Hand the share to whoever plans fetched shares in this process. Returns whether there is anybody."""
+        """Pass the share to the method that plans fetched shares in this process.
+
+        Return whether there is one.
+        """
         known, process = _fetching or (None, None)
         plan = known() if known is not None and process == os.getpid() else None
         if plan is not None:
@@ -120,28 +135,30 @@ class Dealt:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the batch."""
+        """Number of ranks that share the batch."""
         return self.layouts[0].world_size
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document in the global batch."""
+        """Number of tokens of the longest document in the global batch."""
         return max(layout.longest for layout in self.layouts)
 
     @cached_property
     def whole(self) -> Layout:
-        """The layout of the whole batch: on each rank, the first nano-batch and then the second."""
+        """Layout of the whole batch: on each rank, the first nano-batch and then the second."""
         return self.layouts[0] if len(self.layouts) == 1 else Layout.joined(*self.layouts)
 
     @property
     def first_tokens(self) -> int | None:
-        """Tokens of this rank in the first nano-batch; None if the batch was not dealt in two, or leaves a rank without any."""
+        """Number of this rank's tokens in the first nano-batch; None if there are no two
+        nano-batches, or one would be empty on some rank.
+        """
         if len(self.layouts) == 1 or any(layout.query_tokens.min() == 0 for layout in self.layouts):
             return None
         return int(self.layouts[0].query_tokens[self.rank])
 
     def check_is_for(self, group: AttentionGroup) -> None:
-        """Refuse a share that is not for this rank of this group, by a `LayoutError` that says whose it is."""
+        """Raise `LayoutError` unless the share is for this rank of this group."""
         if group.holds is not None and not group.holds[group.rank]:
             return  # a server takes part in all batches, and holds nothing of any
         ranks = [rank for rank, holds in zip(group.ranks, group.holds or [True] * group.size, strict=True) if holds]
@@ -157,7 +174,9 @@ class Dealt:
             )
 
     def plan(self, job: PlanJob) -> Plan:
-        """The plan of a kind of layer; it is made now, unless one was made before under the same settings."""
+        """Return the plan of a kind of layer; it is made now, unless one
+        was made before under the same settings.
+        """
         beside = self._beside
         for thread in () if current_thread() in beside else beside:
             thread.join()
@@ -171,7 +190,7 @@ class Dealt:
         return self._plans[job]
 
     def plan_beside(self, jobs: Sequence[PlanJob]) -> None:
-        """Start to make plans, those that are not there, while this thread goes on. `plan` waits for them."""
+        """Start to make missing plans while this thread continues. `plan` waits for them."""
         earlier = self._beside
 
         def make() -> None:
@@ -185,12 +204,16 @@ class Dealt:
             self._beside = (*earlier, AwaitedThread(make, "plans"))
 
     def take_planned_here(self) -> int:
-        """How many plans were made since the last call, or since it was fetched, instead of by its loader."""
+        """Return the number of plans that this process made instead of the loader, since
+        the last call or since the share was fetched.
+        """
         count, self._planned_here = self._planned_here, 0
         return count
 
     def other_settings(self, key: PlanKey, config: DistCAConfig) -> str | None:
-        """What its loader planned for otherwise than it is now; None if it planned for this, or for other kinds of layers."""
+        """Describe settings that changed since the loader planned this batch; None if none
+        did, or if it planned for other kinds of layers.
+        """
         said = [
             f"{field.name} was {before!r} and is {now!r}"
             for field in fields(config)
@@ -205,16 +228,20 @@ class Dealt:
 
 @dataclass(eq=False)
 class Dealing:
-    """How global batches are dealt, and planned where they are loaded. It can be pickled.
+    """Settings for dealing global batches, and for planning them where they are loaded.
+
+    It can be pickled.
 
     Attributes:
-        ranks: how many share a global batch.
+        ranks: number of ranks that share a global batch.
         tokens_per_rank: tokens of each, one number for all or one for each.
-        costs: seconds of the tasks of each kind of layer, by its plan (of whole batches), of one at least. Documents are dealt
-            by the first one.
-        config: settings under which the batches will train. Under others, plans are made when they are needed.
-        ranks_per_node: as for `deal`, and for plans.
-        placement: "dealt"; or "in order" for documents one after another, cut where a rank is full, to compare with.
+        costs: cost models of at least one kind of layer, by its plan (of whole batches). Documents
+            are dealt by the first one.
+        config: settings under which the batches will train. Under others, plans are made when they
+            are needed.
+        ranks_per_node: ranks of a node, for `deal` and for plans.
+        placement: "dealt"; or "in order" for documents one after another, cut where a rank is full,
+            to compare with.
 
     Raises:
         ConfigError: if there is no such placement.
@@ -233,15 +260,16 @@ class Dealing:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a global batch."""
+        """Number of tokens of a global batch."""
         tokens = self.tokens_per_rank
         return sum(tokens) if isinstance(tokens, Sequence) else self.ranks * tokens
 
     def layouts(self, lengths: IntArray) -> tuple[Layout, ...]:
-        """Deal documents of so many tokens, `ranks` times `tokens_per_rank` together; errors are those of `deal`.
+        """Deal documents of these lengths, `ranks` times `tokens_per_rank`
+        tokens together; for errors see `deal`.
 
         Returns:
-            One layout, or, dealt with ping-pong, those of both nano-batches.
+            One layout, or with ping-pong those of both nano-batches.
         """
         if self.placement == "in order":
             return (in_order(lengths, self.ranks, self.tokens_per_rank),)
@@ -251,14 +279,16 @@ class Dealing:
         return (deal(*what, tile=self.config.tile, ranks_per_node=self.ranks_per_node),)
 
     def share(self, lengths: IntArray, batch: tuple[int, int], rank: int, names: IntArray | None = None) -> PackedDocuments:
-        """A rank's share of a global batch: its runs of tokens, with the layout and plans of all ranks.
+        """Make a rank's share of a global batch: its runs of tokens,
+        with the layout and plans of all ranks.
 
         Args:
-            lengths: (documents,) tokens of each document. The share numbers documents by their index here.
+            lengths: (documents,) tokens of each document. The share numbers documents by their
+                index here.
             batch: epoch and number of the global batch.
-            rank: whose share.
-            names: integers that tell these documents from others of equal lengths, where there are some. Ranks whose documents
-                differ end in an error.
+            rank: rank that gets the share.
+            names: integers that identify the documents beyond their lengths, or None. If documents
+                differ between ranks, an error is raised.
         """
         dealt = Dealt(self, batch, rank, lengths, names)
         # Without workers the process that trains makes the shares, and knows by which rates it will plan.

@@ -1,4 +1,6 @@
-"""Where documents begin in rows of tokens, read from positions and from a mask that numbers them."""
+"""Beginnings of documents in rows of tokens, read from positions
+and from a mask that numbers documents.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,14 @@ __all__ = ["RowTokens", "as_mask", "is_whole", "read_tokens"]
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds whole numbers."""
+    """Return whether a tensor holds whole numbers."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def as_mask(attention_mask: object) -> torch.Tensor | None:
-    """A 2-D mask as `RowTokens` takes it: whole numbers, which may number documents, or bool; None of anything else."""
+    """Convert a 2-D mask to the form of `RowTokens`: whole numbers, which may number
+    documents, or bool; None for anything else.
+    """
     if not isinstance(attention_mask, torch.Tensor):
         return None
     return attention_mask if is_whole(attention_mask) else attention_mask.bool()
@@ -51,10 +55,10 @@ def read_tokens(
 
 @dataclass(frozen=True, eq=False)
 class RowTokens:
-    """The tokens of some rows that are not padding, row after row.
+    """Tokens of some rows that are not padding, row after row.
 
     Attributes:
-        index: (tokens,) int64 place of each among all tokens of the rows, padding included.
+        index: (tokens,) int64 place among all tokens of the rows, padding included.
         position: (tokens,) int64 position ids, less the position of a document's first token.
         number: (tokens,) int64 numbers in the mask; None if it numbers no documents.
         length: tokens of a row, padding included.
@@ -67,7 +71,7 @@ class RowTokens:
 
     @classmethod
     def of(cls, position: IntArray, mask: IntArray | None, length: int, first_position: int = 0) -> RowTokens:
-        """The tokens of flat rows.
+        """Read the tokens of flat rows.
 
         Args:
             position: position ids of all tokens.
@@ -84,14 +88,15 @@ class RowTokens:
 
     @property
     def row(self) -> IntArray:
-        """The row of each token."""
+        """Row of each token."""
         return self.index // self.length
 
     def document_starts(self, *, training: bool) -> IntArray:
-        """Indices of the tokens with which documents begin that lie on one rank.
+        """Find the indices of tokens with which documents begin, if each document lies on one rank.
 
-        A document begins with a row, where the mask has another number, and where positions begin again at the first. They may
-        jump ahead inside a document, as where positions are skipped to train for longer ones, or come twice, as of images.
+        A document begins with a row, where the mask has another number, and where positions begin
+        again at the first. Inside a document positions may jump ahead, as where some are skipped to
+        train for longer documents, or repeat, as for images.
         """
         if not len(self.index):
             return np.zeros(0, dtype=np.int64)
@@ -113,13 +118,15 @@ class RowTokens:
         return np.flatnonzero(begin | restart)
 
     def run_starts(self) -> IntArray:
-        """Indices of the tokens with which runs begin, if documents may span ranks: wherever positions do not count on."""
+        """Find the indices of tokens with which runs begin, if documents may span
+        ranks: wherever positions do not count on.
+        """
         step, gap = np.diff(self.position), np.diff(self.index)
         counts_on = (step == 1) | (step == gap)  # over real tokens, or over all
         return np.flatnonzero(self._begin() | np.concatenate([[True], ~counts_on])[: len(self.index)])
 
     def _begin(self) -> BoolArray:
-        """Whether a row begins with a token, or a document that the mask numbers."""
+        """Mark tokens with which a row begins, or a document that the mask numbers."""
         columns = [self.row] if self.number is None else [self.row, self.number]
         changes = np.any([np.diff(column) != 0 for column in columns], axis=0)
         begin: BoolArray = np.concatenate([[True], changes])[: len(self.index)]
@@ -149,7 +156,8 @@ class RowTokens:
             )
 
     def _check_rows_begin(self) -> None:
-        """Refuse a row whose very first token is no first token of a document: it is the rest of what another tool cut.
+        """Raise if the very first token of a row is inside a document:
+        another tool must have cut the document.
 
         Behind padding a row may begin anywhere: without position ids of its own it counts padding too.
         """

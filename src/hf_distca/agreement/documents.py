@@ -1,4 +1,4 @@
-"""Which documents a batch holds, read from what a model hands to attention."""
+"""Documents of a batch, read from the arguments that a model gives to attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ __all__ = ["Documents", "PackedDocuments", "TokenBatch", "unknown_documents"]
 
 
 class _Explained(type):
-    """The type of a class whose name says where its objects cannot go: libraries put it into their errors."""
+    """Metaclass whose repr says where objects of its classes cannot
+    go: libraries put it into their errors.
+    """
 
     def __repr__(cls) -> str:
         return (
@@ -32,23 +34,26 @@ class _Explained(type):
 
 
 class PackedDocuments(metaclass=_Explained):
-    """The documents of one rank's micro-batch as a host-side object, so that no rank has to read a device tensor.
+    """Documents of one rank's micro-batch as a host-side object, so
+    that no rank has to read a device tensor.
 
-    A collator puts it into the batch under the key ``distca_documents``; Trainer, accelerate and the model pass it on. It is no
-    dataclass: FSDP with mixed precision rebuilds those for every layer, and engines that move batches to a device copy them, with
-    all that they hold.
+    A collator puts it into the batch under the key ``distca_documents``; Trainer, accelerate and
+    the model pass it on. This is no dataclass: FSDP with mixed precision rebuilds dataclasses for
+    every layer, and engines that move batches to a device copy them with all their contents.
 
     Args:
-        lengths: tokens of each document (or of each part of one) in token order.
+        lengths: number of tokens of each document (or part of a document) in token order.
         starts: first document position of each, if documents span ranks; else None.
-        documents: a number of each document that is the same on all ranks, if documents span ranks; else None.
+        documents: a number of each document that is the same on all ranks, if documents span ranks;
+            else None.
         dealt: the whole global batch of which this is a rank's share.
 
     Attributes:
-        ahead: plans that `plan_ahead` made, by their keys; each is taken out once.
+        ahead: plans that `plan_ahead` made, by their keys; each is removed when it is used.
 
     Raises:
-        LayoutError: if a number is no whole number or negative, or if there are not as many of each.
+        LayoutError: if a number is negative or no whole number, or if there are not as many of
+            each.
     """
 
     __slots__ = ("ahead", "dealt", "documents", "lengths", "starts")
@@ -71,7 +76,7 @@ class PackedDocuments(metaclass=_Explained):
 
     @property
     def positions(self) -> IntArray:
-        """(tokens,) int64: the place of each token in its document."""
+        """Position of each token in its document, (tokens,) int64."""
         lengths = np.array(self.lengths, dtype=np.int64)
         starts = np.zeros_like(lengths) if self.starts is None else np.array(self.starts, dtype=np.int64)
         first = np.cumsum(lengths) - lengths
@@ -106,17 +111,22 @@ def _counts(values: Sequence[int], name: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """One rank's documents in a micro-batch, or in one nano-batch of it.
+    """Documents of one rank in a micro-batch, or in one nano-batch of it.
 
     Attributes:
-        rows: int64, one row per run of tokens, (document, start, length); document is -1 where only positions are known.
-        spans: whether start and document say how runs continue each other across ranks.
-        keep: int64 indices of the tokens that are not padding, among batch * sequence; None if there is no padding.
-        context: tokens that the first document has in the first nano-batch; they are the first row here, and not in `keep`.
-        ahead: plans for these documents that are there already.
+        rows: int64, one row per run of tokens, (document, start, length); document is -1 where only
+            positions are known.
+        spans: whether documents may span ranks, so that start and document of a run say what it
+            continues.
+        keep: int64 indices of the tokens that are not padding, among batch * sequence; None if
+            there is no padding.
+        context: number of tokens of the first document in the first nano-batch; they are the first
+            row here, and not in `keep`.
+        ahead: plans for these documents that were made before.
         dealt: the whole global batch of which these are a rank's share.
-        holes: places of the longest document that has padding inside, that padding included; 0 if none has.
-        numbered: whether the padding mask told them apart.
+        holes: length of the longest document with padding inside, that padding included; 0 without
+            such documents.
+        numbered: whether the padding mask numbered the documents.
     """
 
     rows: IntArray
@@ -129,7 +139,8 @@ class Documents:
     numbered: bool = False
 
     def check_holes(self, reach: int | None) -> None:
-        """Refuse padding inside a document for layers in which a token does not see all of it; None for layers in which it does.
+        """Raise if padding inside a document is longer than the reach of a layer's
+        tokens; None for layers that see whole documents.
 
         Padding is left out before tokens are counted, and other attention counts it: each would see other tokens.
         """
@@ -141,7 +152,9 @@ class Documents:
             )
 
     def in_chunks(self, size: int | None) -> Documents:
-        """The same tokens, where each chunk of `size` positions of a document is a document of its own; None for no cuts."""
+        """Cut documents into chunks of `size` positions, each a
+        document of its own; None for no cuts.
+        """
         if size is None:
             return self
         self.check_holes(size)
@@ -154,7 +167,9 @@ class Documents:
         return replace(self, rows=unknown_documents(np.array(lengths, dtype=np.int64)))
 
     def cut(self, index: int) -> tuple[Documents, Documents]:
-        """The documents before and from this index among batch * sequence; those that span ranks only between two runs."""
+        """Split the documents at an index among batch * sequence; documents
+        that span ranks only between two runs.
+        """
         if self.spans:
             runs = int(np.searchsorted(np.cumsum(self.rows[:, 2]), index, side="right"))
             return replace(self, rows=self.rows[:runs]), replace(self, rows=self.rows[runs:])
@@ -173,7 +188,9 @@ class Documents:
 
     @property
     def are_whole(self) -> bool:
-        """Whether all tokens of each document are among them, one document after another. Those that span ranks may be."""
+        """True if each document has all its tokens here, in one piece;
+        documents that span ranks may be whole, too.
+        """
         if self.context or not self.spans:
             return not self.context
         numbers, starts, _ = self.rows.T.tolist()
@@ -181,37 +198,40 @@ class Documents:
 
     @property
     def first_tokens(self) -> IntArray:
-        """(rows,) int64: of the first token of each document the index among batch * sequence."""
+        """Index of the first token of each document among batch * sequence, (rows,) int64."""
         first = self.rows[:, 2].cumsum() - self.rows[:, 2]
         return first if self.keep is None else self.keep[first]
 
     def packed(self, length: int) -> bool:
-        """Whether rows of `length` tokens hold more than one document each, or a document goes on in the next row."""
+        """Return whether a row of `length` tokens holds more than one document,
+        or a document continues in the next row.
+        """
         last = self.rows[:, 2].cumsum() - 1
         first, last = self.first_tokens // max(length, 1), (last if self.keep is None else self.keep[last]) // max(length, 1)
         return bool((first != last).any() or (first[1:] == first[:-1]).any())
 
     @property
     def numbers(self) -> IntArray:
-        """What other ranks must know of them: the rows where documents span ranks, else (rows,) lengths."""
+        """Numbers that other ranks need: the rows if documents span ranks, else (rows,) lengths."""
         return self.rows if self.spans else self.rows[:, 2]
 
 
 def unknown_documents(lengths: IntArray, starts: IntArray | None = None) -> IntArray:
-    """Rows as in `Documents`, of runs of tokens whose documents are not known."""
+    """Make rows as in `Documents`, for runs of tokens whose documents are not known."""
     return np.stack([np.full_like(lengths, -1), np.zeros_like(lengths) if starts is None else starts, lengths], axis=1)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """What a model tells attention of the tokens of a (batch_size, length) batch.
+    """Arguments of attention that describe the tokens of a (batch_size, length) batch.
 
     Attributes:
-        packed, cu_seq_lens, position_ids: where documents begin; the first that is given decides. Without any, each row is one
-            document.
-        padding: (batch_size, length) mask, bool or whole numbers: 0 for padding, and larger numbers than 1 number the documents
-            of a row. Lengths that are given may count padding or leave it out.
-        first_position: that of a document's first token, in position ids.
+        packed, cu_seq_lens, position_ids: boundaries of documents; the first that is given decides.
+            Without any, each row is one document.
+        padding: (batch_size, length) mask, bool or whole numbers: 0 for padding, and larger numbers
+            than 1 number the documents of a row. Lengths that are given may count padding or leave
+            it out.
+        first_position: position id of a document's first token.
     """
 
     batch_size: int
@@ -224,19 +244,21 @@ class TokenBatch:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> TokenBatch:
-        """That of a batch as it goes to a model."""
+        """Read the arguments from a batch as it goes to a model."""
         batch_size, length = batch["input_ids"].shape
         packed, cu_seq_lens = batch.get("distca_documents"), batch.get("cu_seq_lens_q")
         return cls(batch_size, length, packed, cu_seq_lens, batch.get("position_ids"), as_mask(batch.get("attention_mask")))
 
     def documents(self, *, span_ranks: bool = False, training: bool = False) -> Documents:
-        """The documents of the batch, copied from the device at most once.
+        """Read the documents of the batch, with at most one copy from the device.
 
-        A row that begins in the middle of a document is refused in `training` unless documents may span ranks.
+        A row that begins in the middle of a document is refused in `training` unless documents may
+        span ranks.
 
         Raises:
-            LayoutError: if what is given describes no documents, or not those of such a batch.
-            UnsupportedError: if there are several position axes, or a row that another tool has cut.
+            LayoutError: if the arguments describe no documents, or documents of another batch.
+            UnsupportedError: if there are several position axes, or a row that another tool has
+                cut.
         """
         packed, padding, shape = self.packed, self.padding, (self.batch_size, self.length)
         if packed is not None and not isinstance(packed, PackedDocuments):
@@ -251,7 +273,10 @@ class TokenBatch:
         return self._by_positions(span_ranks, training) if packed is None else self._without_padding(_by_lengths(packed))
 
     def _without_padding(self, local: Documents) -> Documents:
-        """The tokens of `local` that are not padding. Its lengths cover all tokens of the batch, or just these."""
+        """Remove padding from `local`.
+
+        Its lengths cover all tokens of the batch, or just those that are not padding.
+        """
         tokens, total = int(local.rows[:, 2].sum()), self.batch_size * self.length
         if self.padding is None and tokens == total:
             return local
@@ -289,7 +314,7 @@ class TokenBatch:
 
 
 def _holes(lengths: IntArray, keep: IntArray) -> int:
-    """As in `Documents`."""
+    """Compute `Documents.holes`."""
     ends = np.cumsum(lengths)
     places = keep[ends - 1] - keep[ends - lengths] + 1
     return int(places[places > lengths].max(initial=0))

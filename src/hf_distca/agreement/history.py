@@ -1,8 +1,9 @@
-"""What planning promised and what ranks measured, per micro-batch, and the figures made of both.
+"""Estimates of plans and measurements of ranks, per micro-batch, and figures made of both.
 
-The imbalance of several micro-batches is sum(max over ranks) / sum(mean over ranks): the ranks wait in every micro-batch, so
-the slowest of each counts. A micro-batch is counted, all of it at once, when it is known what all ranks measured: when they
-gather that, as where a log is written, or else when they announce it with documents of a later micro-batch.
+The imbalance of several micro-batches is sum(max over ranks) / sum(mean over ranks): the ranks wait
+in every micro-batch, so the slowest of each counts. A micro-batch is counted, all of it at once,
+when the measurements of all ranks are known: when they gather them, as for a log, or else when they
+announce them with documents of a later micro-batch.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ __all__ = ["History", "PlannedMicroBatch", "Tally"]
 
 @dataclass(frozen=True)
 class Tally:
-    """Sums over micro-batches. Seconds are those of attention on one rank: the slowest, or the mean of all.
+    """Sums over micro-batches.
 
-    The difference of two tallies of a session is the tally of what lies between them. `largest_tokens` and `mean_tokens` are
-    of the ranks, for each plan, of which a micro-batch may have several. `moved` counts micro-batches in which work was
-    moved, `planned_here` plans of shares of dealt batches that this process made since those of the loader were for other
-    rates or settings. `busiest_bytes` is what the rank sent that sent most, `layers` layers of attention; `between_bytes` is
-    what the rank sent to other nodes that sent most there, in `node_layers` layers, those of ranks on several nodes;
-    `own_seconds` is this rank's time in attention kernels, `elapsed_seconds` the time from the beginning of each micro-batch
-    to that of the next.
-    `served_seconds` are measured seconds of all servers of a pool together, `server_seconds` those of their mean, and
+    Seconds are attention seconds of one rank: the slowest, or the mean of all.
+
+    The difference of two tallies of a session is the tally of the micro-batches between them.
+    `largest_tokens` and `mean_tokens` are of the ranks, for each plan, of which a micro-batch may
+    have several. `moved` counts micro-batches in which work was moved, `planned_here` plans of
+    shares of dealt batches that this process made since those of the loader were for other rates or
+    settings. `busiest_bytes` are bytes sent by the rank that sent most, `layers` counts layers of
+    attention; `between_bytes` are bytes sent to other nodes by the rank that sent most there, in
+    `node_layers` layers, those of ranks on several nodes; `own_seconds` is this rank's time in
+    attention kernels, `elapsed_seconds` the time from the beginning of each micro-batch to that of
+    the next. `served_seconds` are measured
+    seconds of all servers of a pool together, `server_seconds` those of their mean, and
     `all_seconds` those of all ranks together.
     """
 
@@ -62,7 +67,7 @@ class Tally:
         return Tally(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def figures(self) -> dict[str, float]:
-        """The figures to log; those without data are left out."""
+        """Return the figures to log; those without data are left out."""
         figures: dict[str, float] = {}
         if self.mean_tokens > 0:
             figures["distca/imbalance_tokens"] = self.largest_tokens / self.mean_tokens
@@ -87,7 +92,9 @@ class Tally:
 
 @dataclass(eq=False)
 class PlannedMicroBatch:
-    """A micro-batch until it is counted: its number, the step of the optimizer, when it began and ended, and its plans."""
+    """A micro-batch until it is counted: its number, the optimizer
+    step, its begin and end, and its plans.
+    """
 
     number: int
     step: int
@@ -97,7 +104,7 @@ class PlannedMicroBatch:
 
 
 def _tally_of(plan: Planned) -> Tally:
-    """What one of the plans of a micro-batch adds to its tally."""
+    """Compute the contribution of one plan of a micro-batch to its tally."""
     tokens, before, after = plan.plan.layout.query_tokens, plan.estimated_before, plan.estimated_after
     measured, servers, several = plan.measured_after, plan.servers, plan.on_several_nodes
     layers = 0 if plan.key.nano == 2 else plan.meter.calls  # both nano-batches go through each layer: one of them counts it
@@ -128,12 +135,15 @@ _MOST_RUNNING = 1024  # micro-batches that are not measured everywhere, where no
 
 @dataclass(eq=False)
 class History:
-    """Adds up micro-batches. One counts when it is over and all its plans are measured, so that a sum is about whole ones.
+    """Sums up micro-batches.
+
+    Each is counted when it is over and all its plans are measured, so that sums cover whole ones.
 
     Attributes:
-        total: since the start. It only grows; whoever reports keeps the one it reported last and takes the difference.
-        observer: is told of each micro-batch when it is counted, and what that adds to the total.
-        step: of the optimizer, which micro-batches from now on belong to.
+        total: sum since the start. It only grows; a report keeps the total that it reported last
+            and takes the difference.
+        observer: called with each micro-batch when it is counted, and its tally.
+        step: optimizer step of micro-batches from now on.
     """
 
     total: Tally = field(default_factory=Tally)
@@ -142,7 +152,10 @@ class History:
     _running: dict[int, PlannedMicroBatch] = field(default_factory=dict)
 
     def planned(self, plan: Planned) -> None:
-        """A plan of a micro-batch is used: one of several, where kinds of layers or nano-batches have their own."""
+        """Record the use of a plan by a micro-batch.
+
+        Several are used if kinds of layers or nano-batches have their own.
+        """
         if plan.number not in self._running:
             self.end()
             self._running[plan.number] = PlannedMicroBatch(plan.number, self.step, time.perf_counter())
@@ -152,15 +165,15 @@ class History:
 
     @property
     def unmeasured(self) -> list[Planned]:
-        """The plans of which it is not known what all ranks measured, in the order of their use."""
+        """Plans without measurements of all ranks, in the order of their use."""
         return [plan for micro_batch in self._running.values() for plan in micro_batch.plans if not plan.is_measured]
 
     def begin_anew(self) -> None:
-        """Count nothing of micro-batches that were not counted yet: their numbers begin anew."""
+        """Drop micro-batches that were not counted yet: numbering restarts."""
         self._running.clear()
 
     def end(self) -> None:
-        """The micro-batch at hand is over."""
+        """End the current micro-batch."""
         if (micro_batch := next(reversed(self._running.values()), None)) is not None:
             micro_batch.ended = micro_batch.ended or time.perf_counter()
             self.count(micro_batch.number)

@@ -1,6 +1,7 @@
-"""`Planned`: a plan of a micro-batch, from when it is made to what all ranks measured of it.
+"""`Planned`: a plan of a micro-batch, from its making to the measurements of all ranks.
 
-An `Observation` is the same for one layer: of the plans of a micro-batch together, as rates are learned from it.
+An `Observation` combines the plans of a micro-batch, per layer, as a sample from which rates are
+learned.
 """
 
 from __future__ import annotations
@@ -27,24 +28,26 @@ _HIDDEN = 0.05  # exchanges are hidden where attention takes at most this much l
 
 @dataclass(eq=False)
 class Planned:
-    """A plan of a micro-batch, from when it is made to what all ranks measured of it.
+    """A plan of a micro-batch, from its making to the measurements of all ranks.
 
     Attributes:
-        key: which plan of the micro-batch.
+        key: key of the plan in the micro-batch.
         plan: the plan; the same on all ranks.
         config: the settings that it was made under.
-        rows: the documents that this rank announced for it, as in `Documents`.
+        rows: the documents that this rank announced for it, see `Documents.rows`.
         planning_ms: milliseconds of planning, exchange of documents included.
-        source: of a share, which global batch.
-        per_node: ranks of a node, as the plan counts on; None if nodes were not told apart.
-        holds: of each rank whether it holds tokens, where a pool of servers takes part; else None.
-        planned_here: plans of its share that this process made since the last one, instead of the loader.
-        serial: number by which the servers of a pool know it.
-        number: of the micro-batch that uses it; 0 until one does.
-        seconds: (tasks,) estimated, forward and backward, on a rank of speed 1; none until it is used.
-        ranks: what ranks are like, as estimated then.
-        meter: of what this rank does by it.
-        figures: (ranks, 5) int64, what each rank announced of it, as in `own_figures`; -1 until that is known.
+        source: name of the global batch, for a share.
+        per_node: ranks of a node that the plan assumes; None if nodes were not told apart.
+        holds: for each rank, whether it holds tokens, if a pool of servers takes part; else None.
+        planned_here: plans of its share that this process made since the last one, instead of the
+            loader.
+        serial: number by which servers of a pool identify it.
+        number: number of the micro-batch that uses it; 0 before its use.
+        seconds: (tasks,) estimated seconds, forward and backward, on a rank of speed 1; empty
+            before its use.
+        ranks: estimated properties of the ranks at its use.
+        meter: counts the work of this rank for it.
+        figures: (ranks, 5) int64, `own_figures` as announced by each rank; -1 until they are known.
     """
 
     key: PlanKey
@@ -64,83 +67,89 @@ class Planned:
     figures: IntArray = field(default_factory=lambda: np.full((1, FIGURES), -1))
 
     def begin(self, number: int, cost: CostModel, ranks: Ranks, meter: Meter) -> None:
-        """A micro-batch uses the plan from now on; its tasks are to take what the cost model says."""
+        """Begin the use of the plan by a micro-batch; the cost model now estimates its tasks."""
         self.number, self.ranks, self.meter = number, ranks, meter
         self.seconds = cost.seconds(self.plan.end - self.plan.start, self.plan.end, self.plan.heads)
 
     @property
     def own_figures(self) -> Figures:
-        """Kernel nanoseconds, -1 while kernels still run; sent bytes; nanoseconds of exchanging; calls; bytes to other nodes.
+        """Kernel nanoseconds, -1 while kernels still run; sent bytes; nanoseconds
+        of exchanging; number of calls; bytes sent to other nodes.
 
         Exchanging and calls are -1 where backward did not run for every call: rates are those of whole layers.
         """
         meter = self.meter
         whole = meter.calls > 0 and meter.kernel_calls == 2 * meter.backward_calls
         rest = (int(meter.exchange_seconds * 1e9), meter.calls) if whole else (-1, -1)
-        kernels = int(meter.seconds * 1e9) if meter.finished else -1
+        kernels = int(meter.seconds * 1e9) if meter.is_finished else -1
         return kernels, meter.sent_bytes, *rest, meter.between_bytes
 
     @property
     def is_measured(self) -> bool:
-        """Whether all ranks said what they measured, and no kernel ran any more."""
+        """True if all ranks announced their measurements, after the last kernel."""
         return bool(self.figures[:, 0].min() >= 0)
 
     @property
     def estimated_before(self) -> FloatArray:
-        """(ranks,) seconds if every rank computed its own attention."""
+        """Estimated seconds if every rank computed its own attention, (ranks,)."""
         return self._by_rank(self.plan.home, self.seconds)
 
     @property
     def estimated_after(self) -> FloatArray:
-        """(ranks,) seconds of every server."""
+        """Estimated seconds of every server, (ranks,)."""
         return self._by_rank(self.plan.server, self.seconds)
 
     @property
     def measured_before(self) -> FloatArray:
-        """(ranks,) measured seconds of servers, given back to the home ranks of the tasks in proportion to their estimates."""
+        """Measured seconds of servers, attributed to the home ranks of the tasks
+        in proportion to their estimates, (ranks,).
+        """
         measured, served = self.measured_after, self.estimated_after
         rate = np.divide(measured, served, out=np.zeros_like(served), where=served > 0)
         return self._by_rank(self.plan.home, self.seconds * rate[self.plan.server])
 
     @property
     def measured_after(self) -> FloatArray:
-        """(ranks,) measured seconds in attention kernels."""
+        """Measured seconds in attention kernels, (ranks,)."""
         return self.figures[:, 0] / 1e9
 
     @property
     def servers(self) -> BoolArray:
-        """(ranks,) whether each is a server of a pool."""
+        """True for each rank that is a server of a pool, (ranks,)."""
         return ~np.array(self.holds or [True] * len(self.figures))
 
     @property
     def sent_bytes(self) -> IntArray:
-        """(ranks,) bytes sent."""
+        """Bytes sent by each rank, (ranks,)."""
         return self.figures[:, 1]
 
     @property
     def between_bytes(self) -> IntArray:
-        """(ranks,) those of them that went to other nodes; all, if nodes are not told apart."""
+        """Bytes sent to other nodes by each rank, (ranks,); all, if nodes are not told apart."""
         return self.figures[:, 4]
 
     @property
     def on_several_nodes(self) -> bool:
-        """Whether nodes are told apart, and there are several."""
+        """True if nodes are told apart, and there are several."""
         return self.per_node is not None and self.per_node < self.plan.layout.world_size
 
     def _by_rank(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
-        """(ranks,) seconds of tasks, summed by the rank that each has, at the speeds of the ranks."""
+        """Sum seconds of tasks by their ranks, at the speeds of the ranks: (ranks,)."""
         return self.ranks.taken(np.bincount(rank, weights=seconds, minlength=self.plan.layout.world_size).astype(np.float64))
 
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """What all ranks estimated and measured of a micro-batch, in seconds of one layer.
+    """Estimates and measurements of all ranks for a micro-batch, in seconds of one layer.
 
     Attributes:
         parts: (ranks, 3) seconds of tasks, bytes and flops by the uncorrected cost model.
-        kernel, exchanging: (ranks,) measured in kernels; and in packing, waiting and unpacking.
-        exchange: (ranks,) estimated of exchanges by the uncorrected cost model; 0 on ranks that send and receive nothing.
-        unmoved, unmoved_exchange: (ranks,) what kernels would have taken, and `exchange`, with nothing moved.
+        kernel, exchanging: (ranks,) measured seconds in kernels; and in packing, waiting and
+            unpacking.
+        exchange: (ranks,) seconds of exchanges, estimated by the uncorrected cost model; 0 on ranks
+            that send and receive nothing.
+        unmoved, unmoved_exchange: (ranks,) seconds that kernels would have taken, and `exchange`,
+            with nothing moved.
         overlapped: whether exchanges are hidden behind the other nano-batch.
     """
 
@@ -154,24 +163,29 @@ class Observation:
 
     @property
     def moved(self) -> bool:
-        """Whether anything was exchanged."""
+        """True if anything was exchanged."""
         return bool(self.exchange.any())
 
     @property
     def loss(self) -> float:
-        """What moving cost more than it gained, as a part of what moving nothing would take; negative if it gained."""
+        """Relative slowdown against moving nothing; negative for a speed-up."""
         return self._slowest(self.kernel, self.exchange) / max(self._slowest(self.unmoved, self.unmoved_exchange), 1e-12) - 1
 
     def estimated(self, factors: FloatArray) -> FloatArray:
-        """(ranks,) seconds by the cost model with these factors. Not `parts @ factors`, which processors round differently."""
+        """Estimate seconds by the cost model with these factors, (ranks,).
+
+        Processors round `parts @ factors` differently.
+        """
         tasks, moved_bytes, flops = self.parts.T
         return np.asarray(tasks * factors[0] + moved_bytes * factors[1] + flops * factors[2])
 
     def exchange_factor(self) -> float | None:
-        """The factor that makes the estimated exchanges as long as measured; None if they hid behind other work.
+        """Return the factor by which measured exchanges are longer than
+        estimated; None if they hid behind other work.
 
-        No rank is done with its exchange before it has arrived, and most ranks wait for others besides: in the exchange, or
-        elsewhere, after they were done. The rank that waits least, for what it exchanges, tells how long exchanges take.
+        No rank finishes its exchange before the data has arrived, and most ranks also wait for
+        slower ranks, in the exchange or later. So the rank that waits least, relative to its
+        exchange, shows how long exchanges take.
         """
         if not self.moved:
             return None
@@ -183,16 +197,19 @@ class Observation:
         return None if hidden else factor
 
     def _slowest(self, kernel: FloatArray, exchange: FloatArray) -> float:
-        """Seconds of the slowest rank for kernels and exchanges of so many estimated seconds."""
+        """Return the seconds of the slowest rank, given measured
+        kernel and estimated exchange seconds.
+        """
         taken = exchange * (self.exchange_factor() or 0.0)
         return float((np.maximum(kernel, taken) if self.overlapped else kernel + taken).max())
 
 
 def observed(plans: Sequence[Planned], cost: CostModel, config: DistCAConfig) -> Observation | None:
-    """What all ranks measured of the plans of one micro-batch, whole or in two nano-batches, for one kind of layer.
+    """Combine the measurements of the plans of one micro-batch, whole or in
+    two nano-batches, for one kind of layer.
 
-    None if some rank did not run whole layers, has kernels that still run, or one of two nano-batches is missing. `cost` is the
-    uncorrected cost model of the layer.
+    Returns None if some rank did not run whole layers or has running kernels, or if one of two
+    nano-batches is missing. `cost` is the uncorrected cost model of the layer.
     """
     nano = plans[0].key.nano > 0
     figures = np.stack([plan.figures for plan in plans])
@@ -212,14 +229,18 @@ def observed(plans: Sequence[Planned], cost: CostModel, config: DistCAConfig) ->
 
 
 def _parts(plan: Plan, cost: CostModel) -> FloatArray:
-    """(ranks, 3) seconds of tasks, bytes and flops, forward and backward, of every server."""
+    """Sum the seconds of tasks, bytes and flops, forward and
+    backward, of every server: (ranks, 3).
+    """
     parts = replace(cost, window=plan.window).parts(plan.end - plan.start, plan.end, plan.heads).sum(axis=0)
     columns = (np.bincount(plan.server, weights=column, minlength=plan.layout.world_size) for column in parts.T)
     return np.stack([column.astype(np.float64) for column in columns], axis=1)
 
 
 def _exchange(plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks) -> FloatArray:
-    """(ranks,) estimated seconds of exchanges; 0 on ranks that send and receive nothing, which wait for nobody."""
+    """Estimate the seconds of exchanges, (ranks,); 0 on ranks that send and
+    receive nothing, which wait for nobody.
+    """
     if not plan.moved:
         return np.zeros(plan.layout.world_size)
     waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups)

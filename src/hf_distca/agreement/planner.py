@@ -1,7 +1,9 @@
-"""`Planner`: the plans that all ranks make of what they announced, and what became of them.
+"""`Planner`: makes the plans of announced documents, on all ranks
+alike, and collects their measurements.
 
-Several plans can be asked for at once, those of two nano-batches or of the micro-batches of an optimizer step: they take the
-same two small collectives as one. Making them, which is most of the work, may go on beside training.
+Several plans can be requested at once, for two nano-batches or for the micro-batches of an
+optimizer step: they take the same two small collectives as one. Making them, which is most of the
+work, can run in the background of training.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from hf_distca.agreement.world_progress import Progress
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
-from hf_distca.runtime.watch import AwaitedThread
+from hf_distca.runtime.monitor import AwaitedThread
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.plan import Plan
 
@@ -37,10 +39,10 @@ class Planning:
     """Plans that are being made.
 
     Attributes:
-        place: what is planned, for errors.
-        group: the ranks that plan it.
-        plans: in the order in which they were asked for.
-        serial: number by which the servers of a pool know it.
+        place: description of the plans, for errors.
+        group: the ranks that make the plans.
+        plans: the plans, in the order of requests.
+        serial: number by which servers of a pool identify it.
     """
 
     place: str
@@ -50,9 +52,11 @@ class Planning:
 
 
 class Planner:
-    """Plans micro-batches together with the other ranks, and collects what was planned and measured.
+    """Plans micro-batches together with the other ranks, and
+    collects their estimates and measurements.
 
-    Whatever needs other ranks raises `DistCADesyncError` if they do not agree or do not all come.
+    Methods that need other ranks raise `DistCADesyncError` if ranks do not agree or do not all
+    come.
 
     Attributes:
         config: the settings; they may change between micro-batches, on all ranks at once.
@@ -69,7 +73,7 @@ class Planner:
 
     @property
     def progress(self) -> Progress:
-        """How far ranks came together in the world of torch.distributed that there is, or that was there last."""
+        """Progress of the ranks in the current world of torch.distributed, or in the last one."""
         world = current_world()
         if world is not None and world is not self._world:
             if self._world is not None:
@@ -78,16 +82,18 @@ class Planner:
         return self._progress
 
     def begin_anew(self) -> None:
-        """The ranks are others from now on. Plans that were made before may still be used by those that made them."""
+        """Start again with other ranks. Plans that were made before may still be used."""
         self.history.begin_anew()
         self._progress = Progress(self._meter, self.history)
 
     def plan(self, requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
-        """Plan this rank's documents together with those of the other ranks, which must ask for the same plans.
+        """Plan this rank's documents together with those of the other
+        ranks, which must request the same plans.
 
         Args:
-            requests: documents, and which plan; plans that were made ahead and travel with them are taken. With shares of a
-                dealt batch no rank waits for another: what ranks announce is compared while they compute.
+            requests: documents, each with the key of a plan; plans made ahead that travel with
+                documents are used. With shares of a dealt batch no rank waits for another:
+                announcements are compared while ranks compute.
             group: the ranks.
 
         Raises:
@@ -106,12 +112,14 @@ class Planner:
     def begin(
         self, requests: Sequence[Request], group: AttentionGroup, place: str | None = None, *, beside: bool = False
     ) -> Planning:
-        """Announce documents, with one collective, and plan them: before this thread goes on, or `beside` it."""
+        """Announce documents, with one collective, and plan them: before this thread
+        continues, or in the background (`beside`).
+        """
         started, config, keys = time.perf_counter(), self.config, [key for _, key in requests]
         place = place or f"micro-batch {self.progress.number_of(keys)}"
         planning = Planning(place, group)
         planning.serial = group.number(planning)
-        group.tell("begin_plans", planning=planning.serial, requests=requests, place=place, beside=beside)
+        group.notify_servers("begin_plans", planning=planning.serial, requests=requests, place=place, beside=beside)
         layouts = [layout_of(stated) for stated in self.progress.announce(requests, group, place, config)]
         jobs = self._jobs(keys, group.size, group.per_node)
 
@@ -131,9 +139,11 @@ class Planner:
         return planning
 
     def finish(self, planning: Planning) -> list[Planned]:
-        """The plans, in the order of their requests, once they are made and all ranks have the same: one collective."""
+        """Return the plans in the order of their requests, once they are made and
+        all ranks have the same. One collective.
+        """
         plans, group, place, started = planning.plans.result(), planning.group, planning.place, time.perf_counter()
-        group.tell("finish_plans", planning=planning.serial, plans=_serials(plans, group))
+        group.notify_servers("finish_plans", planning=planning.serial, plans=_serials(plans, group))
         # Plans come from equal inputs, but an exchange with unequal plans would hang.
         digests, doing = np.array([_number(planned.plan) for planned in plans], dtype=np.int64), f"comparing plans of {place}"
         if not group.all_equal(digests, doing=doing):
@@ -144,7 +154,7 @@ class Planner:
         return plans
 
     def _of_shares(self, shares: Sequence[Dealt], requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
-        """Plans that need no other rank."""
+        """Make plans from shares, which need no other rank."""
         started, keys = time.perf_counter(), [key for _, key in requests]
         self._pooled = group if group.holds is not None else None
         for dealt, key in zip(shares, keys, strict=True):
@@ -158,14 +168,16 @@ class Planner:
             Planned(key, plan, self.config, documents.rows, taken, str(dealt), per_node, group.holds, dealt.take_planned_here())
             for (documents, key), plan, dealt in zip(requests, plans, shares, strict=True)
         ]
-        group.tell("plan_shares", plans=_serials(planned, group), shares=shares, requests=requests)
+        group.notify_servers("plan_shares", plans=_serials(planned, group), shares=shares, requests=requests)
         place = f"micro-batch {self.progress.number_of(keys)} ({shares[0]})"
         dealt_numbers = [*shares[0].batch, shares[0].documents, *map(_number, plans)]
         self.progress.announce_async(dealt_numbers, keys, group, place, self.config)
         return planned
 
     def _meet_kind(self, dealt: Dealt, key: PlanKey, group: AttentionGroup) -> None:
-        """Plan shares for a kind of layer when they are fetched, from its first one on, and say if their loader cannot."""
+        """Note a kind of layer, so that fetched shares are planned for it, and
+        warn if the loader's plans do not fit.
+        """
         kinds = self.progress.kinds_of_shares
         if key in kinds:
             return
@@ -180,13 +192,17 @@ class Planner:
         plan_fetched(self._plan_fetched)
 
     def _plan_fetched(self, dealt: Dealt) -> None:
-        """Start to plan a share for the kinds of layers that there are, where its plans are for other rates or settings."""
+        """Start to plan a fetched share for the known kinds of layers, if its
+        plans are for other rates or settings.
+        """
         whole = dealt.first_tokens is None
         keys = dict.fromkeys(key._replace(nano=0) if whole else key for key in tuple(self.progress.kinds_of_shares))
         dealt.plan_beside(self._jobs_of_shares(keys, dealt))
 
     def _jobs_of_shares(self, keys: Iterable[PlanKey], dealt: Dealt) -> list[PlanJob]:
-        """What plans of a share are made with now, among the ranks it is dealt to and the servers of a pool, if there is one."""
+        """Return the current inputs of plans of a share, for the ranks it is dealt to
+        and the servers of a pool, if there is one.
+        """
         if self._pooled is None:
             return self._jobs(keys, dealt.ranks, dealt.per_node)
         return self._jobs(keys, self._pooled.size, self._pooled.per_node, self._pooled.holds)
@@ -194,19 +210,19 @@ class Planner:
     def _jobs(
         self, keys: Iterable[PlanKey], size: int, per_node: int | None, holds: tuple[bool, ...] | None = None
     ) -> list[PlanJob]:
-        """What plans of these keys are made with now, for a group of this size."""
+        """Return the current inputs of plans with these keys, for a group of this size."""
         costs = self.progress.costs
         ranks = costs.ranks(size, per_node)
         return [PlanJob.of(key, costs.of(key), self.config, ranks, holds) for key in keys]
 
 
 def current_world() -> object:
-    """The world of torch.distributed, None before it starts and after it has ended."""
+    """Return the world of torch.distributed; None before it starts and after it has ended."""
     return dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def _serials(plans: Iterable[Planned], group: AttentionGroup) -> list[int]:
-    """Give plans numbers by which the servers of a pool know them."""
+    """Give plans numbers by which the servers of a pool identify them."""
     serials = []
     for planned in plans:
         planned.serial = group.number(planned)
@@ -215,12 +231,12 @@ def _serials(plans: Iterable[Planned], group: AttentionGroup) -> list[int]:
 
 
 def _number(plan: Plan) -> int:
-    """The digest of a plan, or enough of it, as a number of 64 bits."""
+    """Return the first 60 bits of a plan's digest as a number."""
     return int(plan.digest[:15], 16)
 
 
 def _fulfil(plans: Future[list[Planned]], make: Callable[[], list[Planned]]) -> None:
-    """Make plans, or keep the exception for whoever takes them."""
+    """Make plans, or store the exception for the thread that reads them."""
     try:
         plans.set_result(make())
     except BaseException as error:

@@ -1,17 +1,21 @@
-"""`Costs`: the cost models that ranks plan with, and corrections of them by what the ranks measured.
+"""`Costs`: the cost models that ranks plan with, and corrections of them by measurements.
 
-Every rank learns from the same figures in the same order, so all of them have the same corrections: nothing is exchanged for it.
-Figures are times, which differ from run to run. Where torch is told to compute deterministically, nothing is learned of them.
-Sums run in a fixed order and results are rounded, so that no processor finds others than the next.
+Every rank learns from the same figures in the same order, so all of them have the same corrections:
+nothing is exchanged for it. Figures are times, which differ from run to run. Where torch is told to
+compute deterministically, nothing is learned from them. Sums run in a fixed order and results are
+rounded, so that all processors find the same.
 
-- **The kernel.** A cost model adds up seconds for tasks, for bytes and for flops. Each of the three gets a factor, fitted to the
-  kernel seconds of all ranks, and drawn to one common factor where the figures do not tell them apart.
+- **The kernel.** A cost model adds up seconds for tasks, for bytes and for flops. Each of the three
+  gets a factor, fitted to the kernel seconds of all ranks, and drawn to one common factor where the
+  figures do not tell them apart.
 - **Ranks.** A rank whose kernels keep taking longer or shorter than that has another speed.
-- **Exchanges.** Seconds of packing, waiting and unpacking, on the rank that has the least of them for what it exchanges: others
-  also wait for slower ranks. The factor is what makes the estimate as long. With it, attention takes as long as the rank whose
-  kernels and exchanges take longest; what others measured says nothing of that, for they may wait elsewhere for that rank. Where
-  exchanges take longer than they gain, plans by that estimate are coarser, or move nothing. Then nothing more would be learned of
-  exchanges, so now and then micro-batches are planned without the factor until one tells, the more rarely the more it costs.
+- **Exchanges.** Seconds of packing, waiting and unpacking are taken from the rank with the fewest
+  in proportion to its exchange: others also wait for slower ranks. The factor makes the estimate as
+  long. With it, attention takes as long as the rank whose kernels and exchanges take longest;
+  measurements of other ranks say nothing about that, for they may wait elsewhere for that rank.
+  Where exchanges take longer than they gain, plans by that estimate are coarser, or move nothing.
+  Then nothing more could be learned about exchanges, so now and then micro-batches are planned
+  without the factor until one is measured, more rarely the more such trials cost.
 """
 
 from __future__ import annotations
@@ -59,7 +63,7 @@ class Correction:
     exchange: float = 1.0
 
     def of(self, cost: CostModel) -> CostModel:
-        """The cost model with these factors."""
+        """Apply the factors to a cost model."""
         if self == Correction():
             return cost
         inside = cost.node_bytes_per_second
@@ -75,7 +79,7 @@ class Correction:
 
     @property
     def kernel(self) -> FloatArray:
-        """The factors of task, byte and flop."""
+        """Factors of task, byte and flop."""
         return np.array([self.task, self.byte, self.flop])
 
     def _kernel(self, cost: KernelCost) -> KernelCost:
@@ -85,7 +89,7 @@ class Correction:
 
 @dataclass(eq=False)
 class _Fitted:
-    """What is known of one kind of layer."""
+    """Measurements of one kind of layer."""
 
     correction: Correction = field(default_factory=Correction)
     offered: int = 0
@@ -99,11 +103,11 @@ class _Fitted:
 
 
 class Costs(dict[Kind, CostModel]):
-    """The cost models that were given, without a window, and what measurements make of them.
+    """Cost models by kind of layer, without windows, with corrections by measurements.
 
     Attributes:
-        measured: the ranks of the group, as fast as measured.
-        dtypes: of q, k and v that attention computes with now, by name.
+        measured: the ranks of the group, with measured speeds.
+        dtypes: names of the current dtypes of q, k and v.
     """
 
     def __init__(self) -> None:
@@ -113,31 +117,38 @@ class Costs(dict[Kind, CostModel]):
         self._fitted: dict[Kind, _Fitted] = {}
 
     def of(self, key: PlanKey) -> CostModel:
-        """The cost model that a plan is made with now, corrected by what was measured."""
+        """Return the current cost model for a plan, corrected by measurements."""
         kind = key.shape, key.device
         fitted = self._fitted.get(kind, _Fitted())
         correction = replace(fitted.correction, exchange=1.0) if fitted.trying else fitted.correction
         return replace(correction.of(self[kind]), window=key.window)
 
     def ranks(self, count: int, per_node: int | None = None) -> Ranks:
-        """What the ranks of a group of so many are like, as far as it was measured."""
+        """Return the properties of the ranks of a group of
+        `count`, as far as they were measured.
+        """
         speeds = self.measured.speeds
         return Ranks(speeds if speeds is not None and len(speeds) == count else None, per_node)
 
     @property
     def learned(self) -> dict[str, object]:
-        """What is known by measurement: factors on seconds by words for a kind of layer, speeds of ranks; empty if nothing is."""
+        """Measured corrections: factors on seconds by kind of layer in words, and
+        speeds of ranks; empty before there are any.
+        """
         factors = {_said_of_kind(kind): fitted.correction for kind, fitted in self._fitted.items()}
         known: dict[str, object] = {kind: asdict(factor) for kind, factor in factors.items() if factor != Correction()}
         return known if self.measured.speeds is None else {**known, "speeds": list(self.measured.speeds)}
 
     @property
     def slower(self) -> float | None:
-        """How much longer attention took with exchanges than without, as a fraction, if they were given up for it."""
+        """Relative slowdown by exchanges, if exchanges were given up because of it; else None."""
         return max((fitted.slower for fitted in self._fitted.values() if fitted.slower is not None), default=None)
 
     def learn(self, plans: Sequence[Planned], config: DistCAConfig) -> list[str]:
-        """Correct rates by what was measured of each micro-batch and kind of layer, and say in words what has changed."""
+        """Correct rates by the measurements of each micro-batch and kind of layer.
+
+        Return the changes, as sentences.
+        """
         changes: list[str] = []
         if not is_corrected(config):
             return changes
@@ -151,13 +162,18 @@ class Costs(dict[Kind, CostModel]):
         return changes
 
     def wants(self, kind: Kind) -> bool:
-        """Whether the next micro-batch is to be learned from: of many, a few are enough, and observing takes time."""
+        """Return whether to learn from the next micro-batch: of many, a few
+        are enough, and observing takes time.
+        """
         fitted = self._fitted.setdefault(kind, _Fitted())
         fitted.offered += 1
         return fitted.offered <= _WINDOW or fitted.offered % _SELDOM == 0 or fitted.slower is not None
 
     def correct(self, kind: Kind, sample: Observation) -> list[str]:
-        """Take in what was measured; all ranks the same, in the same order. Returns what changes, as sentences."""
+        """Learn from a sample, the same on all ranks and in the same order.
+
+        Return the changes, as sentences.
+        """
         fitted, changes = self._fitted.setdefault(kind, _Fitted()), list[str]()
         fitted.seen += 1
         if fitted.seen <= _WARM_UP:
@@ -171,7 +187,7 @@ class Costs(dict[Kind, CostModel]):
         return changes + self._learn_exchange(fitted, sample)
 
     def _off(self, correction: Correction, samples: Sequence[Observation]) -> bool:
-        """Whether estimates are so far from what was measured that rates are worth a change."""
+        """Return whether estimates are so far from measurements that rates should change."""
         estimated = [self.measured.taken(sample.estimated(correction.kernel)) for sample in samples]
         ratios = [seconds.max() / max(sample.kernel.max(), 1e-12) for seconds, sample in zip(estimated, samples, strict=True)]
         if abs(math.log(max(float(np.median(ratios)), 1e-12))) > _OFF:
@@ -232,15 +248,18 @@ class Costs(dict[Kind, CostModel]):
 
 
 def is_corrected(config: DistCAConfig) -> bool:
-    """Whether cost models follow what ranks measure: a user's own one is meant as it is, and times do not repeat."""
+    """Return whether cost models are corrected: not a user's own model, and not in
+    deterministic mode, because times do not repeat.
+    """
     given = isinstance(config.cost_model, CostModel)
     return config.measured_rates and not given and not torch.are_deterministic_algorithms_enabled()
 
 
 def _speeds(estimated: Sequence[FloatArray], samples: Sequence[Observation]) -> FloatArray:
-    """(ranks,) how fast each rank is against the others: what it was estimated to take / what it took.
+    """Compute the relative speed of each rank, (ranks,): estimated
+    seconds divided by measured ones.
 
-    A rank with next to nothing to do says nothing of its speed.
+    Ranks with next to nothing to do are left out.
     """
     ratios = np.full((len(samples), len(samples[0].kernel)), np.nan)
     for ratio, seconds, sample in zip(ratios, estimated, samples, strict=True):
@@ -255,10 +274,11 @@ def _speeds(estimated: Sequence[FloatArray], samples: Sequence[Observation]) -> 
 
 
 def _factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArray:
-    """(3,) factors >= 0 on the seconds of tasks, bytes and flops, on ranks of these speeds.
+    """Fit factors >= 0 on the seconds of tasks, bytes and flops, on ranks of these speeds: (3,).
 
-    They are least squares on relative errors, with a pull of each towards the common factor. A part whose share of all seconds is
-    below the square root of the pull hardly has a factor of its own.
+    This is least squares on relative errors, with a pull of each factor towards the common one. A
+    part whose share of all seconds is below the square root of the pull hardly gets a factor of its
+    own.
     """
     parts = np.concatenate([sample.parts / speeds[:, None] for sample in samples])
     taken = np.concatenate([sample.kernel for sample in samples])
@@ -280,12 +300,14 @@ def _factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArray:
 
 
 def _sum(values: FloatArray) -> float:
-    """A sum in one order."""
+    """Sum values in a fixed order."""
     return float(np.bincount(np.zeros(len(values), dtype=np.int64), weights=values)[0])
 
 
 def _rounded(value: float) -> float:
-    """To three digits: the last bits differ between processors, and ranks must have the same."""
+    """Round to three digits: the last bits differ between processors,
+    and ranks must have the same value.
+    """
     return float(f"{value:.3g}")
 
 

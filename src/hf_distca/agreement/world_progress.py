@@ -1,7 +1,9 @@
-"""`Progress`: what ranks that share attention count, compare and learn from each other, since torch.distributed started.
+"""`Progress`: counts, comparisons and learned rates of ranks that share
+attention, since torch.distributed started.
 
-A rank announces what it has with its next documents, and all ranks take what is announced in one order. With shares of dealt
-batches nobody waits for an announcement: it is compared by a *meeting*, which is looked at when it is over.
+A rank announces its measurements with its next documents, and all ranks process announcements in
+one order. With shares of dealt batches nobody waits for an announcement: it is compared by a
+*meeting*, whose result is read when it is over.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from hf_distca.agreement.rates import Costs
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import LayoutError
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.meeting import Meeting
 from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.rendezvous import Rendezvous
 from hf_distca.schedule.layout import IntArray
 
 __all__ = ["Progress"]
@@ -47,19 +49,21 @@ _MEETINGS = 8
 
 
 class Progress:
-    """How far ranks came together in one world of torch.distributed.
+    """Progress of the ranks in one world of torch.distributed.
 
-    In the next one all of them begin at nothing: each may have failed elsewhere in the last one, and some may be new.
+    In the next world all ranks start from zero: each may have failed at another point of the last
+    one, and some may be new.
 
     Args:
-        meter: of this process, which may have counted before.
-        history: what is planned and measured is added to it.
+        meter: meter of this process, which may have counted before.
+        history: receives plans and measurements.
 
     Attributes:
-        leaves: whether this process is a server that others are to go on without, as soon as they know.
-        leaving: servers that said so, as all ranks know by now: indices in the group.
+        leaves: whether this process is a server that the others should continue without, once they
+            know.
+        leaving: servers that announced it, as all ranks know by now: indices in the group.
         costs: the cost models that plans are made with.
-        number: of the micro-batch that was planned last, from 1.
+        number: number of the micro-batch that was planned last, from 1.
         kinds_of_shares: plans of shares so far.
     """
 
@@ -79,24 +83,28 @@ class Progress:
         self._unannounced: list[Planned] = []  # in the order of use; the same plans on all ranks
         # With the numbers of the announcements that told figures, and the ranks that left then.
         self._measured: deque[tuple[int, Sequence[Planned], list[int]]] = deque()
-        self._meetings: deque[tuple[Meeting, list[Planned]]] = deque()  # with the plans whose measurements they tell
+        self._meetings: deque[tuple[Rendezvous, list[Planned]]] = deque()  # with the plans whose measurements they tell
 
     @property
     def next_number(self) -> int:
-        """Number of the micro-batch that comes next."""
+        """Number of the next micro-batch."""
         return self.number + 1
 
     def recent_keys(self) -> list[PlanKey]:
-        """The plans that micro-batches had since the last call, in order of first use; the same on all ranks."""
+        """Return the plans that micro-batches had since the last call, in
+        order of first use; the same on all ranks.
+        """
         recent, self._recent = list(self._recent), {}
         return recent
 
     def number_of(self, keys: Iterable[PlanKey]) -> int:
-        """Number of the micro-batch that these plans are for: a new one if the last one is over, or used such a plan."""
+        """Return the number of the micro-batch that these plans are for: a new one if
+        the last one is over, or used such a plan.
+        """
         return self.number + (self._over or any(key in self._used for key in keys))
 
     def use(self, planned: Planned, documents: Documents) -> Meter:
-        """Count a plan as one of the micro-batch at hand, and return the meter for what is done by it.
+        """Count a plan as part of the current micro-batch, and return the meter for its work.
 
         Raises:
             LayoutError: if it was made for other documents.
@@ -119,7 +127,10 @@ class Progress:
         return planned.meter
 
     def announce(self, requests: Sequence[Request], group: AttentionGroup, place: str, config: DistCAConfig) -> list[Stated]:
-        """Exchange documents, settings and what each rank measured. Returns what all ranks state for each request."""
+        """Exchange documents, settings and measurements.
+
+        Return the announced documents of all ranks for each request. Collective.
+        """
         self.drain(at_most=0)  # in the order in which micro-batches ran
         self._learn(self._met, config)
         facts, plans, announcement = self._announcement([key for _, key in requests], group, config)
@@ -134,25 +145,30 @@ class Progress:
     def announce_async(
         self, dealt: Sequence[int], keys: Sequence[PlanKey], group: AttentionGroup, place: str, config: DistCAConfig
     ) -> None:
-        """Announce `dealt`, as in `Announcement`, and what this rank measured. Ranks compare it while they go on.
+        """Announce `dealt`, as in `Announcement`, and this rank's measurements, without
+        waiting: ranks compare announcements meanwhile.
 
-        If an earlier announcement has shown that they do not do the same, this raises it.
+        Raises the error of an earlier announcement if ranks did not agree.
         """
         self.drain(at_most=_MEETINGS)
         self._learn(self._met - _MEETINGS, config)
         self._met += 1
         facts, plans, announcement = self._announcement(keys, group, config, dealt)
         row, doing = announcement.row(), f"comparing shares of {place}"
-        meeting = group.gather_async(row, doing=doing, agree=lambda rows: agree(Announcements.read(rows), facts, group, place))
+        meeting = group.gather_async(
+            row, doing=doing, on_arrival=lambda rows: agree(Announcements.read(rows), facts, group, place)
+        )
         self._meetings.append((meeting, plans))
 
     def drain(self, at_most: int) -> None:
-        """Take what ranks measured from the meetings that are over; wait for them until at most so many are left."""
+        """Process the measurements from meetings that are over; wait
+        until at most `at_most` are left.
+        """
         while self._meetings:
             meeting, plans = self._meetings.popleft()  # one that failed is not looked at again
             if len(self._meetings) >= at_most:
                 meeting.wait()
-            if not meeting.done:
+            if not meeting.is_done:
                 self._meetings.appendleft((meeting, plans))
                 return
             # Ranks are here at different times, so they cannot announce those again together whose kernels still run.
@@ -161,14 +177,14 @@ class Progress:
             self._measured.append((self._met - len(self._meetings) - 1, plans, announced.leaving))
 
     def gather(self, group: AttentionGroup) -> None:
-        """Gather what ranks measured up to here, with one collective that all of them call, once the device is done with it."""
+        """Gather the measurements of all ranks up to here, once the device is done. Collective."""
         if self._over:
             return
-        group.tell("gather")
+        group.notify_servers("gather")
         self._over = True
         self.drain(at_most=0)
         self._history.end()
-        while not self._meter.finished:
+        while not self._meter.is_finished:
             self._meter.running[0].end.synchronize()
         plans = self._history.unmeasured
         row = np.array([planned.own_figures for planned in plans], dtype=np.int64).reshape(-1)
@@ -181,7 +197,9 @@ class Progress:
     def _announcement(
         self, keys: Sequence[PlanKey], group: AttentionGroup, config: DistCAConfig, dealt: Sequence[int] = ()
     ) -> tuple[Facts, list[Planned], Announcement]:
-        """What ranks must have in common for plans of these keys, the measured plans, and the announcement of both."""
+        """Return all that must be equal on all ranks for plans of these keys, the
+        measured plans, and the announcement of both.
+        """
         self._rank = group.rank
         self._announced += 1
         kinds = dict.fromkeys((key.shape, key.device) for key in keys)
@@ -192,7 +210,7 @@ class Progress:
         plans = [plan for plan in self._unannounced if plan.key in keys and newest.get(plan.key) is not plan]
         self._unannounced = [plan for plan in self._unannounced if plan not in plans]
         if dealt:  # what does not fit is announced later; on all ranks the same
-            room = (group.most_numbers - HEADER - len(dealt)) // FIGURES
+            room = (group.inline_row_capacity - HEADER - len(dealt)) // FIGURES
             self._unannounced[:0], plans = plans[room:], plans[:room]
         exchanges = self._meter.dispatches + self._meter.returns - self._exchanges_before
         exchanged = 0 if group.data is None else group.data.checksum
@@ -201,16 +219,20 @@ class Progress:
         return facts, plans, replace(announced, dealt=dealt, leaves=self.leaves)
 
     def _take_figures(self, plans: Sequence[Planned], figures: IntArray) -> list[Planned]:
-        """Take in the (ranks, plans, 5) figures of all ranks. Returns the plans with a kernel that still runs on some rank."""
+        """Store the (ranks, plans, 5) figures of all ranks.
+
+        Return the plans with a kernel that still runs on some rank.
+        """
         for planned, theirs in zip(plans, figures.transpose(1, 0, 2), strict=True):
             planned.figures = theirs
             self._history.count(planned.number)
         return [planned for planned in plans if not planned.is_measured]
 
     def _learn(self, before: int, config: DistCAConfig) -> None:
-        """Correct rates by what announcements before this number told, and say so.
+        """Correct rates by announcements before this number, and log the changes.
 
-        A rank may know of later ones that others do not know of yet; all must correct at one micro-batch.
+        A rank may know later announcements that others do not know yet, but all must correct at the
+        same micro-batch.
         """
         while self._measured and self._measured[0][0] < before:
             _, plans, leaving = self._measured.popleft()

@@ -1,4 +1,7 @@
-"""The command line ``hf-distca``: a file holds a verb, or two that share options. What a verb needs is imported when it runs."""
+"""The command line ``hf-distca``: a file holds a verb, or two that share options.
+
+Modules that a verb needs are imported when it runs.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from hf_distca.cli.doctor import doctor
-from hf_distca.cli.files import fail
+from hf_distca.cli.files import exit_with_error
 from hf_distca.cli.plan import deal, plan
 from hf_distca.cli.profile import profile
 from hf_distca.cli.report import report
@@ -23,14 +26,14 @@ _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 
 class _Verbs(TyperGroup):
-    """Says what is wrong with an option in one line, as everything else that a user may get wrong."""
+    """A group of verbs that reports a wrong option in one line, like all other errors of a user."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except _UsageError as error:
             where = ctx if error.ctx is None else error.ctx
-            fail(f"{error.format_message().rstrip('.')}. See {where.command_path} --help.")
+            exit_with_error(f"{error.format_message().rstrip('.')}. See {where.command_path} --help.")
 
 
 app = typer.Typer(

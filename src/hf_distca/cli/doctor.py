@@ -1,4 +1,6 @@
-"""``hf-distca doctor``: whether a model is supported, which kernels would run, whether ranks reach each other."""
+"""``hf-distca doctor``: checks the support of a model, the kernels that
+would run, and the connections of ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_distca.cli.files import fail
+from hf_distca.cli.files import exit_with_error
 
 if TYPE_CHECKING:
     from hf_distca.doctor import Finding
@@ -35,20 +37,20 @@ def doctor(
 
     Under a launcher, an exchange between the ranks is tried, and their versions are compared. Ends with 1 if training would fail.
     """
-    from hf_distca.doctor.diagnosis import diagnose, speaks
+    from hf_distca.doctor.diagnosis import diagnose, is_reporting_rank
     from hf_distca.errors import DistCAError
 
     def say(text: str) -> None:
-        if speaks():
+        if is_reporting_rank():
             typer.echo(f"hf-distca: {text}", err=True)
 
     try:
         findings = diagnose(model, dtype, timeout_seconds=timeout, say=say)
     except DistCAError as error:
-        if speaks():
-            fail(str(error))
+        if is_reporting_rank():
+            exit_with_error(str(error))
         raise typer.Exit(2) from None
-    if not speaks():
+    if not is_reporting_rank():
         return
     todo = [finding.todo for finding in findings if finding.todo is not None]
     if as_json:

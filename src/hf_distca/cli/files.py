@@ -1,4 +1,6 @@
-"""What the verbs read and write: files, or ``-`` for standard input and output, and figures as JSON."""
+"""Input and output of the verbs: files, or ``-`` for standard
+input and output, and figures as JSON.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["InJson", "check_documents", "check_place", "errors_in_one_line", "fail", "name_of", "read", "write"]
+__all__ = ["InJson", "check_documents", "check_place", "exit_on_error", "exit_with_error", "input_name", "read", "write"]
 
 InJson = Annotated[bool, typer.Option("--json", help="Write everything as JSON.")]
 _STANDARD = Path("-")
@@ -21,33 +23,33 @@ _MOST_DOCUMENTS = 2**18  # of a micro-batch that is planned, which takes minutes
 _MOST_CHARACTERS = 600
 
 
-def name_of(path: Path) -> str:
-    """What errors call it."""
+def input_name(path: Path) -> str:
+    """Return the name of a file in errors."""
     return "standard input" if path == _STANDARD else str(path)
 
 
 def read(path: Path) -> bytes:
-    """All of a file, without the mark that some editors put before the first character."""
+    """Read all of a file, without the mark that some editors put before the first character."""
     from hf_distca.input_files import read_file, read_stream
 
     standard = path == _STANDARD
-    content = read_stream(sys.stdin.buffer, name_of(path), _MOST_BYTES) if standard else read_file(path, _MOST_BYTES)
+    content = read_stream(sys.stdin.buffer, input_name(path), _MOST_BYTES) if standard else read_file(path, _MOST_BYTES)
     return content.removeprefix(BOM_UTF8)
 
 
 def check_documents(count: int, path: Path) -> None:
-    """Refuse more documents than can be planned in minutes."""
+    """Raise if there are more documents than can be planned in minutes."""
     from hf_distca.errors import LayoutError
 
     if count > _MOST_DOCUMENTS:
         raise LayoutError(
-            f"{name_of(path)} holds {count} documents or parts of documents: at most {_MOST_DOCUMENTS} can be planned as one "
+            f"{input_name(path)} holds {count} documents or parts of documents: at most {_MOST_DOCUMENTS} can be planned as one "
             "micro-batch."
         )
 
 
 def check_place(path: Path | None) -> None:
-    """Refuse a place where nothing can be written, before what goes there is made."""
+    """Raise if nothing can be written to a path, before its contents are computed."""
     if path is None or path == _STANDARD:
         return
     if path.is_dir():
@@ -57,7 +59,9 @@ def check_place(path: Path | None) -> None:
 
 
 def write(result: str, summary: str, path: Path | None) -> None:
-    """Write a result, and what there is to say about it to where the result does not go: standard output, or else error."""
+    """Write a result, and its summary to a stream without the
+    result: standard output, or else error.
+    """
     if path is None or path == _STANDARD:
         typer.echo(result)
         typer.echo(summary, err=True)
@@ -66,8 +70,10 @@ def write(result: str, summary: str, path: Path | None) -> None:
         typer.echo(summary)
 
 
-def fail(message: str) -> None:
-    """Say what is wrong in one line and end; of a long message, with the contents of a file in it, the middle is left out."""
+def exit_with_error(message: str) -> None:
+    """Print an error in one line and exit; the middle of a long message,
+    as with contents of a file, is left out.
+    """
     line = " ".join(message.split())
     if len(line) > _MOST_CHARACTERS:
         line = f"{line[: 2 * _MOST_CHARACTERS // 3]} ... {line[-_MOST_CHARACTERS // 3 :]}"
@@ -76,17 +82,17 @@ def fail(message: str) -> None:
 
 
 @contextmanager
-def errors_in_one_line() -> Iterator[None]:
-    """What goes wrong inside, in the input or with a file, ends the command with one line."""
+def exit_on_error() -> Iterator[None]:
+    """End the command with one line if anything inside fails, in the input or with a file."""
     from hf_distca.errors import DistCAError
 
     try:
         yield
     except DistCAError as error:
-        fail(str(error))
+        exit_with_error(str(error))
     except BrokenPipeError:  # of `hf-distca ... | head`: who reads has seen enough, and typer ends in silence
         raise
     except OSError as error:
-        fail(f"{error.filename or 'output'}: {error.strerror or error}.")
+        exit_with_error(f"{error.filename or 'output'}: {error.strerror or error}.")
     except RecursionError:
-        fail("the input is nested too deeply: give a list of numbers, or what --help says.")
+        exit_with_error("the input is nested too deeply: give a list of numbers, or what --help says.")

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_distca.cli.files import name_of, read
+from hf_distca.cli.files import input_name, read
 
 if TYPE_CHECKING:
     from hf_distca.simulate.document_lengths import DocumentSource
 
-__all__ = ["documents_of", "read_lengths"]
+__all__ = ["open_documents", "read_lengths"]
 
 _TABLES = (".parquet", ".arrow")
 _LINES = (".jsonl", ".ndjson")
@@ -19,11 +19,11 @@ _TOKENS, _LENGTH = "input_ids", "length"  # columns of rows in lines that are lo
 
 
 def read_lengths(path: Path) -> list[int]:
-    """The lengths of a JSON file with a list of them."""
+    """Read the lengths of a JSON file with a list of them."""
     from hf_distca.errors import LayoutError
     from hf_distca.schedule.placement import whole_number
 
-    name = name_of(path)
+    name = input_name(path)
     try:
         data = json.loads(read(path).decode("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -39,23 +39,25 @@ def read_lengths(path: Path) -> list[int]:
         raise LayoutError(f"{name}: {error}") from error
 
 
-def documents_of(text: str, column: str, longest: int | None) -> DocumentSource:
-    """Documents of a file, of a data set's column, or of a distribution by name."""
+def open_documents(text: str, column: str, longest: int | None) -> DocumentSource:
+    """Open documents of a file, of a data set's column, or of a distribution by name."""
     from hf_distca.simulate.document_lengths import distribution, from_list
 
     path = Path(text)
-    tables = [path] if path.suffix in _TABLES else _tables(path) if path.is_dir() else []
+    tables = [path] if path.suffix in _TABLES else _list_tables(path) if path.is_dir() else []
     if text and (tables or path.is_dir()):
-        return from_list(_column(path, tables, column), f"{text}, column {column!r}", longest)
+        return from_list(_count_column(path, tables, column), f"{text}, column {column!r}", longest)
     if path.suffix in _LINES:
-        return from_list(_lengths_of_rows(path, column), name_of(path), longest)
+        return from_list(_count_rows(path, column), input_name(path), longest)
     if text == "-" or (text and path.exists()) or path.suffix == ".json":
-        return from_list(read_lengths(path), name_of(path), longest)
+        return from_list(read_lengths(path), input_name(path), longest)
     return distribution(text, 131072 if longest is None else longest)
 
 
-def _lengths_of_rows(path: Path, column: str) -> list[int]:
-    """Tokens of each row of a file that has one a line: lists are counted, numbers taken as they are."""
+def _count_rows(path: Path, column: str) -> list[int]:
+    """Count the tokens of each row of a file with one row a line:
+    lists are counted, numbers are lengths.
+    """
     from hf_distca.errors import LayoutError
     from hf_distca.input_files import check_file
     from hf_distca.schedule.placement import whole_number
@@ -82,16 +84,20 @@ def _lengths_of_rows(path: Path, column: str) -> list[int]:
     return [length for length in lengths if length != 0]
 
 
-def _tables(folder: Path) -> list[Path]:
-    """The files of a data set: those that it names, if `datasets` saved it, for what it cached lies beside them."""
+def _list_tables(folder: Path) -> list[Path]:
+    """List the files of a data set: those that it names, if `datasets` saved it,
+    because its cached files lie beside them.
+    """
     try:
         return [folder / file["filename"] for file in json.loads(read(folder / "state.json"))["_data_files"]]
     except (OSError, KeyError, TypeError, ValueError):  # another folder
         return sorted(file for kind in _TABLES for file in folder.glob(f"*{kind}") if not file.name.startswith("cache-"))
 
 
-def _column(path: Path, tables: list[Path], column: str) -> Any:
-    """Tokens of each document of parquet or Arrow files: lists are counted, numbers taken as they are."""
+def _count_column(path: Path, tables: list[Path], column: str) -> Any:
+    """Count the tokens of each document of parquet or Arrow files:
+    lists are counted, numbers are lengths.
+    """
     from hf_distca.errors import LayoutError, UnsupportedError
     from hf_distca.input_files import check_file
 

@@ -1,4 +1,6 @@
-"""Options that several verbs have, written once as the fields of a dataclass: `taking` gives them to a verb."""
+"""Options that several verbs have, written once as the fields of a
+dataclass: `with_options` adds them to a verb.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import typer
 if TYPE_CHECKING:
     from hf_distca.schedule.cost import CostModel
 
-__all__ = ["Layer", "taking"]
+__all__ = ["Layer", "with_options"]
 
 Options = TypeVar("Options")
 Own = ParamSpec("Own")
@@ -22,11 +24,12 @@ _CostName = Literal["pairs", "cpu", "cuda"]
 _LIMIT = 2**31  # what follows counts with 64 bits
 
 
-def taking(options: type[Options]) -> Callable[[Callable[Concatenate[Options, Own], None]], Callable[..., None]]:
-    """A verb that has the fields of a dataclass among its options, and gets them as its first argument, filled in.
+def with_options(options: type[Options]) -> Callable[[Callable[Concatenate[Options, Own], None]], Callable[..., None]]:
+    """Make a verb whose options include the fields of a dataclass, and which gets
+    the filled dataclass as its first argument.
 
-    Fields are annotated as typer wants it. The verb's own arguments and options have other names than fields; those that must be
-    given come first.
+    Fields have typer's annotations. The verb's own arguments and options have other names than
+    fields; required ones come first.
     """
     hints = get_type_hints(options, include_extras=True)
     shared = [_parameter(field, hints[field.name]) for field in fields(options)]  # type: ignore[arg-type]
@@ -78,11 +81,13 @@ class Layer:
 
     @property
     def has_seconds(self) -> bool:
-        """Whether figures are seconds of a device; causal pairs are none."""
+        """True if figures are seconds of a device, and not causal pairs."""
         return self.measured is not None or self.cost != "pairs"
 
     def cost_model(self) -> CostModel:
-        """That of the measured profile, or else the built-in one of `cost`, with the links of the options."""
+        """Make the cost model of the measured profile, or else the built-in one
+        of `cost`, with the links of the options.
+        """
         from hf_distca.errors import ConfigError
         from hf_distca.schedule.cost import AttentionShape, CostModel
         from hf_distca.schedule.profiles import Profile

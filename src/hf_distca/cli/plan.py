@@ -1,4 +1,4 @@
-"""``hf-distca plan`` and ``hf-distca deal``: which rank computes which attention, and which rank gets which documents."""
+"""``hf-distca plan`` and ``hf-distca deal``: assign attention to ranks, and documents to ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_distca.cli.files import check_documents, errors_in_one_line, fail, name_of, read, write
+from hf_distca.cli.files import check_documents, exit_on_error, exit_with_error, input_name, read, write
 from hf_distca.cli.lengths import read_lengths
-from hf_distca.cli.options import Layer, taking
+from hf_distca.cli.options import Layer, with_options
 
 if TYPE_CHECKING:
     from hf_distca.schedule.layout import Layout
@@ -26,7 +26,7 @@ _LONG_SECONDS = 1.0
 _Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where the result goes, as JSON; else standard output.")]
 
 
-@taking(Layer)
+@with_options(Layer)
 def plan(
     layer: Layer,
     placement: Annotated[
@@ -49,15 +49,15 @@ def plan(
     from hf_distca.schedule.placement import parse_placement
     from hf_distca.schedule.ranks import Ranks
 
-    with errors_in_one_line():
+    with exit_on_error():
         config = DistCAConfig(tolerance=tolerance, min_gain=min_gain, tile=layer.tile, head_groups=head_groups)
         model = layer.cost_model()
         ranks = Ranks(per_node=layer.ranks_per_node)
-        with _said_if_long():
-            layout = parse_placement(read(placement), name_of(placement))
+        with _announce_if_slow():
+            layout = parse_placement(read(placement), input_name(placement))
             check_documents(len(layout.document), placement)
             if not layout.query_tokens.any():
-                fail(f"{name_of(placement)} has no tokens: there is nothing to plan.")
+                exit_with_error(f"{input_name(placement)} has no tokens: there is nothing to plan.")
             result = balance(layout, model, config, ranks)
         lines = [f"{'cost model':<26} {model.name}"]
         if layer.window is not None:
@@ -67,7 +67,7 @@ def plan(
         write(result.to_json(), "\n".join(lines), output)
 
 
-@taking(Layer)
+@with_options(Layer)
 def deal(
     layer: Layer,
     lengths: Annotated[
@@ -92,7 +92,7 @@ def deal(
     from hf_distca.schedule.load import summarize, summary_table
     from hf_distca.schedule.ranks import Ranks
 
-    with errors_in_one_line():
+    with exit_on_error():
         if not 1 <= ranks <= _MOST_RANKS:
             raise ConfigError(f"ranks={ranks} must be a whole number from 1 to {_MOST_RANKS}.")
         model = layer.cost_model()
@@ -101,7 +101,7 @@ def deal(
         check_documents(len(documents), lengths)
         options: dict[str, Any] = {"tile": layer.tile, "ranks_per_node": layer.ranks_per_node}
         layouts: tuple[Layout, ...]
-        with _said_if_long():
+        with _announce_if_slow():
             if ping_pong:
                 layouts = deal_nano_batches(documents, ranks, tokens_per_rank, model, **options)
             else:
@@ -112,20 +112,20 @@ def deal(
                     lines.append(f"{'nano-batch':<26} {number}")
                 nodes = Ranks(per_node=layer.ranks_per_node)
                 summary = summarize(balance(layout, model, config, nodes), model, nodes)
-                lines += [*_dealt(layout), summary_table(summary, seconds=layer.has_seconds)]
-        write(json.dumps(_placement(layouts, documents), separators=(",", ":")), "\n".join(lines), output)
+                lines += [*_describe_layout(layout), summary_table(summary, seconds=layer.has_seconds)]
+        write(json.dumps(_make_placement(layouts, documents), separators=(",", ":")), "\n".join(lines), output)
 
 
-def _dealt(layout: Layout) -> list[str]:
-    """What there is to say about a layout."""
+def _describe_layout(layout: Layout) -> list[str]:
+    """Describe a layout."""
     tokens = layout.query_tokens
     equal = f"{tokens.max()} on each rank" if tokens.min() == tokens.max() else f"{tokens.min()} or {tokens.max()} on a rank"
     documents = len(set(layout.document.tolist()))
     return [f"{'tokens':<26} {equal}", f"{'documents':<26} {documents}, {len(layout.spanning)} of them on several ranks"]
 
 
-def _placement(layouts: tuple[Layout, ...], lengths: list[int]) -> dict[str, Any]:
-    """The rows of a rank, those of its first nano-batch first."""
+def _make_placement(layouts: tuple[Layout, ...], lengths: list[int]) -> dict[str, Any]:
+    """Return the rows of each rank, those of its first nano-batch first."""
     ranks = range(layouts[0].world_size)
     rows = [[[s.document, s.start, s.end, lengths[s.document]] for layout in layouts for s in layout.segments(r)] for r in ranks]
     placement: dict[str, Any] = {"rank_segments": rows}
@@ -135,8 +135,8 @@ def _placement(layouts: tuple[Layout, ...], lengths: list[int]) -> dict[str, Any
 
 
 @contextmanager
-def _said_if_long() -> Iterator[None]:
-    """Say on a terminal what a command is at, once that has taken more than a second."""
+def _announce_if_slow() -> Iterator[None]:
+    """Tell a terminal what a command is doing, once that has taken more than a second."""
     said = "planning; the first time after an installation the loop of the scheduler is compiled, which takes some seconds ..."
     timer = Timer(_LONG_SECONDS, print, [said], {"file": sys.stderr, "flush": True})
     timer.daemon = True

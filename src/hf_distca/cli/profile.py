@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_distca.cli.files import check_place, errors_in_one_line, write
+from hf_distca.cli.files import check_place, exit_on_error, write
 
 if TYPE_CHECKING:
     from hf_distca.schedule.cost import KernelCost
@@ -51,21 +51,23 @@ def profile(
     processes on this machine do; else kernels alone are timed, and exchanges are estimated by built-in figures. Give the
     file to --cost-model of plan and deal, and to DistCAConfig(cost_model=...).
     """
-    with errors_in_one_line():
+    with exit_on_error():
         from hf_distca.measure import machine_profile
 
-        wanted = machine_profile.Wanted(
-            machine_profile.device_named(device),
+        wanted = machine_profile.ProfileRequest(
+            machine_profile.find_device(device),
             machine_profile.dtypes(dtype or ["float32", "bfloat16"]),
             tuple(width or (64, 128)),
-            _heads(heads or ["4:2", "8:1"]),
+            _parse_heads(heads or ["4:2", "8:1"]),
             batch_seconds=batch_seconds,
         )
         check_place(output)  # before minutes of measuring are lost
-        say = _ProgressBar(wanted.steps(ranks or machine_profile.launched_ranks()))
+        say = _ProgressBar(wanted.steps(ranks or machine_profile.count_launched_ranks()))
         made_by = shlex.join(["hf-distca", *sys.argv[1:]])
         what = (wanted, threads, name, made_by, say)
-        measured = machine_profile.on_these_ranks(*what) if ranks is None else machine_profile.on_new_ranks(ranks, *what)
+        measured = (
+            machine_profile.measure_on_these_ranks(*what) if ranks is None else machine_profile.measure_on_new_ranks(ranks, *what)
+        )
         say.close()
         if measured is not None:
             write(measured.to_json(), summary(measured), output)
@@ -91,7 +93,7 @@ class _ProgressBar:
             self._bar.close()
 
 
-def _heads(names: list[str]) -> tuple[tuple[int, int], ...]:
+def _parse_heads(names: list[str]) -> tuple[tuple[int, int], ...]:
     from hf_distca.errors import ConfigError
 
     heads = []
@@ -104,11 +106,11 @@ def _heads(names: list[str]) -> tuple[tuple[int, int], ...]:
 
 
 def summary(profile: Profile) -> str:
-    """The rates in a few lines."""
+    """Format the rates in a few lines."""
     lines = [f"{'device':<26} {profile.processor}"]
     for rates in profile.kernels:
         what = f"{rates.kernel}, {rates.element_bytes} bytes, width {rates.head_dim}"
-        speed = f"{_speed(rates.forward)} forward, {_speed(rates.backward)} backward"
+        speed = f"{_format_speed(rates.forward)} forward, {_format_speed(rates.backward)} backward"
         errors = f"{rates.errors['forward_median']:.1%} and {rates.errors['backward_median']:.1%}"
         lines.append(f"{what:<26} {speed}; median error on batches kept aside {errors}")
     for kind, link in (("inside a node", profile.inside), ("between nodes", profile.between)):
@@ -121,7 +123,7 @@ def summary(profile: Profile) -> str:
     return "\n".join(lines)
 
 
-def _speed(cost: KernelCost) -> str:
-    """The limit of arithmetic, which a fit may leave out where bytes explain the seconds."""
+def _format_speed(cost: KernelCost) -> str:
+    """Format the limit of arithmetic, which a fit may leave out where bytes explain the seconds."""
     rate = cost.flops_per_second
     return f"{rate / 1e9:.4g} Gflop/s" if rate < float("inf") else "as fast as bytes come"

@@ -1,4 +1,4 @@
-"""``hf-distca report``: one page of what a run did."""
+"""``hf-distca report``: one page about a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hf_distca.cli.files import errors_in_one_line
+from hf_distca.cli.files import exit_on_error
 
 __all__ = ["report"]
 
@@ -32,7 +32,7 @@ def report(
     from hf_distca.run_report.page import render
     from hf_distca.run_report.run_figures import collect
 
-    with errors_in_one_line():
+    with exit_on_error():
         figures = collect(RunFolder.read(run_dir), step)
         if as_json:
             typer.echo(json.dumps(asdict(figures)))

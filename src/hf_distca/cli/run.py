@@ -1,4 +1,4 @@
-"""``hf-distca run``: a training script or command of somebody else's, under distca."""
+"""``hf-distca run``: another program's training script or command, under distca."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from hf_distca.cli.files import fail
+from hf_distca.cli.files import exit_with_error
 
 __all__ = ["run"]
 
@@ -56,7 +56,7 @@ def run(
         else:
             path = find_command(script)
     except (DistCAError, FileNotFoundError) as error:
-        fail(str(error))
+        exit_with_error(str(error))
     try:
         if path is None:
             run_module(script, arguments or [], options)

@@ -1,4 +1,4 @@
-"""Options that the verbs share which predict: model, devices and their arrangement, and lengths."""
+"""Options shared by the verbs that predict: model, devices and their arrangement, and lengths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from hf_distca.cli.files import name_of, read
+from hf_distca.cli.files import input_name, read
 
 if TYPE_CHECKING:
     from hf_distca.schedule.cost import CostModel
@@ -23,7 +23,7 @@ __all__ = ["Scale"]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What is predicted: documents, a model, devices and their arrangement."""
+    """Inputs of a prediction: documents, a model, devices and their arrangement."""
 
     ranks: Annotated[int, typer.Option(help="Devices, 1 to 65536.", show_default=False)]
     lengths: Annotated[
@@ -77,7 +77,7 @@ class Scale:
     seed: Annotated[int, typer.Option(help="Seed of the drawn documents.")] = 0
 
     def setting(self) -> Setting:
-        """The setting that options describe; options out of their ranges are refused."""
+        """Make the setting that the options describe; raise for options out of their ranges."""
         from hf_distca.simulate.hardware import find_hardware
         from hf_distca.simulate.memory import fullest
         from hf_distca.simulate.setting import Setting
@@ -87,7 +87,7 @@ class Scale:
             device = replace(device, link_gbps=self.link_gbps)
         by_degrees: Literal["fsdp", "zero1"] = "fsdp" if self.tensor == self.stages == 1 else "zero1"
         setting = Setting(
-            _shape_of(self.model),
+            _find_shape(self.model),
             device,
             self.ranks,
             self.tokens_per_rank,
@@ -97,7 +97,7 @@ class Scale:
             device.ranks_per_node if self.ranks_per_node is None else self.ranks_per_node,
             by_degrees if self.sharding == "auto" else self.sharding,
             "none" if self.checkpointing == "auto" else self.checkpointing,
-            None if self.profile is None else _measured(self.profile),
+            None if self.profile is None else _read_profile(self.profile),
             self.servers,
             self.servers_each_node,
         )
@@ -105,24 +105,27 @@ class Scale:
         full = self.checkpointing == "auto" and fullest(setting, self.tokens_per_rank).total > device.memory_bytes
         return replace(setting, checkpointing="full") if full else setting
 
-    def predicted(self, names: list[str]) -> tuple[Setting, DocumentSource, list[Prediction]]:
-        """The setting, the documents, and these strategies with both, with a progress bar if it takes over a second."""
+    def predict(self, names: list[str]) -> tuple[Setting, DocumentSource, list[Prediction]]:
+        """Predict these strategies, with a progress bar if it takes over a second.
+
+        Return the setting and the documents, too.
+        """
         from tqdm import tqdm
 
-        from hf_distca.cli.lengths import documents_of
+        from hf_distca.cli.lengths import open_documents
         from hf_distca.errors import ConfigError
         from hf_distca.simulate.predict import simulate
 
         if self.lengths is None:
             raise ConfigError("--lengths is missing: give the lengths of your documents, or a distribution such as prolong.")
-        setting, documents = self.setting(), documents_of(self.lengths, self.column, self.max_length)
+        setting, documents = self.setting(), open_documents(self.lengths, self.column, self.max_length)
         total = max(self.batches, 0) * len(names)
         with tqdm(total=total, desc="predicting", unit=" steps", delay=1.0, leave=False) as bar:
             return setting, documents, simulate(setting, documents, names, batches=self.batches, seed=self.seed, told=bar.update)
 
 
-def _shape_of(model: str) -> ModelShape:
-    """A known shape by name, or that of a config.json, given as the file or the folder it is in."""
+def _find_shape(model: str) -> ModelShape:
+    """Return a known shape by name, or that of a config.json, given as the file or its folder."""
     from hf_distca.simulate.models import KNOWN_MODELS, ModelShape, find_model
 
     path = Path(model)
@@ -133,8 +136,8 @@ def _shape_of(model: str) -> ModelShape:
     return ModelShape(**asdict(count_model(path)))
 
 
-def _measured(source: Path) -> CostModel | MeasuredProfile:
-    """A profile, shipped or in a file, or the JSON of a cost model."""
+def _read_profile(source: Path) -> CostModel | MeasuredProfile:
+    """Read a profile, shipped or in a file, or the JSON of a cost model."""
     from hf_distca.errors import ConfigError
     from hf_distca.schedule.cost import CostModel
     from hf_distca.schedule.profiles import Profile
@@ -144,8 +147,8 @@ def _measured(source: Path) -> CostModel | MeasuredProfile:
     try:
         text = read(source).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{name_of(source)} is not text: {error}.") from error
+        raise ConfigError(f"{input_name(source)} is not text: {error}.") from error
     try:
         return Profile.from_json(text) if '"format"' in text else CostModel.from_json(text)
     except ConfigError as error:
-        raise ConfigError(f"{name_of(source)}: {error}") from error
+        raise ConfigError(f"{input_name(source)}: {error}") from error

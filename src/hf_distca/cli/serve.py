@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hf_distca.cli.files import fail
+from hf_distca.cli.files import exit_with_error
 
 __all__ = ["serve"]
 
@@ -33,5 +33,5 @@ def serve(
     try:
         status = serve_alone(listen_at(*parse_address(address)), device, wait)
     except DistCAError as error:
-        fail(str(error))
+        exit_with_error(str(error))
     raise SystemExit(status)

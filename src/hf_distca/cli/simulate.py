@@ -1,4 +1,6 @@
-"""``hf-distca simulate`` and ``advise``: predicted step time, waiting and memory under every strategy, and what to do."""
+"""``hf-distca simulate`` and ``advise``: predicted step time, waiting
+and memory of every strategy, and advice.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_distca.cli.files import InJson, errors_in_one_line
-from hf_distca.cli.options import taking
+from hf_distca.cli.files import InJson, exit_on_error
+from hf_distca.cli.options import with_options
 from hf_distca.cli.scale import Scale
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ _SHOWN = (
 )
 
 
-@taking(Scale)
+@with_options(Scale)
 def simulate(
     scale: Scale,
     strategy: Annotated[
@@ -58,12 +60,12 @@ def simulate(
     from hf_distca.simulate.advice import assumptions as assumed
     from hf_distca.simulate.strategies import STRATEGIES
 
-    with errors_in_one_line():
+    with exit_on_error():
         names = strategy or list(STRATEGIES)
-        setting, documents, predictions = scale.predicted(names)
+        setting, documents, predictions = scale.predict(names)
         facts = assumed(setting, documents, names)
         if as_json:
-            typer.echo(json.dumps(_report(setting, documents, predictions, facts, scale), indent=1))
+            typer.echo(json.dumps(_collect_report(setting, documents, predictions, facts, scale), indent=1))
             return
         _show_predictions(setting, documents, predictions, scale.batches)
         if assumptions:
@@ -72,7 +74,7 @@ def simulate(
                 typer.echo(fill(f"{what}: {text}", _WIDTH, initial_indent="  ", subsequent_indent="    "))
 
 
-@taking(Scale)
+@with_options(Scale)
 def advise(
     scale: Scale,
     longest: Annotated[
@@ -96,11 +98,11 @@ def advise(
     from hf_distca.simulate.advice import assumptions
     from hf_distca.simulate.strategies import STRATEGIES
 
-    with errors_in_one_line():
-        setting, documents, predictions = scale.predicted(list(STRATEGIES))
+    with exit_on_error():
+        setting, documents, predictions = scale.predict(list(STRATEGIES))
         advice = advised(setting, predictions)
         if as_json:
-            everything = _report(setting, documents, predictions, assumptions(setting, documents), scale)
+            everything = _collect_report(setting, documents, predictions, assumptions(setting, documents), scale)
             typer.echo(json.dumps({"advice": asdict(advice), **everything}, indent=1))
             return
         typer.echo(fill(advice.text, _WIDTH) + "\n")
@@ -113,7 +115,7 @@ def advise(
 def _advise_longest(scale: Scale, as_json: bool) -> None:
     from hf_distca.simulate.longest import longest_documents
 
-    with errors_in_one_line():
+    with exit_on_error():
         setting = scale.setting()
         documents = longest_documents(setting)
         if not as_json:
@@ -125,14 +127,14 @@ def _advise_longest(scale: Scale, as_json: bool) -> None:
 
 
 def _show_longest(setting: Setting, documents: list[LongestDocument]) -> None:
-    """A table with a column for each way to save memory."""
+    """Print a table with a column for each way to save memory."""
     from hf_distca.simulate.longest import WAYS
     from hf_distca.simulate.memory import TERMS
 
     def row(name: str, text: Callable[[Prediction], str]) -> None:
         table.add_row(name, *("" if document.step is None else text(document.step) for document in documents))
 
-    console, table = _console_and_table(
+    console, table = _make_table(
         f"the longest document of {setting.model.name} on {setting.ranks} {setting.hardware.name}, all ranks together"
     )
     for name in ("", *WAYS):
@@ -159,7 +161,7 @@ def _gigabytes(term: str, step: Prediction) -> str:
 
 
 def _show_predictions(setting: Setting, documents: DocumentSource, predictions: list[Prediction], batches: int) -> None:
-    """A table, one line a strategy."""
+    """Print a table with one line per strategy."""
     from hf_distca.simulate.predict import best_alternative
 
     best = best_alternative(predictions)
@@ -168,7 +170,7 @@ def _show_predictions(setting: Setting, documents: DocumentSource, predictions: 
         + (f"; in a pool, {setting.servers} serve" if setting.servers else ""),
         f"{documents.name}, {batches} batch{'es' if batches > 1 else ''}, checkpointing {setting.checkpointing}",
     )
-    console, table = _console_and_table("\n".join(about))
+    console, table = _make_table("\n".join(about))
     for name in ("strategy", "shared by", "step, s", "speed", "idle", "waits", "hidden, s", "memory, GB", "attention"):
         table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
     for prediction in predictions:
@@ -192,8 +194,8 @@ def _show_predictions(setting: Setting, documents: DocumentSource, predictions: 
     )
 
 
-def _console_and_table(title: str) -> tuple[Console, Table]:
-    """Where tables are printed, and an empty one."""
+def _make_table(title: str) -> tuple[Console, Table]:
+    """Make a console for tables, and an empty table."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -202,10 +204,10 @@ def _console_and_table(title: str) -> tuple[Console, Table]:
     return console, Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
 
 
-def _report(
+def _collect_report(
     setting: Setting, documents: DocumentSource, predictions: list[Prediction], facts: list[tuple[str, str]], scale: Scale
 ) -> dict[str, Any]:
-    """Everything that was predicted and assumed, for `json`."""
+    """Collect all predictions and assumptions, for `json`."""
     return {
         "setting": {
             "model": setting.model.name,

@@ -1,1 +1,4 @@
-"""Documents, global batches, shares, batches: what ranks train on, and in which order. No model, no processes."""
+"""Documents, global batches, shares, batches: the training data and its order.
+
+No model, no processes.
+"""

@@ -1,6 +1,6 @@
-"""Everything that `data` takes from torch's loaders and from datasets without their promise to keep it.
+"""Private names of torch's loaders and of datasets that `data` uses although they may change.
 
-tests/test_borrowed.py holds that each name is there and does what is said here.
+tests/test_borrowed.py holds that each name exists and behaves as described here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ __all__ = ["in_no_worker", "kept_rows", "ranks_of_split"]
 
 @contextmanager
 def in_no_worker() -> Iterator[None]:
-    """Let `torch.utils.data.get_worker_info` say, in a loader's worker, that there is none; nothing public sets what it says."""
+    """Make `torch.utils.data.get_worker_info` return None in a
+    loader's worker; no public function can.
+    """
     info = worker._worker_info
     worker._worker_info = None
     try:
@@ -32,11 +34,15 @@ def in_no_worker() -> Iterator[None]:
 
 
 def ranks_of_split(stream: Any) -> int:
-    """Among how many ranks `datasets.distributed.split_dataset_by_node` divided a stream; 1 if it did not."""
+    """Return the number of ranks among which
+    `datasets.distributed.split_dataset_by_node` divided a stream; 1 if it did not.
+    """
     split = getattr(stream, "_distributed", None)
     return 1 if split is None else int(split.world_size)
 
 
 def kept_rows(documents: Any) -> Any:
-    """The table whose first column says which stored rows a data set has, None for all; nothing public tells without reading."""
+    """Return the table whose first column holds the numbers of stored rows
+    that a data set has; None for all rows.
+    """
     return documents._indices

@@ -1,4 +1,4 @@
-"""The collator: it packs documents and says where they start, or makes a batch of a share."""
+"""The collator: it packs documents and records their beginnings, or makes a batch of a share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class TokenRow(NamedTuple):
     positions: IntArray
 
     def check_counts_on(self) -> None:
-        """Refuse positions that do not count on, as where documents are cut over ranks, which takes them by their places."""
+        """Raise if positions do not count on: dealing takes documents
+        by their places, and would lose them.
+        """
         if (jumps := np.flatnonzero(np.diff(self.positions) != 1)).size:
             token = int(jumps[0])
             raise LayoutError(
@@ -42,33 +44,40 @@ class TokenRow(NamedTuple):
 
 
 def targets_of(tokens: IntArray, masks: Collection[IntArray]) -> IntArray:
-    """The labels of tokens without labels of their own: the tokens, where all masks are 1, as TRL has it."""
+    """Return the labels of tokens without labels of their own: the
+    tokens, where all masks are 1, as in TRL.
+    """
     return tokens if not masks else np.where(np.all(np.stack(list(masks)), axis=0), tokens, IGNORED_LABEL)
 
 
 @dataclass(frozen=True, slots=True)
 class PackingCollator:
-    """Packs the documents of a batch into one row, without padding, and attaches their lengths as a host-side object.
+    """Packs the documents of a batch into one row, without padding, and
+    attaches their lengths as a host-side object.
 
-    A feature is a row of tokens, ``{"input_ids": [...]}``, or a list of documents, ``{"documents": [[...], [...]]}``. A row is
-    one document, unless ``seq_lengths`` (tokens of each), its own ``position_ids``, or an ``attention_mask`` of larger numbers
-    than 1 say which documents it has. ``labels`` are its labels; without them, tokens are targets where ``completion_mask`` and
-    ``assistant_masks`` are 1, or everywhere. Padding, where ``attention_mask`` is 0, is cut off. Each column is a flat list,
-    numpy array or tensor of integers. Documents without tokens are dropped. Other columns of numbers are refused, if the model
-    takes them or none is given.
+    A feature is a row of tokens, ``{"input_ids": [...]}``, or a list of documents, ``{"documents":
+    [[...], [...]]}``. A row is one document, unless ``seq_lengths`` (tokens of each), its own
+    ``position_ids``, or an ``attention_mask`` of larger numbers than 1 say which documents it has.
+    ``labels`` are its labels; without them, tokens are targets where ``completion_mask`` and
+    ``assistant_masks`` are 1, or everywhere. Padding, where ``attention_mask`` is 0, is cut off.
+    Each column is a flat list, numpy array or tensor of integers. Documents without tokens are
+    dropped. Other columns of numbers are refused if they are inputs of the model, or if no model is
+    given.
 
-    Of a data set of shares (`hf_distca.document_shares`) a batch is exactly one share, which is packed already.
+    With a data set of shares (`hf_distca.document_shares`), a batch is exactly one share, which is
+    packed already.
 
-    With several processes, an iterable dataset needs ``TrainingArguments(accelerator_config={"dispatch_batches": False})``: see
-    `check_loader`.
+    With several processes, an iterable dataset needs
+    ``TrainingArguments(accelerator_config={"dispatch_batches": False})``: see `check_loader`.
 
-    Returns a batch of int64 tensors (1, tokens): ``input_ids``, ``labels`` (the first token of each document is ignored, as
-    nothing before it belongs to it) and ``position_ids`` (each document from 0, or as the row skips them), and
-    ``distca_documents``. A share has ``shift_labels``, too: the next token's label for each token, also where that token lies
-    on another rank.
+    Returns a batch of int64 tensors (1, tokens): ``input_ids``, ``labels`` (the first token of each
+    document is ignored, as nothing before it belongs to it) and ``position_ids`` (each document
+    from 0, or as the row skips them), and ``distca_documents``. A share has ``shift_labels``, too:
+    the next token's label for each token, also where that token lies on another rank.
 
     Args:
-        model: that is to train on the batches, which says what it takes; without it, any column of numbers may be an input.
+        model: the model that trains on the batches; its signature gives the inputs. Without it, any
+            column of numbers may be an input.
     """
 
     model: InitVar[Any] = None
@@ -102,7 +111,7 @@ _said: set[str] = set()
 
 
 def _warn_of_no_targets(tokens: int) -> None:
-    """Say so, once a process: a loss over no target is no number, or trains nothing."""
+    """Warn once a process that a batch has no targets: its loss is no number, or trains nothing."""
     if not _said:
         _said.add("no targets")
         _log.warning(
@@ -128,7 +137,7 @@ def _batch_of_share(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def documents_of(feature: Mapping[str, Any], inputs: ForwardInputs = NO_INPUTS) -> list[TokenRow]:
-    """The documents of a feature, as `PackingCollator` reads it for a model with these inputs."""
+    """Read the documents of a feature, as `PackingCollator` does for a model with these inputs."""
     if not isinstance(feature, Mapping):
         raise LayoutError(f"a feature is of {type(feature)}; it must be a mapping with 'input_ids' or 'documents'.")
     if "documents" in feature:
@@ -158,7 +167,9 @@ def documents_of(feature: Mapping[str, Any], inputs: ForwardInputs = NO_INPUTS) 
 
 
 def _read_starts(positions: IntArray | None, numbers: IntArray | None) -> IntArray | None:
-    """Where documents begin among the tokens of a row by its positions and the numbers in its mask; None if it has neither."""
+    """Find the beginnings of documents among the tokens of a row, by its positions
+    and the numbers in its mask; None without both.
+    """
     count = 0 if positions is None else len(positions)
     if numbers is not None and (numbers != 1).any():
         count = len(numbers)
@@ -173,7 +184,9 @@ def _read_starts(positions: IntArray | None, numbers: IntArray | None) -> IntArr
 
 
 def _starts(tokens: int, lengths: IntArray | None, read: IntArray | None) -> IntArray:
-    """Where documents of a row begin: by its lengths, as they were read of its positions and mask, or with the row."""
+    """Find the beginnings of documents in a row: by its lengths, or as read
+    from positions and mask, or one document.
+    """
     if lengths is None:
         return np.zeros(1, dtype=np.int64) if read is None else read
     if lengths.min(initial=0) < 0 or lengths.sum() != tokens:
@@ -192,7 +205,7 @@ def _starts(tokens: int, lengths: IntArray | None, read: IntArray | None) -> Int
 
 
 def _tokens_kept(mask: IntArray | None, count: int) -> IntArray:
-    """The tokens of a padded row that are none of its padding."""
+    """Return the tokens of a padded row that are not padding."""
     if mask is None:
         return np.arange(count)
     kept = np.flatnonzero(mask)

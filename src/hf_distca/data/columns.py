@@ -1,4 +1,6 @@
-"""Columns of rows: which are read, and which would be lost though the model takes them."""
+"""Columns of rows: those that are read, and those that would
+be lost although the model takes them.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,19 @@ _TELLING = frozenset({"shift_labels", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """What a model's forward takes.
+    """Arguments of a model's forward.
 
     Attributes:
-        names: of its arguments, in order; None if they are not known.
+        names: names of the arguments, in order; None if they are not known.
     """
 
     names: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, model: Any) -> ForwardInputs:
-        """Read those of a model, or of the model inside an adapter or a wrapper; of a config or None, nothing is known."""
+        """Read the arguments of a model, or of the model inside an adapter or a
+        wrapper; they are unknown for a config or None.
+        """
         if not isinstance(model, torch.nn.Module):
             return NO_INPUTS
         if callable(unwrap := getattr(model, "get_base_model", None)):  # of adapters
@@ -55,12 +59,13 @@ NO_INPUTS = ForwardInputs()
 
 
 def check_columns(row: Mapping[str, Any], tokens: int, read: Collection[str], inputs: ForwardInputs) -> None:
-    """Refuse what is not read of a row and may be an input of the model; warn of other numbers that there are for each token.
+    """Raise if a column is not read and may be an input of the model; warn
+    about other columns with a number per token.
 
     Args:
-        row, tokens: a row, and how many tokens it has.
+        row, tokens: a row, and its number of tokens.
         read: the columns that the caller reads.
-        inputs: of the model that is to train on it.
+        inputs: inputs of the model that trains on it.
 
     Raises:
         LayoutError: names the column.
@@ -76,7 +81,8 @@ def check_columns(row: Mapping[str, Any], tokens: int, read: Collection[str], in
 
 
 def check_column(name: str, read: Collection[str], inputs: ForwardInputs, *, numbers: bool) -> None:
-    """Refuse a column that is not read, by what is known of the model, else by whether it holds lists of `numbers`.
+    """Raise if a column that is not read is an input of the model or, for
+    an unknown model, has lists of `numbers`.
 
     Raises:
         LayoutError: names it.
@@ -100,7 +106,9 @@ def check_column(name: str, read: Collection[str], inputs: ForwardInputs, *, num
 
 
 def _has_numbers(value: Any) -> bool:
-    """Whether a value is a list, array or tensor of numbers, of any shape; numbers by themselves, texts and the like are not."""
+    """Return whether a value is a list, array or tensor of numbers, of any shape;
+    single numbers, texts and the like are not.
+    """
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return bool(value.ndim) and (isinstance(value, torch.Tensor) or value.dtype.kind in "iufcb")
     while isinstance(value, (list, tuple)) and len(value):
@@ -122,10 +130,11 @@ def _warn_of_column(name: str, read: tuple[str, ...]) -> None:
 
 
 def flat(values: Any, name: str, kinds: str = "iu") -> IntArray:
-    """Integers of a document, a list, array or tensor, as an int64 array; `kinds` are the numpy kinds of dtype that are taken.
+    """Convert integers of a document, a list, array or tensor, to int64;
+    `kinds` are the accepted numpy kinds of dtype.
 
     Raises:
-        LayoutError: if they are no flat row of integers; `name` says of what.
+        LayoutError: if they are no flat row of integers; calls them `name`.
     """
     try:
         row = values.numpy(force=True) if isinstance(values, torch.Tensor) else values

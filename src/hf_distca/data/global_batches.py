@@ -1,7 +1,7 @@
-"""Which documents make which global batch.
+"""Global batches: their documents, chosen by seed and epoch.
 
-A *global batch* is what all ranks train on in one micro-batch. Which tokens that are depends on the seed, the epoch and their
-number alone: any number of ranks trains on the same ones.
+A *global batch* holds the tokens of all ranks for one micro-batch. They depend only on the seed,
+the epoch and their number: any number of ranks trains on the same tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _OPEN = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """What a global batch holds: tokens [starts[i], ends[i]) of document ``documents[i]``, each piece a document of its own.
+    """Contents of a global batch: tokens [starts[i], ends[i]) of document
+    ``documents[i]``, each piece a document of its own.
 
     Attributes:
         documents: int64 index of each document; -1 for padding.
@@ -46,29 +47,34 @@ class Pieces:
 
     @property
     def lengths(self) -> IntArray:
-        """Tokens of each piece."""
+        """Number of tokens of each piece."""
         return self.ends - self.starts
 
 
 class GlobalBatches:
     """Cuts documents into global batches of equally many tokens, shuffled anew in each epoch.
 
-    With ``fill="cut"``, documents follow each other in the epoch's order and batches are filled to the token; the rest of a
-    document is a document of its own in the next batch. What is left at the end of an epoch, less than a batch, is dropped.
+    With ``fill="cut"``, documents follow each other in the epoch's order and batches are filled to
+    the token; the rest of a document is a document of its own in the next batch. The rest at the
+    end of an epoch, less than a batch, is dropped.
 
-    With ``fill="whole"``, documents stay whole. They are packed once and tightly; epochs differ in the order of the batches. What
-    stays free is padding. No document is dropped: one batch may be mostly padding.
+    With ``fill="whole"``, documents stay whole. They are packed once and tightly; epochs differ in
+    the order of the batches. Free space is padding. No document is dropped: one batch may be
+    mostly padding.
 
     Args:
-        lengths: tokens of each document. Documents of 0 tokens are left out.
-        tokens: of a global batch.
-        seed: epochs are shuffled by it; None for the order as given, the same in every epoch, as for evaluation.
+        lengths: number of tokens of each document. Documents of 0 tokens are left out.
+        tokens: number of tokens of a global batch.
+        seed: epochs are shuffled by it; None for the order as given, the same in every epoch, as
+            for evaluation.
         fill: how a batch is filled.
-        longer: what happens to documents that are longer than a global batch: they are cut, or refused.
+        longer: treatment of documents that are longer than a global batch: they are cut, or
+            refused.
         quiet: say nothing and show no progress bar.
 
     Raises:
-        LayoutError: if lengths are no whole numbers of at least 0, documents do not fill one batch, or one is too long.
+        LayoutError: if lengths are no whole numbers of at least 0, documents do not fill one batch,
+            or one is too long.
         ConfigError: if another argument is out of its range.
     """
 
@@ -112,7 +118,7 @@ class GlobalBatches:
         return {**self.__dict__, "_epoch": None}  # it is made faster than it travels
 
     def pieces(self, epoch: int, number: int) -> Pieces:
-        """What makes a global batch; an `IndexError` if there is no such batch."""
+        """Return the pieces of a global batch; raise `IndexError` if there is no such batch."""
         if not 0 <= number < len(self):
             raise IndexError(f"global batch {number} of {len(self)}")
         if self._epoch is None or self._epoch[0] != epoch:
@@ -149,7 +155,7 @@ class GlobalBatches:
         return Pieces(documents, starts, np.concatenate([start + length, padding]))
 
     def _meet_longer(self, longer: Longer, quiet: bool) -> None:
-        """Refuse or cut what is longer than a global batch."""
+        """Raise for documents that are longer than a global batch, or cut them."""
         long = np.flatnonzero(self._length > self.tokens)
         if not len(long):
             return
@@ -183,7 +189,8 @@ def _check_arguments(tokens: int, seed: int | None, fill: str, longer: str) -> N
 
 
 def _packed_whole(length: IntArray, order: IntArray, tokens: int, *, quiet: bool) -> tuple[IntArray, IntArray]:
-    """Put documents into batches in an order, each into the fullest open batch that has room for it.
+    """Pack documents into batches in an order, each into the
+    fullest open batch that has room for it.
 
     Returns:
         ``packed, offsets``: batch b holds the documents ``packed[offsets[b] : offsets[b + 1]]``.

@@ -1,4 +1,4 @@
-"""Pieces: what global batches hold of documents, and what ranks compare of them."""
+"""Pieces: the parts of documents in global batches, and the samples of them that ranks compare."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Piece:
     """Tokens [start, end) of a document, which are a document of their own in their global batch.
 
     Attributes:
-        row: the document: something that can be cut in slices for ``input_ids``, and for what else it has of ``labels``,
+        row: the document, with values that can be sliced: ``input_ids``, and possibly ``labels``,
             ``attention_mask``, ``position_ids`` and the masks of targets; empty for padding.
         start, end: in tokens of the document.
     """
@@ -39,7 +39,7 @@ class Piece:
     end: int
 
     def tokens(self, begin: int, end: int) -> IntArray:
-        """The tokens [begin, end) of the piece.
+        """Return the tokens [begin, end) of the piece.
 
         Raises:
             LayoutError: if they are padding that the document came with, or fewer than the document was said to have.
@@ -62,14 +62,16 @@ class Piece:
         return self._slice("input_ids", begin, end)
 
     def sample(self) -> IntArray:
-        """Tokens at the beginning, in the middle and at the end of the piece, as they come."""
+        """Return tokens at the beginning, in the middle and at the end of the piece, unchecked."""
         count = self.end - self.start
         middle, last = (max(0, begin) for begin in ((count - _TOKENS) // 2, count - _TOKENS))
         slices = [self._slice("input_ids", begin, min(begin + _TOKENS, count)) for begin in (0, middle, last)]
         return np.concatenate(slices)
 
     def labels(self, begin: int, end: int) -> IntArray:
-        """The labels of the tokens [begin, end) of the piece. See `targets_of` for a document without any."""
+        """Return the labels of the tokens [begin, end) of the piece; see
+        `targets_of` for a document without labels.
+        """
         if self._has("labels"):
             return self._slice("labels", begin, end)
         masks = [self._slice(name, begin, end, "iub") for name in MASKS if self._has(name)]
@@ -89,7 +91,7 @@ class Piece:
 
 
 def digest_of(pieces: Sequence[Piece]) -> int:
-    """A number below 2**56 that differs where some of the tokens of pieces do, of whatever integers they are."""
+    """Return a hash below 2**56 of some of the tokens of pieces, which may be any integers."""
     chosen = np.unique(np.linspace(0, max(len(pieces) - 1, 0), SAMPLED).astype(np.int64))
     samples = [pieces[index].sample() for index in chosen if index < len(pieces)]
     parts = [part.tobytes() for sample in samples for part in (np.array([len(sample)]), sample)]

@@ -1,4 +1,4 @@
-"""Documents, read so that a slice costs a slice, and how long they are."""
+"""Readers of documents, which read only slices of them, and their lengths."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class Reader:
     """Reads some of many documents.
 
     Args:
-        documents: a `datasets.Dataset`, of which nothing is copied before it is sliced, or a sequence of rows or of tokens.
-        column: where the tokens are.
-        inputs: of the model that trains on them.
+        documents: a `datasets.Dataset`, of which nothing is copied before it is sliced, or a
+            sequence of rows or of tokens.
+        column: column of the tokens.
+        inputs: inputs of the model that trains on them.
     """
 
     def __init__(self, documents: Any, column: str, inputs: ForwardInputs = NO_INPUTS) -> None:
@@ -39,7 +40,7 @@ class Reader:
         self._documents = documents
 
     def rows(self, numbers: IntArray) -> list[Mapping[str, Any]]:
-        """The documents of these numbers, as `Piece` takes them."""
+        """Return the documents of these numbers, as rows for `Piece`."""
         if not len(numbers):
             return []
         if not self._arrow:
@@ -50,7 +51,7 @@ class Reader:
         return [dict(zip(names.values(), row, strict=True)) for row in zip(*columns, strict=True)]
 
     def digest(self) -> int:
-        """A number that differs where documents do, by some of their tokens, which are the same ones on all ranks."""
+        """Return a hash of some tokens of some documents, the same ones on all ranks."""
         count = len(self._documents)
         chosen = np.random.PCG64(count).random_raw(SAMPLED) % np.uint64(count) if count > SAMPLED else np.arange(count)
         numbers = np.unique(np.append(chosen.astype(np.int64), [0, count - 1][:count]))
@@ -60,7 +61,9 @@ class Reader:
 
 
 def as_row(document: Any, column: str, number: int, inputs: ForwardInputs = NO_INPUTS) -> Mapping[str, Any]:
-    """A document that is its tokens, or a row with them in a column, as `Piece` takes it; `number` is for errors."""
+    """Convert a document, which is its tokens or a row with them in a column, to
+    a row for `Piece`; `number` is for errors.
+    """
     if not hasattr(document, "keys"):
         return {"input_ids": document}
     tokens = length_of(document, column, number)
@@ -77,7 +80,9 @@ _PACKED_ROW = (
 
 
 def _check_stored_columns(documents: Any, column: str, inputs: ForwardInputs) -> None:
-    """Check the columns of a `datasets.Dataset` as `as_row` checks a row, by what they store: rows are read in slices later."""
+    """Check the columns of a `datasets.Dataset` as `as_row` checks a row, by their
+    stored types: rows are read in slices later.
+    """
     names = [name for name in documents.column_names if name != column and name not in _READ]
     for name in names:
         stored = documents.data.column(name)
@@ -91,7 +96,7 @@ def _check_stored_columns(documents: Any, column: str, inputs: ForwardInputs) ->
 
 
 def _stores_numbers(kind: Any) -> bool:
-    """Whether an Arrow type is one of lists of numbers."""
+    """Return whether an Arrow type is one of lists of numbers."""
     import pyarrow as pa
 
     kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
@@ -102,12 +107,15 @@ def _stores_numbers(kind: Any) -> bool:
 
 
 def _others(names: Collection[str], column: str) -> list[str]:
-    """What is read of a row beside the column of its tokens."""
+    """List the columns of a row that are read beside that of its tokens."""
     return [name for name in (*sorted(COLUMNS - {"input_ids"}), "position_ids") if name in names and name != column]
 
 
 def _row_views(column: Any) -> list[np.ndarray | None]:
-    """Each list of an Arrow column as an array: a view where no value is missing. None for a missing list."""
+    """Return each list of an Arrow column as an array: a view where no value is missing.
+
+    None for a missing list.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -127,24 +135,27 @@ def _row_views(column: Any) -> list[np.ndarray | None]:
 
 
 def is_of(name: str, documents: object) -> bool:
-    """Whether documents are of a class of `datasets`, such as ``"Dataset"``."""
+    """Return whether documents are of a class of `datasets`, such as ``"Dataset"``."""
     datasets = sys.modules.get("datasets")  # nothing is of a package that was never imported
     return datasets is not None and isinstance(documents, getattr(datasets, name, ()))
 
 
 def document_lengths(documents: Any, column: str = "input_ids", lengths: Any = None, *, quiet: bool = False) -> IntArray:
-    """Tokens of each document: int64, as many as there are documents. A missing (null) document has 0.
+    """Return the number of tokens of each document: int64, as many as there are documents.
+
+    A missing (null) document has 0.
 
     Args:
-        documents: a `datasets.Dataset`, of which only the offsets of the column are read; or a sequence of documents, each
-            of which is read: a row with the column, or the tokens themselves.
-        column: where the tokens are.
+        documents: a `datasets.Dataset`, of which only the offsets of the column are read; or a
+            sequence of documents, each of which is read: a row with the column, or the tokens
+            themselves.
+        column: column of the tokens.
         lengths: the numbers, or the name of the column that holds them, if they are known.
         quiet: show no progress bar.
 
     Raises:
-        LayoutError: if there is no such column, it does not hold a flat list of integers a row, or lengths are not one whole
-            number of at least 0 a document.
+        LayoutError: if there is no such column, it does not hold a flat list of integers a row, or
+            lengths are not one whole number of at least 0 a document.
     """
     if isinstance(lengths, str):
         counts = _column_of_counts(documents, lengths)
@@ -178,7 +189,7 @@ def _column_of_counts(documents: Any, name: str) -> IntArray:
 
 
 def _from_offsets(documents: Any, column: str) -> IntArray:
-    """Arrow keeps where each list begins and ends beside the tokens."""
+    """Read lengths from the offsets that Arrow keeps for each list beside the tokens."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -196,7 +207,7 @@ def _from_offsets(documents: Any, column: str) -> IntArray:
 
 
 def _arrow_column(documents: Any, name: str) -> Any:
-    """The stored column; rows of the data set are some of its rows, see `_in_order`."""
+    """Return the stored column; the data set has some of its rows, see `_in_order`."""
     if name not in documents.column_names:
         raise LayoutError(
             f"the documents have no column {name!r}, only {', '.join(map(repr, documents.column_names)) or 'none'}."
@@ -205,13 +216,17 @@ def _arrow_column(documents: Any, name: str) -> Any:
 
 
 def _in_order(documents: Any, values: Any) -> Any:
-    """Values of stored rows as values of the data set's rows: `filter`, `shuffle` and `select` only note which rows they keep."""
+    """Pick the values of the data set's rows from those of stored rows: `filter`,
+    `shuffle` and `select` only note which they keep.
+    """
     indices = kept_rows(documents)
     return values if indices is None else values.take(indices.column(0))
 
 
 def length_of(document: Any, column: str, number: int) -> int:
-    """Tokens of a document, a row with the column or the tokens themselves; 0 of a missing one. `number` is for errors."""
+    """Return the number of tokens of a document, a row with the column or
+    the tokens themselves; 0 if it is missing.
+    """
     if hasattr(document, "keys"):
         if column not in document:
             raise LayoutError(f"document {number} has no {column!r}, only {', '.join(map(repr, document))}.")

@@ -1,4 +1,4 @@
-"""Shares: what each rank gets of each global batch."""
+"""Shares: the part of each rank in each global batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["InEpochs", "Shares", "cut_share"]
 
 
 class InEpochs:
-    """Has an epoch, in memory that loader workers share: they see what was set after they started."""
+    """An epoch number in memory that loader workers share: they see changes after they started."""
 
     def __init__(self) -> None:
         self.__setstate__({"_epoch": torch.zeros((), dtype=torch.int64, device="cpu")})
@@ -32,36 +32,39 @@ class InEpochs:
 
     @property
     def epoch(self) -> int:
-        """The epoch that items are of, or the next iteration."""
+        """Epoch of the items, or of the next iteration."""
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to another epoch: here, in copies, and in workers that run already."""
+        """Set the epoch: here, in copies, and in workers that run already."""
         self._epoch.fill_(epoch)
 
 
 class Shares(InEpochs):
-    """The shares of all global batches: item ``k * ranks + r`` is what rank r gets of global batch k.
+    """Shares of all global batches: item ``k * ranks + r`` is the
+    share of rank r in global batch k.
 
-    Read in this order by `ranks` processes with one item a batch, as accelerate does, each gets its own share. A share is a
-    dictionary of int64 tensors (tokens_per_rank,): ``input_ids``, ``position_ids`` (in the document), ``shift_labels``
-    (the label of the next token of the document, wherever that lies; -100 at its end), ``labels``, and ``distca_documents``,
-    which carries what was dealt. ``labels`` are -100 throughout, as shifting them would lose the target at every cut: a loss
-    that reads them trains on nothing rather than on something else. Only for one rank, where nothing is cut, they are each
-    token's own label.
-    It is also a transform of `datasets`: called with a batch of rows, it makes their ``input_ids``, numbers of items, into
+    Read in this order by `ranks` processes with one item a batch, as accelerate does, each gets its
+    own share. A share is a dictionary of int64 tensors (tokens_per_rank,): ``input_ids``,
+    ``position_ids`` (in the document), ``shift_labels`` (the label of the next token of the
+    document, wherever that lies; -100 at its end), ``labels``, and ``distca_documents``, which
+    carries the dealt layout. ``labels`` are -100 throughout, as shifting them would lose the target
+    at every cut: a loss that reads them trains on nothing rather than on something else. Only for
+    one rank, where nothing is cut, they are each token's own label. It is also a transform of
+    `datasets`: called with a batch of rows, it makes their ``input_ids``, numbers of items, into
     shares.
 
-    Copies share the epoch. Only the documents that overlap a share are read, and only the slices of it are kept. Beside them some
-    documents are read once, the same ones on all ranks, which compare what they read.
+    Copies share the epoch. Only the documents that overlap a share are read, and only the slices of
+    it are kept. In addition some documents are read once, the same ones on all ranks, and ranks
+    compare their tokens.
 
     Args:
-        documents: as `Reader` takes them.
-        batches: which pieces of them make which global batch.
-        dealing: how global batches are dealt, of as many tokens.
-        column: where the tokens are.
-        pad_token_id: what padding is made of.
-        inputs: of the model that trains on them.
+        documents: see `Reader`.
+        batches: the pieces of each global batch.
+        dealing: settings for dealing global batches of as many tokens.
+        column: column of the tokens.
+        pad_token_id: token of padding.
+        inputs: inputs of the model that trains on them.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class Shares(InEpochs):
         return cut_share(packed, overlapping, self.pad_token_id)
 
     def __call__(self, rows: Mapping[str, list[int]]) -> dict[str, list[Any]]:
-        """The shares of items, as a batch of rows of a `datasets.Dataset`."""
+        """Return the shares of items, as a batch of rows of a `datasets.Dataset`."""
         shares = [self[item] for item in rows["input_ids"]]
         return {name: [share[name] for share in shares] for name in shares[0]} if shares else {}
 
@@ -109,12 +112,13 @@ class Shares(InEpochs):
 
 
 def cut_share(packed: PackedDocuments, pieces: Mapping[int, Piece], pad_token_id: int = 0) -> dict[str, Any]:
-    """The share of one rank, as `Shares` describes it.
+    """Cut out the share of one rank, as `Shares` describes it.
 
     Args:
-        packed: the runs of tokens of this rank; ``documents`` are keys of `pieces`, ``starts`` positions in those.
+        packed: the runs of tokens of this rank; ``documents`` are keys of `pieces`, ``starts``
+            positions in those.
         pieces: the documents of the global batch of which this rank has tokens.
-        pad_token_id: what padding is made of.
+        pad_token_id: token of padding.
     """
     total, cut = sum(packed.lengths), packed.dealt is None or packed.dealt.ranks > 1
     ids = np.full(total, pad_token_id, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Shares of documents that come one after another."""
+"""Shares of documents that arrive in a stream."""
 
 from __future__ import annotations
 
@@ -22,26 +22,30 @@ __all__ = ["StreamedShares"]
 
 
 class StreamedShares(InEpochs, torch.utils.data.IterableDataset[Mapping[str, Any]]):
-    """Shares of documents without a length: global batches are filled to the token in the order in which documents come.
+    """Shares of documents without a length: global batches are filled to the
+    token in the order in which documents come.
 
-    The rest of a document is a document of its own in the next global batch. What does not fill one at the end is dropped. Every
-    rank reads all documents, and keeps one global batch at a time. The shares of all ranks come one after another: accelerate
-    takes every process its own out of those, and those of others are not made.
+    The rest of a document is a document of its own in the next global batch. A rest that does not
+    fill one at the end is dropped. Every rank reads all documents, and keeps one global batch at a
+    time. The shares of all ranks come one after another: accelerate picks each process's own, and
+    those of others are never computed.
 
-    With loader workers, worker w of W makes the global batches w, w + W, ..., so a loader yields all of them in order. Workers
-    divide the files of a `datasets.IterableDataset` among them, as it does by itself: each fills global batches of its own, and
-    the same number of workers is needed to go on later. Any other iterable yields all documents in each worker: what asks there
-    which worker it is in, as torch's docs teach it to divide its documents, finds that it is in none.
+    With loader workers, worker w of W makes the global batches w, w + W, ..., so a loader yields
+    all of them in order. Workers divide the files of a `datasets.IterableDataset` among them, as it
+    does by itself: each fills global batches of its own, and the same number of workers is needed
+    to go on later. Any other iterable yields all documents in each worker: code in it that divides
+    documents by torch's worker info, as torch's docs teach, finds that it is in no worker.
 
     Args:
-        documents: rows with a column of token ids (`labels` are used, if there are some), or token ids. They are iterated once an
-            epoch; their ``set_epoch`` is called, if they have one.
-        dealing: how global batches are dealt.
-        column: where the tokens are.
-        inputs: of the model that trains on them.
+        documents: rows with a column of token ids (`labels` are used, if there are some), or token
+            ids. They are iterated once an epoch; their ``set_epoch`` is called, if they have one.
+        dealing: settings for dealing global batches.
+        column: column of the tokens.
+        inputs: inputs of the model that trains on them.
 
     Raises:
-        ConfigError: if documents are an iterator, which ends with the first epoch, or a stream that is divided by rank.
+        ConfigError: if documents are an iterator, which ends with the first epoch, or a stream that
+            is divided by rank.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class StreamedShares(InEpochs, torch.utils.data.IterableDataset[Mapping[str, Any
         self.documents, self.dealing, self.column, self.inputs = documents, dealing, column, inputs
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to another epoch: here, and in workers that run already."""
+        """Set the epoch: here, and in workers that run already."""
         super().set_epoch(epoch)
         self._tell_documents(epoch)
 
@@ -102,7 +106,9 @@ class StreamedShares(InEpochs, torch.utils.data.IterableDataset[Mapping[str, Any
 
 
 def _undivided(documents: Iterable[Any]) -> Iterator[Any]:
-    """Documents of something that may divide them among loader workers, all of them in each."""
+    """Yield all documents in each loader worker, of an
+    iterable that may divide them among workers.
+    """
     if get_worker_info() is None:
         yield from documents
         return
@@ -118,7 +124,7 @@ def _undivided(documents: Iterable[Any]) -> Iterator[Any]:
 
 
 class _LateShare(Mapping[str, Any]):
-    """A share that is made when it is looked into: accelerate passes those of other ranks by."""
+    """A share that is computed on first access: accelerate skips those of other ranks."""
 
     def __init__(self, stream: StreamedShares, batch: tuple[int, int], rank: int, pieces: list[Piece]) -> None:
         self._stream, self._batch, self._rank, self._pieces = stream, batch, rank, pieces

@@ -1,4 +1,4 @@
-"""What keeps a model or ranks from training: each thing that was looked at is a `Finding`."""
+"""Checks of a model and of ranks before training: each thing that was looked at is a `Finding`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Finding", "State"]
 
 
 class State(StrEnum):
-    """How a finding is."""
+    """Verdict on a finding."""
 
     good = "good"
     note = "note"
@@ -18,14 +18,14 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that was looked at.
+    """Result of one check.
 
     Attributes:
-        section: what it is about.
-        name: what was looked at.
-        value: what was found.
-        state: how that is.
-        todo: what to do about it, None if there is nothing.
+        section: subject of the check.
+        name: the thing that was checked.
+        value: the result.
+        state: the verdict.
+        todo: advice; None if there is nothing to do.
     """
 
     section: str

@@ -24,21 +24,22 @@ _WINDOWS = ("sliding_window", "attention_window_size")
 
 @dataclass(frozen=True, slots=True)
 class ModelCounts:
-    """What predictions need to know of a model.
+    """Figures of a model that predictions need.
 
     Attributes:
         name: the file that describes it.
         hidden, layers, vocabulary: its sizes.
-        query_heads, key_value_heads, head_dim: of layers without a window, if there are any; the width is the mean of those of
-            keys and values.
-        feed_forward: width of the gated feed-forward layer that has as many weights as what a token meets beside attention in
-            the mean layer.
+        query_heads, key_value_heads, head_dim: of layers without a window, if there are any; the
+            width is the mean of those of keys and values.
+        feed_forward: width of a gated feed-forward layer with as many weights as a token meets
+            beside attention in the mean layer.
         tied: whether the output layer shares the embedding's weights.
-        window, windowed_layers: keys that a position sees in layers with a sliding window, and how many have it.
+        window, windowed_layers: keys that a position sees in layers with a sliding window, and how
+            many have it.
         head_norms: whether q and k go through norms.
-        attention_layers: how often core attention is computed.
-        weights: all of them.
-        active: those of the layers' matrices that a token meets.
+        attention_layers: number of computations of core attention.
+        weights: number of all weights.
+        active: number of weights of the layers' matrices that a token meets.
     """
 
     name: str
@@ -59,29 +60,31 @@ class ModelCounts:
 
 
 def count_model(path: Path) -> ModelCounts:
-    """Count what the model of a config.json has, of composite models the one that writes text.
+    """Count the weights and layers of the model of a config.json; of a composite
+    model, those of the part that writes text.
 
     Raises:
-        ConfigError: if there is no such file, distca does not support the model, or it has what is not counted.
+        ConfigError: if there is no such file, distca does not support the model, or it has parts
+            that cannot be counted.
     """
     config = read_config(str(path))
     try:
         check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
-        return _counts(str(path), config)
+        return _count_model(str(path), config)
     except (ConfigError, UnsupportedError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _counts(name: str, config: PreTrainedConfig) -> ModelCounts:
+def _count_model(name: str, config: PreTrainedConfig) -> ModelCounts:
     text = config.get_text_config(decoder=True)
-    model = _built(config, text)
-    layers, attention = _layers_of(model, text)
-    windows = [_window(text, layer) for layer, _ in attention]
+    model = _build_on_meta(config, text)
+    layers, attention = _find_layers(model, text)
+    windows = [_find_window(text, layer) for layer, _ in attention]
     if len(distinct := {window for window in windows if window is not None}) > 1:
         raise ConfigError(f"its layers have windows of {', '.join(map(str, sorted(distinct)))} keys: only one can be predicted.")
     shape = layer_keys(text, torch.bfloat16, "cpu")[0].shape
-    active = sum(_met_weights(layer, text) for layer in layers)
-    beside = active - sum(_met_weights(module, text) for _, module in attention)
+    active = sum(_count_met_weights(layer, text) for layer in layers)
+    beside = active - sum(_count_met_weights(module, text) for _, module in attention)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return ModelCounts(
         *(name, text.hidden_size, len(layers)),
@@ -98,8 +101,10 @@ def _counts(name: str, config: PreTrainedConfig) -> ModelCounts:
     )
 
 
-def _built(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedModel:
-    """The model that writes text, or the whole of it, on the meta device, where weights have sizes alone."""
+def _build_on_meta(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedModel:
+    """Build the model that writes text, or the whole of it, on the meta
+    device, where weights have sizes alone.
+    """
     for part in (text, config):
         try:
             with torch.device("meta"):
@@ -113,8 +118,10 @@ def _built(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedModel:
     raise ConfigError(f"transformers builds no {config.model_type!r} model that writes text of it: {reason}")
 
 
-def _layers_of(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[list[nn.Module], list[tuple[int, nn.Module]]]:
-    """The decoder's layers, and the modules of causal self-attention, each with the number of its layer."""
+def _find_layers(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[list[nn.Module], list[tuple[int, nn.Module]]]:
+    """Find the decoder's layers, and the modules of causal
+    self-attention, each with the number of its layer.
+    """
     attending = [
         (match[1], int(match[2]), module)
         for name, module in model.named_modules()
@@ -138,8 +145,10 @@ def _layers_of(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[list[nn.
     return layers, [(number, module) for _, number, module in attending]
 
 
-def _window(text: PreTrainedConfig, layer: int) -> int | None:
-    """Keys that a position sees in a layer of attention, None for all before it."""
+def _find_window(text: PreTrainedConfig, layer: int) -> int | None:
+    """Return the number of keys that a position sees in a layer of
+    attention, None for all before it.
+    """
     kinds = getattr(text, "layer_types", None)
     kind = kinds[layer] if kinds else "sliding"
     if "chunked" in kind:
@@ -150,8 +159,10 @@ def _window(text: PreTrainedConfig, layer: int) -> int | None:
     return next((value for name in _WINDOWS if isinstance(value := getattr(config, name, None), int)), None)
 
 
-def _met_weights(module: nn.Module, text: PreTrainedConfig) -> int:
-    """Weights of matrices that a token meets; what layers share counts in each of them."""
+def _count_met_weights(module: nn.Module, text: PreTrainedConfig) -> int:
+    """Count the weights of matrices that a token meets; weights
+    shared by layers count in each of them.
+    """
     met = 0.0
     for name, part in module.named_modules(remove_duplicate=False):
         weights = [weight for weight in part.parameters(recurse=False) if weight.dim() > 1]

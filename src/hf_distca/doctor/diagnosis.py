@@ -1,4 +1,4 @@
-"""`diagnose`: all findings, in the order in which they are told."""
+"""All findings, in the order in which they are reported."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from hf_distca.doctor import Finding, State
-from hf_distca.doctor.exchange import launched, tried, try_launched, versions
-from hf_distca.doctor.model import dtype_of, family, kernels, read_config
+from hf_distca.doctor.exchange import findings_from_exchange, is_launched, try_launched, versions
+from hf_distca.doctor.model import family, find_dtype, kernels, read_config
 from hf_distca.errors import DistCAError
 
-__all__ = ["diagnose", "speaks"]
+__all__ = ["diagnose", "is_reporting_rank"]
 
 
-def speaks() -> bool:
-    """Whether this process tells what was found: it is alone, or rank 0."""
-    return not launched() or os.environ["RANK"] == "0"
+def is_reporting_rank() -> bool:
+    """Return whether this process reports the findings: it is alone, or rank 0."""
+    return not is_launched() or os.environ["RANK"] == "0"
 
 
 def diagnose(
     model: str | None, dtype: str | None, *, timeout_seconds: float, say: Callable[[str], None] = lambda text: None
 ) -> list[Finding]:
-    """Look at everything. Under a launcher, all ranks must call it.
+    """Check everything. Under a launcher, all ranks must call it.
 
     Args:
         model: folder of a model, its config.json, or a name on the Hub; None for none.
-        dtype: in which attention computes; that of the model, or the usual one of the device, if None.
+        dtype: dtype in which attention computes; if None, that of the model, or the usual one of
+            the device.
         timeout_seconds: how long an exchange between ranks may take.
-        say: told what takes a while.
+        say: called with a message before a step that takes a while.
 
     Raises:
         ConfigError: if there is no such model or dtype.
@@ -39,18 +40,18 @@ def diagnose(
     config: PreTrainedConfig | None = None if model is None else read_config(model, say)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     findings = [] if config is None else list(family(config))
-    findings += kernels(config, dtype_of(dtype, config, device), device)
+    findings += kernels(config, find_dtype(dtype, config, device), device)
     backends = [name for name in ("nccl", "gloo", "mpi") if dist.is_available() and dist.is_backend_available(name)]
     findings.append(Finding("ranks", "backends of torch", ", ".join(backends) or "none"))
-    if launched():
-        return [*findings, *_of_launcher(timeout_seconds)]
+    if is_launched():
+        return [*findings, *_check_launcher(timeout_seconds)]
     todo = "start training with a launcher, so that there are ranks to share with; under it, -m hf_distca.cli doctor tries them"
     return [*findings, Finding("ranks", "attention group", "this process alone: no launcher started it", State.note, todo)]
 
 
-def _of_launcher(timeout_seconds: float) -> Iterator[Finding]:
+def _check_launcher(timeout_seconds: float) -> Iterator[Finding]:
     try:
-        yield from tried(try_launched(versions(), timeout_seconds))
+        yield from findings_from_exchange(try_launched(versions(), timeout_seconds))
     except (DistCAError, RuntimeError) as error:
         todo = (
             "look at the logs of the other ranks; check that all nodes reach MASTER_ADDR, and each other over the interface that "

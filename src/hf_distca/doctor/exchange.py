@@ -1,4 +1,4 @@
-"""An exchange between the ranks of a launcher, tried."""
+"""A trial exchange between the ranks of a launcher."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_distca.integration.session import Session
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.members import node_number
 
-__all__ = ["Tried", "exchange", "launched", "tried", "try_launched", "versions"]
+__all__ = ["ExchangeResult", "exchange", "is_launched", "findings_from_exchange", "try_launched", "versions"]
 
 _BYTES = 2**22  # of a message
 _ROUNDS = 5
@@ -30,15 +30,15 @@ _PACKAGES = ("hf-distca", "torch", "transformers", "accelerate", "numpy", "numba
 
 
 @dataclass(frozen=True)
-class Tried:
-    """An exchange that went well, seen from one rank.
+class ExchangeResult:
+    """Result of a successful exchange, seen from one rank.
 
     Attributes:
         nodes: a number for the node of each rank, as training tells nodes apart.
-        backend: that messages travelled over.
-        seconds: of the fastest exchange in which every rank sent `_BYTES` to every other.
-        versions: that differ between ranks: what each rank has, by package.
-        servers: how many of the ranks are servers of a pool.
+        backend: backend that messages travelled over.
+        seconds: time of the fastest exchange in which every rank sent `_BYTES` to every other.
+        versions: versions on each rank, by package, of packages whose versions differ.
+        servers: number of ranks that are servers of a pool.
     """
 
     nodes: tuple[int, ...]
@@ -48,13 +48,13 @@ class Tried:
     servers: int = 0
 
 
-def launched() -> bool:
-    """Whether a launcher started this process, and others."""
+def is_launched() -> bool:
+    """Return whether a launcher started this process, and others."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def versions() -> dict[str, str]:
-    """Versions of what ranks must have in common, by package, for those that are installed."""
+    """Return the versions of installed packages that ranks must have in common, by package."""
     installed = {"python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
@@ -62,8 +62,8 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def try_launched(has: Mapping[str, str], timeout_seconds: float) -> Tried:
-    """Exchange between the ranks of a launcher; all of them must call it.
+def try_launched(has: Mapping[str, str], timeout_seconds: float) -> ExchangeResult:
+    """Exchange messages between the ranks of a launcher; all of them must call it.
 
     Args:
         has: versions of this rank, by package.
@@ -84,15 +84,17 @@ def try_launched(has: Mapping[str, str], timeout_seconds: float) -> Tried:
     try:
         pool = Session.pool
         group = AttentionGroup.create(timeout_seconds=timeout_seconds) if pool is None else pool.group(None, timeout_seconds)
-        group.tell("try_exchange")
+        group.notify_servers("try_exchange")
         return exchange(has, torch.device("cuda" if cuda else "cpu"), group)
     finally:
         if started:
             dist.destroy_process_group()
 
 
-def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup) -> Tried:
-    """Through the communicators that training uses: every rank sends each other one a message that names them both."""
+def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup) -> ExchangeResult:
+    """Send one message from every rank to each other, which names both,
+    through the communicators that training uses.
+    """
     # As JSON and not as objects, which would be unpickled: whoever sends a pickle runs code in the process that reads it.
     text = json.dumps([node_number(), dict(has)]).encode()
     rows = group.gather(np.frombuffer(text, dtype=np.uint8).astype(np.int64), doing="telling node and versions")
@@ -101,8 +103,8 @@ def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup
     if data is None:
         raise RuntimeError("a group of one rank exchanges nothing")
     sizes = {rank: _BYTES for rank in range(size) if rank != group.rank}
-    sent = torch.cat([torch.full((_BYTES,), _mark(group.rank, rank), dtype=torch.uint8, device=device) for rank in sizes])
-    wanted = torch.cat([torch.full((_BYTES,), _mark(rank, group.rank), dtype=torch.uint8, device=device) for rank in sizes])
+    sent = torch.cat([torch.full((_BYTES,), _test_value(group.rank, rank), dtype=torch.uint8, device=device) for rank in sizes])
+    wanted = torch.cat([torch.full((_BYTES,), _test_value(rank, group.rank), dtype=torch.uint8, device=device) for rank in sizes])
     fastest = float("inf")
     for _ in range(_ROUNDS):
         received = torch.empty_like(wanted)
@@ -116,15 +118,15 @@ def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup
     by_package = {name: tuple(str(theirs.get(name, "missing")) for _, theirs in said) for name in names}
     differing = {name: by_rank for name, by_rank in by_package.items() if len(set(by_rank)) > 1}
     servers = 0 if group.holds is None else group.holds.count(False)
-    return Tried(tuple(int(node) for node, _ in said), data.process_group.name(), seconds, differing, servers)
+    return ExchangeResult(tuple(int(node) for node, _ in said), data.process_group.name(), seconds, differing, servers)
 
 
-def _mark(source: int, destination: int) -> int:
+def _test_value(source: int, destination: int) -> int:
     return (source * 31 + destination) % 251
 
 
-def tried(outcome: Tried) -> Iterator[Finding]:
-    """What an exchange between the ranks of a launcher says of them."""
+def findings_from_exchange(outcome: ExchangeResult) -> Iterator[Finding]:
+    """Yield the findings of an exchange between the ranks of a launcher."""
     ranks, nodes = len(outcome.nodes), len(set(outcome.nodes))
     sizes = sorted(set(Counter(outcome.nodes).values()))
     where = f"{nodes} node{'s' if nodes > 1 else ''}, {' or '.join(map(str, sizes))} on each"

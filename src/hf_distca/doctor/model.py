@@ -1,4 +1,4 @@
-"""A model: whether its family is supported and how, and which kernel runs its attention."""
+"""Checks of a model: the support of its family, and the kernel that runs its attention."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hf_distca.doctor import Finding, State
 from hf_distca.errors import ConfigError, DistCAError, UnsupportedError
 from hf_distca.input_files import read_file
 from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop, layer_keys, why_whole
-from hf_distca.kernels import Case, Scores, faster_kernel, is_slow, survey
+from hf_distca.kernels import Case, Scores, is_slow, list_candidates, suggest_faster_kernel
 
-__all__ = ["dtype_of", "family", "kernels", "read_config"]
+__all__ = ["find_dtype", "family", "kernels", "read_config"]
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -26,14 +26,14 @@ _USUAL_WIDTH = 128  # of a head, where no model is given
 
 
 def read_config(name: str, say: Callable[[str], None] = lambda text: None) -> PreTrainedConfig:
-    """The config of a model.
+    """Read the config of a model.
 
     Args:
         name: folder of a model, its config.json, or a name on the Hub.
-        say: told what takes a while.
+        say: called with a message before a step that takes a while.
 
     Raises:
-        ConfigError: if there is none, or it is of no model that transformers knows.
+        ConfigError: if there is none, or if transformers does not know the model.
     """
     path = Path(name)
     if not name or path.is_dir():
@@ -43,7 +43,7 @@ def read_config(name: str, say: Callable[[str], None] = lambda text: None) -> Pr
                 f"there is no config.json in {path.parent}: give the folder of a model, its config.json, or a name on the Hub."
             )
     if path.is_file():
-        return _of_file(path)
+        return _read_config_file(path)
     if name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1:
         raise ConfigError(
             f"there is no file or folder {name}: give the folder of a model, its config.json, or a name on the Hub."
@@ -58,9 +58,9 @@ def read_config(name: str, say: Callable[[str], None] = lambda text: None) -> Pr
     return config
 
 
-def _of_file(path: Path) -> PreTrainedConfig:
+def _read_config_file(path: Path) -> PreTrainedConfig:
     try:
-        data: Any = json.loads(read_file(path), object_hook=_with_floats)
+        data: Any = json.loads(read_file(path), object_hook=_read_floats)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}.") from error
     except ValueError as error:
@@ -82,15 +82,18 @@ def _of_file(path: Path) -> PreTrainedConfig:
     return config
 
 
-def _with_floats(values: dict[str, Any]) -> Any:
-    """An object of a config, or the number that transformers writes as one, because JSON has no infinity."""
+def _read_floats(values: dict[str, Any]) -> Any:
+    """Return an object of a config, or the number that transformers
+    writes as one, because JSON has no infinity.
+    """
     if values.keys() == {"__float__"} and values["__float__"] in ("Infinity", "-Infinity", "NaN"):
         return float(values["__float__"])
     return values
 
 
-def dtype_of(name: str | None, config: PreTrainedConfig | None, device: torch.device) -> torch.dtype:
-    """The dtype of a name; without one that of a model, or else the usual one of a device.
+def find_dtype(name: str | None, config: PreTrainedConfig | None, device: torch.device) -> torch.dtype:
+    """Return the dtype of a name; without a name that of a model,
+    or else the usual one of a device.
 
     Raises:
         ConfigError: if there is none of that name.
@@ -106,7 +109,9 @@ def dtype_of(name: str | None, config: PreTrainedConfig | None, device: torch.de
 
 
 def family(config: PreTrainedConfig) -> Iterator[Finding]:
-    """Whether distca computes this family exactly, and what of it works."""
+    """Yield findings on whether distca computes this family
+    exactly, and which features work with it.
+    """
     kind = config.model_type
     try:
         check_family(kind, encoder_decoder=config.is_encoder_decoder)
@@ -125,10 +130,10 @@ def family(config: PreTrainedConfig) -> Iterator[Finding]:
         yield Finding("model", "ping-pong", "layers may run as nano-batches" if kind in PING_PONG else "its layers stay whole")
         whole = why_whole(kind)
         yield Finding("model", "documents over ranks", "exact" if whole is None else f"refused: {whole}")
-    yield from _settings(config)
+    yield from _check_config(config)
 
 
-def _settings(config: PreTrainedConfig) -> Iterator[Finding]:
+def _check_config(config: PreTrainedConfig) -> Iterator[Finding]:
     try:
         check_layerdrop(config)
     except UnsupportedError as error:
@@ -142,7 +147,9 @@ def _settings(config: PreTrainedConfig) -> Iterator[Finding]:
 
 
 def kernels(config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.device) -> Iterator[Finding]:
-    """Which kernel runs each kind of layers of a model, and why none that comes before it."""
+    """Yield findings on the kernel that runs each kind of layers of a
+    model, and on why earlier kernels cannot.
+    """
     softcap = None if config is None else getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
     cases: list[tuple[str, Case]] = []
     if config is None:
@@ -158,16 +165,16 @@ def kernels(config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.d
             named = f"heads of {widths[0]}" + (f", window {key.window}" if key.window else "") + (", softcap" if softcap else "")
             cases.append((named, Case(device, dtype, *widths, Scores(1.0, key.window, softcap or None), key.shape.ratio)))
     for named, case in dict.fromkeys(cases):
-        yield from _case(named, case)
+        yield from _check_case(named, case)
 
 
-def _case(named: str, asked: Case) -> Iterator[Finding]:
-    looked_at, dtype, device = survey(asked), asked.dtype, asked.device
+def _check_case(named: str, asked: Case) -> Iterator[Finding]:
+    looked_at, dtype, device = list_candidates(asked), asked.dtype, asked.device
     running = next((name for name, reason in looked_at if reason is None), None)
     case = f"{named}, {str(dtype).removeprefix('torch.')} on {device.type}"
     before = [(name, reason) for name, reason in looked_at if reason is not None]
     slow = running is not None and is_slow(running, dtype) and len(looked_at) > 1
-    todo = f"{case}: {faster}" if running and (faster := faster_kernel(running, device)) else None
+    todo = f"{case}: {faster}" if running and (faster := suggest_faster_kernel(running, device)) else None
     if running is None or slow:
         todo = f"{case}: only a slow kernel fits. {'; '.join(f'{name}: {reason}' for name, reason in before)}"
         if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):

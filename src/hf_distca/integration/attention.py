@@ -32,7 +32,8 @@ __all__ = ["distca_attention"]
 
 
 def _unseen(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention that neither compilers nor checkpointing policies see. Where neither is at work, that takes two questions.
+    """Hide attention from compilers and checkpointing policies;
+    without either this costs only two checks.
 
     Compiled, the exchanges would be traced with the shapes of one micro-batch: the graph breaks here instead.
 
@@ -92,19 +93,23 @@ def distca_attention(
 
     Args:
         module: the attention module; ``module.training`` decides whether other ranks take part.
-        query, key, value: (batch, heads, length, width), key and value with un-repeated heads for GQA.
+        query, key, value: (batch, heads, length, width); key and value have un-repeated heads for
+            GQA.
         attention_mask: the handle made by the mask function.
         scaling: factor on QK^T, ``head_dim ** -0.5`` if None.
-        sliding_window: keys that a token sees at most, its own included, unless the mask has a window.
+        sliding_window: keys that a token sees at most, its own included, unless the mask has a
+            window.
         softcap: bound of the scores, as in Gemma 2.
         s_aux: (query heads,) logits of attention sinks, as in gpt-oss; may require a gradient.
-        kwargs: ``position_ids``, ``cu_seq_lens_q`` and ``distca_documents`` say where documents start; the last given decides.
+        kwargs: ``position_ids``, ``cu_seq_lens_q`` and ``distca_documents`` say where documents
+            start; the last given decides.
 
     Returns:
-        (batch, length, query heads, value width) in value's dtype, and None for the weights. Padding gets 0.
+        (batch, length, query heads, value width) in value's dtype, and None for the weights.
+        Padding gets 0.
 
     Raises:
-        UnsupportedError: names what distca would compute wrongly, and the way out.
+        UnsupportedError: names the argument that distca would compute wrongly, and a remedy.
     """
     if isinstance(attention_mask, ForeignMask):
         attention_mask.refuse()
@@ -141,11 +146,11 @@ def _first_of_alike(
     said: tuple[float | None, int | None, float | None],
     kwargs: dict[str, Any],
 ) -> AlikeLayers:
-    """Find out what layers have in common that are called like this one, the first of them: a plan, a kernel.
+    """Prepare the plan and the kernel for the first of several layers that are called alike.
 
     Args:
-        module, handle, kwargs: as in `distca_attention`.
-        states: query, key and value as transformers lays them out.
+        module, handle, kwargs: see `distca_attention`.
+        states: query, key and value in transformers' layout.
         said: scaling, sliding window and softcap.
     """
     query, key, value = states
@@ -185,7 +190,9 @@ def _sink(module: torch.nn.Module, s_aux: torch.Tensor, heads: int) -> torch.Ten
 
 
 def _as_rows(states_BHLD: torch.Tensor, dtype: torch.dtype, keep: torch.Tensor | None) -> torch.Tensor:
-    """What transformers lays out as (batch, heads, length, width), as rows of tokens without padding: (tokens, heads, width)."""
+    """Convert (batch, heads, length, width) to rows of tokens
+    without padding: (tokens, heads, width).
+    """
     if states_BHLD.dtype != dtype:
         states_BHLD = states_BHLD.to(dtype)
     rows_THD = states_BHLD.transpose(1, 2).flatten(0, 1)
@@ -193,7 +200,7 @@ def _as_rows(states_BHLD: torch.Tensor, dtype: torch.dtype, keep: torch.Tensor |
 
 
 def _as_batch(o_THV: torch.Tensor, query_BHLD: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
-    """Rows of tokens as (batch, length, heads, width), with 0 for padding."""
+    """Convert rows of tokens to (batch, length, heads, width), with 0 for padding."""
     batch, heads, length, _ = query_BHLD.shape
     if keep is not None:
         o_THV = o_THV.new_zeros((batch * length, *o_THV.shape[1:])).index_copy(0, keep, o_THV)
@@ -201,16 +208,19 @@ def _as_batch(o_THV: torch.Tensor, query_BHLD: torch.Tensor, keep: torch.Tensor 
 
 
 def _common_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.dtype:
-    """The dtype to compute in: under autocast what it says, else the widest, for models that rotate in float32."""
+    """Return the dtype to compute in: that of autocast, else the
+    widest, for models that rotate in float32.
+    """
     if torch.is_autocast_enabled(query.device.type) and value.dtype != torch.float64:
         return torch.get_autocast_dtype(query.device.type)
     return torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
 
 
 def _attend_to_cache(module: torch.nn.Module, inputs: Inputs, mask: CachedMask, scores: Scores) -> torch.Tensor:
-    """Attention to cached keys with a dense mask: sdpa, or plain operations where scores are capped or a sink takes weight.
+    """Attend to cached keys with a dense mask: by sdpa, or by plain operations
+    if scores are capped or there is a sink.
 
-    The inputs are as transformers lays them out: (batch, heads, length, width).
+    The inputs are in transformers' layout: (batch, heads, length, width).
     """
     dense, (query, key, value, sink_H, *_) = mask.as_subclass(torch.Tensor), inputs
     if scores.softcap is None and sink_H is None:
@@ -229,7 +239,8 @@ def _attend_to_cache(module: torch.nn.Module, inputs: Inputs, mask: CachedMask, 
 
 
 def _check_cached(module: torch.nn.Module, mask: torch.Tensor | None, documents: object) -> CachedMask:
-    """Check that a mask which is no handle is that of a batch that is read with a cache, and return it.
+    """Check that a mask other than a handle belongs to a batch that
+    is read with a cache, and return it.
 
     Packed documents are refused in such a batch: its cache is full before training, as in prefix tuning.
     """
@@ -271,7 +282,7 @@ def _check_states(module: torch.nn.Module, states: Sequence[torch.Tensor], handl
 
 
 def _check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Check what may differ between layers that are called alike."""
+    """Check arguments that may differ between layers that are called alike."""
     if dropout and module.training:
         name, setting = type(module).__name__, _dropout_setting(getattr(module, "config", None), dropout)
         raise UnsupportedError(f"{name} has attention dropout {dropout}: set {setting}=0.0 in the model's config.")
@@ -291,7 +302,7 @@ def _refuse_weights(module: torch.nn.Module) -> NoReturn:
 
 
 def _check_unknown(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
-    """Check arguments of which it is not known that they leave attention as it is."""
+    """Raise for arguments that are not known to leave attention unchanged."""
     # What the attention of a proven family passes by itself was seen when it was compared. A switch beside that came with the
     # call of the model, and is for somebody else, such as the loss. Numbers and tensors may change what attention computes.
     proven = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", "")) in EQUAL
@@ -305,6 +316,8 @@ def _check_unknown(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
 
 
 def _dropout_setting(config: object, dropout: float) -> str:
-    """What a config calls its attention dropout: `attn_pdrop` in GPT-2, `attention_probs_dropout_prob` in BERT."""
+    """Find the name of attention dropout in a config: `attn_pdrop` in GPT-2,
+    `attention_probs_dropout_prob` in BERT.
+    """
     equal = [name for name, value in vars(config).items() if "drop" in name and value == dropout] if config is not None else []
     return next((name for name in equal if "att" in name), equal[0] if equal else "attention_dropout")

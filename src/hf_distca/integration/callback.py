@@ -33,27 +33,34 @@ _ENOUGH = 20  # micro-batches in which nothing was moved, to say so
 
 
 class DistCACallback(TrainerCallback):
-    """Adds the balance of core attention to the logs of a Trainer: console, ``state.log_history`` and every reporter.
+    """Adds the balance of core attention to the logs of a Trainer: console,
+    ``state.log_history`` and every reporter.
 
-    The page "Figures" says what each of them means. TensorBoard, W&B and trackio show them with the ``train/`` that transformers
-    puts before the names of all training logs: ``train/distca/imbalance_measured_after``. They hold the figures of rank 0. A row
-    is about the micro-batches since the row before, ``distca/micro_batches`` of them; those after the last log are in the row
-    that the Trainer ends with. Ranks gather what they measured at the end of steps that log, as the Trainer does with the loss.
+    The page "Figures" explains each of them. TensorBoard, W&B and trackio show them with the
+    ``train/`` that transformers puts before the names of all training logs:
+    ``train/distca/imbalance_measured_after``. They hold the figures of rank 0. A row covers the
+    micro-batches since the previous row, ``distca/micro_batches`` of them; micro-batches after the
+    last log are in the row that the Trainer ends with. Ranks gather their measurements at the end
+    of steps that log, as the Trainer does with the loss.
 
-    All ranks have it or none: before the first step it meets the others, to agree on the group. It works best in
-    ``Trainer(callbacks=[...])``. Added later, its settings hold from the first event that it sees. It moves in front of the
-    reporters, which would not see what it adds behind them; `DistCATrainerMixin` puts it there, and back after training.
+    All ranks have it or none: before the first step it meets the others, to agree on the group. It
+    works best in ``Trainer(callbacks=[...])``. Added later, its settings hold from the first event
+    that it sees. It moves in front of the reporters, which would not see its figures otherwise;
+    `DistCATrainerMixin` puts it there, and back after training.
 
     Args:
-        config: settings, used from when the Trainer is made. Left out, they are those of `hf_distca.configure`, or the defaults;
-            never those of another callback.
-        trace_path: folder into which each rank writes a timeline of the third optimizer step, as `hf_distca.trace` does. The
-            page of ``hf-distca report`` reads those in ``args.output_dir``.
-        group: the ranks that share core attention, as `hf_distca.configure` takes them; by default those given there.
+        config: settings, used from when the Trainer is made. Left out, they are those of
+            `hf_distca.configure`, or the defaults; never those of another callback.
+        trace_path: folder into which each rank writes a timeline of the third optimizer step, as
+            `hf_distca.trace` does. The page of ``hf-distca report`` reads those in
+            ``args.output_dir``.
+        group: the ranks that share core attention, as for `hf_distca.configure`; by default the
+            group given there.
         summary: whether rank 0 prints the balance of the whole run after training.
-        record: whether rank 0 writes ``_distca_run.jsonl`` into ``args.output_dir``, from which ``hf-distca report`` makes a
-            page: what was logged, by rank, and the plans of the first micro-batch and of the worst one between two logs, about
-            a megabyte in all; "all" for every plan. That takes no collective, and reads nothing from the device.
+        record: whether rank 0 writes ``_distca_run.jsonl`` into ``args.output_dir``, from which
+            ``hf-distca report`` makes a page: the logged figures, by rank, and the plans of the
+            first micro-batch and of the worst one between two logs, about a megabyte in all; "all"
+            for every plan. This takes no collective, and reads nothing from the device.
     """
 
     def __init__(
@@ -78,11 +85,12 @@ class DistCACallback(TrainerCallback):
         self._given_up = False  # whether it was said that exchanges were
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Apply the settings: they hold for evaluation before training, too."""
+        """Apply the settings, also for evaluation before training."""
         self._apply_settings()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Apply the settings, refuse a model or a loader that distca is not for, and start counting.
+        """Apply the settings, raise for a model or a loader that distca
+        does not support, and start counting.
 
         Raises:
             UnsupportedError: if the model is refused by `hf_distca.prepare`, rank 0 reads packed documents for all ranks, or
@@ -103,10 +111,11 @@ class DistCACallback(TrainerCallback):
         self._judged = False
 
     def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Apply the settings if the callback was added too late to see an earlier event; refuse loaders as in training.
+        """Apply the settings if the callback was added too late for an
+        earlier event; check loaders as in training.
 
         Raises:
-            UnsupportedError: as `on_train_begin`.
+            UnsupportedError: see `on_train_begin`.
         """
         self._catch_up()
         loader = kwargs.get("eval_dataloader")
@@ -115,7 +124,7 @@ class DistCACallback(TrainerCallback):
             check_loader(loader, model=kwargs.get("model"), args=args, trainer=calling_trainer(self), evaluating=True)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Start recording the step that is traced."""
+        """Start recording, at the first step, and tracing, at the step to trace."""
         if not self._steps:
             self._catch_up()
             self._take_place(calling_trainer(self))
@@ -126,7 +135,8 @@ class DistCACallback(TrainerCallback):
             self._tracing.enter_context(trace(self.trace_path))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """After the first step, make sure that attention was called; after the traced one, write the trace; gather for a log.
+        """Check after the first step that attention was called; after the
+        traced one write the trace; gather for a log.
 
         Raises:
             UnsupportedError: if the model took the name "distca" and computes its attention without calling it.
@@ -143,7 +153,7 @@ class DistCACallback(TrainerCallback):
         self._judge(after=_ENOUGH)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Gather what ranks measured, if there will be a log."""
+        """Gather the measurements of ranks, if there will be a log."""
         _gather_for_a_log(control)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -159,7 +169,7 @@ class DistCACallback(TrainerCallback):
             sum_up((metrics_of(current_session()) - self._began).balance, session)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Add the figures to the logs of training steps, and to those that training ends with."""
+        """Add the figures to the logs of training steps, and to the final ones."""
         logs: dict[str, Any] | None = kwargs.get("logs")
         if not logs or not logs.keys() & {"loss", "train_loss"}:
             return
@@ -172,7 +182,9 @@ class DistCACallback(TrainerCallback):
             state.log_history[-1].update(figures)
 
     def _start_recording(self, args: TrainingArguments, step: int, model: torch.nn.Module | None) -> None:
-        """Record on rank 0, where there are ranks to share with; a training that failed may have left its own recorder."""
+        """Record on rank 0, if there are ranks to share with; a training that
+        failed may have left its own recorder.
+        """
         session = current_session()
         if self._recorder is not None:
             self._recorder.stop()
@@ -182,7 +194,9 @@ class DistCACallback(TrainerCallback):
             self._recorder.begin(args, step, model)
 
     def _judge(self, after: int) -> None:
-        """Say once why nothing was moved, if it was not, after so many micro-batches; and once that exchanges were given up."""
+        """Warn once that nothing was moved, after so many micro-batches, and
+        once that exchanges were given up; say why.
+        """
         session = current_session()
         done = (metrics_of(session) - self._began).balance
         reasons = [None if self._given_up else why_given_up(session)]
@@ -199,7 +213,9 @@ class DistCACallback(TrainerCallback):
         return self.config is not None or self.group is not None
 
     def _apply_settings(self) -> None:
-        """Make the settings those of the process, unless they are; without any, those of `configure`."""
+        """Apply the settings to the process, unless they are in force;
+        without any, use those of `configure`.
+        """
         if not self._has_settings or current_session() is not self._session:
             self._session = use_session(self.config, self.group)
 
@@ -222,7 +238,9 @@ class DistCACallback(TrainerCallback):
 
 
 def put_before_reporters(callback: DistCACallback, callbacks: list[TrainerCallback]) -> None:
-    """Put a callback behind what decides that a step logs: behind reporters it would change logs too late for them to see."""
+    """Put a callback right behind the one that decides which steps log: behind
+    reporters it would change logs too late.
+    """
     deciding = (place for place, other in enumerate(callbacks) if isinstance(other, DefaultFlowCallback))
     place = next(deciding, -1) + 1
     if callback in callbacks[place:]:
@@ -232,16 +250,17 @@ def put_before_reporters(callback: DistCACallback, callbacks: list[TrainerCallba
 
 
 def _gather_for_a_log(control: TrainerControl) -> None:
-    """Gather what ranks measured where the Trainer is about to gather the loss: there all ranks are known to come.
+    """Gather the measurements of ranks where the Trainer is about to gather
+    the loss, because all ranks come there.
 
-    Who logs may be rank 0 alone. The last step is followed by the log that training ends with.
+    Only rank 0 may log. The last step is followed by the log that training ends with.
     """
     if control.should_log or control.should_training_stop:
         current_session().gather()
 
 
 def _say_what_is_missing(model: torch.nn.Module) -> None:
-    """Warn of what makes distca do nothing."""
+    """Warn if distca has nothing to do."""
     if not distca_configs(model):
         _log.warning(
             'DistCACallback has nothing to do now: no part of this %s has attn_implementation="distca". Load the model with it.',

@@ -1,19 +1,24 @@
-"""What is read from the call stack: questions to which transformers gives no other answer, or not in every case.
+"""Facts read from the call stack that transformers gives in no other way, or not in every case.
 
-Read against transformers 5.23.0. Each question has its public way beside it, and that is tried first:
+Read against transformers 5.23.0. Each fact is listed with its public source, which is tried first:
 
-- Which model asks for a mask, for its device mesh and its layers: `hf_distca.prepare`, which `DistCACallback` calls for the model
-  of a Trainer. The stack is for those who change one argument and call nothing.
-- Which Trainer a callback belongs to, to stand in front of its reporters, or a forward is a step of, for its own loss:
-  `DistCATrainerMixin`, which is one.
-- Which position ids a ``create_..._mask`` was given, and which documents its model: no public way. Mask functions get the config
-  and no positions, and some models do not hand their keyword arguments on to attention.
-- Whether a forward is one of `generate`: no public way. A model in training mode can generate, too.
+- The model that asks for a mask, for its device mesh and its layers: `hf_distca.prepare`, which
+  `DistCACallback` calls for the model of a Trainer. The stack serves users who change one argument
+  and call nothing.
+- The Trainer of a callback, to stand in front of its reporters, or of a forward, for its own loss:
+  `DistCATrainerMixin`, which is a Trainer.
+- The position ids passed to a ``create_..._mask``, and the documents passed to its model: no public
+  source. Mask functions get the config and no positions, and some models do not hand their keyword
+  arguments on to attention.
+- Whether a forward is one of `generate`: no public source. A model in training mode can generate,
+  too.
 
-Where a frame is not found, as under another version or compiled, the answer is None or False and nothing fails here.
+Where a frame is not found, as under another version or compiled, the answer is None or False and
+nothing fails here.
 
-Before Python 3.13, reading the variables of a frame leaves a copy of them on it until its function returns. So they are read of
-frames that end soon, and of none of those that look: a loop whose variables were read would keep the logits of its last step.
+Before Python 3.13, reading the variables of a frame leaves a copy of them on it until its function
+returns. So they are read only from frames that end soon: a loop whose variables were read would
+keep the logits of its last step.
 """
 
 from __future__ import annotations
@@ -39,9 +44,11 @@ _STEPS = ("training_step", "prediction_step")
 
 
 class MaskCall:
-    """The call of a ``create_..._mask`` of transformers from inside which this is made; keep it no longer than that call.
+    """The call of a ``create_..._mask`` of transformers that this object is
+    made in; keep it no longer than that call.
 
-    The stack is walked once, for all questions. The frames of who makes this are not among those it holds, which would hold them.
+    The stack is walked once, for all facts. The caller's own frames are left out, to avoid a
+    reference cycle.
     """
 
     def __init__(self) -> None:
@@ -54,70 +61,86 @@ class MaskCall:
 
     @property
     def position_ids(self) -> torch.Tensor | None:
-        """The (batch, length) position ids it was given. Llama 4 and Persimmon pass none to attention."""
+        """Position ids that the mask was made with, (batch, length).
+
+        Llama 4 and Persimmon pass none to attention.
+        """
         positions = None if self._creator is None else self._creator.f_locals.get("position_ids")
         return positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
 
     @property
     def given_positions(self) -> torch.Tensor | None:
-        """The position ids of the innermost model: of some that hand none to the mask (RoBERTa), or hand none with three axes."""
+        """Position ids of the innermost model, for models that pass none to the
+        mask (RoBERTa), or none with three axes.
+        """
         return self._tensor("position_ids")
 
     @property
     def attention_mask(self) -> torch.Tensor | None:
-        """The mask of the innermost model in its own numbers, which transformers makes bool."""
+        """Mask of the innermost model in its own numbers, which transformers makes bool."""
         return self._tensor("attention_mask")
 
     @property
     def lacks_positions(self) -> bool:
-        """Whether the outermost model that names position ids was given none; what is inside may have made its own."""
+        """True if the outermost model with an argument position_ids got none;
+        modules inside may have made their own.
+        """
         names = [frame.f_locals for frame in self._models if "position_ids" in frame.f_locals]
         return bool(names) and names[-1]["position_ids"] is None
 
     @property
     def documents(self) -> Any:
-        """What the model was given as ``distca_documents``. Not all hand it on to attention (Nemotron, StableLM)."""
+        """Value of ``distca_documents`` passed to the model.
+
+        Not all models pass it on to attention (Nemotron, StableLM).
+        """
         return _given("distca_documents", self._models)
 
     @property
     def generating(self) -> bool:
-        """Whether `generate` led here."""
+        """True if `generate` is among the callers."""
         return _generate() in [frame.f_code for frame in self._frames]
 
     @property
     def in_data_parallel(self) -> bool:
-        """Whether a thread of `torch.nn.DataParallel` led here, which runs a replica of the model."""
+        """True if a thread of `torch.nn.DataParallel`, which runs a
+        replica of the model, is among the callers.
+        """
         return torch.nn.parallel.parallel_apply.__code__.co_filename in [frame.f_code.co_filename for frame in self._frames]
 
     @property
     def trainer(self) -> Trainer | None:
-        """The Trainer whose step led here, of training or of evaluation."""
+        """Trainer whose training or evaluation step is among the callers."""
         steps = (frame.f_locals.get("self") for frame in self._frames if frame.f_code.co_name in _STEPS)
         return cast("Trainer | None", next((trainer for trainer in steps if hasattr(trainer, "callback_handler")), None))
 
     def models(self) -> Iterator[PreTrainedModel]:
-        """The models whose forwards led here, from the inside out."""
+        """Yield the models whose forwards are among the callers, from the inside out."""
         for frame in self._models:
             yield frame.f_locals["self"]
 
     def _tensor(self, name: str) -> torch.Tensor | None:
-        """A variable of the innermost model, if it is a tensor."""
+        """Return a variable of the innermost model, if it is a tensor."""
         value = self._models[0].f_locals.get(name) if self._models else None
         return value if isinstance(value, torch.Tensor) else None
 
 
 def given_documents(frame: FrameType | None = None) -> Any:
-    """What the innermost model that has it, above a frame or the caller, was given as ``distca_documents``; None if none was."""
+    """Return the ``distca_documents`` passed to the innermost model, above a
+    frame or the caller, that got any; else None.
+    """
     return given_to_model("distca_documents", frame)
 
 
 def given_to_model(name: str, frame: FrameType | None = None) -> Any:
-    """What the innermost model that has it, above a frame or the caller, was given under a name; None if none was."""
+    """Return an argument of the innermost model, above a frame or
+    the caller, that got it; else None.
+    """
     return _given(name, _of_models(_callers(frame or inspect.currentframe())))
 
 
 def _given(name: str, models: Iterable[FrameType]) -> Any:
-    """What the first of these forwards of models that has it was given under a name; None if none was."""
+    """Return a named argument of the first of these forwards of models that got it; else None."""
     for model in models:
         for value in model.f_locals.values():
             if isinstance(value, dict) and value.get(name) is not None:
@@ -126,17 +149,19 @@ def _given(name: str, models: Iterable[FrameType]) -> Any:
 
 
 def is_in_model() -> bool:
-    """Whether the forward of a model led here."""
+    """Return whether the forward of a model is among the callers."""
     return next(_of_models(_callers(inspect.currentframe())), None) is not None
 
 
 def is_compiled() -> bool:
-    """Whether compiled code led here: what it resumes after a break, as at every attention, has a name of its own."""
+    """Return whether compiled code is among the callers: code that it resumes after a
+    break, as at every attention, has a special name.
+    """
     return any("torch_dynamo_resume" in frame.f_code.co_name for frame in _callers(inspect.currentframe()))
 
 
 def calling_trainer(callback: TrainerCallback) -> Trainer | None:
-    """The Trainer in which a callback is called."""
+    """Return the Trainer in which a callback is called."""
     here = inspect.currentframe()
     for frame in _callers(None if here is None else here.f_back):
         trainer = frame.f_locals.get("self")
@@ -154,13 +179,16 @@ def _generate() -> CodeType:
 
 
 def _of_models(frames: Iterable[FrameType]) -> Iterator[FrameType]:
-    """Those that are forwards of models. What torch.compile resumes is named after what it compiled."""
+    """Select the frames that are forwards of models.
+
+    Code that torch.compile resumes is named after the compiled function.
+    """
     named = (frame for frame in frames if "forward" in frame.f_code.co_name)
     return (frame for frame in named if isinstance(frame.f_locals.get("self"), PreTrainedModel))
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and those that called it, from the inside out."""
+    """Yield a frame and those that called it, from the inside out."""
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -1,4 +1,6 @@
-"""Loaders and Trainers that would hand ranks other batches than distca needs, or make another loss of them, refused by name."""
+"""Checks of loaders and Trainers: errors for those that give ranks wrong
+batches, or compute another loss of them.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +40,18 @@ def check_loader(
     trainer: Trainer | None = None,
     evaluating: bool = False,
 ) -> None:
-    """Refuse what would not give every rank its own batches and shares, or not train on shares as one process would.
+    """Raise if a loader does not give every rank its own batches and shares, or
+    training on shares would differ from one process.
 
     Args:
         loader: prepared by accelerate or a plain one of torch; None passes.
-        model: that trains or evaluates, if it is known.
-        args: of the Trainer, if there is one.
-        trainer: itself, if it was found.
+        model: the model that trains or evaluates, if it is known.
+        args: arguments of the Trainer, if there is one.
+        trainer: the Trainer, if it was found.
         evaluating: whether the loader is for evaluation.
 
     Raises:
-        UnsupportedError: says what was seen, and what to set.
+        UnsupportedError: names the cause, and the setting to change.
     """
     shares = None if loader is None else shares_of(loader)
     check_reader(loader, shares is not None)
@@ -66,10 +69,11 @@ def check_loader(
 
 
 def check_evaluation(trainer: Trainer) -> None:
-    """Refuse evaluation sets of shares that a Trainer would not evaluate as one process does, before it trains.
+    """Raise before training if a Trainer would not evaluate its
+    evaluation sets of shares as one process does.
 
     Raises:
-        UnsupportedError: says what was seen, and what to set.
+        UnsupportedError: names the cause, and the setting to change.
     """
     given = trainer.eval_dataset
     for dataset in given.values() if isinstance(given, dict) else (given,):
@@ -83,14 +87,15 @@ def check_evaluation(trainer: Trainer) -> None:
 
 
 def check_sharing(trainer: Trainer, ranks: int) -> None:
-    """Refuse a Trainer that would not train on what `share_tokens` deals as it would on what its ranks have drawn.
+    """Raise if a Trainer would train differently on micro-batches that
+    `share_tokens` deals than on those its ranks drew.
 
     Args:
-        trainer: about to train.
-        ranks: of the attention group; one alone keeps what it has drawn.
+        trainer: the Trainer, before it trains.
+        ranks: number of ranks of the attention group; a single one keeps its own batches.
 
     Raises:
-        UnsupportedError: says what was seen, and what to set.
+        UnsupportedError: names the cause, and the setting to change.
     """
     whole = "leave shares_tokens out"
     wrong = *_wrong_loss(trainer.args, trainer, ranks), *_wrong_model(trainer.model, ranks, whole, f"To keep them whole, {whole}")
@@ -98,10 +103,11 @@ def check_sharing(trainer: Trainer, ranks: int) -> None:
 
 
 def check_dealing(trainer: Trainer, ranks: int, evaluating: bool) -> None:
-    """Refuse a Trainer that would not train on documents dealt to `ranks` ranks, or evaluate on them, as one process would.
+    """Raise if a Trainer would not train, or evaluate, on documents dealt
+    to `ranks` ranks as one process would.
 
     Raises:
-        UnsupportedError: says what was seen, and what to set.
+        UnsupportedError: names the cause, and the setting to change.
     """
     whole = "Train without hf_distca.deal, which keeps documents whole"
     wrong = (
@@ -121,10 +127,12 @@ _checked: WeakKeyDictionary[object, set[bool]] = WeakKeyDictionary()  # Trainers
 
 
 def check_step(call: MaskCall, dealt: Dealt) -> None:
-    """Refuse what `check_loader` refuses in the first forward with a share, for those who have no `DistCACallback`.
+    """Make the checks of `check_loader` in the first forward with a
+    share, for users without `DistCACallback`.
 
     Raises:
-        UnsupportedError: as `check_loader`; in backward, if the loss of a loop without a Trainer reads `labels`.
+        UnsupportedError: see `check_loader`; in backward, if the loss of a loop without a Trainer
+            reads `labels`.
     """
     *_, model = call.models()
     trainer = call.trainer
@@ -159,7 +167,10 @@ def _warn_of_routers(model: PreTrainedModel, ranks: int) -> None:
 
 
 def _wrong_loss(args: TrainingArguments | None, trainer: Trainer | None, ranks: int) -> Wrong:
-    """What makes another loss of shares than of whole documents. On one rank, nothing is cut."""
+    """Yield reasons why the loss of shares would differ from that of whole documents.
+
+    On one rank, nothing is cut.
+    """
     if ranks == 1:
         return
     missing = "`labels`, which lack the targets where documents are cut"
@@ -187,7 +198,9 @@ def _wrong_loss(args: TrainingArguments | None, trainer: Trainer | None, ranks: 
 
 
 def _wrong_model(model: torch.nn.Module | None, ranks: int, alone: str, whole: str) -> Wrong:
-    """What makes a model compute something else of a document that is cut; `alone` and `whole` say how to have none cut."""
+    """Yield reasons why a model would compute a cut document
+    differently; `alone` and `whole` are remedies.
+    """
     if model is None or ranks == 1:
         return
     configs = distca_configs(model)

@@ -48,31 +48,39 @@ def deal(
 ) -> AnyTrainer:
     """Deal the documents of a Trainer to its ranks, so that they may be longer than one rank holds.
 
-    Call it between the Trainer and its ``train()``, on every rank, with the same arguments. All ranks together then train on
-    global batches of ``ranks * tokens_per_rank`` tokens, as `document_shares` describes them. Model, seed, dtype, accumulation,
-    epochs and workers are the Trainer's. It changes what must be changed: the data set, the collator, batches of one share, read
-    in order; and it adds `DistCACallback` if there is none. The settings are those of the callback, or of
-    `hf_distca.configure`.
+    Call it between the Trainer and its ``train()``, on every rank, with the same arguments. All
+    ranks together then train on global batches of ``ranks * tokens_per_rank`` tokens, as
+    `document_shares` describes them. Model, seed, dtype, accumulation, epochs and workers are the
+    Trainer's. Only the data set, the collator, the batch size (one share) and the order of reading
+    change; and `DistCACallback` is added if there is none. The settings are those of the callback,
+    or of `hf_distca.configure`.
 
-    Documents are rows with ``input_ids``. What they say about targets holds: ``labels``, ``completion_mask`` and
-    ``assistant_masks``. Rows that were packed already, which have ``seq_lengths`` or ``position_ids``, are taken apart again.
+    Documents are rows with ``input_ids``. Their targets stay the same: ``labels``,
+    ``completion_mask`` and ``assistant_masks``. Rows that were packed already, which have
+    ``seq_lengths`` or ``position_ids``, are taken apart again.
 
     Args:
-        trainer: of transformers, TRL's `SFTTrainer`, or a subclass.
-        tokens_per_rank: tokens of each rank in a micro-batch. It takes the place of the batch size.
-        evaluation: whether to deal the evaluation set, too: in its own order, and with all ranks evaluating together.
-        fill: ``"cut"`` to fill global batches to the token, ``"whole"`` for whole documents and some padding.
-        longer: whether documents that are longer than a global batch are cut (``"cut"``) or refused (``"refuse"``).
-        collator: ``"replace"`` to replace a collator of your own, too. Otherwise it is refused, as it may say which tokens are
-            targets; those of transformers and TRL read rows as they are read here.
+        trainer: a Trainer of transformers, TRL's `SFTTrainer`, or a subclass.
+        tokens_per_rank: tokens of each rank in a micro-batch. It replaces the batch size.
+        evaluation: whether to deal the evaluation set, too: in its own order, and with all ranks
+            evaluating together.
+        fill: ``"cut"`` to fill global batches to the token, ``"whole"`` for whole documents and
+            some padding.
+        longer: whether documents that are longer than a global batch are cut (``"cut"``) or refused
+            (``"refuse"``).
+        collator: ``"replace"`` to replace a collator of your own, too. Otherwise it is refused, as
+            it may say which tokens are targets; those of transformers and TRL read rows as they are
+            read here.
 
     Returns:
         The same Trainer.
 
     Raises:
-        ConfigError: if an argument is out of its range, there is nothing to deal, or it is dealt already.
-        UnsupportedError: if this Trainer would train on something else than one process does, with what to set instead.
-        LayoutError: if rows are no documents.
+        ConfigError: if an argument is out of its range, there is nothing to deal, or it is dealt
+            already.
+        UnsupportedError: if this Trainer would train on other data than one process does; names a
+            remedy.
+        LayoutError: if rows are not documents.
     """
     _check_kind(trainer)
     args, rows = trainer.args, trainer.train_dataset
@@ -108,7 +116,7 @@ def deal(
 
 
 def _deal_evaluation(trainer: Trainer, make: Callable[[Any], Any]) -> None:
-    """Deal the evaluation set, or each one of several that have names."""
+    """Deal the evaluation set, or each of several named ones."""
     given = trainer.eval_dataset
     if isinstance(given, dict):
         trainer.eval_dataset = {name: make(_documents(trainer, rows)) for name, rows in given.items()}
@@ -118,7 +126,9 @@ def _deal_evaluation(trainer: Trainer, make: Callable[[Any], Any]) -> None:
 
 
 def deal_before_training(tokens_per_rank: int) -> None:
-    """Have every Trainer of this process deal its documents when its training begins, if they are not dealt then."""
+    """Make every Trainer of this process deal its documents when its
+    training begins, if they are not dealt by then.
+    """
     train = Trainer.train
 
     @wraps(train)
@@ -131,7 +141,7 @@ def deal_before_training(tokens_per_rank: int) -> None:
 
 
 def _check_kind(trainer: Trainer) -> None:
-    """Refuse TRL's Trainers of other methods by name."""
+    """Raise for TRL's Trainers of other methods."""
     of_trl = [base.__name__ for base in type(trainer).__mro__ if base.__module__.partition(".")[0] == "trl"]
     if of_trl and "SFTTrainer" not in of_trl:
         raise UnsupportedError(
@@ -141,7 +151,7 @@ def _check_kind(trainer: Trainer) -> None:
 
 
 def _callback_of(trainer: Trainer, evaluation: bool) -> DistCACallback:
-    """The Trainer's callback, with its settings in force."""
+    """Return the Trainer's callback, with its settings in force."""
     callbacks = trainer.callback_handler.callbacks
     callback = next((callback for callback in callbacks if isinstance(callback, DistCACallback)), None)
     if callback is None:
@@ -154,7 +164,7 @@ def _callback_of(trainer: Trainer, evaluation: bool) -> DistCACallback:
 
 
 def _documents(trainer: Trainer, rows: Any) -> Any:
-    """Rows of one document each."""
+    """Return rows of one document each."""
     if rows is None:
         raise ConfigError(f"evaluation=True, and this {type(trainer).__name__} has no eval_dataset: give it one.")
     names = getattr(rows, "column_names", None) or []
@@ -166,7 +176,7 @@ def _documents(trainer: Trainer, rows: Any) -> Any:
 
 
 def _take_apart(rows: Mapping[str, list[Any]], inputs: ForwardInputs) -> dict[str, list[Any]]:
-    """The documents of a batch of packed rows, as a batch of rows."""
+    """Split a batch of packed rows into a batch of documents."""
     features = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
     documents = [document for feature in features for document in documents_of(feature, inputs)]
     for document in documents:
@@ -191,7 +201,7 @@ def _read_shares(trainer: Trainer, shares: Any) -> None:
 
 
 def _words(shares: Shares | StreamedShares, lengths: IntArray | None, targets: Targets | None, accumulation: int) -> str:
-    """What is dealt, in three lines; of a stream, what is known of it."""
+    """Describe the dealt documents in three lines; of a stream, the known facts."""
     dealing = shares.dealing
     ranks = f"{dealing.ranks} {'ranks' if dealing.ranks > 1 else 'rank'} with {dealing.tokens_per_rank:,} tokens each"
     together = "" if accumulation == 1 else f", {accumulation} in each optimizer step"

@@ -1,7 +1,7 @@
-"""Losses of evaluations on shares: means over the targets of all ranks, whichever Trainer computes them.
+"""Losses of evaluations on shares: means over the targets of all ranks, for every Trainer.
 
-Trainers average over batches, and TRL's over ranks, too: a rank with few targets, or a last batch of which most is padding, would
-weigh as much as any other.
+Trainers average over batches, and TRL's over ranks, too: a rank with few targets, or a last batch
+that is mostly padding, would weigh as much as any other.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ __all__ = ["evaluate_by_targets"]
 
 
 def evaluate_by_targets(trainer: Trainer, loop: Callable[[], EvalLoopOutput], prefix: str) -> EvalLoopOutput:
-    """Run an evaluation loop of a Trainer over shares, and put the mean over targets in the place of its loss.
+    """Run an evaluation loop of a Trainer over shares, and replace
+    its loss by the mean over targets.
 
-    Every rank must call it. Beside what the loop does, it takes one small collective at the end.
+    Every rank must call it. It adds one small collective at the end of the loop.
 
     Args:
-        trainer: whose loop it is.
+        trainer: the Trainer of the loop.
         loop: the loop, which needs no arguments.
-        prefix: of its metrics.
+        prefix: prefix of its metrics.
     """
     sums = _Sums()
     with wrapped(trainer, "compute_loss", sums.note_items), wrapped(trainer, "prediction_step", sums.add):
@@ -41,7 +42,7 @@ def evaluate_by_targets(trainer: Trainer, loop: Callable[[], EvalLoopOutput], pr
 
 
 class _Sums:
-    """Losses of this rank's batches, and what each was divided by."""
+    """Losses of this rank's batches, and their divisors."""
 
     def __init__(self) -> None:
         self._given: list[torch.Tensor | int | None] = []  # the targets of all ranks, if the Trainer divided by them
@@ -64,7 +65,7 @@ class _Sums:
         return (loss, *rest)
 
     def mean(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> float | None:
-        """The mean over the targets of all batches of all ranks, None if there were none."""
+        """Return the mean over the targets of all batches of all ranks, None if there were none."""
         if not self._rows:
             return None
         total, items = gather(torch.stack(self._rows)).double().sum(dim=0).tolist()

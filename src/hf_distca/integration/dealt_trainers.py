@@ -1,7 +1,8 @@
-"""Trainers on dealt documents: their first loss is looked at, and the losses of their evaluations are means over targets.
+"""Trainers on dealt documents: their first loss is checked, and the losses
+of their evaluations are means over targets.
 
-It holds for every Trainer of the process, as people who make shares themselves need not tell distca which one trains on them. Of
-the two methods that are wrapped, both public, subclasses call the base: TRL's do.
+This applies to every Trainer of the process, because users who make shares themselves need not name
+the Trainer. Both wrapped methods are public, and subclasses such as TRL's call the base class.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ __all__ = ["follow_trainers"]
 
 
 def follow_trainers() -> None:
-    """Have Trainers do on dealt documents what one process does; nothing while nobody has imported them."""
+    """Make Trainers treat dealt documents as one process does; do nothing
+    while transformers' Trainer is not imported.
+    """
     count_shifted_targets()
     if "transformers.trainer" in sys.modules:
         _follow()

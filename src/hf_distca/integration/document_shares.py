@@ -54,54 +54,68 @@ def document_shares(
     pad_token_id: int = 0,
     placement: Placement = "dealt",
 ) -> Dataset | StreamedShares:
-    """Documents, dealt to ranks: equal tokens on every rank, about equal attention, and no document too long for it.
+    """Deal documents to ranks: equal tokens on every rank, about equal
+    attention, and no document too long for it.
 
-    All ranks together train on global batches of ``ranks * tokens_per_rank`` tokens. Which documents make one depends on the
-    seed, the epoch and this number. Each is dealt to the ranks, a long document to several of them, and planned, where it is
-    loaded: in the loader's workers, if there are some. Item ``k * ranks + r`` is what rank r gets of global batch k, so items
-    must be read in order, one a batch, each rank its own: with `PackingCollator` and
+    All ranks together train on global batches of ``ranks * tokens_per_rank`` tokens. The documents
+    of a batch depend on the seed, the epoch and this number. Each is dealt to the ranks, a long
+    document to several of them, and planned, where it is loaded: in the loader's workers, if there
+    are some. Item ``k * ranks + r`` is rank r's share of global batch k, so items must be read in
+    order, one a batch, each rank its own: with `PackingCollator` and
     ``TrainingArguments(per_device_train_batch_size=1, train_sampling_strategy="sequential")``.
 
-    Call it with the same arguments on every rank, before or after `TrainingArguments` or an `Accelerator` is made.
+    Call it with the same arguments on every rank, before or after `TrainingArguments` or an
+    `Accelerator` is made.
 
     Args:
-        documents: a `datasets.Dataset` with a column of token ids, or any sequence of rows with that column or of token ids;
-            `labels` of rows are used, -100 among them for tokens that are not trained on. Without a length, documents are
-            streamed, see below.
-        tokens_per_rank: tokens of each rank in a micro-batch.
-        model: the model, or its config: documents are dealt for its attention. Columns that the model takes are read or refused.
-        shapes: instead of a model, (shape, window or None) of each kind of layer, without a window first.
-        ranks: how many ranks share attention; all processes, or as many of them as `config` puts in a group, if not given.
-            Tensor-parallel ranks count once. Each group of ranks trains on global batches of its own: item ``k * ranks + r`` is
-            then what rank r of a group gets of batch k, and the groups take batches in turns.
-        ranks_per_node: ranks of a node, on which a document rather lies; as torchrun or `accelerate launch` started them, if
-            neither this nor `ranks` is given.
-        dtype: in which attention computes, as ``torch.bfloat16`` with ``TrainingArguments(bf16=True)``. If not given, that of the
-            mixed precision that an `Accelerator` or `accelerate launch` was told of, else the model's.
-        device: type of the device that trains; that of accelerate, if not given, or the one that accelerate would choose.
-        config: settings to train with; those given to `hf_distca.configure`, if not given. ``cost_model="calibrated"`` deals by
-            built-in figures, and plans are made in the step.
-        seed: epochs are shuffled by it; None for the order as given in every epoch, as for evaluation.
-        fill: ``"cut"`` to fill global batches to the token: what is left of a document goes on in the next as a document of its
-            own, and what is left of an epoch is dropped. ``"whole"`` for whole documents, and padding in the few free places.
-        longer: whether documents that are longer than a global batch are cut (``"cut"``) or refused (``"refuse"``).
-        column: where the token ids are.
-        lengths: tokens of each document, or the name of the column that has them, where they are known. Not needed for a
-            `datasets.Dataset` of token ids, which knows them without being read.
-        pad_token_id: what padding is made of.
-        placement: ``"in order"`` puts documents on ranks one after another, cut where a rank is full, to see what dealing
-            changes: the same global batches, tokens and numbers.
+        documents: a `datasets.Dataset` with a column of token ids, or any sequence of rows with
+            that column or of token ids; `labels` of rows are used, -100 among them for tokens that
+            are not trained on. Without a length, documents are streamed, see below.
+        tokens_per_rank: number of tokens of each rank in a micro-batch.
+        model: the model, or its config: documents are dealt for its attention. Columns that the
+            model takes are read or refused.
+        shapes: instead of a model, (shape, window or None) of each kind of layer, without a window
+            first.
+        ranks: number of ranks that share attention; all processes, or as many of them as `config`
+            puts in a group, if not given. Tensor-parallel ranks count once. Each group of ranks
+            trains on global batches of its own: item ``k * ranks + r`` is then the share of rank r
+            of a group in batch k, and the groups take batches in turns.
+        ranks_per_node: number of ranks of a node; documents are kept on one node if possible. If
+            neither this nor `ranks` is given, it is read from torchrun or `accelerate launch`.
+        dtype: dtype of attention, such as ``torch.bfloat16`` with ``TrainingArguments(bf16=True)``.
+            If not given, the mixed precision of an `Accelerator` or `accelerate launch`, else the
+            model's dtype.
+        device: type of the device that trains; if not given, accelerate's device, or the device
+            that it would choose.
+        config: settings to train with; those given to `hf_distca.configure`, if not given.
+            ``cost_model="calibrated"`` deals by built-in figures, and plans are made in the step.
+        seed: epochs are shuffled by it; None for the order as given in every epoch, as for
+            evaluation.
+        fill: ``"cut"`` to fill global batches to the token: the rest of a document becomes a
+            document of its own in the next batch, and the rest of an epoch is dropped. ``"whole"``
+            for whole documents, and padding in the few free places.
+        longer: whether documents that are longer than a global batch are cut (``"cut"``) or refused
+            (``"refuse"``).
+        column: column of the token ids.
+        lengths: numbers of tokens of the documents, or the name of their column, if they are known.
+            Not needed for a `datasets.Dataset` of token ids, which knows them without being read.
+        pad_token_id: token of padding.
+        placement: ``"in order"`` puts documents on ranks one after another, cut where a rank is
+            full, as a baseline for dealing: global batches, tokens and numbers are the same.
 
     Returns:
-        A `datasets.Dataset` that makes shares when they are read; `datasets` must be installed. With the shares come
-        ``shift_labels``, which models of transformers take: ``labels`` cannot be shifted where a document is cut.
+        A `datasets.Dataset` that makes shares when they are read; `datasets` must be installed.
+        Shares contain ``shift_labels``, an argument of transformers' models, because ``labels``
+        cannot be shifted where a document is cut.
 
-        For documents without a length, a `StreamedShares`, a torch `IterableDataset`, filled in the order in which they come.
-        It takes no `seed`, `fill`, `longer` or `lengths`, and needs ``max_steps`` and ``{"dispatch_batches": False}``.
+        For documents without a length, a `StreamedShares`, a torch `IterableDataset`, filled in the
+        order in which they come. It takes no `seed`, `fill`, `longer` or `lengths`, and needs
+        ``max_steps`` and ``{"dispatch_batches": False}``.
 
     Raises:
-        ConfigError: if an argument is out of its range, or neither a model that can be read nor shapes are given.
-        LayoutError: if documents have no tokens, too few for one global batch, or not such a column.
+        ConfigError: if an argument is out of its range, or neither a model that can be read nor
+            shapes are given.
+        LayoutError: if documents have no tokens, too few for one global batch, or no such column.
     """
     config = config or current_session().config
     launched = ranks is None and ranks_per_node is None
@@ -124,9 +138,11 @@ def document_shares(
 
 
 def lazy_dataset(shares: Shares) -> Dataset:
-    """The numbers of items, which a transform makes into shares when they are read.
+    """Make a data set of the numbers of items; a transform makes
+    them into shares when they are read.
 
-    Their column bears a name that every model takes, so that no Trainer removes it as unused.
+    Their column has the name of an argument of every model, so that no Trainer removes it as
+    unused.
     """
     import pyarrow as pa
     from datasets import Dataset  # an extra, and slow to import
@@ -137,7 +153,9 @@ def lazy_dataset(shares: Shares) -> Dataset:
 
 
 def shares_of(dataset: object) -> Shares | StreamedShares | None:
-    """The shares that a data set or a loader reads, whatever the Trainer, TRL or accelerate wrapped around them; None if none."""
+    """Return the shares that a data set or a loader reads, under any wrappers of
+    Trainer, TRL or accelerate; None if there are none.
+    """
     while dataset is not None:
         if isinstance(dataset, Shares | StreamedShares):
             return dataset
@@ -148,7 +166,10 @@ def shares_of(dataset: object) -> Shares | StreamedShares | None:
 
 
 def _launched_processes() -> int:
-    """How many processes train. Asking accelerate would start them, with other timeouts than a Trainer made later asks for."""
+    """Return the number of processes that train.
+
+    Accelerate would answer, but start them with other timeouts than a Trainer made later.
+    """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1))
@@ -162,7 +183,10 @@ def _training_device() -> str:
 
 
 def _mixed_dtype() -> torch.dtype | None:
-    """That of mixed precision, if an Accelerator or its launcher was told of it; what `TrainingArguments` say cannot be found."""
+    """Return the mixed-precision dtype configured in accelerate, if any.
+
+    `TrainingArguments` cannot be found.
+    """
     mixed = AcceleratorState().mixed_precision if is_initialized() else os.environ.get("ACCELERATE_MIXED_PRECISION")
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed or "no")
 
@@ -174,7 +198,10 @@ def _given_keys(shapes: Sequence[tuple[AttentionShape, int | None]], device: str
 
 
 def _check_stream(seed: int | None, fill: Fill, longer: Longer, lengths: Any) -> None:
-    """Refuse what needs to know all documents before the first is trained on. The default seed shuffles nothing here."""
+    """Raise for options that need to know all documents before training.
+
+    The default seed shuffles nothing here.
+    """
     if fill != "cut" or longer != "cut" or seed or lengths is not None:
         raise ConfigError(
             f"seed={seed!r}, fill={fill!r}, longer={longer!r} and lengths={lengths!r} for documents without a length: they are "

@@ -1,8 +1,9 @@
-"""Which model families distca is proven for, which it refuses, and why.
+"""Model families for which distca is proven, and those it refuses, with reasons.
 
-The lists, in families.txt, are written by `tests/models/generate.py`, which runs a tiny model of every causal-LM type of
-transformers and compares it with transformers' own attention; a test fails where the lists and a new run differ. Below them is
-what plans need to know of a model before its first step: the kinds of attention layers that its config tells of.
+The lists, in families.txt, are written by `tests/models/generate.py`, which runs a tiny model of
+every causal-LM type of transformers and compares it with transformers' own attention; a test fails
+where the lists and a new run differ. This file also derives from a config, for plans before the
+first step, the kinds of attention layers of a model.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ __all__ = [
 
 
 def _read_table() -> dict[str, list[str]]:
-    """The model types of each group."""
+    """Read the model types of each group."""
     table: dict[str, list[str]] = {}
     model_types: list[str] = []
     for line in (files(__package__) / "families.txt").read_text(encoding="utf-8").splitlines():
@@ -98,17 +99,18 @@ WHOLE = {name: group for group in WHOLE_REASONS for name in _TABLE[group]}
 
 
 def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> None:
-    """Refuse a family that distca does not compute exactly.
+    """Raise for a family that distca does not compute exactly.
 
-    Families that are not in the table (models outside transformers, parts of larger models, newer releases) pass: the arguments
-    of every attention call are checked too.
+    Families that are not in the table (models outside transformers, parts of larger models, newer
+    releases) pass: the arguments of every attention call are checked too.
 
     Args:
-        model_type: of the model's config.
-        encoder_decoder: whether the model is an encoder with a decoder; the table is about causal language models alone.
+        model_type: type in the model's config.
+        encoder_decoder: whether the model is an encoder with a decoder; the table is about causal
+            language models alone.
 
     Raises:
-        UnsupportedError: says why, and what to use.
+        UnsupportedError: with the reason, and a remedy.
     """
     group = FAMILIES.get(model_type or "")
     reason = _ENCODER_DECODER if encoder_decoder else REASONS.get(str(group))
@@ -119,12 +121,14 @@ def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> No
 
 
 def why_whole(model_type: str | None) -> str | None:
-    """Why each document of a family must lie in one piece on one rank; None if it need not, or the family is not in the table."""
+    """Return why documents of a family must lie in one piece on one rank; None
+    if they need not, or the family is unknown.
+    """
     return WHOLE_REASONS.get(WHOLE.get(model_type or "", ""))
 
 
 def why_unsegmented(model_type: str | None) -> str | None:
-    """As `why_whole`, of a model that did not say by itself where documents begin, as `recurrent_layers` lets it."""
+    """Like `why_whole`, for models that gave no document boundaries to their `recurrent_layers`."""
     return WHOLE_REASONS["CARRIES_STATE"] if FAMILIES.get(model_type or "") == "PACKED" else why_whole(model_type)
 
 
@@ -133,7 +137,9 @@ _READING_MASKS = {"biogpt": "count positions by it", "opt": "count positions by 
 
 
 def why_unnumbered(model_type: str | None, config: PreTrainedConfig | None) -> str | None:
-    """Why a mask must not number the documents of a row for a model; None if attention alone reads it, and keeps them apart."""
+    """Return why a mask must not number documents for a model; None if only
+    attention reads it, and keeps documents apart.
+    """
     if FAMILIES.get(model_type or "") != "PROVEN":
         return "it is not proven that attention alone reads it"
     if getattr(config, "output_router_logits", False):
@@ -143,10 +149,10 @@ def why_unnumbered(model_type: str | None, config: PreTrainedConfig | None) -> s
 
 
 def check_numbered(model_type: str | None, unnumbered: str | None) -> None:
-    """Refuse a mask that numbers documents, for a reason that `why_unnumbered` gave.
+    """Raise for a mask that numbers documents, if `why_unnumbered` gave a reason.
 
     Raises:
-        UnsupportedError: gives the reason, and what to set.
+        UnsupportedError: with the reason, and a remedy.
     """
     if unnumbered is not None:
         raise UnsupportedError(
@@ -160,7 +166,8 @@ _LAYERDROP = ("layerdrop", "layer_drop", "decoder_layerdrop", "encoder_layerdrop
 
 
 def check_layerdrop(config: PreTrainedConfig | None) -> None:
-    """Refuse a model that is to train with LayerDrop: ranks share the attention of each layer, and each would skip others.
+    """Raise for a model with LayerDrop: ranks share the attention of
+    each layer, and each would skip others.
 
     Raises:
         UnsupportedError: names the attribute of the config and its value.
@@ -175,7 +182,7 @@ def check_layerdrop(config: PreTrainedConfig | None) -> None:
 
 
 def warn_of_family(model_type: str | None) -> None:
-    """Warn, once a family, that nobody has compared it with another attention."""
+    """Warn, once a family, that it was never compared with another attention."""
     if model_type is not None and model_type not in FAMILIES and model_type not in _TRIED_PARTS:
         warn_once(
             "%s models were never compared under distca with another attention. The arguments of every attention call are "
@@ -198,9 +205,10 @@ _PACKED = {
 
 
 def warn_of_packing(model_type: str | None) -> None:
-    """Warn, once a family, that attention keeps packed documents apart and the rest of the model does not.
+    """Warn, once a family, that attention keeps packed documents
+    apart but the rest of the model does not.
 
-    For models that did not say by themselves where documents begin, as `recurrent_layers` lets them.
+    For models that gave no document boundaries to their `recurrent_layers`.
     """
     text = _PACKED.get(FAMILIES.get(model_type or "", ""))
     if text is not None:
@@ -208,14 +216,16 @@ def warn_of_packing(model_type: str | None) -> None:
 
 
 def check_parts(model_type: str | None, whole: str | None) -> None:
-    """Refuse documents in several parts, where attention would be right and something else in the model would not.
+    """Raise for documents in several parts, if attention would be right
+    but other parts of the model would not.
 
     Args:
-        model_type: of the model; of one that nobody has tried so, a warning is logged, once a family.
-        whole: why its documents must not be cut; None if they may be.
+        model_type: type of the model; for families never tried in this way, a warning is logged
+            once.
+        whole: reason why its documents must not be cut; None if they may be.
 
     Raises:
-        UnsupportedError: gives the reason.
+        UnsupportedError: with the reason.
     """
     if whole is not None:
         raise UnsupportedError(
@@ -235,20 +245,21 @@ _WIDTHS = ("hidden_size", "d_model", "n_embd")
 
 
 def layer_keys(model: Any, dtype: torch.dtype | None, device: str) -> list[PlanKey]:
-    """The plan of each kind of layer, those without a window first.
+    """Return the plan key of each kind of layer, those without a window first.
 
-    What a config does not say is found at the first forward: plans for such layers are made there. Args and raises: as
-    `layer_counts`.
+    Layers that a config does not describe are found at the first forward: their plans are made
+    there. Arguments and errors are those of `layer_counts`.
     """
     return list(layer_counts(model, dtype, device))
 
 
 def layer_counts(model: Any, dtype: torch.dtype | None, device: str) -> dict[PlanKey, int]:
-    """How many layers have each plan, those without a window first; 1 if all layers are of one kind.
+    """Count the layers of each plan key, those without a window first; 1 if all layers are of one kind.
+
 
     Args:
-        model: a config, of composite models that of all parts, or a model that has one.
-        dtype: in which attention computes; that of the model if None, or float32 if it has none.
+        model: a config (of a composite model, the config of all parts), or a model with a config.
+        dtype: dtype of attention; the model's if None, or float32 if it has none.
         device: type of the device that computes it.
 
     Raises:
@@ -274,9 +285,10 @@ def layer_counts(model: Any, dtype: torch.dtype | None, device: str) -> dict[Pla
 
 
 def known_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
-    """The cost model that layers of a kind are planned with, before anything is measured.
+    """Return the cost model for plans of a kind of layers, before anything is measured.
 
-    That of the settings, for the key's shape and window, or built-in figures for its device.
+    This is the cost model of the settings, for the key's shape and window, or built-in figures for
+    its device.
     """
     if isinstance(config.cost_model, CostModel):
         return replace(config.cost_model, shape=key.shape, window=key.window)
@@ -286,13 +298,18 @@ def known_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
 
 
 def source_of_rates(config: DistCAConfig) -> CostSource:
-    """Where rates come from at first: the `cost_model` of the settings, unless it is timed and times are not to count."""
+    """Return the initial source of rates: the `cost_model` of the settings, unless
+    it is timed and torch must be deterministic.
+    """
     timed = config.cost_model == "calibrated"
     return "analytic" if timed and torch.are_deterministic_algorithms_enabled() else config.cost_model
 
 
 def _key(config: Any, kind: str | None, element_bytes: int, device: str) -> PlanKey | None:
-    """The plan of layers of a kind, None if they are no attention. Without kinds, all layers have the window, if there is one."""
+    """Return the plan key of layers of a kind; None if they are not attention.
+
+    Without kinds, all layers have the window, if any.
+    """
     if kind is not None and ("linear" in kind or not ("attention" in kind or "hybrid" in kind)):
         return None
     window = chunk = None
@@ -323,7 +340,7 @@ def _shape(config: Any, element_bytes: int) -> AttentionShape:
 
 
 def _first(config: Any, *names: str) -> int | None:
-    """The first of these attributes that is a number."""
+    """Return the first of these attributes that is a number."""
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
 
 

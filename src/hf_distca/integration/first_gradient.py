@@ -1,4 +1,5 @@
-"""The first gradient of logits of a share, refused if it is nothing: for loops without a Trainer whose loss could be looked at.
+"""Check of the first gradient of a share's logits, which must not be zero, for loops
+without a Trainer whose loss could be checked.
 
 A loss of `labels`, which are -100 in shares, gives logits no gradient. So does one that gives all documents of a share the weight
 0, and that is right: it has read ``shift_labels``.
@@ -20,10 +21,12 @@ __all__ = ["watch_gradient"]
 
 
 def watch_gradient(model: PreTrainedModel) -> None:
-    """Refuse a loss that gives the logits of a share no gradient, though it has targets that nobody read, until one does.
+    """Raise if a loss gives the logits of a share no gradient, although it has
+    targets that were never read, until one does.
 
-    The logits are those that leave the output embedding: whatever copies of them the model, accelerate or a loss makes, gradients
-    come back to these. A fused loss has none; it takes ``shift_labels`` from the model.
+    The logits are the output of the output embedding: gradients come back to these from any copies
+    that the model, accelerate or a loss makes. A fused loss has none; it takes ``shift_labels``
+    from the model.
     """
     head: torch.nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
 
@@ -53,7 +56,9 @@ def watch_gradient(model: PreTrainedModel) -> None:
 
 
 def _notice(targets: torch.Tensor, read: list[bool]) -> None:
-    """Notice when this very tensor is read, by whoever has it, but for the model that makes its own loss of it."""
+    """Record reads of this very tensor by any code outside the
+    model, which makes its own loss of it.
+    """
 
     def notice() -> None:
         if not is_in_model():

@@ -1,13 +1,16 @@
-"""The first loss of a Trainer on dealt documents: refused if it is made of something else than the loss of one process is.
+"""Check of the first loss of a Trainer on dealt documents: it must be made of
+the same targets as the loss of one process.
 
-`labels` of shares are -100, as they could not be shifted where documents are cut, and ranks have different numbers of targets. So
-a loss must come from ``shift_labels`` and be divided by ``num_items_in_batch``. Its value does not tell: other terms and weights
-change it as well. What it was made of does: whether the values of these tensors were read, and whether the graph of the loss
-leads to what a model made of ``shift_labels``. No copy of the logits is looked at, so precision and wrappers do not matter.
-A loss of no targets at all, as of a teacher's logits, is left alone: ranks have equally many tokens, so their means are that of
-all.
+`labels` of shares are -100, as they could not be shifted where documents are cut, and ranks have
+different numbers of targets. So a loss must come from ``shift_labels`` and be divided by
+``num_items_in_batch``. Its value cannot show this: other terms and weights change it as well. Its
+origin does: reads of the values of these tensors, and paths in the graph from the loss to a model's
+result from ``shift_labels``. No copy of the logits is used, so precision and wrappers do not
+matter. A loss without targets, as of a teacher's logits, is accepted: ranks have equally many
+tokens, so the mean of their means is that of all.
 
-All of it is done in the first micro-batch that a Trainer trains on, before its backward, on every rank alike. Nothing stays.
+The check runs once, in the first micro-batch that a Trainer trains on, before its backward, on
+every rank alike.
 """
 
 from __future__ import annotations
@@ -59,14 +62,17 @@ class NoticedTensor(torch.Tensor):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, notice: Callable[[], object]) -> NoticedTensor:
-        """The same values, noticed."""
+        """Return the tensor in a form that notices reads."""
         noticed = tensor.as_subclass(cls)
         noticed.notice = notice
         return noticed
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch. What comes of it is noticed, too, if it has the same values, and else a plain tensor."""
+        """Call a function of torch.
+
+        A result with the same values is noticed, too; any other is a plain tensor.
+        """
         call: Callable[..., Any] = super().__torch_function__
         result, noticed = call(func, types, args, kwargs or {}), list(_noticed((args, kwargs)))
         if getattr(func, "__name__", "") in _QUIET:
@@ -90,13 +96,14 @@ def _plain(value: Any) -> Any:
 
 @dataclass(eq=False)
 class _Watch:
-    """What a `compute_loss` does with the targets of a batch and with their number.
+    """Record of a `compute_loss`: its use of the targets of a batch and of their number.
 
     Attributes:
         ids: the tokens of the batch.
-        read: which of them it read itself.
-        places: in the graph, of what models made of targets that they were given, and if they were given the number, too.
-        wrong_places: the same of what models made of labels alone.
+        read: names of those that it read itself.
+        places: places in the graph of models' results from targets, and whether the model got the
+            number, too.
+        wrong_places: places in the graph of models' results from labels alone.
     """
 
     ids: torch.Tensor | None
@@ -105,7 +112,7 @@ class _Watch:
     wrong_places: list[Place] = field(default_factory=list)
 
     def notice(self, value: Any, name: str) -> Any:
-        """The value, noticed when it is read; what cannot be noticed counts as read."""
+        """Return the value in a form that notices reads; a value that cannot counts as read."""
         if isinstance(value, torch.Tensor):
             return NoticedTensor.of(value, partial(self._add, name))
         self.read.add(name)
@@ -117,7 +124,9 @@ class _Watch:
 
     @contextmanager
     def calls_of(self, models: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """Note calls of models, which get plain tensors: what they read is not read by who calls them."""
+        """Note calls of models, which get plain tensors: reads inside a
+        model are not reads of its caller.
+        """
         calls: list[dict[str, Any]] = []
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -151,7 +160,7 @@ class _Watch:
             )
 
     def wrong(self, loss: torch.Tensor) -> str | None:
-        """What is wrong with the loss of one of several ranks; None if nothing is."""
+        """Describe the mistake in the loss of one of several ranks; None if there is none."""
         reached = _reached(loss)
         used = {place: divided for place, divided in self.places if place in reached}
         if not used and TARGETS not in self.read:
@@ -179,7 +188,7 @@ class _Watch:
 
 
 def _places_of_targets(output: Any) -> list[Place]:
-    """Where the graph has what may depend on targets of all that a model returned."""
+    """Find the places in the graph of outputs of a model that may depend on targets."""
     if isinstance(output, Mapping):
         values = [value for name, value in output.items() if name not in _FREE]
     elif isinstance(output, (tuple, list)):
@@ -194,7 +203,7 @@ def _place(value: torch.Tensor) -> Place:
 
 
 def _reached(loss: torch.Tensor) -> set[Place]:
-    """The places in the graph to which a loss leads."""
+    """Collect the places in the graph to which a loss leads."""
     reached = {_place(loss)}
     ahead = list(reached)
     while ahead:
@@ -209,15 +218,16 @@ _watched: WeakSet[Trainer] = WeakSet()  # Trainers whose first loss was looked a
 
 
 def is_watched(trainer: object) -> bool:
-    """Whether the loss of a Trainer was found right, or is looked at now."""
+    """Return whether the loss of a Trainer was found right, or is being checked."""
     return trainer in _watched
 
 
 def train_watched(trainer: Trainer, step: Callable[..., torch.Tensor], inputs: Any) -> torch.Tensor:
-    """Run a training step of a Trainer, and look at its loss if it is the first on a share of several ranks.
+    """Run a training step of a Trainer, and check its loss if it is
+    the first on a share of several ranks.
 
     Args:
-        trainer, inputs: whose step it is, and its micro-batch.
+        trainer, inputs: the Trainer, and its micro-batch.
         step: the step, which needs no arguments.
 
     Raises:
@@ -238,7 +248,9 @@ def train_watched(trainer: Trainer, step: Callable[..., torch.Tensor], inputs: A
 
 @contextmanager
 def wrapped(owner: object, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Put a function around a method of one object: it gets the method before its arguments."""
+    """Wrap a function around a method of one object: the function
+    gets the method before its arguments.
+    """
     method, before = getattr(owner, name), vars(owner).get(name)
     setattr(owner, name, wraps(method)(partial(around, method)))
     try:
@@ -253,7 +265,7 @@ def wrapped(owner: object, name: str, around: Callable[..., Any]) -> Iterator[No
 def _compute_watched(
     trainer: Trainer, compute_loss: Callable[..., Any], model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """The loss of the Trainer's own `compute_loss`, unless it is refused."""
+    """Return the loss of the Trainer's own `compute_loss`, after the check."""
     watch, inner = _Watch(inputs.get("input_ids")), trainer.accelerator.unwrap_model(model)
     for name in {TARGETS, LABELS} & inputs.keys():
         inputs[name] = watch.notice(inputs[name], name)
@@ -267,6 +279,6 @@ def _compute_watched(
 
 
 def _name(trainer: Trainer) -> str:
-    """Whose loss it is: the class that has this compute_loss, or the Trainer's."""
+    """Name the owner of the loss: the class that has this compute_loss, or the Trainer's."""
     owner = next((kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind)), type(trainer))
     return f"{owner.__name__}.compute_loss"

@@ -1,4 +1,4 @@
-"""The handle that the mask function returns and that travels to every layer as `attention_mask`.
+"""The handle that the mask function returns, which travels to every layer as `attention_mask`.
 
 A model makes its mask once per forward and kind of layer. Instead of a dense mask it gets a small object. Because that is an
 argument, it is the same object in the recompute of activation checkpointing and another one for every micro-batch.
@@ -35,20 +35,24 @@ __all__ = ["AlikeLayers", "AttentionHandle", "CachedMask", "ForeignMask", "MaskI
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What the first layer found out for all layers that have the same plan.
+    """Results of the first layer for all layers that have the same plan.
 
     Attributes:
-        group: the ranks that take part, this one alone where nobody else does.
+        group: the ranks that take part; a group of this rank alone if no others do.
         route: this rank's route.
-        keep: int64 indices of the tokens that are not padding, on the device of q; None if there is no padding.
-        window: keys that a row sees at most; None if no document on any rank is longer than the layer's window.
-        meter: counts what this micro-batch does in this kind of layer.
+        keep: int64 indices of the tokens that are not padding, on the device of q; None if there is
+            no padding.
+        window: keys that a row sees at most; None if no document on any rank is longer than the
+            layer's window.
+        meter: counts the work of this micro-batch in this kind of layer.
         nano: 0 if the batch is whole, 1 and 2 for its nano-batches.
-        outputs: outputs of the layers, for activation checkpointing; None where no recompute can follow.
-        name: of the micro-batch, for errors.
-        serial: number by which the servers of a pool know it.
+        outputs: outputs of the layers, for activation checkpointing; None where no recompute can
+            follow.
+        name: name of the micro-batch, for errors.
+        serial: number by which servers of a pool identify it.
         numbers: counts the calls of attention, those of recomputes among them.
-        attend: what computes attention in the session's place, from module, inputs and scores; for stages of a pipeline.
+        attend: computes attention in the session's place, from module, inputs and scores; for
+            stages of a pipeline.
     """
 
     group: AttentionGroup
@@ -65,12 +69,13 @@ class Work:
 
 
 class AlikeLayers(NamedTuple):
-    """All that layers of a micro-batch have in common which are called alike, made for the first of them.
+    """Common properties of the layers of a micro-batch that are
+    called alike, made for the first of them.
 
     Attributes:
-        work: their plan, taken up.
-        dtype: which they compute in.
-        attend: what computes the attention of one of them, a module, of its inputs.
+        work: their plan in use.
+        dtype: dtype in which they compute.
+        attend: computes the attention of one of them, a module, from its inputs.
     """
 
     work: Work
@@ -80,20 +85,24 @@ class AlikeLayers(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MaskInfo:
-    """What the mask function found out about one forward and one kind of layer.
+    """Facts that the mask function found about one forward and one kind of layer.
 
     Attributes:
-        padding: (batch_size, length) mask as the user gave it, as `TokenBatch` takes it.
+        padding: (batch_size, length) mask as the user gave it; see `TokenBatch`.
         window: keys that a row of this kind of layer sees at most, None for all.
-        chunk: length of the chunks that documents are cut into in this kind of layer, None for no cuts.
-        position_ids: those the mask was made with, for models that pass none to attention.
+        chunk: length of the chunks that documents are cut into in this kind of layer, None for no
+            cuts.
+        position_ids: position ids that the mask was made with, for models that pass none to
+            attention.
         packed: the documents that the model was given, for models that pass none to attention.
-        model_type: of the model that made the mask, for what there is to say about packed documents in it.
-        first_position: of a document, as this model counts.
-        whole: why documents must not be cut in this model; None if they may be.
-        unnumbered: why a mask must not number documents for this model; None if it may.
-        alone: whether no other rank may be asked to take part, because this forward is one of `generate`.
-        recomputes: whether layers may run again in backward: the mask was made while gradients were recorded.
+        model_type: type of the model that made the mask, for warnings about packed documents.
+        first_position: first position of a document, as this model counts.
+        whole: reason why documents must not be cut in this model; None if they may be.
+        unnumbered: reason why a mask must not number documents for this model; None if it may.
+        alone: whether no other rank may be asked to take part, because this forward is one of
+            `generate`.
+        recomputes: whether layers may run again in backward: the mask was made while gradients were
+            recorded.
     """
 
     padding: torch.Tensor | None = None
@@ -110,25 +119,31 @@ class MaskInfo:
 
 
 class AttentionHandle:
-    """Stands for the mask of one forward and one kind of layer. All layers, and their recomputes, get the same object.
+    """Stand-in for the mask of one forward and one kind of layer.
 
-    It is no dataclass: FSDP with mixed precision rebuilds those, with the dictionaries in them, for every layer that it wraps.
+    All layers, and their recomputes, get the same object.
+
+    This is no dataclass: FSDP with mixed precision rebuilds dataclasses, with the dictionaries in
+    them, for every layer that it wraps.
 
     Args:
         batch_size, length: shape of the batch in tokens.
-        mask: what else the mask function knows.
+        mask: other facts from the mask function.
 
     Attributes:
-        alone: as in `mask`; a pipeline schedule sets it for what it plans by itself.
-        work: filled by the first layer of each kind: some models tell the window only to the attention function.
-        alike: the same with all else that layers have in common, by what tells their calls apart.
-        group: the ranks that take part, once that was asked.
-        documents: those of the batch, once they were read, or of the nano-batch.
+        alone: as in `mask`; a pipeline schedule sets it for forwards that it plans itself.
+        work: filled by the first layer of each kind: some models pass the window only to the
+            attention function.
+        alike: common properties of layers that are called alike, by the arguments that distinguish
+            their calls.
+        group: the ranks that take part, once they are known.
+        documents: documents of the batch, once they were read, or of the nano-batch.
         segmented: whether the model's recurrent layers, if it has any, run along their segments.
         nano: 0 for a whole batch, 1 and 2 for its nano-batches.
-        nano_batches: how the batch is cut in two, once a layer has run so.
-        handover: keys that the second nano-batch reads of the first one.
-        second: in the handle of the first nano-batch, that of the second one, which is planned with it.
+        nano_batches: the cut of the batch in two, once a layer has used it.
+        handover: keys of the first nano-batch that the second one reads.
+        second: in the handle of the first nano-batch, the handle of the second one, which is
+            planned with it.
     """
 
     ndim: ClassVar[int] = 4  # generation with static caches makes masks ahead of the forward and takes them for 4-D tensors
@@ -147,18 +162,22 @@ class AttentionHandle:
         self.second: AttentionHandle | None = None
 
     def of_nano_batch(self, nano: int, shape: tuple[int, int], documents: Documents, handover: Handover) -> AttentionHandle:
-        """The handle of a nano-batch, 1 or 2, of (rows, tokens)."""
+        """Make the handle of a nano-batch, 1 or 2, of (rows, tokens)."""
         handle = AttentionHandle(*shape, replace(self.mask, padding=None, position_ids=None, packed=None, alone=self.alone))
         handle.nano, handle.documents, handle.handover, handle.group = nano, documents, handover, self.group
         handle.segmented = self.segmented
         return handle
 
     def key(self, shape: AttentionShape, device: str, window: int | None) -> PlanKey:
-        """Which plan a layer has that tells this window to the attention function; the mask's own window goes first."""
+        """Return the plan key of a layer that passes this window to the attention
+        function; the mask's own window goes first.
+        """
         return PlanKey(shape, device, window if self.mask.window is None else self.mask.window, self.mask.chunk, self.nano)
 
     def read(self, arguments: Mapping[str, Any], *, span_ranks: bool, training: bool) -> Documents:
-        """The documents of the batch, from the keyword arguments of a layer or of attention; read once."""
+        """Read the documents of the batch, once, from the keyword
+        arguments of a layer or of attention.
+        """
         if self.documents is None and (rows := recurrent_rows(arguments)) is not None:  # its model has read them
             self.documents, self.segmented = rows.documents.in_chunks(self.mask.chunk), True
         elif self.documents is None:
@@ -178,9 +197,12 @@ class AttentionHandle:
         return self.documents
 
     def check(self, layout: Layout | None, window: int | None) -> None:
-        """Check the documents for layers with a window, or None for no window. Without a layout, all of them are whole here.
+        """Check the documents for layers with a window, or None for no window.
 
-        By `check_parts` all ranks raise or none, as all know the layout; of its mask a rank knows alone.
+        Without a layout, all of them are whole here.
+
+        `check_parts` raises on all ranks or none, because all know the layout; other checks are
+        about this rank's own mask.
         """
         documents, model_type = self.documents, self.mask.model_type
         if documents is None:
@@ -192,29 +214,31 @@ class AttentionHandle:
             check_parts(model_type, self.mask.whole or (None if self.segmented else why_unsegmented(model_type)))
 
     def contiguous(self) -> AttentionHandle:
-        """The handle itself, as for masks that are tensors."""
+        """Return the handle itself, as for masks that are tensors."""
         return self
 
 
 @dataclass(frozen=True, eq=False)
 class ForeignMask:
-    """A mask that distca does not compute: refused where attention is called with it, not where it is made.
+    """A mask that distca does not compute: an error where attention is
+    called with it, not where it is made.
 
-    The decoders of Bart and its kin make one for a cross attention that they do not have as causal language models.
+    The decoders of Bart and its kin make one for a cross attention that they do not have as causal
+    language models.
 
     Attributes:
-        what: what the mask uses, for the error.
+        what: unsupported features of the mask, for the error.
     """
 
     what: str
     ndim: ClassVar[int] = 4  # as for handles
 
     def contiguous(self) -> ForeignMask:
-        """The mask itself."""
+        """Return the mask itself."""
         return self
 
     def refuse(self) -> NoReturn:
-        """Raise an `UnsupportedError` that says why."""
+        """Raise an `UnsupportedError` with the reason."""
         raise UnsupportedError(
             f"this model's attention mask uses {self.what}; distca computes causal attention within documents. "
             'Use attn_implementation="sdpa" for it.'
@@ -222,7 +246,8 @@ class ForeignMask:
 
 
 class CachedMask(torch.Tensor):
-    """The dense mask of a forward that reads a key/value cache: such calls are sdpa's, on this rank alone.
+    """The dense mask of a forward that reads a key/value cache: sdpa
+    computes such calls, on this rank alone.
 
     A tensor, because generation with static caches handles masks as tensors; a class, to tell it from a user's own mask.
     """

@@ -1,4 +1,4 @@
-"""How models come to distca: the names it is registered under, in whose place, as whose default; and `prepare`."""
+"""Connection of models to distca: names of attention, replacements, the default; and `prepare`."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _attention: dict[str, Callable[..., Any]] = {}
 
 
 def register(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
-    """Make attention and mask function those of a name."""
+    """Register attention and mask function under a name."""
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
     _attention[name] = attention
 
 
 def origin(function: Callable[..., Any]) -> str:
-    """Module and name of a function, or of what it is instead."""
+    """Return module and name of a function, or of another callable."""
     if isinstance(function, partial):
         return origin(function.func)
     named = function if hasattr(function, "__qualname__") else type(function)
@@ -54,7 +54,8 @@ def origin(function: Callable[..., Any]) -> str:
 
 
 def check_untouched(config: PreTrainedConfig | None) -> None:
-    """Check that what distca was registered as is still distca, and that nothing was built on what it replaced.
+    """Raise if another package replaced an attention that distca registered, or
+    built on the attention that distca replaced.
 
     Raises:
         UnsupportedError: if another package changed the attention of the name since, as those do that cut sequences over ranks.
@@ -76,22 +77,25 @@ def check_untouched(config: PreTrainedConfig | None) -> None:
 
 
 def stand_in(name: str) -> None:
-    """Let models that ask for the attention `name` have distca, for trainers that take no name but those they know.
+    """Let models that ask for the attention `name` have distca, for
+    trainers that accept only names they know.
 
-    Call it before the model is loaded. From then on transformers has distca's functions in the place of its own, in this process
-    and for every model that asks for `name`, also one that is not trained. The trainer's checks and packing stay those of
-    `name`. transformers no longer looks for the package behind the name, flash-attn say: distca does not need it. A trainer
-    that looks for it by itself still does. Calling it again has no effect.
+    Call it before the model is loaded. From then on transformers uses distca's functions under this
+    name, in this process and for every model that asks for `name`, also for models that are not
+    trained. The trainer's checks and packing stay those of `name`. transformers no longer looks for
+    the package behind the name, such as flash-attn: distca does not need it. A trainer that looks
+    for it itself still does. Calling it again has no effect.
 
-    What distca does not compute it refuses when it is asked for it, as under its own name: attention that is not causal,
-    dropout, other arguments. There is no way back to what was replaced: load such models with another attention.
+    Attention that distca does not compute (not causal, with dropout, or other arguments) is an
+    error when it is called, as under its own name. The replacement cannot be undone: load such
+    models with another attention.
 
     Args:
         name: "flash_attention_2", "flash_attention_3", "flash_attention_4" or "sdpa".
 
     Raises:
-        UnsupportedError: if `name` is another, or a package has put a function of its own in its place, as those do that cut
-            sequences over ranks. If one does so later, the next forward says so.
+        UnsupportedError: if `name` is another, or a package has replaced its function, as packages
+            do that cut sequences over ranks. If a package does so later, the next forward raises.
     """
     if name in _attention:
         return
@@ -116,7 +120,9 @@ def stand_in(name: str) -> None:
 
 
 def make_default() -> None:
-    """Give distca to causal language models, and their parts, that name no attention and are of a proven family."""
+    """Make distca the default of causal language models of proven families,
+    and of their parts, that name no attention.
+    """
     choose = PreTrainedModel.get_correct_attn_implementation
 
     @wraps(choose)
@@ -129,7 +135,10 @@ def make_default() -> None:
 
 
 def _suits(model: PreTrainedModel) -> bool:
-    """Whether a model is causal and of a proven family. BERT and its like are not, unless they are decoders."""
+    """Return whether a model is causal and of a proven family.
+
+    BERT and its like are not, unless they are decoders.
+    """
     config = model.config
     encodes = getattr(config, "is_decoder", None) is False and not model.can_generate()
     if encodes or getattr(config, "is_encoder_decoder", False):
@@ -144,21 +153,23 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 def prepare(model: Model) -> Model:
-    """Make a model ready to train under distca, before its first step; for loops of your own, as `DistCACallback` does it too.
+    """Make a model ready to train under distca, before its first step; for custom
+    loops, like `DistCACallback` for Trainers.
 
-    Call it on every rank, after `configure` and after torch.distributed has started. It makes the attention group, from the
-    device mesh of the model where there is one, and lets decoder layers run as nano-batches if ping-pong is on. Without it the
-    first forward does the same, as far as it finds the model among its callers. Calling it again has no effect.
+    Call it on every rank, after `configure` and after torch.distributed has started. It makes the
+    attention group, from the device mesh of the model if there is one, and lets decoder layers run
+    as nano-batches if ping-pong is on. Without this call the first forward does the same, as far as
+    it finds the model among its callers. Calling it again has no effect.
 
     Args:
-        model: a model of transformers, or what holds one, such as a PEFT or a DDP model.
+        model: a model of transformers, or a module that holds one, such as a PEFT or a DDP model.
 
     Returns:
         The model.
 
     Raises:
-        UnsupportedError: if the model, or a part of it that asks for distca, is of a family that is refused or drops layers,
-            or if another package has put itself in front of distca.
+        UnsupportedError: if the model, or a part of it that asks for distca, is of a family that is
+            refused or drops layers, or if another package has put itself in front of distca.
         DistCADesyncError: if not all ranks come.
     """
     configs = distca_configs(model)
@@ -180,18 +191,20 @@ def prepare(model: Model) -> Model:
 
 
 def distca_configs(model: torch.nn.Module | None) -> list[PreTrainedConfig]:
-    """The configurations of a model and its parts, like a language tower, that ask for distca, under whatever name."""
+    """Return the configurations of a model and its parts, such as a language
+    tower, that ask for distca, under any name.
+    """
     configs = {id(part.config): part.config for part in _models(model) if is_ours(part)}
     return list(configs.values())
 
 
 def is_ours(model: PreTrainedModel) -> bool:
-    """Whether a model asks for distca, under whatever name."""
+    """Return whether a model asks for distca, under any name."""
     return getattr(model.config, "_attn_implementation", None) in _attention
 
 
 def _models(model: torch.nn.Module | None) -> Iterator[PreTrainedModel]:
-    """The models of transformers that a module is or holds, from the outside in."""
+    """Yield the models of transformers that a module is or holds, from the outside in."""
     for part in () if model is None else model.modules():
         if isinstance(part, PreTrainedModel):
             yield part

@@ -37,7 +37,8 @@ def distca_mask(
     config: PreTrainedConfig | None = None,
     **sizes: Any,
 ) -> AttentionHandle | CachedMask | ForeignMask:
-    """The mask function registered as "distca". Takes what transformers' mask interface passes, returns no dense mask.
+    """Make the handle of a micro-batch in place of a dense mask: the
+    mask function registered as "distca".
 
     `sizes` has ``batch_size``, ``q_length`` and ``kv_length``, and may have ``q_offset``, ``kv_offset`` and ``use_vmap``. A mask
     that is not causal, or has an overlay, comes back as a `ForeignMask`.
@@ -76,7 +77,9 @@ def distca_mask(
 
 
 def _with_caller(info: MaskInfo, config: PreTrainedConfig | None) -> MaskInfo:
-    """With what the model knows that asks for the mask, once that was checked and prepared as far as nobody did so before."""
+    """Add facts about the model that asks for the mask, after checks and
+    preparation that were not done before.
+    """
     call = MaskCall()
     if call.in_data_parallel:
         raise UnsupportedError(
@@ -113,15 +116,18 @@ def _with_caller(info: MaskInfo, config: PreTrainedConfig | None) -> MaskInfo:
 
 
 def _numbered(given: torch.Tensor | None, padding: torch.Tensor | None) -> torch.Tensor | None:
-    """The padding mask in the numbers in which the model was given it, where these are known, whole, and of its shape."""
+    """Return the padding mask in the numbers that the model got, if
+    these are known, whole, and of its shape.
+    """
     given = None if padding is None or given is None or given.dim() != 2 else as_mask(given[:, : padding.shape[1]])
     return padding if given is None or padding is None or given.shape != padding.shape else given
 
 
 def _parts(function: Callable[..., Any]) -> list[str]:
-    """Names of the functions that a mask function is composed of, read from what they close over.
+    """List the names of the functions that a mask function is composed of, read from its closures.
 
-    Without blocks of tokens that see each other both ways where the batch has none, as in Gemma 4's masks of text alone.
+    Overlays of tokens that see each other both ways are left out if the batch has none, as in Gemma
+    4's masks of text alone.
     """
     name = _name(function)
     if not isinstance(function, FunctionType):
@@ -137,7 +143,7 @@ def _parts(function: Callable[..., Any]) -> list[str]:
 
 
 def _closed_over(function: FunctionType) -> dict[str, Any]:
-    """What a function closes over, by name."""
+    """Return the variables that a function closes over, by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: cell.cell_contents for name, cell in cells}
 
@@ -147,9 +153,10 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _hides_all(function: Callable[..., Any]) -> bool:
-    """Whether a part of a union of masks lets no token see any: an overlay of blocks, where no token is in one.
+    """Return whether a part of a union of masks lets no token see any:
+    an overlay of blocks without tokens.
 
-    Reads the device once a mask, for models with such blocks only.
+    This reads the device once a mask, only for models with such blocks.
     """
     if _name(function) != MASK_BLOCKS or not isinstance(function, FunctionType):
         return False

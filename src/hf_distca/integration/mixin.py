@@ -1,6 +1,7 @@
-"""`DistCATrainerMixin`: a Trainer that plans whole optimizer steps ahead, so that no forward waits for an exchange of documents.
+"""`DistCATrainerMixin`: a Trainer that plans whole optimizer steps ahead, so that
+no forward waits for an exchange of documents.
 
-`plan_ahead` does so for loops of one's own.
+`plan_ahead` does so for custom loops.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ __all__ = ["Announced", "DistCATrainerMixin", "announce", "plan_ahead"]
 
 
 def plan_ahead(batches: Sequence[Any]) -> list[Any]:
-    """Plan core attention for the micro-batches of an optimizer step at once: two small collectives for all of them.
+    """Plan core attention for the micro-batches of an optimizer step at
+    once: two small collectives for all of them.
 
-    For loops that have their batches before they run them; all ranks must call it at the same point, with as many batches.
-    What there is to plan is known from the micro-batches before, so the first step is planned as it runs.
+    For loops that have their batches before they run them; all ranks must call it at the same
+    point, with as many batches. The required plans are known from earlier micro-batches, so the
+    first step is planned as it runs.
 
     Args:
-        batches: micro-batches as `PackingCollator` makes them, each for one forward, in the order in which they will run.
+        batches: micro-batches made by `PackingCollator`, each for one forward, in the order in
+            which they will run.
 
     Returns:
-        The batches with their plans; as they are if one of them has no documents (`PackedDocuments`).
+        The batches with their plans; unchanged if one of them has no documents (`PackedDocuments`).
 
     Raises:
         DistCADesyncError: if ranks do not agree, or do not all call it.
@@ -46,12 +50,13 @@ def plan_ahead(batches: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True, eq=False)
 class Announced:
-    """The micro-batches of an optimizer step whose documents all ranks know, and whose plans are being made.
+    """Micro-batches of an optimizer step whose documents all ranks
+    know, and whose plans are being made.
 
     Attributes:
         batches: as they were announced.
         keys: the plans that each batch gets.
-        planning: of each batch, those of all keys.
+        planning: plans of all keys for each batch.
     """
 
     batches: list[Any]
@@ -59,7 +64,9 @@ class Announced:
     planning: Planning
 
     def planned(self) -> list[Any]:
-        """Copies of the batches, with their plans, once these are made and all ranks have the same."""
+        """Return copies of the batches, with their plans, once these
+        are made and all ranks have the same.
+        """
         session, batches = current_session(), [copy(batch) for batch in self.batches]
         with self.planning.group.reporting(f"planning {self.planning.place}"):
             plans = iter(session.planner.finish(self.planning))
@@ -70,16 +77,17 @@ class Announced:
 
 
 def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, beside: bool = False) -> Announced | None:
-    """Announce the documents of micro-batches to the other ranks, which must do so with as many at the same point.
+    """Announce the documents of micro-batches to the other ranks, which
+    must do so with as many at the same point.
 
     Args:
         batches: micro-batches in the order in which they will run.
-        keys: the plans that each needs, as the planner knows them from the micro-batches before.
-        after: micro-batches that will run before these, for errors.
-        beside: let plans be made while the caller goes on.
+        keys: the plans that each needs, known to the planner from earlier micro-batches.
+        after: number of micro-batches that will run before these, for errors.
+        beside: make plans in the background.
 
     Returns:
-        None if there is nothing to plan, or a batch has no documents that are to be planned.
+        None if there is nothing to plan, or if a batch has no documents to plan.
     """
     if not keys or not _to_be_planned(batches):
         return None
@@ -93,13 +101,13 @@ def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, bes
 
 
 def _to_be_planned(batches: Sequence[Any]) -> bool:
-    """Whether all batches have documents, and none is a share, which has its plans."""
+    """Return whether all batches have documents, and none is a share, which has its plans."""
     known = [batch.get("distca_documents") if isinstance(batch, Mapping) and "input_ids" in batch else None for batch in batches]
     return all(isinstance(packed, PackedDocuments) and packed.dealt is None for packed in known)
 
 
 def _requests(batch: Mapping[str, Any], keys: Sequence[PlanKey], tile: int) -> list[Request]:
-    """The documents of a batch, as the attention of each key will find them."""
+    """Return the documents of a batch, in the form that the attention of each key will find."""
     shape: tuple[int, int] = batch["input_ids"].shape
     whole = TokenBatch.of(batch).documents()
     chunked = {chunk: whole.in_chunks(chunk) for chunk in {key.chunk for key in keys}}
@@ -108,20 +116,23 @@ def _requests(batch: Mapping[str, Any], keys: Sequence[PlanKey], tile: int) -> l
 
 
 class DistCATrainerMixin:
-    """Plans optimizer steps ahead and logs the balance: ``class MyTrainer(hf_distca.DistCATrainerMixin, Trainer)``.
+    """Plans optimizer steps ahead and logs the balance: ``class
+    MyTrainer(hf_distca.DistCATrainerMixin, Trainer)``.
 
-    While a step runs, the documents of the next one are known to all ranks already, so no forward waits for the others to plan.
-    It pays with gradient accumulation and many ranks, and needs the documents of `PackingCollator`. For that, batches are drawn
-    from the loader one optimizer step early, never past the end of an epoch or of training. Batches, their order and the number
-    of items in each step stay what they were; only data that is made up in the training process itself with the global random
-    numbers (no worker processes) comes out differently, as it is made at another time.
+    While a step runs, the documents of the next one are known to all ranks already, so no forward
+    waits for the others to plan. It pays with gradient accumulation and many ranks, and needs the
+    documents of `PackingCollator`. For that, batches are drawn from the loader one optimizer step
+    early, never past the end of an epoch or of training. Batches, their order and the number of
+    items in each step stay the same; only data generated in the training process itself with the
+    global random numbers (no worker processes) differs, because it is generated at another time.
 
-    While it trains, its `DistCACallback` stands in front of the reporters; without one, one that only logs and checks does.
+    While it trains, its `DistCACallback` stands in front of the reporters; without one, a callback
+    that only logs and checks is added.
 
     Attributes:
-        shares_tokens: deal the micro-batches of every step anew among the ranks, by `share_tokens`, instead of planning ahead.
-            Set it in your class where the loader must stay as it is. Losses and models for which documents must be whole are
-            refused before the first step.
+        shares_tokens: deal the micro-batches of every step anew among the ranks, by `share_tokens`,
+            instead of planning ahead. Set it in your class where the loader must stay as it is.
+            Losses and models for which documents must be whole are refused before the first step.
     """
 
     shares_tokens: bool = False
@@ -145,7 +156,9 @@ class DistCATrainerMixin:
             self._forget()  # worker processes end with their iterator
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any) -> Any:
-        """The micro-batches of the next optimizer step, planned, and what the Trainer returns beside them."""
+        """Return the micro-batches of the next optimizer step,
+        planned, and the Trainer's other results.
+        """
         if epoch_iterator is not self._iterator:
             self._forget()
             self._iterator = epoch_iterator
@@ -170,7 +183,9 @@ class DistCATrainerMixin:
         return (planned, *rest)
 
     def _up_to_the_end(self, epoch_iterator: Iterator[Any]) -> Iterator[Any]:
-        """The batches of an epoch, without asking for one after the last: that would tell accelerate that the epoch is over."""
+        """Yield the batches of an epoch, without asking for one after the last, which
+        would tell accelerate that the epoch is over.
+        """
         gradient_state = self.accelerator.gradient_state  # type: ignore[attr-defined]
         while not gradient_state.end_of_dataloader:
             try:

@@ -30,7 +30,7 @@ from hf_distca.integration.families import PING_PONG
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.processes import warn_once
 from hf_distca.integration.session import current_session
-from hf_distca.runtime.pingpong import checkpointed_parts, run_nano_batches
+from hf_distca.runtime.pingpong import find_checkpointed_parts, run_nano_batches
 
 __all__ = ["Handover", "NanoBatches", "can_cut", "cut", "cut_layers"]
 
@@ -42,13 +42,17 @@ _SMALLEST = 3 / 8
 
 @dataclass(eq=False)
 class Handover:
-    """Keys and values that the second nano-batch reads of the first: those of its last `tokens` tokens."""
+    """Keys and values of the first nano-batch that the second one also
+    reads: those of its last `tokens` tokens.
+    """
 
     tokens: int
     given: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def context(self, nano: int, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What a nano-batch attends to in front of its own keys and values, which are given."""
+        """Store the keys and values of the first nano-batch, or return
+        them as context of the second one.
+        """
         if not self.tokens:
             return None
         if nano == 1:
@@ -62,16 +66,17 @@ class Handover:
 
 @dataclass(eq=False)
 class NanoBatches:
-    """How one batch is cut, for one kind of layer. Nano-batches have the numbers 1 and 2.
+    """The cut of one batch, for one kind of layer. Nano-batches have the numbers 1 and 2.
 
     Attributes:
         batch_size, length: shape of the batch.
         axis: 0 if rows are cut, 1 if tokens are.
         border: index on that axis where the second nano-batch begins.
-        sizes: of both on that axis. A batch of one token is all in the second; the first computes that token as padding, and its
-            output is dropped: so it takes part in every exchange, as on the other ranks.
-        handles: what stands for the mask in each.
-        layers: ids of the layers that ran so, for a recompute to do the same.
+        sizes: sizes of both on that axis. A batch of one token is all in the second; the first
+            computes that token as padding, and its output is dropped, so that it takes part in
+            every exchange, as on the other ranks.
+        handles: handle of each nano-batch in place of a mask.
+        layers: ids of the layers that ran as nano-batches, for recomputes.
     """
 
     batch_size: int
@@ -84,7 +89,7 @@ class NanoBatches:
 
     @classmethod
     def of(cls, handle: AttentionHandle, documents: Documents, tile: int) -> NanoBatches:
-        """Cut a batch whose documents each lie on one rank, or were dealt for it."""
+        """Cut a batch whose documents each lie on one rank, or were dealt for ping-pong."""
         rows, length = handle.batch_size, handle.length
         axis, border, parts = cut(rows, length, documents, tile)
         sizes = max(border, 1), (length if axis else rows) - border
@@ -98,12 +103,14 @@ class NanoBatches:
 
     @property
     def pointless(self) -> bool:
-        """Whether both are planned and neither exchanges anything: there is nothing to hide."""
+        """True if both are planned and neither exchanges anything: there is nothing to hide."""
         work = [work for handle in self.handles for work in handle.work.values()]
         return len(work) > 1 and not any(kind.route.exchanges for kind in work)
 
     def part(self, nano: int, value: Any) -> Any:
-        """The part of an argument of a layer, or of several in a tuple, list or dictionary, that a nano-batch gets."""
+        """Return a nano-batch's part of an argument of a layer, or of
+        several in a tuple, list or dictionary.
+        """
         if isinstance(value, torch.Tensor):
             dim = self._dim(value)
             if dim is None:
@@ -120,10 +127,10 @@ class NanoBatches:
         return value
 
     def join(self, first: Any, second: Any) -> Any:
-        """The output of a layer from those of its nano-batches.
+        """Join the outputs of a layer's nano-batches.
 
         Raises:
-            UnsupportedError: if an output is not made of tensors that have the cut axis.
+            UnsupportedError: if an output has other parts than tensors with the cut axis.
         """
         if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
             if tuple(part.shape[self.axis] if part.dim() > self.axis else 0 for part in (first, second)) == self.sizes:
@@ -142,7 +149,9 @@ class NanoBatches:
         )
 
     def _dim(self, tensor: torch.Tensor) -> int | None:
-        """The dimension of an argument that the cut goes through, None if it is the same for all tokens."""
+        """Return the dimension of an argument that the cut goes through,
+        None if it is the same for all tokens.
+        """
         shape = tuple(tensor.shape)
         if self.axis == 0:
             return next((d for d in range(len(shape) - 1) if shape[d : d + 2] == (self.batch_size, self.length)), None)
@@ -152,7 +161,9 @@ class NanoBatches:
 
 
 def cut(batch_size: int, length: int, documents: Documents, tile: int) -> tuple[int, int, tuple[Documents, Documents]]:
-    """Where a (batch_size, length) batch is cut: axis and index as in `NanoBatches`, and the documents of both."""
+    """Choose the cut of a (batch_size, length) batch: axis and index as in
+    `NanoBatches`, and the documents of both parts.
+    """
     axis = 0 if batch_size > 1 else 1
     if documents.dealt is not None and documents.dealt.first_tokens is not None:
         border = documents.dealt.first_tokens
@@ -165,7 +176,7 @@ def cut(batch_size: int, length: int, documents: Documents, tile: int) -> tuple[
 
 
 def _middle(length: int, documents: Documents, tile: int) -> int:
-    """The token to cut a row at."""
+    """Choose the token to cut a row at."""
     starts = np.cumsum(documents.rows[:-1, 2])
     tokens = starts if documents.keep is None else documents.keep[starts]
     near = tokens[np.minimum(tokens, length - tokens) >= _SMALLEST * length]
@@ -179,7 +190,7 @@ _seen: WeakSet[torch.nn.Module] = WeakSet()
 
 
 def cut_layers(model: torch.nn.Module) -> None:
-    """Let the decoder layers of a model run as two nano-batches where a micro-batch gains by it."""
+    """Let the decoder layers of a model run as two nano-batches if a micro-batch gains by it."""
     if model in _seen:
         return
     _seen.add(model)
@@ -198,7 +209,7 @@ def cut_layers(model: torch.nn.Module) -> None:
 
 @cache
 def _in_nano_batches(base: Any) -> Any:
-    """The class of layers like `base` that run as nano-batches."""
+    """Make the class of layers like `base` that run as nano-batches."""
 
     @wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -216,7 +227,10 @@ def _in_nano_batches(base: Any) -> Any:
 
 
 def _blank(kind: Any, *arguments: Any) -> Any:
-    """A new object without a state. Needed because pickle lets `copyreg.__newobj__` make objects of their own class only."""
+    """Make a new object without a state.
+
+    Needed because pickle lets `copyreg.__newobj__` make objects of their own class only.
+    """
     return kind.__new__(kind, *arguments)
 
 
@@ -225,17 +239,17 @@ def _run(whole: Callable[..., Any], cut: NanoBatches, args: Any, kwargs: Any) ->
     device = next(tensor.device for tensor in _flat((args, kwargs)) if isinstance(tensor, torch.Tensor))
     trace = current_session().trace
     if trace is not None:
-        trace.border(device)
+        trace.mark_border(device)
     output = cut.join(*run_nano_batches(first, second, device.type))
     grown = next((tensor for tensor in _flat((output,)) if isinstance(tensor, torch.Tensor) and tensor.requires_grad), None)
     if trace is not None and grown is not None:
-        grown.register_hook(lambda _: trace.border(device))  # type: ignore[no-untyped-call]
+        grown.register_hook(lambda _: trace.mark_border(device))  # type: ignore[no-untyped-call]
     return output
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it looks at arguments and groups, and computes nothing
 def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> NanoBatches | None:
-    """How to cut this call of a layer; None to run it whole."""
+    """Choose the cut of this call of a layer; None to run it whole."""
     flat = list(_flat((args, kwargs)))
     handles = {id(argument): argument for argument in flat if isinstance(argument, AttentionHandle)}
     if len(handles) != 1:
@@ -248,7 +262,7 @@ def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
     if any(isinstance(argument, Cache) for argument in flat) and not (layer.training and torch.is_grad_enabled()):
         return None
     session = current_session()
-    if handle.nano or not session.in_two(handle, layer.training):
+    if handle.nano or not session.uses_nano_batches(handle, layer.training):
         return None
     if (why := _holds_attention(layer)) is not None:
         warn_once(
@@ -273,18 +287,19 @@ def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
 
 
 def can_cut(model: torch.nn.Module) -> bool:
-    """Whether all decoder layers of a model that ran once can run as two nano-batches."""
+    """Return whether all decoder layers of a model that ran once can run as two nano-batches."""
     layers = [module for module in model.modules() if hasattr(type(module), "_distca_whole")]
     return bool(layers) and all(_holds_attention(layer) is None for layer in layers)
 
 
 def _holds_attention(layer: torch.nn.Module) -> str | None:
-    """What is done with the attention of a layer by itself that nano-batches in turns would not survive; None if nothing.
+    """Return why this layer cannot interleave nano-batches: its attention is
+    checkpointed or sharded on its own; else None.
 
-    A module calls attention if it looks as transformers writes such modules.
+    A module counts as attention by transformers' conventions for such modules.
     """
     sharded = [part for part in layer.modules() if part is not layer and isinstance(part, (FSDPModule, FullyShardedDataParallel))]
-    for parts, why in ((checkpointed_parts(layer), "checkpointed"), (sharded, "sharded by FSDP")):
+    for parts, why in ((find_checkpointed_parts(layer), "checkpointed"), (sharded, "sharded by FSDP")):
         modules = [module for part in parts for module in part.modules()]
         if any(hasattr(module, "is_causal") or "attention" in type(module).__name__.lower() for module in modules):
             return why
@@ -292,7 +307,7 @@ def _holds_attention(layer: torch.nn.Module) -> str | None:
 
 
 def _flat(value: Any) -> Iterator[Any]:
-    """What tuples, lists and dictionaries hold."""
+    """Yield the contents of nested tuples, lists and dictionaries."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if type(value) in (tuple, list):

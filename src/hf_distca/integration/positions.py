@@ -1,9 +1,10 @@
-"""What a model makes of positions when its documents are in several parts.
+"""Treatment of positions by a model whose documents are in several parts.
 
-It must count them as the documents say. And with ``rope_type`` "dynamic" and "longrope" it looks for the largest position in its
-batch and chooses frequencies by it. A rank that holds only the head of a document would choose others than the rank with the
-tail. So the largest position of the global batch, which a share knows, goes through the module as one more token, whose rotation
-is dropped.
+The model must count positions as the documents do. And with ``rope_type`` "dynamic" and "longrope"
+it finds the largest position in its batch and chooses frequencies by it. A rank that holds only the
+head of a document would choose others than the rank with the tail. So the largest position of the
+global batch, which a share knows, goes through the module as one more token, whose rotation is
+dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _first_positions: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 
 
 def first_position(model: torch.nn.Module | None) -> int:
-    """The position of a document's first token, as a model counts: RoBERTa and its kin keep those up to that of padding free."""
+    """Return the position of a document's first token, as a model counts: RoBERTa and
+    its kin skip positions up to that of padding.
+    """
     if model is None:
         return 0
     if model not in _first_positions:
@@ -45,9 +48,11 @@ def _first_of(module: torch.nn.Module) -> int:
 
 
 def count_from_first() -> None:
-    """Have models that do not count positions from 0 take those of documents, which do, from where they count.
+    """Let models that do not count positions from 0 accept positions of
+    documents, which start at 0, and shift them.
 
-    A collator does not know the model. Where documents are known, positions are those of documents but for one number.
+    A collator does not know the model. Where documents are known, positions differ from those of
+    documents only by one number.
     """
     original = PreTrainedModel.post_init
 
@@ -78,7 +83,8 @@ def _from_first(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def mark_starts(axes: torch.Tensor | None) -> torch.Tensor | None:
-    """Of (3, batch, length) positions on three axes, (batch, length): 0 where a document begins, 1 elsewhere; None of others.
+    """Convert (3, batch, length) positions on three axes to (batch, length): 0 where a
+    document begins, 1 elsewhere; None for others.
 
     All axes begin at 0 with a document. Inside it each of them may fall, as where an image ends.
     """
@@ -88,20 +94,24 @@ def mark_starts(axes: torch.Tensor | None) -> torch.Tensor | None:
 def check_positions(
     model: PreTrainedModel, documents: PackedDocuments, position_ids: torch.Tensor | None, *, lacking: bool = False
 ) -> None:
-    """Refuse a model's first batch whose position ids are not those of its documents, as when a loop leaves them out.
+    """Raise if position ids of a model's first batch are not those of its
+    documents, as when a loop leaves them out.
 
-    Attention knows from the documents where parts begin. The rest of the model knows it from position ids, and counts a rank's
-    tokens from 0 without them. Not asked again of a model that had the right ones, as it may wait for a device. Of whole
-    documents, first positions are compared alone, and only where the model does not count from 0.
+    Attention knows the parts from the documents. The rest of the model knows them from position
+    ids, and counts a rank's tokens from 0 without them. A model that had the right ones is not
+    checked again, because the check may wait for a device. For whole documents only first positions
+    are compared, and only if the model does not count from 0.
 
     Args:
-        model, documents: whose forward it is, and what it was given.
-        position_ids: (1 or batch, length), those that the model goes on with; None if they are not known. Where a model counts
-            from 0, they may be larger than document positions by one number.
-        lacking: whether the model was given none and counts tokens by itself, also where what it counts is not known (OPT).
+        model, documents: the model of the forward, and its documents.
+        position_ids: (1 or batch, length) position ids that the model uses; None if they are not
+            known. If a model counts from 0, they may be larger than document positions by one
+            number.
+        lacking: whether the model got none and counts tokens itself, also if its count is not known
+            (OPT).
 
     Raises:
-        LayoutError: says what differs.
+        LayoutError: names the difference.
     """
     first = first_position(model)
     if model in _checked or (documents.starts is None and not first):
@@ -134,10 +144,11 @@ _rotaries_of: WeakKeyDictionary[torch.nn.Module, tuple[list[torch.nn.Module], bo
 
 
 def see_longest(model: PreTrainedModel | None, config: PreTrainedConfig | None, documents: object) -> str | None:
-    """Make a model, if it was found, see the longest document where it makes its rotary embedding.
+    """Extend a model's rotary embedding by the longest document, if the model
+    was found and its embedding depends on it.
 
     Returns:
-        Why the model cannot have these documents in several parts; None if it can.
+        Reason why the model cannot have these documents in several parts; None if it can.
     """
     kinds = ", ".join(sorted(_varying(config)))
     if not kinds:
@@ -160,7 +171,9 @@ def see_longest(model: PreTrainedModel | None, config: PreTrainedConfig | None, 
 
 
 def _varying(config: PreTrainedConfig | None) -> set[str]:
-    """The kinds of rotary embedding in a model's config that depend on the longest document."""
+    """Return the kinds of rotary embedding in a model's config
+    that depend on the longest document.
+    """
     parameters = getattr(config, "rope_parameters", None) or {}
     rotaries = [parameters, *parameters.values()]  # one for all layers, or one for each kind of layer
     kinds = {str(rotary.get("rope_type")) for rotary in rotaries if isinstance(rotary, Mapping)}
@@ -168,7 +181,7 @@ def _varying(config: PreTrainedConfig | None) -> set[str]:
 
 
 def _longest(documents: object) -> int | None:
-    """Tokens of the longest document of all ranks, None if that is not known."""
+    """Return the number of tokens of the longest document of all ranks, None if it is not known."""
     return documents.dealt.longest if isinstance(documents, PackedDocuments) and documents.dealt is not None else None
 
 
@@ -177,7 +190,8 @@ def _depends(kind: str) -> bool:
 
 
 def _rotaries(model: torch.nn.Module) -> tuple[list[torch.nn.Module], bool]:
-    """The modules of a model that make such an embedding, and whether they are in its layers.
+    """Find the modules of a model that make such an embedding,
+    and whether they are in its layers.
 
     A layer that runs again in backward would make it for the batch that came last.
     """

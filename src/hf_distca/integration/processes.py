@@ -1,7 +1,8 @@
-"""What a process knows of the others: which ranks share core attention, when the user does not say so; and what rank 0 says.
+"""Facts that a process knows about the others: the ranks that share core
+attention by default; and messages of rank 0.
 
-Lines for whoever watches a run go to standard error, past progress bars. `transformers.utils.logging.disable_progress_bar()`
-switches those off that tell what takes long.
+Lines for a user who watches a run go to standard error, past progress bars.
+`transformers.utils.logging.disable_progress_bar()` switches off the lines about slow steps.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _SEQUENCE_DIMENSIONS = ("cp", "sp", "ulysses")  # along which they hold parts of
 
 
 def find_members() -> Members | None:
-    """The data-parallel ranks of accelerate's device mesh if it has one, else None for the world.
+    """Find the data-parallel ranks of accelerate's device
+    mesh if it has one; None for the world.
 
     Raises:
         UnsupportedError: if accelerate cuts sequences over ranks.
@@ -53,7 +55,8 @@ def find_members() -> Members | None:
 
 
 def size_of_groups(members: dist.ProcessGroup | Members | None, config: DistCAConfig) -> int | None:
-    """How many of these ranks share core attention, as `AttentionGroup.of` takes it; logged if the user does not say so.
+    """Return how many of these ranks share core attention, for
+    `AttentionGroup.of`; log it if the user did not choose it.
 
     A process group that the user made is one attention group, unless `config` has a size.
     """
@@ -70,10 +73,10 @@ def size_of_groups(members: dist.ProcessGroup | Members | None, config: DistCACo
 
 
 def check_pool(members: dist.ProcessGroup | Members | None, size: int | None) -> None:
-    """Refuse a pool of servers where not all ranks would be in one group with it.
+    """Raise for a pool of servers if not all ranks would be in one group with it.
 
     Raises:
-        UnsupportedError: says which ranks are.
+        UnsupportedError: names the number of ranks that would be.
     """
     world = tuple(range(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1))
     ranks = members.ranks if isinstance(members, Members) else Members.of(members).ranks if members is not None else world
@@ -85,7 +88,8 @@ def check_pool(members: dist.ProcessGroup | Members | None, size: int | None) ->
 
 
 def data_parallel_group(mesh: DeviceMesh, also: str | None = None) -> Members:
-    """The ranks of `mesh` that differ from this one in their data-parallel coordinates only: this rank alone if there are none.
+    """Return the ranks of `mesh` that differ from this one only in their data-parallel
+    coordinates; this rank alone if there are none.
 
     With `also`, the name of a dimension, they may differ in that, too.
 
@@ -120,7 +124,7 @@ def _check_dimensions(sizes: dict[str, int]) -> None:
 
 @cache
 def warn_once(text: str, *values: object) -> None:
-    """Log a warning the first time that these values are put into this text."""
+    """Log a warning the first time that it is called with this text and these values."""
     _log.warning(text, *values)
 
 
@@ -128,13 +132,15 @@ _LONG_SECONDS = 1.0
 
 
 def say(text: str) -> None:
-    """Write a line, or several."""
+    """Write one or several lines."""
     tqdm.write(text, file=sys.stderr)
 
 
 @contextmanager
 def said_if_long(what: str) -> Iterator[None]:
-    """Say on rank 0 what a run is at, once that has taken more than a second, and at its end how long it took."""
+    """Tell on rank 0 what a run is doing, once that has taken more than a
+    second, and at its end how long it took.
+    """
     if not is_progress_bar_enabled() or (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
         yield
         return

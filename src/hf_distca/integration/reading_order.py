@@ -1,4 +1,6 @@
-"""Loaders that would hand ranks other batches than distca needs: read for all by one, out of order, or in other pieces."""
+"""Checks of loaders that would give ranks wrong batches: read by one rank
+for all, out of order, or in other pieces.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ _NEEDED = {"distca_documents", "position_ids", "shift_labels"}
 
 
 def check_reader(loader: object, shares: bool) -> None:
-    """Refuse a loader of several processes in which rank 0 reads packed documents for all ranks.
+    """Raise for a loader of several processes in which rank 0
+    reads packed documents for all ranks.
 
     accelerate does so for iterable datasets unless told otherwise. It joins the rows of all ranks to one tensor, broadcasts and
     cuts it, which neither rows of different lengths nor `PackedDocuments` survive: rank 0 fails while the others wait for it.
@@ -45,7 +48,7 @@ def check_reader(loader: object, shares: bool) -> None:
 
 
 def wrong_reading(loader: Any, shares: Shares | StreamedShares) -> Wrong:
-    """Say what makes ranks get other shares than their own."""
+    """Yield reasons why ranks would get other shares than their own."""
     if not getattr(loader, "in_order", True):
         yield (
             "batches come as workers finish them: ranks would hold shares of different global batches. Set "
@@ -99,7 +102,9 @@ def wrong_reading(loader: Any, shares: Shares | StreamedShares) -> Wrong:
 
 
 def _read_by(loader: Any) -> tuple[Any, Any, int | None]:
-    """What makes batches, what of accelerate's leaves each process its own, and of how many processes; None if out of order."""
+    """Find the batch sampler, accelerate's sharding of it, and its number of
+    processes; None if it reads out of order.
+    """
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         shard = loader.dataset if isinstance(loader.dataset, IterableDatasetShard) else None
         return (loader, None, 1) if shard is None else (shard, shard, shard.num_processes)
@@ -115,7 +120,7 @@ def _read_by(loader: Any) -> tuple[Any, Any, int | None]:
 
 
 def wrong_epochs(loader: Any, shares: Shares | StreamedShares) -> Wrong:
-    """Say what keeps epochs of shares from being shuffled anew."""
+    """Yield reasons why epochs of shares would not be shuffled anew."""
     shuffled = isinstance(shares, StreamedShares) or shares.batches.seed is not None
     if shuffled and not hasattr(loader.dataset, "set_epoch"):
         yield (

@@ -1,4 +1,4 @@
-"""Masks that a recompute makes again: those of its forward.
+"""Masks that a recompute makes again: it gets the masks of its forward.
 
 A checkpoint around a whole model makes the mask a second time. With a handle of its own the recompute would plan, exchange and
 attend once more, or cut layers in two where the forward did not. So the forward leaves its handles with the checkpoint, and the
@@ -27,7 +27,7 @@ class _Masks:
     taken: defaultdict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
 
     def take(self, recompute: Hashable) -> AttentionHandle | None:
-        """The next one, None if the forward made no more."""
+        """Return the next handle, None if the forward made no more."""
         number = self.taken[recompute]
         self.taken[recompute] += 1
         return self.handles[number] if number < len(self.handles) else None
@@ -37,7 +37,8 @@ _masks: WeakKeyDictionary[object, _Masks] = WeakKeyDictionary()  # by checkpoint
 
 
 def handle_of_forward(new: AttentionHandle) -> AttentionHandle:
-    """The handle that the forward made for a mask that was just made, if this is a recompute; else the new one.
+    """Return the forward's handle for a mask that was just made, if
+    this is a recompute; else the new one.
 
     Checkpoints may lie in each other: the inner ones run forward again in the recompute of an outer one.
     """

@@ -1,6 +1,7 @@
-"""`Recorder`: writes what a run did into its folder, for `hf-distca report`.
+"""`Recorder`: writes the record of a run into its folder, for `hf-distca report`.
 
-It writes what rank 0 knows anyway, when the Trainer logs: no collective, nothing read from a device.
+It writes facts that rank 0 knows anyway, when the Trainer logs: no collective, nothing read from a
+device.
 """
 
 from __future__ import annotations
@@ -57,13 +58,15 @@ _MOST_PLAN_BYTES = 1_000_000
 class Recorder(logging.Filter):
     """Writes the record of a training on rank 0.
 
-    It notes warnings as a filter of the log, which lets all of them pass. A handler would take them from the console: Python
-    prints what has no handler, and a script that sets up no logging has no other.
+    It notes warnings as a filter of the log, which lets all of them pass. A handler would take them
+    from the console: Python only prints messages without a handler, and a script that sets up no
+    logging has no other.
 
     Args:
-        folder: where the record goes.
-        every_plan: write all plans, instead of those of the first micro-batch and of the worst one between two logs.
-        session: whose micro-batches are recorded.
+        folder: folder of the record.
+        every_plan: write all plans, instead of those of the first micro-batch and of the worst one
+            between two logs.
+        session: session whose micro-batches are recorded.
     """
 
     def __init__(self, folder: Path, session: Session, *, every_plan: bool) -> None:
@@ -77,7 +80,7 @@ class Recorder(logging.Filter):
         self._failed = False
 
     def begin(self, args: TrainingArguments, step: int, model: torch.nn.Module | None) -> None:
-        """Begin the record, after `step` steps: a new file, or the next part of one that was left there."""
+        """Begin the record, after `step` steps: a new file, or the next part of an existing one."""
         session, cost = self._session, self._session.config.cost_model
         row = RunRow(
             step=step,
@@ -95,7 +98,9 @@ class Recorder(logging.Filter):
         _log.addFilter(self)
 
     def write(self, step: int, loss: object = None) -> None:
-        """Write what was counted since the last time, after `step` steps, and the loss if it is a finite number."""
+        """Write the counts since the last time, after `step` steps, and
+        the loss if it is a finite number.
+        """
         tally, self._tally = self._tally, Tally()
         if not tally.micro_batches:
             return
@@ -110,7 +115,7 @@ class Recorder(logging.Filter):
         self._write(rows)
 
     def stop(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         self._session.planner.history.observer = None
         _log.removeFilter(self)
 
@@ -139,7 +144,7 @@ class Recorder(logging.Filter):
         return PlanRow(micro_batch.step, micro_batch.number - self._began, _per_rank(_by_rank(plans)), parts)
 
     def _write(self, rows: Sequence[Row], mode: str = "a") -> None:
-        """Append rows. A run does not end because its record cannot be written."""
+        """Append rows. A failure to write does not end the run."""
         if self._failed:
             return
         lines = [write_row(row) + "\n" for row in rows]
@@ -154,7 +159,7 @@ class Recorder(logging.Filter):
 
 
 def _by_rank(plans: Sequence[Planned]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """(figures, ranks) in the order of the fields of `PerRank`."""
+    """Return (figures, ranks) in the order of the fields of `PerRank`."""
     rows = []
     counted: set[int] = set()
     for plan in plans:
@@ -175,7 +180,7 @@ def _per_rank(ranks: np.ndarray[Any, np.dtype[np.float64]]) -> PerRank:
 
 
 def _described(model: torch.nn.Module | None) -> dict[str, Any]:
-    """Type, shape and dtype of the first part of a model that asks for distca."""
+    """Return type, shape and dtype of the first part of a model that asks for distca."""
     for config in distca_configs(model)[:1]:
         shape = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window")
         sizes = {name: value for name in shape if (value := getattr(config, name, None)) is not None}

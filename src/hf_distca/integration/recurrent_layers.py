@@ -1,17 +1,21 @@
-"""Recurrent layers of hybrid models (linear attention, Mamba 2, short convolutions), where each document begins anew.
+"""Recurrent layers of hybrid models (linear attention, Mamba 2, short
+convolutions), reset at each document.
 
-Such layers mix tokens along a row: a document would begin with the state that the one before it left, and its convolution would
-see that one's last tokens. And the part of a document that other ranks hold would be missing. So three things in the modeling
-modules of transformers are replaced, as soon as they are imported:
+Such layers mix tokens along a row: a document would begin with the state after the previous one,
+and its convolution would see the last tokens of that one. And the part of a document that other
+ranks hold would be missing. So three things in the modeling modules of transformers are replaced,
+as soon as they are imported:
 
-- The forward of the model that calls the layers finds out where documents begin and adds that to its keyword arguments, as
-  `RecurrentRows`. The models hand their keyword arguments on, through layers and mixers, to the functions that mix tokens. An
-  argument is the same in the recompute of activation checkpointing and another one for every micro-batch in flight.
-- The forward of a mixer adds which one it is: what it received is kept for its recompute.
-- The functions that mix tokens run along segments of documents instead of rows, as `hf_distca.recurrent` does it with what they
-  replace as kernel. Without `RecurrentRows`, as under another attention implementation, they call what they replace.
+- The forward of the model that calls the layers reads the documents and adds them to its keyword
+  arguments, as `RecurrentRows`. The models hand their keyword arguments on, through layers and
+  mixers, to the functions that mix tokens. An argument is the same in the recompute of activation
+  checkpointing and another one for every micro-batch in flight.
+- The forward of a mixer adds the mixer itself: tensors that it received are kept for its recompute.
+- The functions that mix tokens run along segments of documents instead of rows, by
+  `hf_distca.recurrent` with the replaced function as kernel. Without `RecurrentRows`, as under
+  another attention implementation, they call what they replace.
 
-A model that generates goes on from its cache as ever.
+A model that generates uses its cache as before.
 """
 
 from __future__ import annotations
@@ -79,11 +83,13 @@ class _Mixing(NamedTuple):
     mixer: torch.nn.Module
 
     def stored(self, name: str, inputs: Sequence[torch.Tensor]) -> LayerOutputs | None:
-        """Where is kept what a function receives from other ranks; None where no recompute can follow."""
+        """Return the place to keep rows that a function receives from other
+        ranks; None if no recompute can follow.
+        """
         return self.rows.store(name).of(self.mixer, inputs) if self.segments.exchanges and self.mixer.training else None
 
     def joined(self, states: torch.Tensor) -> torch.Tensor:
-        """States (batch, length, ...) of rows as those of one: (1, batch * length, ...)."""
+        """Join states (batch, length, ...) of rows into one row: (1, batch * length, ...)."""
         shape = self.rows.batch_size, self.rows.length
         if states.shape[:2] != shape:
             raise UnsupportedError(
@@ -93,12 +99,13 @@ class _Mixing(NamedTuple):
         return states.reshape(1, shape[0] * shape[1], *states.shape[2:])
 
     def apart(self, joined: torch.Tensor) -> torch.Tensor:
-        """Rows of a batch that were joined to one: (batch, length, ...)."""
+        """Split joined rows into those of a batch: (batch, length, ...)."""
         return joined.view(self.rows.batch_size, self.rows.length, *joined.shape[2:])
 
 
 def begin_documents_anew(asks_for_us: Callable[[PreTrainedModel], bool]) -> None:
-    """Replace what was named above, in each module now if it is imported, else right after that.
+    """Replace the forwards and functions named above, in each module now if it
+    is imported, else right after its import.
 
     Args:
         asks_for_us: whether a model runs distca's attention.
@@ -122,7 +129,7 @@ def _replace(name: str, asks_for_us: Callable[[PreTrainedModel], bool]) -> None:
 
 
 def _forwards(module: ModuleType) -> Iterator[tuple[Any, set[str]]]:
-    """The classes of a module that have a forward, and the global names that it uses."""
+    """Yield the classes of a module that have a forward, and the global names that it uses."""
     for owner in vars(module).values():
         if inspect.isclass(owner) and owner.__module__ == module.__name__ and "forward" in vars(owner):
             code = dis.get_instructions(inspect.unwrap(vars(owner)["forward"]))
@@ -134,7 +141,9 @@ def _telling(
     asks_for_us: Callable[[PreTrainedModel], bool],
     check: Callable[[PreTrainedModel, RecurrentRows], None],
 ) -> Callable[..., Any]:
-    """The forward of a model, which adds `RecurrentRows` to its keyword arguments, and checks what became of them."""
+    """Wrap the forward of a model: add `RecurrentRows` to its keyword
+    arguments, and check that they were used.
+    """
     _, *names = inspect.signature(forward).parameters
 
     @wraps(forward)
@@ -159,7 +168,9 @@ _mixing: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()  # wheth
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check_reached(mixers: tuple[type, ...], functions: tuple[str, ...], model: PreTrainedModel, rows: RecurrentRows) -> None:
-    """Warn of packed documents, and refuse cut ones, if a model has not handed rows on to the functions of its mixers."""
+    """Warn about packed documents, and raise for cut ones, if a model has not
+    passed rows on to the functions of its mixers.
+    """
     if rows.segments is None or _FUSED in rows.reached or set(functions) - {_FUSED} <= rows.reached:
         return
     if model not in _mixing:
@@ -167,12 +178,12 @@ def _check_reached(mixers: tuple[type, ...], functions: tuple[str, ...], model: 
     if _mixing[model]:
         model_type = model.config.model_type
         warn_of_packing(model_type)
-        if not rows.segments.whole:
+        if not rows.segments.has_only_whole_documents:
             check_parts(model_type, why_unsegmented(model_type))
 
 
 def _naming(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a mixer, which tells its functions which one it is."""
+    """Wrap the forward of a mixer: pass the mixer to its functions."""
 
     @wraps(forward)
     def naming(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +196,7 @@ def _naming(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _along_segments(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A function in the place of `original`, which runs along segments where there are any."""
+    """Make a function in place of `original`, which runs along segments if there are any."""
 
     # Compiled, segments would be traced with the lengths of one micro-batch.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -209,8 +220,8 @@ def _along_segments(original: Callable[..., Any], name: str) -> Callable[..., An
 def _convolve(
     original: Callable[..., Any], mixing: _Mixing, hidden_states: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """A causal convolution of (batch, channels, length)."""
-    if is_of_package(original) and mixing.segments.whole:
+    """Compute a causal convolution of (batch, channels, length)."""
+    if is_of_package(original) and mixing.segments.has_only_whole_documents:
         channels_last = hidden_states.transpose(1, 2).contiguous().transpose(1, 2)
         return original(channels_last, weight, *args, seq_idx=mixing.rows.seq_idx(weight.device), **kwargs)
     row_BCT = mixing.joined(hidden_states.transpose(1, 2)).transpose(1, 2)
@@ -227,7 +238,9 @@ def _delta_rule(
     *states: torch.Tensor,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """A delta rule of query, key, value, decay and beta, all (batch, length, heads, ...), without a last state."""
+    """Compute a delta rule of query, key, value, decay and beta, all (batch,
+    length, heads, ...), without a last state.
+    """
     _check_no_state(mixing, kwargs, "initial_state", "output_final_state")
     inputs = DeltaInputs(*map(mixing.joined, (*states, *(kwargs.pop(name) for name in ("g", "beta")[len(states) - 3 :]))))
     kernel = partial(original, **kwargs)
@@ -237,7 +250,7 @@ def _delta_rule(
 
 
 def _check_no_state(mixing: _Mixing, kwargs: dict[str, Any], *names: str) -> None:
-    """Take the arguments for a first and a last state out: without a cache there are none."""
+    """Remove the arguments for a first and a last state: without a cache there are none."""
     values = {name: kwargs.pop(name, None) for name in names}
     given = [name for name, value in values.items() if value is not None and value is not False]
     if given:
@@ -256,7 +269,7 @@ def _rule_of_package(
     *,
     final_states: bool,
 ) -> RuleOutputs:
-    """A `DeltaRule`: fla runs several documents in one call."""
+    """Run a `DeltaRule` of a package: fla runs several documents in one call."""
     query, key, value, decay, beta = inputs
     asked = {"initial_state": states, "output_final_state": final_states, "cu_seqlens": rows.cu_seqlens(lengths, query.device)}
     return RuleOutputs(*kernel(query, key, value, g=decay, beta=beta, **asked))
@@ -270,9 +283,11 @@ def _scan(
     *rates: torch.Tensor,
     **kwargs: Any,
 ) -> Any:
-    """The scan of Mamba 2 without a last state: A is (heads,), all else (batch, length, heads or groups, ...)."""
+    """Compute the scan of Mamba 2 without a last state: A is (heads,), all
+    else (batch, length, heads or groups, ...).
+    """
     _check_no_state(mixing, kwargs, "initial_states", "return_final_states")
-    if is_of_package(original) and mixing.segments.whole:
+    if is_of_package(original) and mixing.segments.has_only_whole_documents:
         return original(hidden_states, dt, *rates, seq_idx=mixing.rows.seq_idx(dt.device), **kwargs)
     decay, *projections = rates
     x, steps, *projections = map(mixing.joined, (hidden_states, _steps(dt, kwargs), *projections))
@@ -282,7 +297,9 @@ def _scan(
 
 
 def _steps(dt: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-    """The steps that a scan makes of what a layer gives it, by the arguments for that, which are taken out."""
+    """Compute the steps of a scan from a layer's input, by the
+    arguments for that, which are removed.
+    """
     bias, softplus, limits = (kwargs.pop(name, None) for name in ("dt_bias", "dt_softplus", "dt_limit"))
     if bias is not None:
         dt = dt + bias.to(dt.dtype)
@@ -292,8 +309,10 @@ def _steps(dt: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _fused(original: Callable[..., Any], mixing: _Mixing, zxbcdt: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Convolution, scan and output projection of Mamba 2 in one; None to have them one by one, as without mamba-ssm."""
-    if is_of_package(original) and mixing.segments.whole:
+    """Compute convolution, scan and output projection of Mamba 2 in one; None to
+    run them one by one, as without mamba-ssm.
+    """
+    if is_of_package(original) and mixing.segments.has_only_whole_documents:
         return original(zxbcdt, *args, seq_idx=mixing.rows.seq_idx(zxbcdt.device), **kwargs)
     return None
 

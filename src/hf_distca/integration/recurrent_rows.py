@@ -1,4 +1,6 @@
-"""The rows of a batch as recurrent layers see them: the segments along which they run, on this rank and from rank to rank."""
+"""The rows of a batch for recurrent layers: the segments along which they
+run, on this rank and from rank to rank.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,13 @@ RECURRENT_ROWS = "distca_rows"  # the keyword argument
 class RecurrentRows:
     """The documents of a batch, and the segments along which its recurrent layers run.
 
-    It is no dataclass: FSDP with mixed precision rebuilds those for every layer.
+    This is no dataclass: FSDP with mixed precision rebuilds dataclasses for every layer.
 
     Args:
-        documents: of the batch.
+        documents: documents of the batch.
         batch_size, length: its shape in tokens.
-        segments: of its rows, one after another; None if each row is one, and layers run along rows as ever.
+        segments: segments of its rows, one after another; None if each row is one, and layers run
+            along rows as usual.
 
     Attributes:
         reached: names of the functions that have run along segments.
@@ -51,35 +54,43 @@ class RecurrentRows:
         self._stores: dict[str, OutputStore] = {}
 
     def cu_seqlens(self, lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-        """(documents + 1,) int64: where documents of these lengths begin, and the end of the last."""
+        """Return the starts of documents of these lengths, and the end
+        of the last: (documents + 1,) int64.
+        """
         return self._on(tuple(lengths), device, lambda: np.cumsum([0, *lengths]))
 
     def seq_idx(self, device: torch.device) -> torch.Tensor:
-        """(batch, length) int32: the number of each token's segment."""
+        """Return the number of each token's segment: (batch, length) int32."""
         lengths = () if self.segments is None else self.segments.lengths
         numbers, shape = np.arange(len(lengths), dtype=np.int32), (self.batch_size, self.length)
         return self._on("seq_idx", device, lambda: np.repeat(numbers, lengths).reshape(shape))
 
     def store(self, name: str) -> OutputStore:
-        """What the functions of that name received in the layers of this micro-batch."""
+        """Return the store for tensors that the functions of that name
+        received in the layers of this micro-batch.
+        """
         return self._stores.setdefault(name, OutputStore())
 
     def _on(self, what: Any, device: torch.device, make: Callable[[], np.ndarray[Any, Any]]) -> torch.Tensor:
-        """A tensor that is made once for a micro-batch and a device."""
+        """Return a tensor that is made once for a micro-batch and a device."""
         if (what, device) not in self._tensors:
             self._tensors[what, device] = to_device(torch.from_numpy(make()), device)
         return self._tensors[what, device]
 
 
 def recurrent_rows(arguments: Mapping[str, Any]) -> RecurrentRows | None:
-    """What a model has added to the keyword arguments of its layers, if it is one of those here."""
+    """Return the `RecurrentRows` among the keyword arguments
+    of a layer, if its model added them.
+    """
     rows = arguments.get(RECURRENT_ROWS)
     return rows if isinstance(rows, RecurrentRows) else None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads documents
 def rows_of(model: PreTrainedModel, given: Mapping[str, Any]) -> RecurrentRows | None:
-    """The rows of a batch. None where a cache is read, and where attention is about to say what is wrong with its documents."""
+    """Make the rows of a batch; None if a cache is read, or if
+    attention will raise for its documents.
+    """
     from hf_distca.integration.session import current_session  # it imports handles, which import this
 
     session = current_session()
@@ -105,14 +116,18 @@ def rows_of(model: PreTrainedModel, given: Mapping[str, Any]) -> RecurrentRows |
 
 
 def _of_text(positions: torch.Tensor | None) -> torch.Tensor | None:
-    """Of positions on several axes (M-RoPE), those of the text, which are the first of four; of three, where documents begin."""
+    """Return text positions (axis 0 of 4) of M-RoPE position ids; for three
+    axes, marks of the beginnings of documents.
+    """
     if positions is None or positions.dim() < 3:
         return positions
     return positions[0] if len(positions) == 4 else mark_starts(positions)
 
 
 def _packed(documents: Documents, batch_size: int, length: int) -> Segments | None:
-    """Documents that are whole, each with the padding after it; None if each row is one at most."""
+    """Make segments of whole documents, each with the padding after it;
+    None if each row is at most one document.
+    """
     if not documents.packed(length):
         return None
     begin = documents.first_tokens
@@ -121,7 +136,7 @@ def _packed(documents: Documents, batch_size: int, length: int) -> Segments | No
 
 
 def _cut(documents: Documents, session: Session, training: bool) -> Segments:
-    """The segments of this rank of documents that may go on on other ranks. All of them come here together."""
+    """Make the segments of this rank of documents that may continue on other ranks. Collective."""
     group = session.trainers if training or session.config.balance_evaluation else AttentionGroup()
     name = f"micro-batch {session.planner.progress.next_number}"
     return Segments.from_layout(_layout(documents, group, name), group, session.meter, name)
@@ -132,10 +147,11 @@ _NUMBERED, _SHARE = -1, -2
 
 
 def _layout(documents: Documents, group: AttentionGroup, name: str) -> Layout:
-    """The segments of all ranks: known to a share, else exchanged. The same on all ranks, or an error.
+    """Return the layout of all ranks, known from a share or else
+    exchanged; all ranks get the same, or an error.
 
-    Attention compares shares while ranks go on. Here states would be under way before that, and messages of unequal sizes end
-    a process over gloo.
+    Attention compares shares while ranks continue. Here states would travel before that, and over
+    gloo messages of unequal sizes end a process.
     """
     dealt = documents.dealt
     if dealt is None:

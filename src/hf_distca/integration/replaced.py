@@ -1,4 +1,6 @@
-"""What `deal` replaces in a Trainer, said by name: a collator that may have meant other targets, and an order of rows."""
+"""Parts of a Trainer that `deal` replaces, with warnings or errors: a collator that
+may define other targets, and an order of rows.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,15 @@ _STOCK = {
 
 
 def check_collator(trainer: Trainer, collator: Collators) -> None:
-    """Refuse to replace a collator that may say which tokens are targets, or drop or change some.
+    """Raise for a collator that may define targets, or drop or
+    change some, unless it may be replaced.
 
     Args:
-        trainer: whose ``data_collator`` is to be replaced.
-        collator: ``"replace"`` to replace any, and say which.
+        trainer: the Trainer whose ``data_collator`` is to be replaced.
+        collator: ``"replace"`` to replace any, with a warning.
 
     Raises:
-        UnsupportedError: names the collator, and what to do.
+        UnsupportedError: names the collator, and a remedy.
     """
     given: Any = trainer.data_collator
     name, package = name_of(given), package_of(given)
@@ -64,7 +67,9 @@ def check_collator(trainer: Trainer, collator: Collators) -> None:
 
 
 def _warn_of_padding(collator: Any, name: str) -> None:
-    """Say that a collator of transformers takes no token of padding's kind for a target, where documents end in such."""
+    """Warn that a collator of transformers ignores targets equal to the
+    padding token, if documents end with that token.
+    """
     tokenizer = getattr(collator, "tokenizer", None) if name == "DataCollatorForLanguageModeling" else None
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is not None and pad == getattr(tokenizer, "eos_token_id", None):
@@ -76,7 +81,7 @@ def _warn_of_padding(collator: Any, name: str) -> None:
 
 
 def warn_of_order(trainer: Trainer) -> None:
-    """Say which order of rows is replaced, if it is not the usual one."""
+    """Warn about a replaced order of rows, if it is not the usual one."""
     strategy = trainer.args.train_sampling_strategy
     if strategy not in {"random", "sequential"}:
         warn_once(
@@ -87,11 +92,11 @@ def warn_of_order(trainer: Trainer) -> None:
 
 
 def name_of(collator: Any) -> str:
-    """The name of a function or of what it was made of, else of a class."""
+    """Return the name of a function, or of the function in a partial, else of a class."""
     return str(getattr(getattr(collator, "func", collator), "__name__", type(collator).__name__))
 
 
 def package_of(collator: Any) -> str:
-    """The package that a function or a class is of; a subclass of one's own is of another."""
+    """Return the package of a function or a class; a user's subclass has another package."""
     module = getattr(collator, "__module__", None) if hasattr(collator, "__name__") else type(collator).__module__
     return str(module).partition(".")[0]

@@ -1,4 +1,6 @@
-"""What was planned and measured since `configure`: figures for logs, the summary of a run, and timelines for Perfetto."""
+"""Estimates and measurements since `configure`: figures for logs, the
+summary of a run, and timelines for Perfetto.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,21 @@ __all__ = ["Metrics", "metrics", "metrics_of", "sum_up", "summary", "trace", "wh
 
 @dataclass(frozen=True)
 class Metrics:
-    """Sums since `configure`. The difference of two readings is what lies between them, or the later where settings are new.
+    """Sums since `configure`.
+
+    The difference of two readings covers the time between them,
+    or the later one if settings changed.
 
     Attributes:
         balance: sums over the micro-batches that were planned with other ranks.
-        attention_seconds: that this rank spent in attention kernels, forward and backward, for itself and for others. On CUDA
-            those of finished kernels: synchronise first for an exact figure. Of what it computes without other ranks, CUDA tells
-            seconds from the first reading on.
-        elapsed_seconds: that have passed.
-        since: when they began, by `time.perf_counter`.
-        state_bytes: that this rank sent to others for recurrent layers, forward and backward.
-        late_compiles: functions of kernels that this process compiled when a step needed them, not before the first one.
+        attention_seconds: seconds that this rank spent in attention kernels, forward and backward,
+            for itself and for others. On CUDA only finished kernels count: synchronise first for an
+            exact figure. Work without other ranks is timed on CUDA from the first reading on.
+        elapsed_seconds: seconds that have passed.
+        since: their beginning, by `time.perf_counter`.
+        state_bytes: bytes that this rank sent to others for recurrent layers, forward and backward.
+        late_compiles: functions of kernels that this process compiled when a step needed them, not
+            before the first one.
     """
 
     balance: Tally = field(default_factory=Tally)
@@ -55,7 +61,7 @@ class Metrics:
         )
 
     def figures(self) -> dict[str, float]:
-        """The figures that `DistCACallback` logs; those without data are left out."""
+        """Return the figures that `DistCACallback` logs; those without data are left out."""
         figures = self.balance.figures()
         if self.state_bytes and self.balance.micro_batches:
             figures["distca/states_mb"] = self.state_bytes / self.balance.micro_batches / 1e6
@@ -65,17 +71,20 @@ class Metrics:
 
 
 def metrics(*, gather: bool = False) -> Metrics:
-    """What was planned and measured since `configure`, as sums that reading does not change.
+    """Return sums of estimates and measurements since `configure`; reading does not reset them.
 
-    For logs of your own: ``before = metrics()``, and later ``(metrics(gather=True) - before).figures()``. All ranks see the same
-    figures, but for ``distca/planning_ms``, ``distca/server_time_share``, ``distca/states_mb`` and ``distca/late_compiles``,
-    which are of this rank. With one rank or another attention implementation there are none.
+    For custom logs: ``before = metrics()``, and later ``(metrics(gather=True) -
+    before).figures()``. All ranks see the same figures, except ``distca/planning_ms``,
+    ``distca/server_time_share``, ``distca/states_mb`` and ``distca/late_compiles``, which are of
+    this rank. With one rank or another attention implementation there are none.
 
     Args:
-        gather: let ranks tell each other first what they measured, so that all micro-batches up to here are in the sums. This
-            takes one small collective, for which all ranks must call it at the same point, after a backward, and waits for the
-            device, as reading the loss does. Without it nothing is exchanged and a rank may read alone: the sums then have what
-            came in with the documents of later micro-batches, which leaves out the last one, and on CUDA the last two.
+        gather: let ranks exchange their measurements first, so that all micro-batches up to here
+            are in the sums. This takes one small collective, for which all ranks must call it at
+            the same point, after a backward, and waits for the device, as reading the loss does.
+            Without it nothing is exchanged and a rank may read alone: the sums then contain
+            measurements announced with the documents of later micro-batches, so the last
+            micro-batch is missing, and on CUDA the last two.
 
     Raises:
         DistCADesyncError: with `gather`, if not all ranks come.
@@ -88,14 +97,16 @@ def metrics(*, gather: bool = False) -> Metrics:
 
 
 def metrics_of(session: Session) -> Metrics:
-    """The same for a log, which has no figures of a rank alone: asking does not make a session time what it does alone."""
+    """Return the metrics for a log, which has no figures of a rank
+    alone, without switching on their timing.
+    """
     since, meter = session.started, session.meter
     elapsed = time.perf_counter() - since
     return Metrics(session.planner.history.total, meter.seconds, elapsed, since, meter.state_bytes, late_compiles())
 
 
 def summary(done: Tally, session: Session) -> str | None:
-    """What micro-batches of a session did, in a few lines; None if there were none."""
+    """Summarize micro-batches of a session in a few lines; None if there were none."""
     if not done.micro_batches:
         return None
     figures = done.figures()
@@ -126,7 +137,7 @@ def summary(done: Tally, session: Session) -> str | None:
 
 
 def sum_up(done: Tally, session: Session) -> None:
-    """Print the summary on the first rank, if there is anything to say."""
+    """Print the summary on the first rank, if there is one."""
     text = summary(done, session)
     if text is not None and session.is_first:
         say(text)
@@ -134,7 +145,9 @@ def sum_up(done: Tally, session: Session) -> None:
 
 
 def why_nothing_moved(done: Tally, session: Session) -> str | None:
-    """Why no work was moved in some micro-batches, with the figures; None if some was, or if there were none."""
+    """Return why no work was moved in some micro-batches, with the figures;
+    None if some was, or if there were none.
+    """
     if done.moved or done.busiest_bytes or not done.estimated_mean:
         return None
     config, ratio = session.config, done.estimated_before / done.estimated_mean
@@ -158,7 +171,9 @@ def why_nothing_moved(done: Tally, session: Session) -> str | None:
 
 
 def why_given_up(session: Session) -> str | None:
-    """That exchanges turned out to take longer than they gain, with the figures; None as long as they do not."""
+    """Return a message that exchanges were given up because they cost more
+    than they saved, with the figures; else None.
+    """
     slower = session.planner.progress.costs.slower
     if slower is None:
         return None
@@ -171,16 +186,19 @@ def why_given_up(session: Session) -> str | None:
 
 @contextmanager
 def trace(folder: str | Path | None = None) -> Iterator[Trace]:
-    """Record what core attention does inside: linear, dispatch, server and return spans of both nano-batches and directions.
+    """Record a timeline of core attention: linear, dispatch, server and return
+    spans of both nano-batches and directions.
 
-    Open the files at ui.perfetto.dev or chrome://tracing. On CUDA, recording puts events on the stream and stops nothing; writing
-    waits for the device.
+    Open the files at ui.perfetto.dev or chrome://tracing. On CUDA, recording puts events on the
+    stream without waiting; writing waits for the device.
 
     Args:
-        folder: where each rank writes ``rank_<number>.json`` at the end; None to write nothing.
+        folder: folder in which each rank writes ``rank_<number>.json`` at the end; None to write
+            nothing.
 
     Yields:
-        The trace; ``spans`` and ``hidden`` (the part of the messages' time that was computed in) can be read at any time.
+        The trace; ``spans`` and ``hidden`` (the part of the messages' time hidden by computation)
+        can be read at any time.
     """
     session, recorded = current_session(), Trace()
     before, session.trace = session.trace, recorded

@@ -1,4 +1,5 @@
-"""`Session`: what a process keeps between micro-batches: configuration, group, kernels, cost models, history.
+"""`Session`: state that a process keeps between micro-batches:
+configuration, group, kernels, cost models, history.
 
 Plans and routes are not among them; those live in the handle of their micro-batch.
 """
@@ -46,38 +47,43 @@ __all__ = ["Session", "balancing", "configure", "current_session"]
 
 
 class Elsewhere(Protocol):
-    """Who answers for a session while a schedule of pipeline stages runs forwards."""
+    """Substitute of a session while a schedule of pipeline stages runs forwards."""
 
-    def in_two(self, handle: AttentionHandle) -> bool:
-        """As `Session.in_two`; if it says yes, the handle has its documents."""
+    def uses_nano_batches(self, handle: AttentionHandle) -> bool:
+        """See `Session.uses_nano_batches`; if this returns True, the handle has its documents."""
 
     def work_for(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
-        """As `Session.work_for`."""
+        """See `Session.work_for`."""
 
 
 class ServerPool(Protocol):
     """Servers that take part in the attention of all ranks."""
 
     def group(self, members: dist.ProcessGroup | Members | None, timeout_seconds: float | None) -> AttentionGroup:
-        """The group of these ranks, all of which ask at the same point, and the servers."""
+        """Return the group of these ranks, all of which call this at
+        the same point, and the servers.
+        """
 
     def without(self, leaving: Sequence[int]) -> AttentionGroup:
-        """The group of the others, once servers of these indices in it have left."""
+        """Return the group of the others, once servers of these indices in it have left."""
 
 
 class Session:
-    """One process's side of core attention. Use `current_session`; `configure` makes a new one.
+    """State of core attention in one process.
+
+    Use `current_session`; `configure` makes a new one.
 
     Attributes:
-        meter: counts what the process does.
+        meter: counts the work of the process.
         planner: the plans of its micro-batches, the settings they are made under, and the figures.
-        trace: where a timeline is recorded, None for no timeline.
-        started: when the session was made, by `time.perf_counter`.
-        given: the group that the user gave, None if it is to be found.
-        kernels: names of those that attention ran in, in the order of their first use.
-        summarized: whether somebody has printed the summary of the run.
-        elsewhere: who answers in its place while a schedule of pipeline stages runs forwards.
-        times_alone: whether kernels are timed on CUDA, too, where no other rank takes part: not before somebody asks for it.
+        trace: records a timeline; None for no timeline.
+        started: time at which the session was made, by `time.perf_counter`.
+        given: the group that the user gave; None to find it.
+        kernels: names of the kernels that attention ran in, in the order of their first use.
+        summarized: whether the summary of the run was printed.
+        elsewhere: its substitute while a schedule of pipeline stages runs forwards.
+        times_alone: whether kernels are timed on CUDA also if no other rank takes part: only once
+            figures were read.
     """
 
     pool: ClassVar[ServerPool | None] = None  # servers that take part, for all sessions of the process
@@ -99,18 +105,20 @@ class Session:
 
     @property
     def config(self) -> DistCAConfig:
-        """The settings."""
+        """Settings in use."""
         return self.planner.config
 
     @config.setter
     def config(self, config: DistCAConfig) -> None:
         self.planner.config = config
         if self._group is not None:
-            self._group.tell("configure", config=config)
+            self._group.notify_servers("configure", config=config)
 
     @property
     def group(self) -> AttentionGroup:
-        """The attention group; made at the first use, and again after torch.distributed starts or restarts."""
+        """Attention group; made at the first use, and again after torch.distributed
+        starts or restarts. Making it is collective.
+        """
         world = current_world()
         if self._group is None or world is not self._world:
             members = data_parallel_group(self._members) if isinstance(self._members, DeviceMesh) else self._members
@@ -124,13 +132,16 @@ class Session:
                     check_pool(members, size)
                     group = self.pool.group(members, self.config.timeout_seconds)
                     self._group = replace(group, session=group.number(self))
-            self._group.tell("begin_session", config=self.config)
+            self._group.notify_servers("begin_session", config=self.config)
             self._trainers, self._world = None, world
         return self._group
 
     @property
     def trainers(self) -> AttentionGroup:
-        """The ranks of the attention group that hold tokens: all but the servers of a pool."""
+        """Ranks of the attention group that hold tokens: all but the servers of a pool.
+
+        Making the group is collective.
+        """
         group = self.group
         if group.holds is None:
             return group
@@ -139,18 +150,22 @@ class Session:
         return self._trainers
 
     def take_group(self, group: AttentionGroup) -> None:
-        """Take part in a group that was made elsewhere, and begin to count anew."""
+        """Join a group that was made elsewhere, and restart counting."""
         self._group, self._world = group, current_world()
         self.planner.begin_anew()
 
     @property
     def ranks(self) -> int:
-        """How many ranks the attention group has, or had when torch.distributed ended; 1 if it was not made."""
+        """Number of ranks of the attention group, also after
+        torch.distributed ended; 1 if it was not made.
+        """
         return 1 if self._group is None else self._group.size
 
     @property
     def nodes(self) -> int:
-        """How many nodes they are on; 0 if that is not known, as where nodes have different numbers of them."""
+        """Number of nodes of the ranks; 0 if it is not known, as if
+        nodes have different numbers of ranks.
+        """
         group = self._group
         if group is None or group.size == 1:
             return 1
@@ -158,24 +173,30 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0 of all: others say nothing of what is the same everywhere."""
+        """True if this is rank 0 of all ranks, the only one to report
+        facts that are the same everywhere.
+        """
         if self._group is None:
             return current_world() is None or dist.get_rank() == 0
         return self._group.ranks[self._group.rank] == 0
 
     def gather(self) -> None:
-        """Gather what was measured up to here, on all ranks of the group."""
+        """Gather the measurements up to here, on all ranks of the group. Collective."""
         group = self._group
-        if group is not None and group.size > 1 and not group.left and (group.holds is not None or dist.is_initialized()):
+        if group is not None and group.size > 1 and not group.has_left and (group.holds is not None or dist.is_initialized()):
             self.planner.progress.gather(group)
 
     def look_for_mesh(self, models: Iterator[PreTrainedModel]) -> None:
-        """Take the ranks of the attention group from the first model that has a mesh, if they are neither given nor found yet."""
+        """Take the ranks of the attention group from the first model with a mesh,
+        if they are neither given nor found yet.
+        """
         if self._members is None and self._group is None:
             self._members = next((mesh for model in models if (mesh := loaded_mesh(model)) is not None), None)
 
     def group_for(self, handle: AttentionHandle, training: bool) -> AttentionGroup:
-        """The ranks that take part in a forward: this one alone where the others need not run it."""
+        """Return the ranks that take part in a forward: this one
+        alone if the others need not run it.
+        """
         if handle.group is None:
             # Making the group needs all ranks: a rank that evaluates or generates alone must not ask for it.
             together = not handle.alone and (training or self.config.balance_evaluation)
@@ -186,17 +207,19 @@ class Session:
         return handle.group
 
     def is_collective(self, handle: AttentionHandle, training: bool) -> bool:
-        """Whether other ranks take part in a forward."""
+        """Return whether other ranks take part in a forward."""
         return self.group_for(handle, training).size > 1
 
-    def in_two(self, handle: AttentionHandle, training: bool) -> bool:
-        """Whether layers are to run as two nano-batches."""
+    def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
+        """Return whether layers run as two nano-batches."""
         if self.elsewhere is not None:
-            return self.elsewhere.in_two(handle)
+            return self.elsewhere.uses_nano_batches(handle)
         return self.config.ping_pong and self.is_collective(handle, training)
 
     def documents(self, handle: AttentionHandle, arguments: Mapping[str, Any], training: bool) -> Documents:
-        """The documents of a batch, from the keyword arguments of a layer or of attention."""
+        """Return the documents of a batch, from the keyword
+        arguments of a layer or of attention.
+        """
         if handle.documents is not None:
             return handle.documents
         group = self.group_for(handle, training)
@@ -206,13 +229,14 @@ class Session:
     def work_for(
         self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey, *, training: bool
     ) -> Work:
-        """Plan one kind of layer of a micro-batch, together with the other ranks or alone, and so those planned with it.
+        """Plan one kind of layer of a micro-batch, with the other ranks or
+        alone, and the kinds that are planned with it.
 
         Args:
-            handle: of the micro-batch.
-            arguments: keyword arguments of attention, which tell documents apart.
+            handle: handle of the micro-batch.
+            arguments: keyword arguments of attention, which define the documents.
             query: (batch, heads, length, width) in the dtype that attention computes in.
-            key: which plan.
+            key: key of the plan.
             training: whether the module is in training mode on this rank, and so on all.
         """
         if self.elsewhere is not None:
@@ -242,7 +266,7 @@ class Session:
         return handle.work[requests[0][1]]
 
     def use_plan(self, documents: Documents, planned: Planned, group: AttentionGroup, device: torch.device) -> Work:
-        """Take up a plan for the micro-batch at hand, which has these documents on this rank."""
+        """Use a plan for the current micro-batch, which has these documents on this rank."""
         meter, nano = self.planner.progress.use(planned, documents), planned.key.nano
         plan, config = planned.plan, self.config
         waves = Waves.of(plan, planned.key.shape, config.tile, config.max_transient_bytes, config.head_groups)
@@ -251,20 +275,24 @@ class Session:
         name = f"micro-batch {self.planner.progress.number}" + (f", nano-batch {nano}" if nano else "")
         name += f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
         serial = group.number(route)
-        group.tell("use_plan", plan=planned.serial, work=serial)
+        group.notify_servers("use_plan", plan=planned.serial, work=serial)
         return Work(group, route, keep_of(documents, device), plan.window, meter, nano, OutputStore(), name, serial)
 
     def server(self, work: Work, query: torch.Tensor, shape: AttentionShape, scores: Scores) -> AttentionServer:
-        """A server for the tasks of layers of this shape and these scores, which compute in the dtype of `query`."""
+        """Make a server for the tasks of layers of this shape and these scores,
+        which compute in the dtype of `query`.
+        """
         with work.group.reporting(f"choosing a kernel for {work.name}"):
             kernel = self.kernel(query, (shape.head_dim, shape.value_head_dim), scores, shape.ratio)
             return AttentionServer(kernel, scores, work.meter)
 
     def attend(self, work: Work, server: AttentionServer, module: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
-        """Core attention of one layer for this rank's tokens; `server` runs the tasks of all layers like it."""
+        """Compute core attention of one layer for this rank's tokens;
+        `server` runs the tasks of all layers like it.
+        """
         group, route, number = work.group, work.route, next(work.numbers)
         outputs = None if work.outputs is None else work.outputs.of(module, inputs)
-        if group.watch is None and self.trace is None:  # nobody waits for this rank, and nobody is told
+        if group.monitor is None and self.trace is None:  # nobody waits for this rank, and nobody is told
             return core_attention(inputs, Call(route, group, server, outputs))
         group.raise_pending()
         place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
@@ -281,7 +309,9 @@ class Session:
 
     @contextmanager
     def _reporting(self, group: AttentionGroup, doing: str) -> Iterator[None]:
-        """Name this rank in what is wrong with its batch, and tell the ranks that would wait for it."""
+        """Add this rank's name to errors in its batch, and report them
+        to the ranks that would wait for it.
+        """
         try:
             with group.reporting(f"{doing} for micro-batch {self.planner.progress.next_number}"):
                 yield
@@ -291,15 +321,19 @@ class Session:
             raise type(error)(f"rank {group.ranks[group.rank]}: {error}") from error
 
     def kernel(self, query: torch.Tensor, widths: tuple[int, int], scores: Scores, ratio: int) -> Kernel:
-        """The kernel for the device and dtype of a tensor, heads of these widths of keys and values, so many queries a key."""
+        """Select the kernel for the device and dtype of a tensor, widths of keys
+        and values, and query heads a key head.
+        """
         first = self._fastest.get((query.dtype, widths))
         kernel = select_kernel(self.config.kernel, Case(query.device, query.dtype, *widths, scores, ratio), first=first)
         self.kernels[kernel.name] = None
         return kernel
 
     def learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
-        """Make the cost model of a shape, at its first layer; all ranks of the group at the same point."""
-        group.tell("learn_cost", key=key, dtype=query.dtype)
+        """Make the cost model of a shape, at its first layer; all ranks of
+        the group at the same point. Collective.
+        """
+        group.notify_servers("learn_cost", key=key, dtype=query.dtype)
         self.planner.progress.costs.dtypes[key.shape, key.device] = str(query.dtype)
         if (key.shape, key.device) in self.planner.progress.costs:
             return
@@ -320,7 +354,9 @@ class Session:
         self.planner.progress.costs[key.shape, key.device] = cost
 
     def _warn_above_bound(self, waves: Waves, group: AttentionGroup) -> None:
-        """A document over ranks needs its keys wherever its rows are. Exact anyway, and most likely it fits: no error."""
+        """Warn if a document over ranks needs more memory than the bound; it is
+        computed exactly, and most likely fits.
+        """
         bound, rank = self.config.max_transient_bytes, group.rank
         if bound is not None and waves.bytes is not None and waves.bytes[rank] > bound:
             warnings.warn(
@@ -336,15 +372,17 @@ _session: Session | None = None  # in use: that one, or one of a callback with s
 
 
 def current_session() -> Session:
-    """The session of this process, made with default settings at the first use."""
+    """Return the session of this process, made with default settings at the first use."""
     return _session or use_session()
 
 
 def use_session(config: DistCAConfig | None = None, group: dist.ProcessGroup | DeviceMesh | None = None) -> Session:
-    """Make a session with these settings the one of this process: one of a callback, which no other callback inherits.
+    """Make a session with these settings the current one: the session of a
+    callback, which no other callback inherits.
 
     Args:
-        config, group: as for `configure`, where what is missing comes from; without both, the session that `configure` made.
+        config, group: see `configure`, which also supplies a missing one; without both, use the
+            session that `configure` made.
     """
     global _configured, _session
     if _configured is None:
@@ -360,21 +398,27 @@ def use_session(config: DistCAConfig | None = None, group: dist.ProcessGroup | D
 def configure(
     config: DistCAConfig | None = None, *, group: dist.ProcessGroup | DeviceMesh | None = None, instead_of: str | None = None
 ) -> DistCAConfig:
-    """Set how this process runs distca, once, before training. Every rank must give the same settings.
+    """Configure distca in this process, once, before training.
+
+    Every rank must give the same settings.
 
     Args:
         config: settings; the defaults if None.
-        group: the ranks that share core attention, as a process group or a device mesh. By default the data-parallel ranks of
-            the mesh of a model loaded with transformers' `DistributedConfig`, or of accelerate's device mesh, else all ranks.
-        instead_of: "flash_attention_2", "flash_attention_3", "flash_attention_4" or "sdpa", for trainers that take only names
-            they know: from now on, models that this process loads with this attention get distca.
+        group: the ranks that share core attention, as a process group or a device mesh. By default
+            the data-parallel ranks of the mesh of a model loaded with transformers'
+            `DistributedConfig`, or of accelerate's device mesh, else all ranks.
+        instead_of: "flash_attention_2", "flash_attention_3", "flash_attention_4" or "sdpa", for
+            trainers that take only names they know: from now on, models that this process loads
+            with this attention get distca.
 
     Returns:
         The settings now in use.
 
     Raises:
-        ConfigError: if `config` is no `DistCAConfig`, or `group` neither a process group nor a device mesh.
-        UnsupportedError: if `instead_of` is another name, or a package has put its own function in its place.
+        ConfigError: if `config` is not a `DistCAConfig`, or `group` neither a process group nor a
+            device mesh.
+        UnsupportedError: if `instead_of` is another name, or a package has put its own function in
+            its place.
     """
     global _configured
     if config is not None and not isinstance(config, DistCAConfig):

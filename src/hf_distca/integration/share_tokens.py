@@ -1,4 +1,4 @@
-"""Batches that ranks have drawn, dealt anew among them: for loaders that cannot be replaced."""
+"""Redistribution of batches that ranks drew from loaders that cannot be replaced."""
 
 from __future__ import annotations
 
@@ -30,26 +30,31 @@ _SOME_SHAPE = AttentionShape(1, 1, 1, 1, 1)
 
 
 def share_tokens(batches: Sequence[Any]) -> list[Any]:
-    """Deal what the ranks have drawn from their loaders among them: equal tokens, and about equal attention.
+    """Deal tokens that ranks drew from their loaders among them:
+    equal tokens, and about equal attention.
 
-    Every micro-batch is dealt by itself, over the attention group: documents stay whole where they fit and are cut where one
-    outweighs a rank, as `document_shares` does it in the loader. Token ids and labels travel once, on the control group: per call
-    two small collectives and one exchange of as many tokens as move. Nothing more has to be planned then.
+    Every micro-batch is dealt by itself, over the attention group: documents stay whole where they
+    fit and are cut where one outweighs a rank, as by `document_shares` in the loader. Token ids and
+    labels travel once, on the control group: per call two small collectives and one exchange of as
+    many tokens as move. No further planning is needed then.
 
-    The loss must be a sum over all ranks' targets divided by their number, as the Trainer computes it.
+    The loss must be a sum over all ranks' targets divided by their number, as the Trainer computes
+    it.
 
     Args:
-        batches: micro-batches, as many on every rank, each with ``input_ids`` of shape (rows, tokens) and what `PackingCollator`
-            or a padding collator puts beside it: ``labels``, ``position_ids``, ``attention_mask``, ``distca_documents``.
-            Of what TRL's packing and `DataCollatorWithFlattening` add for flash attention, ``cu_seq_lens_q`` is read, and nothing
-            is handed on: it follows from the documents.
+        batches: micro-batches, as many on every rank, each with ``input_ids`` of shape (rows,
+            tokens) and the other columns of `PackingCollator` or a padding collator: ``labels``,
+            ``position_ids``, ``attention_mask``, ``distca_documents``. Of the arguments that TRL's
+            packing and `DataCollatorWithFlattening` add for flash attention, ``cu_seq_lens_q`` is
+            read; all are dropped and recomputed.
 
     Returns:
-        As many batches of shape (1, tokens), with ``shift_labels``; as they are in a group of one.
+        As many batches of shape (1, tokens), with ``shift_labels``; unchanged in a group of one.
 
     Raises:
-        UnsupportedError: if a batch holds something else, which would not travel, or positions that skip some in a document.
-        LayoutError: if a batch does not hold the documents that it says.
+        UnsupportedError: if a batch holds other columns, which would not travel, or positions that
+            skip some in a document.
+        LayoutError: if a batch does not hold the documents that it declares.
         DistCADesyncError: if not all ranks call it, with as many batches.
     """
     follow_trainers()
@@ -76,10 +81,10 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True, eq=False)
 class _Drawn:
-    """The tokens of a batch without padding.
+    """Tokens of a batch without padding.
 
     Attributes:
-        lengths: (documents,) tokens of each.
+        lengths: (documents,) number of tokens of each.
         columns_T2: int64 ids, and the label that follows each.
     """
 
@@ -108,7 +113,7 @@ class _Drawn:
 
 
 def _check_positions_count_on(positions: torch.Tensor | None, keep: slice | torch.Tensor, lengths: IntArray) -> None:
-    """Refuse positions that skip some inside a document: they are made anew from its length."""
+    """Raise if positions skip some inside a document: they are recomputed from its length."""
     if positions is None:
         return
     step = np.diff(positions.reshape(-1).cpu()[keep].numpy())
@@ -123,12 +128,12 @@ def _check_positions_count_on(positions: torch.Tensor | None, keep: slice | torc
 
 @dataclass(frozen=True, eq=False)
 class _Shared:
-    """A micro-batch as it is dealt.
+    """A dealt micro-batch.
 
     Attributes:
         packed: this rank's share.
-        home: (documents,) who has drawn each.
-        start: (documents,) the place of its first token among those of its home.
+        home: (documents,) rank that drew each.
+        start: (documents,) index of its first token among those of its home.
     """
 
     packed: PackedDocuments
@@ -136,7 +141,9 @@ class _Shared:
     start: IntArray
 
     def runs(self, rank: int) -> list[tuple[int, int, int]]:
-        """What a rank gets: (who has drawn it, the first of its tokens there, tokens)."""
+        """List the runs of a rank: (rank that drew it, index of its
+        first token there, number of tokens).
+        """
         segments = [] if self.packed.dealt is None else self.packed.dealt.whole.segments(rank)
         return [(int(self.home[s.document]), int(self.start[s.document]) + s.start, s.length) for s in segments]
 
@@ -158,7 +165,9 @@ def _deal(session: Session, costs: dict[PlanKey, CostModel], number: int, length
 
 
 def _exchange(group: AttentionGroup, drawn: Sequence[_Drawn], shared: Sequence[_Shared], place: str) -> list[torch.Tensor]:
-    """The (tokens, 2) columns of this rank's share of every micro-batch."""
+    """Exchange tokens, and return the (tokens, 2) columns of this
+    rank's share of every micro-batch.
+    """
     sent: list[torch.Tensor] = [drawn[0].columns_T2[:0]]
     send, receive = [0] * group.size, [0] * group.size
     for rank in range(group.size):
@@ -182,7 +191,7 @@ def _exchange(group: AttentionGroup, drawn: Sequence[_Drawn], shared: Sequence[_
 
 
 def _batch(shared: _Shared, columns_T2: torch.Tensor, device: torch.device) -> dict[str, Any]:
-    """What the model gets of a share."""
+    """Make the batch of a share for the model."""
     packed = shared.packed
     ids, targets = columns_T2.unbind(1)
     labels = torch.full_like(targets, IGNORED_LABEL)  # shifted, they would lack the targets at cuts

@@ -1,4 +1,6 @@
-"""How many tokens of documents are targets, by those that are looked at: training on none is training on nothing."""
+"""Estimate of the number of targets in documents, from a sample:
+training without targets learns nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ _SAMPLE = 256  # documents: they are read as training reads them, which takes a 
 
 @dataclass(frozen=True)
 class Targets:
-    """What was found in a sample of documents.
+    """Counts in a sample of documents.
 
     Attributes:
-        documents, seen: how many there are, and how many were looked at.
-        tokens, targets: of those.
-        without: documents among them that have no target.
+        documents, seen: number of documents, and of those in the sample.
+        tokens, targets: numbers of tokens and targets in the sample.
+        without: number of documents in the sample without a target.
     """
 
     documents: int
@@ -44,7 +46,8 @@ class Targets:
 
 
 def sample_targets(documents: Any, count: int) -> Targets:
-    """Count targets in some of `count` documents, spread over all of them; a document's first token is none.
+    """Count targets in some of `count` documents, spread over all of them; a
+    document's first token is never a target.
 
     Raises:
         ConfigError: if no document has any.

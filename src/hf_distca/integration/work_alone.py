@@ -1,4 +1,4 @@
-"""`work_alone`: a micro-batch that a rank computes by itself, for which nothing has to be planned."""
+"""`work_alone`: work of a micro-batch that a rank computes by itself, without planning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ ALONE = AttentionGroup()
 
 
 def work_alone(handle: AttentionHandle, key: PlanKey, device: torch.device, meter: Meter, *, evaluating: bool) -> Work:
-    """Take up a micro-batch whose documents were read. Where each is one whole run, their lengths say all.
+    """Make the work of a micro-batch whose documents were read; for
+    whole documents, their lengths suffice.
 
     Raises:
         LayoutError: if a part of a document is missing; an `UnsupportedError` while `evaluating`.
@@ -34,7 +35,7 @@ def work_alone(handle: AttentionHandle, key: PlanKey, device: torch.device, mete
         handle.check(None, key.window)
         lengths = documents.rows[:, 2].tolist()
         window = _within(key.window, max(lengths, default=0))
-        route = Route.alone(lengths)
+        route = Route.for_whole_documents(lengths)
     else:
         layout = _layout(documents, evaluating=evaluating)
         handle.check(layout, key.window)
@@ -44,7 +45,7 @@ def work_alone(handle: AttentionHandle, key: PlanKey, device: torch.device, mete
 
 
 def keep_of(documents: Documents, device: torch.device) -> torch.Tensor | None:
-    """`Documents.keep` on a device."""
+    """Return `Documents.keep` on a device."""
     return None if documents.keep is None else to_device(torch.from_numpy(documents.keep), device)
 
 
@@ -61,5 +62,7 @@ def _layout(documents: Documents, *, evaluating: bool) -> Layout:
 
 
 def _within(window: int | None, longest: int) -> int | None:
-    """The window, if it hides a key of the longest document from one of its tokens."""
+    """Return the window if it hides a key of the longest document
+    from one of its tokens, else None.
+    """
     return None if window is None or window >= longest else window

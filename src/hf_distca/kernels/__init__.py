@@ -10,7 +10,7 @@ import torch
 from hf_distca.config import KernelName
 from hf_distca.errors import KernelError
 from hf_distca.kernels.base import Case, Kernel, Scores, TaskBatch
-from hf_distca.kernels.check import wrong
+from hf_distca.kernels.check import mismatch_reason
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.flash import (
@@ -20,13 +20,24 @@ from hf_distca.kernels.flash import (
     FLASH_ATTN_3_HUB,
     FLASH_ATTN_4,
     INTERFACE_4,
-    beside_messages,
     import_error,
+    leave_room_for_messages,
 )
 from hf_distca.kernels.plain_torch import ReferenceKernel
-from hf_distca.kernels.variants import compile_reason, compiling_ahead
+from hf_distca.kernels.variants import compile_ahead, compile_failure_reason
 
-__all__ = ["Case", "Kernel", "Scores", "TaskBatch", "faster_kernel", "is_slow", "runnable", "select_kernel", "survey", "why_not"]
+__all__ = [
+    "Case",
+    "Kernel",
+    "Scores",
+    "TaskBatch",
+    "suggest_faster_kernel",
+    "is_slow",
+    "list_runnable",
+    "select_kernel",
+    "list_candidates",
+    "unusable_reason",
+]
 
 _logger = logging.getLogger("hf_distca")
 
@@ -53,7 +64,7 @@ _said: set[tuple[str, str, torch.dtype, str]] = set()
 
 
 def select_kernel(name: KernelName, case: Case, *, first: str | None = None) -> Kernel:
-    """The kernel to run, the same object for the same kernel each time.
+    """Return the kernel to run: the same object for the same kernel each time.
 
     Args:
         name: a kernel, or "auto" for the first in the order of kernels that supports the case.
@@ -64,12 +75,12 @@ def select_kernel(name: KernelName, case: Case, *, first: str | None = None) -> 
         KernelError: if the named kernel, or with "auto" every kernel, does not support the case or, on a GPU, computes it
             wrongly; says why and what to use.
     """
-    return _selected(name, case, first, torch.are_deterministic_algorithms_enabled())  # with these, it is another question
+    return _select_once(name, case, first, torch.are_deterministic_algorithms_enabled())  # with these, it is another question
 
 
 @lru_cache(maxsize=256)
-def _selected(name: KernelName, case: Case, first: str | None, _deterministic: bool) -> Kernel:
-    """As `select_kernel`, which every layer of every micro-batch calls: kernels are asked once a case."""
+def _select_once(name: KernelName, case: Case, first: str | None, _deterministic: bool) -> Kernel:
+    """Select like `select_kernel`, once per case: every layer of every micro-batch calls this."""
     automatic = name == "auto"
     candidates = [
         kernel for kernel, where in _KERNELS if (where in (case.device.type, None) if automatic else kernel.name == name)
@@ -80,82 +91,96 @@ def _selected(name: KernelName, case: Case, first: str | None, _deterministic: b
     candidates.sort(key=lambda kernel: kernel.name != first)
     refused: list[str] = []
     for kernel in candidates:
-        reason = why_not(kernel, case) or compile_reason(kernel, case)
+        reason = unusable_reason(kernel, case) or compile_failure_reason(kernel, case)
         if reason is None:
             _announce(kernel.name, case, refused, automatic=automatic)
             return kernel
         refused.append(f"{kernel.name}: {reason}")
     widths = f"head dim {case.head_dim} and value head dim {case.value_head_dim}"
-    words = f"{case.dtype} tensors on {case.device}{_extras(case.scores)}, with {widths}"
+    words = f"{case.dtype} tensors on {case.device}{_describe_features(case.scores)}, with {widths}"
     if automatic:
         raise KernelError(f"No kernel runs {words} ({'; '.join(refused)}). Convert q, k and v to a floating dtype.")
     raise KernelError(f'Kernel {name!r} cannot run {words}: {reason}. Set kernel="auto" to use what runs there.')
 
 
-def runnable(case: Case) -> list[Kernel]:
-    """The fast kernels of a device that run a case, in the order in which "auto" looks at them."""
-    return [kernel for kernel, where in _KERNELS if where == case.device.type and why_not(kernel, case) is None]
+def list_runnable(case: Case) -> list[Kernel]:
+    """Return the fast kernels of a device that run a case, in the
+    order in which "auto" looks at them.
+    """
+    return [kernel for kernel, where in _KERNELS if where == case.device.type and unusable_reason(kernel, case) is None]
 
 
-def why_not(kernel: Kernel, case: Case) -> str | None:
-    """Why a kernel cannot run a case, or must not because it computes it wrongly on that GPU; None if it can.
+def unusable_reason(kernel: Kernel, case: Case) -> str | None:
+    """Return why a kernel cannot run a case, or why its results on
+    that GPU are wrong; None if it can.
 
     On a GPU the first question about a case makes the host wait, for what `hf_distca.kernels.check` computes.
     """
-    reason = kernel.unsupported(case)
+    reason = kernel.unsupported_reason(case)
     if reason is not None or case.device.type != "cuda" or kernel.name == ReferenceKernel.name:
         return reason
     # Kernels have other code for windows and softcaps, whatever their sizes, and for deterministic algorithms.
     kind = Scores(1.0, *(None if value is None else 1 for value in (case.scores.window, case.scores.softcap)))
-    return _checked(kernel, case._replace(scores=kind), torch.are_deterministic_algorithms_enabled())
+    return _check_once(kernel, case._replace(scores=kind), torch.are_deterministic_algorithms_enabled())
 
 
 @lru_cache(maxsize=256)
-def _checked(kernel: Kernel, case: Case, _deterministic: bool) -> str | None:
-    """What the check of a kernel on a GPU found, also beside messages. What it raises, such as a lack of memory, is not kept."""
-    with compiling_ahead():
-        reasons = (wrong(variant, case) for variant in dict.fromkeys((kernel, beside_messages(kernel))))
+def _check_once(kernel: Kernel, case: Case, _deterministic: bool) -> str | None:
+    """Check a kernel on a GPU, also its variant that runs beside messages.
+
+    Exceptions, such as a lack of memory, are not cached.
+    """
+    with compile_ahead():
+        reasons = (mismatch_reason(variant, case) for variant in dict.fromkeys((kernel, leave_room_for_messages(kernel))))
         return next((reason for reason in reasons if reason is not None), None)
 
 
-def survey(case: Case) -> list[tuple[str, str | None]]:
-    """What "auto" looks at for a case, in this order: each kernel's name, and why it cannot run, None for the one it takes."""
+def list_candidates(case: Case) -> list[tuple[str, str | None]]:
+    """List the kernels that "auto" looks at for a case, in this order, each with the reason
+    why it cannot run; None for the one that is taken.
+    """
     looked_at: list[tuple[str, str | None]] = []
     for kernel in (kernel for kernel, where in _KERNELS if where in (case.device.type, None)):
-        looked_at.append((kernel.name, why_not(kernel, case)))
+        looked_at.append((kernel.name, unusable_reason(kernel, case)))
         if looked_at[-1][1] is None:
             break
     return looked_at
 
 
 def _announce(name: str, case: Case, refused: list[str], *, automatic: bool) -> None:
-    """Say once which kernel runs; as a warning where "auto" found none of the fast ones of a GPU."""
+    """Log once which kernel runs; as a warning where "auto"
+    found none of the fast ones of a GPU.
+    """
     device, dtype, scores = case.device, case.dtype, case.scores
-    saying = (name, device.type, dtype, _extras(scores))
+    saying = (name, device.type, dtype, _describe_features(scores))
     if saying in _said:
         return
     _said.add(saying)
-    message = f"core attention in {dtype} on {device.type}{_extras(scores)} runs in kernel {name!r}"
+    message = f"core attention in {dtype} on {device.type}{_describe_features(scores)} runs in kernel {name!r}"
     why = f" ({'; '.join(refused)})" if refused else ""
     if refused and device.type == "cuda" and is_slow(name, dtype):
-        _logger.warning("%s, far slower than flash attention%s.%s", message, why, _way_out(case))
+        _logger.warning("%s, far slower than flash attention%s.%s", message, why, _suggest_speedup(case))
     else:
-        _logger.info("%s%s%s", message, why, _faster(name, device, automatic))
+        _logger.info("%s%s%s", message, why, _note_on_kernel(name, device, automatic))
 
 
 def is_slow(name: str, dtype: torch.dtype) -> bool:
-    """Whether a kernel is far slower than flash attention, which another dtype or package would bring to most cases."""
+    """Return whether a kernel is far slower than flash attention, which most
+    cases could use with another dtype or package.
+    """
     return name == "reference" or (name == EFFICIENT.name and dtype == torch.float32)
 
 
-def _extras(scores: Scores) -> str:
-    """What besides the scale the scores have, as the end of a phrase."""
+def _describe_features(scores: Scores) -> str:
+    """Name the features of the scores besides their scale, as the end of a phrase."""
     present = [word for word, value in (("window", scores.window), ("softcap", scores.softcap)) if value is not None]
     return f" with {' and '.join(present)}" if present else ""
 
 
-def _way_out(case: Case) -> str:
-    """What brings flash attention to a case on a GPU, "" where the head dimensions or the GPU itself stand in the way."""
+def _suggest_speedup(case: Case) -> str:
+    """Say how to get flash attention for a case on a GPU; "" where the
+    head dimensions or the GPU rule it out.
+    """
     ways = []
     if case.dtype not in (torch.bfloat16, torch.float16):
         ways.append("train in bfloat16 or float16 (bf16=True or fp16=True)")
@@ -165,21 +190,25 @@ def _way_out(case: Case) -> str:
     return f" To speed it up, {' and '.join(ways)}." if ways else ""
 
 
-def _faster(name: str, device: torch.device, automatic: bool) -> str:
-    """What torch's own kernel runs in place of flash-attention 2, or how to get what is faster; "" for all others."""
+def _note_on_kernel(name: str, device: torch.device, automatic: bool) -> str:
+    """Note for the log that torch runs another flash kernel, or that a
+    faster one could be installed; "" otherwise.
+    """
     if name == "cuda" and torch.version.hip is None and (active := torch.nn.attention.current_flash_attention_impl()) is not None:
         return f", which is {active} since torch.nn.attention.activate_flash_attention_impl was called"
-    advice = faster_kernel(name, device) if automatic else None
+    advice = suggest_faster_kernel(name, device) if automatic else None
     return f"; {advice}" if advice else ""
 
 
 def _made_for(device: torch.device) -> str | None:
-    """The kind of GPUs that FlashAttention 4 is made for, if this is one."""
+    """Name the kind of GPUs that FlashAttention 4 is made for, if this is one."""
     return None if torch.version.hip is not None else _MADE_FOR.get(torch.cuda.get_device_capability(device)[0])
 
 
-def faster_kernel(name: str, device: torch.device) -> str | None:
-    """How to get a kernel that is faster than the one that runs on a GPU; None if there is none to install."""
+def suggest_faster_kernel(name: str, device: torch.device) -> str | None:
+    """Say how to get a kernel that is faster than the one that runs on a
+    GPU; None if there is none to install.
+    """
     kind = _made_for(device) if name in ("cuda", "flash_attn") and device.type == "cuda" else None
     if kind is None or import_error(INTERFACE_4) is None:
         return None

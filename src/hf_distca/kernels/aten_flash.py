@@ -14,8 +14,11 @@ __all__ = ["AtenFlash"]
 
 
 @cache
-def _unread(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What stands for the state of random numbers on a device; nobody reads it, so no stream has to wait for it."""
+def _placeholder_random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Placeholders for the random state on a device.
+
+    They are never read, so no stream waits for them.
+    """
     return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, dtype=torch.uint64, device=device)
 
 
@@ -40,8 +43,12 @@ class AtenFlash:
         do_THD, q_THD, o_THD, lse_TH, k_TKD, v_TKD = pools
         tensors = (do_THD, q_THD, k_TKD, v_TKD, o_THD, lse_TH.T.contiguous())
         options = {"scale": scores.scale, **self._window(scores)}
-        return Grads(*cuda_attention_backward()(*tensors, *sequences, 0.0, True, *_unread(q_THD.device), **options))
+        return Grads(
+            *cuda_attention_backward()(*tensors, *sequences, 0.0, True, *_placeholder_random_state(q_THD.device), **options)
+        )
 
     def _window(self, scores: Scores) -> dict[str, int]:
-        """The op counts the keys to the left of a row's own; without these arguments it hides none."""
+        """Return the window arguments: the op counts keys to the left of a row's
+        own, and without arguments it hides none.
+        """
         return {} if scores.window is None else {"window_size_left": scores.window - 1, "window_size_right": 0}

@@ -1,4 +1,4 @@
-"""What every attention kernel takes and returns.
+"""Types that every attention kernel takes and returns.
 
 Shape suffixes: T tokens (query rows or keys of a pool), H query heads, K key/value heads, D head dim, V value head dim.
 """
@@ -23,7 +23,10 @@ Result = TypeVar("Result")
 
 
 def without_gradients(method: Callable[Given, Result]) -> Callable[Given, Result]:
-    """A method that records no gradients. Layers call it where none are recorded, and to ask first takes less time."""
+    """Make a method record no gradients.
+
+    Layers call it mostly where none are recorded; testing for that first saves time.
+    """
 
     @wraps(method)
     def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -37,7 +40,8 @@ def without_gradients(method: Callable[Given, Result]) -> Callable[Given, Result
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How queries and keys become weights: softmax over the visible keys of cap(q k^T * scale).
+    """Rule that turns queries and keys into weights: softmax over the
+    visible keys of cap(q k^T * scale).
 
     Attributes:
         scale: factor on q k^T.
@@ -65,7 +69,7 @@ class Scores:
 
 
 class Case(NamedTuple):
-    """What a kernel is asked to run.
+    """The problem that a kernel is asked to run.
 
     Attributes:
         device: where the tensors are.
@@ -80,21 +84,23 @@ class Case(NamedTuple):
     head_dim: int
     value_head_dim: int
     scores: Scores
-    ratio: int = 2
+    gqa_ratio: int = 2
 
 
 @dataclass(frozen=True, eq=False)
 class TaskBatch:
     """CA-tasks over a pool of query rows and a pool of keys, all on the host.
 
-    Task i has query rows ``[query_start[i], query_start[i] + query_length[i])`` of the query pool and keys
-    ``[key_start[i], key_start[i] + key_length[i])`` of the key pool. Its last query row sees its last key; each row before
-    sees one key less (causal, aligned bottom right), so ``key_length >= query_length >= 1``. With a window of
-    w keys a row sees the last w of those only; keys before ``key_start`` do not exist for it. Query rows of different tasks
-    never overlap. Keys may: several slices of a document share one copy of its prefix.
+    Task i has query rows ``[query_start[i], query_start[i] + query_length[i])`` of the query pool
+    and keys ``[key_start[i], key_start[i] + key_length[i])`` of the key pool. Its last query row
+    sees its last key; each row before sees one key less (causal, aligned bottom right), so
+    ``key_length >= query_length >= 1``. With a window of w keys a row sees the last w of those
+    only; keys before ``key_start`` do not exist for it. Query rows of different tasks never
+    overlap. Keys may: several slices of a document share one copy of its prefix.
 
-    What kernels derive from the tasks, such as their calls, they keep in `derived`, each under a key of its own: all layers and
-    both directions of a micro-batch run the same batches.
+    Kernels cache data that they derive from the tasks, such as their calls, in `derived`, each
+    under a key of its own, because all layers and both directions of a micro-batch run the same
+    batches.
     """
 
     query_start: Sequence[int]
@@ -107,7 +113,7 @@ class TaskBatch:
         return len(self.query_start)
 
     @cached_property
-    def needs(self) -> tuple[float, float]:
+    def required_sizes(self) -> tuple[float, float]:
         """Query rows and keys of the smallest pools that hold all tasks; infinite if one of them is no task."""
         rows = [start + length for start, length in zip(self.query_start, self.query_length, strict=True)]
         keys = [start + length for start, length in zip(self.key_start, self.key_length, strict=True)]
@@ -123,13 +129,17 @@ class TaskBatch:
 
     @cached_property
     def shares_keys(self) -> bool:
-        """Whether any two tasks have a key in common, so that their key gradients must be summed."""
+        """True if any two tasks have a key in common, so that
+        their key gradients must be summed.
+        """
         runs = sorted(zip(self.key_start, self.key_length, strict=True))
         return any(a + n > b for (a, n), (b, _) in itertools.pairwise(runs))
 
 
 class Operands(NamedTuple):
-    """What a task reads in forward: rows of queries first, then rows of keys, as in `Saved` and in every message."""
+    """Tensors that a task reads in forward: rows of queries first, then rows of
+    keys, as in `Saved` and in every message.
+    """
 
     q_THD: torch.Tensor
     k_TKD: torch.Tensor
@@ -137,34 +147,34 @@ class Operands(NamedTuple):
 
     @property
     def query_rows(self) -> Sequence[torch.Tensor]:
-        """Those with a row for each query."""
+        """Tensors with one row per query."""
         return self[:1]
 
     @property
     def key_rows(self) -> Sequence[torch.Tensor]:
-        """Those with a row for each key."""
+        """Tensors with one row per key."""
         return self[1:]
 
 
 class Outputs(NamedTuple):
-    """What a task gives in forward: output and log-sum-exp."""
+    """Results of a task in forward: output and log-sum-exp."""
 
     o_THV: torch.Tensor
     lse_TH: torch.Tensor
 
     @property
     def query_rows(self) -> Sequence[torch.Tensor]:
-        """Those with a row for each query."""
+        """Tensors with one row per query."""
         return self
 
     @property
     def key_rows(self) -> Sequence[torch.Tensor]:
-        """Those with a row for each key: none."""
+        """Tensors with one row per key: none."""
         return ()
 
 
 class Saved(NamedTuple):
-    """What a task reads in backward: rows of queries first, then rows of keys."""
+    """Tensors that a task reads in backward: rows of queries first, then rows of keys."""
 
     do_THV: torch.Tensor
     q_THD: torch.Tensor
@@ -175,22 +185,24 @@ class Saved(NamedTuple):
 
     @property
     def operands(self) -> Operands:
-        """Those that forward read."""
+        """Tensors that forward read."""
         return Operands(self.q_THD, self.k_TKD, self.v_TKV)
 
     @property
     def query_rows(self) -> Sequence[torch.Tensor]:
-        """Those with a row for each query."""
+        """Tensors with one row per query."""
         return self[:4]
 
     @property
     def key_rows(self) -> Sequence[torch.Tensor]:
-        """Those with a row for each key."""
+        """Tensors with one row per key."""
         return self[4:]
 
 
 class Grads(NamedTuple):
-    """What a task gives in backward; dk and dv may be wider than k and v, for they are sums."""
+    """Results of a task in backward; dk and dv may have a wider
+    dtype than k and v, for they are sums.
+    """
 
     dq_THD: torch.Tensor
     dk_TKD: torch.Tensor
@@ -198,12 +210,12 @@ class Grads(NamedTuple):
 
     @property
     def query_rows(self) -> Sequence[torch.Tensor]:
-        """Those with a row for each query."""
+        """Tensors with one row per query."""
         return self[:1]
 
     @property
     def key_rows(self) -> Sequence[torch.Tensor]:
-        """Those with a row for each key."""
+        """Tensors with one row per key."""
         return self[1:]
 
 
@@ -215,17 +227,17 @@ class Kernel(Protocol):
 
     @property
     def name(self) -> str:
-        """As `KernelName` has it."""
+        """Name of the kernel, one of `KernelName`."""
         ...
 
     def __hash__(self) -> int: ...
 
-    def unsupported(self, case: Case) -> str | None:
-        """Why this kernel cannot run the given case, or None if it can."""
+    def unsupported_reason(self, case: Case) -> str | None:
+        """Return why this kernel cannot run the given case, or None if it can."""
         ...
 
     def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
-        """Attention output and log-sum-exp.
+        """Compute attention output and log-sum-exp.
 
         Returns:
             o_THV in q's dtype and lse_TH in float32 (float64 for float64 inputs), natural logarithm. Rows that no task
@@ -234,7 +246,7 @@ class Kernel(Protocol):
         ...
 
     def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
-        """Gradients of q, k and v, each the size of its pool, 0 where no task reaches.
+        """Compute gradients of q, k and v, each the size of its pool, 0 where no task reaches.
 
         dk and dv of keys that several tasks share are summed in float32 (float64 for float64 inputs) and returned in that
         dtype; where ``tasks.shares_keys`` is false they may be in k's dtype.

@@ -1,7 +1,8 @@
-"""Is a kernel right on this device? It is compared with plain torch before it is taken for the first time.
+"""Check each kernel against plain torch on this device, before its first use.
 
-The kernels for GPUs depend on what is installed there, and on the GPU. With a wrong mask, training would go on in silence. So
-`select_kernel` runs each of them once, forward and backward, on a few slices of documents, and takes none that is off.
+The kernels for GPUs depend on what is installed there, and on the GPU. With a wrong mask, training
+would go on in silence. So `select_kernel` runs each of them once, forward and backward, on a few
+slices of documents, and takes none whose results are off.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from hf_distca.kernels.base import Case, Kernel, Operands, Saved, Scores, TaskBatch
 from hf_distca.kernels.plain_torch import ReferenceKernel
 
-__all__ = ["wrong"]
+__all__ = ["mismatch_reason"]
 
 # Slices that share keys, a slice with a long context, whole documents, rows that no task covers; longer and shorter than a tile.
 # Tasks of a call lie one after another, which makes it one of views, or do not, which makes it one of gathered copies.
@@ -31,15 +32,19 @@ _KEY_HEADS = 2
 _UNITS, _UNITS_OF_FLOAT32 = 2.0, 16.0
 
 
-def wrong(kernel: Kernel, case: Case) -> str | None:
-    """What a kernel computes wrongly, None if nothing. The host waits for the device.
+def mismatch_reason(kernel: Kernel, case: Case) -> str | None:
+    """Run a small check of a kernel and describe what it computes wrongly; None if nothing.
+
+    The host waits for the device.
 
     Args:
-        kernel: one that says that it supports the case.
-        case: of its scores counts whether there is a window, and whether there is a softcap.
+        kernel: a kernel that claims to support the case.
+        case: the case to check; of its scores only the presence of a window and of a softcap
+            counts.
 
     Returns:
-        The results that are further from `ReferenceKernel` in float64 than twice the precision of the dtype, or what was raised.
+        Names of the results that differ from `ReferenceKernel` in float64 by more than the dtype's
+        rounding explains, or the exception that the check raised.
 
     Raises:
         torch.OutOfMemoryError: if there was no memory for the check.
@@ -56,9 +61,9 @@ def wrong(kernel: Kernel, case: Case) -> str | None:
         # As models lay out q, k and v: heads before rows, of which kernels get views.
         pools = [random(size).to(device, dtype).transpose(0, 1) for size in (*sizes, (heads, _ROWS, value_head_dim))]
         with torch.autocast(device.type, enabled=False):
-            results = _results(kernel, pools, seen)
-            expected = _results(ReferenceKernel(), [pool.double() for pool in pools], seen)
-        errors = {name: _error(results[name], expected[name]) for name in expected}
+            results = _compute_results(kernel, pools, seen)
+            expected = _compute_results(ReferenceKernel(), [pool.double() for pool in pools], seen)
+        errors = {name: _relative_error(results[name], expected[name]) for name in expected}
     except torch.OutOfMemoryError:
         raise  # of this moment: it says nothing of the kernel
     except Exception as error:  # whatever the packages raise where they do not fit
@@ -68,7 +73,7 @@ def wrong(kernel: Kernel, case: Case) -> str | None:
     return f"its results on {device} are wrong: {', '.join(off)} (relative, to plain torch; at most {bound:.1g})" if off else None
 
 
-def _results(kernel: Kernel, pools: list[torch.Tensor], scores: Scores) -> dict[str, torch.Tensor]:
+def _compute_results(kernel: Kernel, pools: list[torch.Tensor], scores: Scores) -> dict[str, torch.Tensor]:
     q_THD, k_TKD, v_TKV, do_THV = pools
     results: list[torch.Tensor] = []
     for tasks in (_TASKS, _GAPS):
@@ -78,6 +83,6 @@ def _results(kernel: Kernel, pools: list[torch.Tensor], scores: Scores) -> dict[
     return dict(zip((*names, *(f"{name} with gaps" for name in names)), results, strict=True))
 
 
-def _error(results: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm; NaN where there is one."""
+def _relative_error(results: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference, divided by the norm; NaN if any result is NaN."""
     return float((results.double() - expected).norm() / expected.norm())

@@ -41,7 +41,7 @@ _BLOCK_ROWS = 192
 
 
 class _Pools(NamedTuple):
-    """q, k and v as the kernel wants them: heads before tokens, one width for all three; views of the pools."""
+    """Views of q, k and v in the kernel's layout: heads before tokens, one width for all three."""
 
     q_BHTD: torch.Tensor
     k_BKTD: torch.Tensor
@@ -49,7 +49,9 @@ class _Pools(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What backward needs besides `_Pools`, of all rows: gradient of the output, output, log-sum-exp."""
+    """Further tensors that backward needs, for all rows: gradient
+    of the output, output, log-sum-exp.
+    """
 
     do_BHTD: torch.Tensor
     o_BHTD: torch.Tensor
@@ -57,9 +59,11 @@ class _Saved(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """Offsets of one task, or of a block of its rows, in the pools, and its number of query rows and keys.
+    """Offsets of one task, or of a block of its rows, in the pools,
+    and its number of query rows and keys.
 
-    With a window, one that has more keys than the window is a block whose first row sees its first key.
+    With a window, a task with more keys than the window is a block whose first row sees its first
+    key.
     """
 
     row: int
@@ -69,17 +73,18 @@ class _Task(NamedTuple):
 
     @property
     def prefix(self) -> int:
-        """Keys that every row sees."""
+        """Number of keys that every row sees."""
         return self.keys - self.rows
 
 
-class _Work(NamedTuple):
-    """What a batch of tasks becomes under one window.
+class _WorkList(NamedTuple):
+    """Work list of a task batch under one window.
 
     Attributes:
-        tasks: what is computed.
-        uncovered: query rows that no task has, those behind the last task until the end of the pool.
-        lengths: of whole documents that lie one after another, from row 0 and key 0 on; none for all other batches.
+        tasks: the tasks or blocks to compute.
+        uncovered: runs of query rows that no task has, up to the end of the pool.
+        lengths: of whole documents, if the batch is such documents one after another from row 0 and
+            key 0 on; else empty.
     """
 
     tasks: list[_Task]
@@ -88,12 +93,12 @@ class _Work(NamedTuple):
 
     @classmethod
     def of(cls, tasks: TaskBatch, scores: Scores) -> Self:
-        """That of a batch."""
+        """Build the work list of a task batch."""
         end, uncovered = 0, []
         for start, rows in sorted(zip(tasks.query_start, tasks.query_length, strict=True)):
             uncovered += [slice(end, start)] if start > end else []
             end = start + rows
-        parts = list(_each(tasks, scores))
+        parts = list(_cut_tasks(tasks, scores))
         starts = accumulate((task.rows for task in parts), initial=0)
         # With a window that hides keys, what is computed are blocks of rows.
         packed = len(parts) == len(tasks) and all(
@@ -102,15 +107,20 @@ class _Work(NamedTuple):
         )
         return cls(parts, [*uncovered, slice(end, None)], [task.rows for task in parts] if packed else [])
 
-    def room(self, rows: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Room for what tasks give for each of the rows of a query pool, which is of this shape; 0 where there is no task."""
+    def allocate(self, rows: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Allocate a result of this shape for each row of a
+        query pool; 0 in rows without a task.
+        """
         room = rows.new_empty((rows.shape[0], *shape), dtype=dtype)
         for uncovered in self.uncovered:
             room[uncovered].zero_()
         return room
 
     def is_all_of(self, pools: Operands | Saved) -> bool:
-        """Whether documents that lie one after another are all there is in the pools. The results of one need no copies."""
+        """Return whether consecutive whole documents fill the pools.
+
+        The results of a single one need no copies.
+        """
         return bool(self.lengths) and pools.q_THD.shape[0] == pools.k_TKD.shape[0] == sum(self.lengths)
 
 
@@ -119,8 +129,12 @@ class CpuKernel:
 
     name: ClassVar[str] = "cpu"
 
-    def unsupported(self, case: Case) -> str | None:
-        """Runs on CPUs in float64, float32, bfloat16 and float16, with any head dimensions and windows, without softcap."""
+    def unsupported_reason(self, case: Case) -> str | None:
+        """Return why it cannot run a case.
+
+        Supports float64, float32, bfloat16 and float16 on CPUs, any
+        head dimensions and windows, no softcap.
+        """
         if case.device.type != "cpu":
             return f"it runs on CPUs, the tensors are on {case.device.type!r}"
         if case.dtype not in _DTYPES:
@@ -134,19 +148,19 @@ class CpuKernel:
         """See `Kernel.forward`."""
         check_pools(pools, tasks)
         q_THD, value_width, work = pools.q_THD, pools.v_TKV.shape[2], self._work_of(tasks, scores)
-        padded, documents = _padded(pools.q_THD, pools.k_TKD, pools.v_TKV), work.is_all_of(pools)
+        padded, documents = _pad_widths(pools.q_THD, pools.k_TKD, pools.v_TKV), work.is_all_of(pools)
         if documents and len(work.lengths) == 1:
-            o_BHTD, lse_BHT = _FORWARD(*map(_heads_first, padded), 0.0, True, attn_mask=None, scale=scores.scale)
-            return Outputs(_tokens_first(o_BHTD, value_width).contiguous(), _tokens_first(lse_BHT).contiguous())
-        o_THV = work.room(q_THD, q_THD.shape[1], value_width)
-        lse_TH = work.room(q_THD, q_THD.shape[1], dtype=accumulation_dtype(q_THD.dtype))
+            o_BHTD, lse_BHT = _FORWARD(*map(_move_heads_first, padded), 0.0, True, attn_mask=None, scale=scores.scale)
+            return Outputs(_move_tokens_first(o_BHTD, value_width).contiguous(), _move_tokens_first(lse_BHT).contiguous())
+        o_THV = work.allocate(q_THD, q_THD.shape[1], value_width)
+        lse_TH = work.allocate(q_THD, q_THD.shape[1], dtype=accumulation_dtype(q_THD.dtype))
         if documents:
-            for q, k, v, o, lse in _by_document(work.lengths, *padded, o_THV, lse_TH):
+            for q, k, v, o, lse in _split_by_document(work.lengths, *padded, o_THV, lse_TH):
                 o_BHTD, lse_BHT = _FORWARD(q, k, v, 0.0, True, attn_mask=None, scale=scores.scale)
                 o.copy_(o_BHTD[..., :value_width])
                 lse.copy_(lse_BHT)
             return Outputs(o_THV, lse_TH)
-        views, o_whole, lse_whole = _Pools(*map(_heads_first, padded)), _heads_first(o_THV), _heads_first(lse_TH)
+        views, o_whole, lse_whole = _Pools(*map(_move_heads_first, padded)), _move_heads_first(o_THV), _move_heads_first(lse_TH)
         for task in work.tasks:
             o_BHTD, lse_BHT = _forward_task(views, task, scores)
             o_whole.narrow(2, task.row, task.rows).copy_(o_BHTD[..., :value_width])
@@ -158,52 +172,52 @@ class CpuKernel:
         """See `Kernel.backward`."""
         check_pools(pools, tasks)
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
-        operands, work, padded = (q_THD, k_TKD, v_TKV), self._work_of(tasks, scores), _padded(q_THD, k_TKD, v_TKV)
+        operands, work, padded = (q_THD, k_TKD, v_TKV), self._work_of(tasks, scores), _pad_widths(q_THD, k_TKD, v_TKV)
         width, documents = padded[0].shape[2], work.is_all_of(pools)
         saved = pad_last(do_THV, width), pad_last(o_THV, width), lse_TH
         if documents and len(work.lengths) == 1:
-            do_BHTD, o_BHTD, lse_BHT, *views_BHTD = map(_heads_first, (*saved, *padded))
+            do_BHTD, o_BHTD, lse_BHT, *views_BHTD = map(_move_heads_first, (*saved, *padded))
             grads = _BACKWARD(do_BHTD, *views_BHTD, o_BHTD, lse_BHT, 0.0, True, attn_mask=None, scale=scores.scale)
-            return Grads(*(_tokens_first(dx, x.shape[2]) for dx, x in zip(grads, operands, strict=True)))
+            return Grads(*(_move_tokens_first(dx, x.shape[2]) for dx, x in zip(grads, operands, strict=True)))
         if documents:
             dq_THD, dk_TKD, dv_TKD = totals = [torch.empty_like(x) for x in padded]
-            for do, o, lse, q, k, v, dq, dk, dv in _by_document(work.lengths, *saved, *padded, *totals):
+            for do, o, lse, q, k, v, dq, dk, dv in _split_by_document(work.lengths, *saved, *padded, *totals):
                 grads = _BACKWARD(do, q, k, v, o, lse, 0.0, True, attn_mask=None, scale=scores.scale)
                 dq.copy_(grads[0])
                 dk.copy_(grads[1])
                 dv.copy_(grads[2])
             return Grads(dq_THD[..., : q_THD.shape[2]], dk_TKD[..., : k_TKD.shape[2]], dv_TKD[..., : v_TKV.shape[2]])
-        views, seen = _Pools(*map(_heads_first, padded)), _Saved(*map(_heads_first, saved))
+        views, seen = _Pools(*map(_move_heads_first, padded)), _Saved(*map(_move_heads_first, saved))
         dtype = key_gradient_dtype(tasks, pools.k_TKD.dtype)
         # A key is in several blocks of a window, so its gradient is a sum even where no task shares it.
         summed = dtype if scores.window is None else accumulation_dtype(dtype)
-        sums = [work.room(pools.q_THD, pools.q_THD.shape[1], width)]
+        sums = [work.allocate(pools.q_THD, pools.q_THD.shape[1], width)]
         sums += [x.new_zeros((*x.shape[:2], width), dtype=summed) for x in padded[1:]]
-        grads_BHTD = _Pools(*map(_heads_first, sums))
+        grads_BHTD = _Pools(*map(_move_heads_first, sums))
         for task in work.tasks:
             _backward_task(grads_BHTD, views, seen, task, scores)
         dq_THD, dk_TKD, dv_TKV = (dx[..., : x.shape[2]] for dx, x in zip(sums, operands, strict=True))
         return Grads(dq_THD, dk_TKD.to(dtype), dv_TKV.to(dtype))
 
-    def _work_of(self, tasks: TaskBatch, scores: Scores) -> _Work:
-        work: _Work | None = tasks.derived.get((self, scores.window))
+    def _work_of(self, tasks: TaskBatch, scores: Scores) -> _WorkList:
+        work: _WorkList | None = tasks.derived.get((self, scores.window))
         if work is None:
-            work = tasks.derived[self, scores.window] = _Work.of(tasks, scores)
+            work = tasks.derived[self, scores.window] = _WorkList.of(tasks, scores)
         return work
 
 
-def _by_document(lengths: list[int], *of_all_TH: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Of each of the documents that lie one after another, what it has of several tensors, heads before tokens: views."""
+def _split_by_document(lengths: list[int], *of_all_TH: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield views of each consecutive document in several tensors, heads before tokens."""
     return zip(*[x[None].transpose(1, 2).split_with_sizes(lengths, 2) for x in of_all_TH], strict=True)
 
 
-def _heads_first(x_THD: torch.Tensor) -> torch.Tensor:
-    """(1, H, T, ...), a view."""
+def _move_heads_first(x_THD: torch.Tensor) -> torch.Tensor:
+    """Return a view of shape (1, H, T, ...)."""
     return x_THD[None].transpose(1, 2)
 
 
-def _padded(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v in one width."""
+def _pad_widths(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k and v in one width."""
     width = q_THD.shape[2]
     if v_TKV.shape[2] == width and q_THD.stride(2) == k_TKD.stride(2) == v_TKV.stride(2) == 1:
         return q_THD, k_TKD, v_TKV
@@ -211,21 +225,25 @@ def _padded(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tu
     return pad_last(q_THD, width), pad_last(k_TKD, width), pad_last(v_TKV, width)
 
 
-def _tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.Tensor:
-    """(B * T, H, ...), of the last dimension `width`: a view, as torch's kernel lays out what it returns."""
+def _move_tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.Tensor:
+    """Return a view (B * T, H, ...) with last dimension `width`; torch's kernel
+    lays out its results so that none is copied.
+    """
     x_THD = x_BHTD.transpose(1, 2).flatten(0, 1)
     return x_THD if width in (None, x_THD.shape[-1]) else x_THD[..., :width]
 
 
-def _each(tasks: TaskBatch, scores: Scores) -> Iterator[_Task]:
-    """The tasks, in blocks of rows where a window hides keys from them."""
+def _cut_tasks(tasks: TaskBatch, scores: Scores) -> Iterator[_Task]:
+    """Yield the tasks, in blocks of rows where a window hides keys from them."""
     for task in map(_Task, tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length):
         window = scores.window_within(task.keys)
-        yield from (task,) if window is None else _blocks(task, window)
+        yield from (task,) if window is None else _cut_blocks(task, window)
 
 
-def _blocks(task: _Task, window: int) -> Iterator[_Task]:
-    """First the rows whose window reaches back to the first key or beyond, in one piece; then blocks of at most `_BLOCK_ROWS`."""
+def _cut_blocks(task: _Task, window: int) -> Iterator[_Task]:
+    """Yield first the rows whose window reaches back to the first key or beyond, in
+    one block; then blocks of at most `_BLOCK_ROWS`.
+    """
     whole = min(max(window - task.prefix, 0), task.rows)
     if whole:
         yield _Task(task.row, whole, task.key, task.prefix + whole)
@@ -235,28 +253,32 @@ def _blocks(task: _Task, window: int) -> Iterator[_Task]:
 
 
 @lru_cache(maxsize=16)
-def _block_mask(window: int, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a row of a whole block sees a key, else -inf: (rows, rows + window - 1)."""
+def _make_block_mask(window: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a mask (rows, rows + window - 1): 0 where a row of a
+    whole block sees a key, else -inf.
+    """
     keys, rows = (torch.arange(size, device="cpu") for size in (_BLOCK_ROWS + window - 1, _BLOCK_ROWS))
     keys_behind = keys - rows[:, None]
     hidden = (keys_behind < 0) | (keys_behind >= window)
     return torch.zeros(hidden.shape, dtype=dtype, device="cpu").masked_fill_(hidden, float("-inf"))
 
 
-def _parts(task: _Task, scores: Scores, dtype: torch.dtype) -> list[tuple[int, int, bool, torch.Tensor | None]]:
-    """The calls that make up a task or block: first key, number of keys, whether the call is causal, its mask."""
+def _list_calls(task: _Task, scores: Scores, dtype: torch.dtype) -> list[tuple[int, int, bool, torch.Tensor | None]]:
+    """List the calls that make up a task or block: first key, number of
+    keys, whether the call is causal, its mask.
+    """
     if scores.window is not None and task.keys > scores.window:
-        mask = _block_mask(scores.window, accumulation_dtype(dtype))[-task.rows :, -task.keys :]
+        mask = _make_block_mask(scores.window, accumulation_dtype(dtype))[-task.rows :, -task.keys :]
         return [(task.key, task.keys, False, mask)]
     square = (task.key + task.prefix, task.rows, True, None)
     return [square, (task.key, task.prefix, False, None)] if task.prefix else [square]
 
 
 def _forward_task(pools: _Pools, task: _Task, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (1, H, rows, width) in q's dtype and log-sum-exp (1, H, rows) of one task."""
+    """Return output (1, H, rows, width) in q's dtype and log-sum-exp (1, H, rows) of one task."""
     q_BHTD = pools.q_BHTD.narrow(2, task.row, task.rows)
     results = []
-    for start, length, causal, mask in _parts(task, scores, q_BHTD.dtype):
+    for start, length, causal, mask in _list_calls(task, scores, q_BHTD.dtype):
         k_BKTD, v_BKTD = (x.narrow(2, start, length) for x in pools[1:])
         results.append(_FORWARD(q_BHTD, k_BKTD, v_BKTD, 0.0, causal, attn_mask=mask, scale=scores.scale))
     if len(results) == 1:
@@ -272,10 +294,12 @@ def _forward_task(pools: _Pools, task: _Task, scores: Scores) -> tuple[torch.Ten
 
 
 def _backward_task(grads: _Pools, pools: _Pools, saved: _Saved, task: _Task, scores: Scores) -> None:
-    """Put the gradients of one task's queries to those of the pools, and add those of its keys."""
+    """Write the gradients of one task's queries to those of
+    the pools, and add those of its keys.
+    """
     q_BHTD, dq_BHTD = (x.narrow(2, task.row, task.rows) for x in (pools.q_BHTD, grads.q_BHTD))
     do_BHTD, o_BHTD, lse_BHT = (x.narrow(2, task.row, task.rows) for x in saved)
-    for number, (start, length, causal, mask) in enumerate(_parts(task, scores, q_BHTD.dtype)):
+    for number, (start, length, causal, mask) in enumerate(_list_calls(task, scores, q_BHTD.dtype)):
         k_BKTD, v_BKTD = (x.narrow(2, start, length) for x in pools[1:])
         dq, dk, dv = _BACKWARD(do_BHTD, q_BHTD, k_BKTD, v_BKTD, o_BHTD, lse_BHT, 0.0, causal, attn_mask=mask, scale=scores.scale)
         (dq_BHTD.add_ if number else dq_BHTD.copy_)(dq)

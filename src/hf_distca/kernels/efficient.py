@@ -45,41 +45,45 @@ class AtenEfficient:
 
     def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
         """See `VarlenOp.forward`."""
-        q_THD, k_TKD, v_TKD = map(_aligned, pools)
-        places, outputs, lses = _places(sequences, len(q_THD)), [], []
-        for q_TKD in _sharing(q_THD, k_TKD):
+        q_THD, k_TKD, v_TKD = map(_align, pools)
+        places, outputs, lses = _find_padded_rows(sequences, len(q_THD)), [], []
+        for q_TKD in _split_query_groups(q_THD, k_TKD):
             batch = (q_TKD[None], k_TKD[None], v_TKD[None], None, *sequences)
-            output, lse_BKM, *_ = efficient_attention()(*batch, 0.0, _CAUSAL_BOTTOM_RIGHT, True, **_options(scores))
+            output, lse_BKM, *_ = efficient_attention()(*batch, 0.0, _CAUSAL_BOTTOM_RIGHT, True, **_make_options(scores))
             outputs.append(output[0])
             lses.append(lse_BKM.transpose(1, 2).flatten(0, 1).index_select(0, places))
-        return Outputs(_together(outputs), _together(lses))
+        return Outputs(_merge_query_groups(outputs), _merge_query_groups(lses))
 
     def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
         """See `VarlenOp.backward`."""
         if scores.window is not None and len(pools.q_THD) != len(pools.k_TKD):
             return self._backward_of_slices(pools, sequences, scores)
-        do_THD, q_THD, o_THD, lse_TH, k_TKD, v_TKD = (x if x is pools.lse_TH else _aligned(x) for x in pools)
-        sequence_count, longest = len(sequences.cu_rows) - 1, _padded(sequences.max_rows)
+        do_THD, q_THD, o_THD, lse_TH, k_TKD, v_TKD = (x if x is pools.lse_TH else _align(x) for x in pools)
+        sequence_count, longest = len(sequences.cu_rows) - 1, _round_up(sequences.max_rows)
         lse_RH = lse_TH.new_full((sequence_count * longest, lse_TH.shape[1]), math.inf)
-        lse_RH.index_copy_(0, _places(sequences, len(q_THD)), lse_TH)
+        lse_RH.index_copy_(0, _find_padded_rows(sequences, len(q_THD)), lse_TH)
         unused = torch.empty((), dtype=torch.int64, device=q_THD.device)  # where dropout began
         dq: list[torch.Tensor] = []
         sums = [x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in (k_TKD, v_TKD)]
-        for do_TKD, q_TKD, o_TKD, lse_RK in zip(*(_sharing(x, k_TKD) for x in (do_THD, q_THD, o_THD, lse_RH)), strict=True):
+        for do_TKD, q_TKD, o_TKD, lse_RK in zip(
+            *(_split_query_groups(x, k_TKD) for x in (do_THD, q_THD, o_THD, lse_RH)), strict=True
+        ):
             lse_BKM = lse_RK.unflatten(0, (sequence_count, longest)).transpose(1, 2).contiguous()
             tensors = (do_TKD.contiguous()[None], q_TKD[None], k_TKD[None], v_TKD[None], None, o_TKD.contiguous()[None])
             random = (0.0, unused, unused)
             grads = efficient_attention_backward()(
-                *tensors, *sequences, lse_BKM, *random, _CAUSAL_BOTTOM_RIGHT, False, **_options(scores)
+                *tensors, *sequences, lse_BKM, *random, _CAUSAL_BOTTOM_RIGHT, False, **_make_options(scores)
             )
             dq.append(grads[0][0])
             for total, grad in zip(sums, grads[1:3], strict=True):
                 total.add_(grad[0])
-        return Grads(_together(dq), sums[0].to(k_TKD.dtype), sums[1].to(v_TKD.dtype))
+        return Grads(_merge_query_groups(dq), sums[0].to(k_TKD.dtype), sums[1].to(v_TKD.dtype))
 
     def _backward_of_slices(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
-        """Gradients of sequences with a window, of which some have more keys than rows: these get rows of 0 in front."""
-        row, sequence = _rows_of(sequences, len(pools.q_THD))
+        """Compute gradients with a window where some sequences have more keys than
+        rows: such sequences get rows of 0 in front.
+        """
+        row, sequence = _number_rows(sequences, len(pools.q_THD))
         places = row + (sequences.cu_keys - sequences.cu_rows)[1:].index_select(0, sequence)
         keys = len(pools.k_TKD)
         padded = (x.new_zeros(keys, *x.shape[1:]).index_copy_(0, places, x) for x in pools.query_rows)
@@ -88,48 +92,52 @@ class AtenEfficient:
         return Grads(dq_THD.index_select(0, places), dk_TKD, dv_TKD)
 
 
-def _options(scores: Scores) -> dict[str, Any]:
-    """The scale, and the keys that a row sees, its own among them."""
+def _make_options(scores: Scores) -> dict[str, Any]:
+    """Return the scale, and the number of keys that a row sees, its own included."""
     return {"scale": scores.scale} | ({} if scores.window is None else {"window_size": scores.window})
 
 
-def _sharing(x_THD: torch.Tensor, k_TKD: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The first query head of each key head, the second one, and so on, as views."""
+def _split_query_groups(x_THD: torch.Tensor, k_TKD: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield views of the first query head of each key head, then of the second, and so on."""
     ratio = x_THD.shape[1] // k_TKD.shape[1]
     return (x_THD[:, number::ratio] for number in range(ratio))
 
 
-def _together(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The inverse of `_sharing`."""
+def _merge_query_groups(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Invert `_split_query_groups`."""
     return torch.stack(parts, 2).flatten(1, 2)
 
 
-def _aligned(x_THD: torch.Tensor) -> torch.Tensor:
-    """`x_THD`, laid out anew if the op would refuse it: also for the stride of a dimension of size 1."""
+def _align(x_THD: torch.Tensor) -> torch.Tensor:
+    """Return `x_THD`, copied if the op would refuse its layout: also
+    for the stride of a dimension of size 1.
+    """
     if any(n % _ALIGNMENT for n in (x_THD.storage_offset(), *x_THD.stride()[:2])):
         return x_THD.clone(memory_format=torch.contiguous_format)
     return x_THD
 
 
-def _padded(rows: int) -> int:
+def _round_up(rows: int) -> int:
     return -(-rows // _LSE_ROWS) * _LSE_ROWS
 
 
-def _places(sequences: Sequences, rows: int) -> torch.Tensor:
-    """Where each row of a call is among the padded rows of all sequences: (rows,) int64."""
-    row, sequence = _rows_of(sequences, rows)
-    return row + sequence * _padded(sequences.max_rows) - sequences.cu_rows.index_select(0, sequence)
+def _find_padded_rows(sequences: Sequences, rows: int) -> torch.Tensor:
+    """Return the place of each row of a call among the padded
+    rows of all sequences: (rows,) int64.
+    """
+    row, sequence = _number_rows(sequences, rows)
+    return row + sequence * _round_up(sequences.max_rows) - sequences.cu_rows.index_select(0, sequence)
 
 
-def _rows_of(sequences: Sequences, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of a call, and the sequence of each: (rows,) int64."""
+def _number_rows(sequences: Sequences, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of a call, and the sequence of each: (rows,) int64."""
     row = torch.arange(rows, device=sequences.cu_rows.device)
     return row, torch.bucketize(row, sequences.cu_rows[1:], right=True)
 
 
 class _EfficientKernel(VarlenKernel):
-    def unsupported(self, case: Case) -> str | None:
-        """See `Kernel.unsupported`."""
+    def unsupported_reason(self, case: Case) -> str | None:
+        """See `Kernel.unsupported_reason`."""
         if case.device.type != "cuda":
             return f"it runs on CUDA devices, the tensors are on {case.device.type!r}"
         if torch.version.hip is not None:
@@ -146,7 +154,9 @@ class _EfficientKernel(VarlenKernel):
         return None
 
     def split(self, tasks: TaskBatch) -> list[list[int]]:
-        """Tasks of a call differ in rows by less than a factor of two, for log-sum-exps are padded to the longest one."""
+        """Split tasks into calls whose tasks differ in rows by less than a factor of two,
+        for log-sum-exps are padded to the longest one.
+        """
 
         def size(task: int) -> int:
             return tasks.query_length[task].bit_length()

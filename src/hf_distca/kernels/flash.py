@@ -1,13 +1,16 @@
-"""Flash attention for GPUs: what torch's CUDA wheels have inside, three packages where they are installed, one of a hub.
+"""Flash attention for GPUs: the kernel inside torch's CUDA wheels, three
+optional packages, and one kernel from a hub.
 
-All compute sequences of several lengths in one call, below their autograd layer. What differs is where the functions are, what
-their arguments are called, and what they cannot run: a row of `_Package` each.
+All compute sequences of several lengths in one call, below their autograd layer. They differ in the
+place of the functions, the names of their arguments, and their limits: a row of `_Package` each.
 
-FlashAttention 3 and 4 are called directly. torch's own way to them, `torch.nn.attention.activate_flash_attention_impl`, changes
-what the whole process runs, `sdpa` of other models included, and knows no softcap; for FlashAttention 4 it takes two results from
-a forward that gives five (flash-attn-4 4.0.0b36, torch 2.11 and 2.13). FlashAttention 4 has run on an H100; the rows of
-FlashAttention 3 are written against its sources (commit 01afd16, and commit 5f632e2 of kernels-community) and have not run yet.
-`hf_distca.kernels.check` compares each on the device before it is taken.
+FlashAttention 3 and 4 are called directly. torch's own way to them,
+`torch.nn.attention.activate_flash_attention_impl`, changes what the whole process runs, `sdpa` of
+other models included, and knows no softcap; for FlashAttention 4 it takes two results from a
+forward that gives five (flash-attn-4 4.0.0b36, torch 2.11 and 2.13). FlashAttention 4 has run on an
+H100; the rows of FlashAttention 3 are written against its sources (commit 01afd16, and commit
+5f632e2 of kernels-community) and have not run yet. `hf_distca.kernels.check` compares each on the
+device before it is taken.
 """
 
 from __future__ import annotations
@@ -33,35 +36,35 @@ __all__ = [
     "CUDA",
     "FLASH_ATTN",
     "FLASH_ATTN_3",
-    "FLASH_ATTN_3_BESIDE",
+    "FLASH_ATTN_3_WITH_ROOM",
     "FLASH_ATTN_3_HUB",
     "FLASH_ATTN_4",
     "INTERFACE_4",
     "AtenFlash",
-    "beside_messages",
+    "leave_room_for_messages",
     "import_error",
-    "unsupported_by_flash",
+    "flash_reason",
 ]
 
 _MAX_HEAD_DIM = 256
-_HALF = (torch.float16, torch.bfloat16)
-_OLDEST = (2, 6, 2)  # of flash-attn
-_FOURTH = (9, 10, 11, 12)  # major compute capabilities whose backward FlashAttention 4 has
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+_MIN_FLASH_ATTN = (2, 6, 2)  # of flash-attn
+_FA4_CAPABILITIES = (9, 10, 11, 12)  # major compute capabilities whose backward FlashAttention 4 has
 # That FlashAttention 3, whose blocks stay to the end, leaves to messages. NCCL takes one for each channel of an all-to-all; torch
 # and its options neither tell nor bound how many (https://github.com/NVIDIA/nccl/issues/1598, where it had 16). Not measured yet.
 _MESSAGE_MULTIPROCESSORS = 16
-_BLOCKS = 512  # rows, more than the two blocks of 192 and 128 that FlashAttention 4 takes as one at most
+_MIN_LONGEST = 512  # rows, more than the two blocks of 192 and 128 that FlashAttention 4 takes as one at most
 _INTERFACE_3, INTERFACE_4 = "flash_attn_interface", "flash_attn.cute.interface"
 _INTERFACE_3_IN_PACKAGE = "flash_attn_3.flash_attn_interface"  # where wheels have it
 _HUB_3 = "kernels-community/flash-attn3"  # of the package `kernels`, which downloads it
 
 
-def unsupported_by_flash(case: Case) -> str | None:
-    """Why flash-attention 2, from wherever it comes, cannot run a case, or None if it can."""
+def flash_reason(case: Case) -> str | None:
+    """Return why flash-attention 2, from wherever it comes, cannot run a case; None if it can."""
     device, width = case.device, max(case.head_dim, case.value_head_dim)
     if device.type != "cuda":
         return f"it runs on CUDA devices, the tensors are on {device.type!r}"
-    if case.dtype not in _HALF:
+    if case.dtype not in _HALF_DTYPES:
         return f"it computes in bfloat16 and float16, not in {case.dtype}: run the model in half precision or under autocast"
     if width > _MAX_HEAD_DIM:
         return (
@@ -83,18 +86,20 @@ def unsupported_by_flash(case: Case) -> str | None:
 
 @dataclass(frozen=True)
 class _Package:
-    """How the functions of a package are called.
+    """Calling convention of a package's functions.
 
     Attributes:
         module: where they are.
         forward, backward: their names.
-        no_limit: what stands for no limit of the keys to the left and to the right of a row's own.
+        no_limit: value for an unlimited number of keys to the left and to the right of a row's own.
         options: arguments that both take, besides lengths, scale, softcap and window.
         forward_options, backward_options: arguments that one of them takes.
-        lse: what backward calls the log-sum-exp.
-        in_place: whether backward writes the gradients to tensors that it is given; else it returns them.
-        least_longest: what is said of the longest sequence of a call at least. It bounds loops; a package that compiles has
-            other kernels for sequences of one block, which this leaves out.
+        lse: name of backward's argument for the log-sum-exp.
+        in_place: whether backward writes the gradients to tensors that it gets; else it returns
+            them.
+        least_longest: lower limit of the longest sequence length passed to a call. It only bounds
+            loops; it keeps a package that compiles from making extra kernels for sequences of one
+            block.
     """
 
     module: str
@@ -121,7 +126,7 @@ class _PackageFlash:
         """See `VarlenOp.forward`."""
         package = self._package
         tensors = dict(zip("qkv", pools, strict=True))
-        function = getattr(_module(package.module), package.forward)
+        function = getattr(_import_once(package.module), package.forward)
         results = function(**tensors, **package.forward_options, **self._options(sequences, scores))
         # flash-attn before 2.7 gives out, q, k, v, padded out, lse, probabilities, rng state; all others begin with out, lse.
         return Outputs(results[0], (results[5] if len(results) == 8 else results[1]).T)
@@ -133,7 +138,7 @@ class _PackageFlash:
         tensors[package.lse] = pools.lse_TH.T.contiguous()
         options = {**package.backward_options, **self._options(sequences, scores)}
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        function = getattr(_module(package.module), package.backward)
+        function = getattr(_import_once(package.module), package.backward)
         if not package.in_place:
             return Grads(*function(**tensors, **options)[:3])
         grads = Grads(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in pools.operands))
@@ -141,12 +146,12 @@ class _PackageFlash:
         return grads
 
     def _options(self, sequences: Sequences, scores: Scores) -> dict[str, Any]:
-        """The arguments that forward and backward have in common."""
+        """Return the arguments that forward and backward have in common."""
         left: int | None = self._package.no_limit
         right = left
         if scores.window is not None:  # keys to the left of a row's own; causal attention sees none to the right
             left, right = scores.window - 1, 0
-        one_argument = self._package.module == _FLASH_ATTN.module and (_installed() or _OLDEST) < (2, 7)
+        one_argument = self._package.module == _FLASH_ATTN.module and (_installed_version() or _MIN_FLASH_ATTN) < (2, 7)
         window = {"window_size": (left, right)} if one_argument else {"window_size_left": left, "window_size_right": right}
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         least = self._package.least_longest
@@ -179,13 +184,16 @@ _FLASH_ATTN_4 = _Package(
     forward_options={"return_lse": True},
     lse="lse",
     in_place=False,
-    least_longest=_BLOCKS,
+    least_longest=_MIN_LONGEST,
 )
 
 
 @cache
-def _module(name: str) -> Any:
-    """A package's module, or what importing it raised. Only on first use: it loads CUDA libraries or a compiler."""
+def _import_once(name: str) -> Any:
+    """Import a package's module, and return it or the exception.
+
+    Called late: this loads CUDA libraries or a compiler.
+    """
     if name == INTERFACE_4:  # what it compiles stays on disk for the next process, unless that was forbidden
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     try:
@@ -195,14 +203,14 @@ def _module(name: str) -> Any:
                 return import_module("kernels").get_kernel(name, version=1).flash_attn_interface
             return import_module(name)
     except Exception as error:
-        if name == _INTERFACE_3 and not isinstance(other := _module(_INTERFACE_3_IN_PACKAGE), Exception):
+        if name == _INTERFACE_3 and not isinstance(other := _import_once(_INTERFACE_3_IN_PACKAGE), Exception):
             return other
         return error
 
 
 @cache
-def _installed() -> tuple[int, ...] | None:
-    """Major, minor and micro version of flash-attn, None if there is none."""
+def _installed_version() -> tuple[int, ...] | None:
+    """Return major, minor and micro version of flash-attn; None if it is not installed."""
     spec = find_spec("flash_attn")
     if spec is None or spec.origin is None:  # flash-attn-4 alone has flash_attn.cute, which makes flash_attn a namespace
         return None
@@ -215,13 +223,15 @@ def _installed() -> tuple[int, ...] | None:
 
 
 def import_error(name: str = _INTERFACE_3) -> Exception | None:
-    """What importing a package raised, FlashAttention 3 if none is named; None if it is there."""
-    module = _module(name)
+    """Return the exception that importing a package raised, by default
+    FlashAttention 3; None if it can be imported.
+    """
+    module = _import_once(name)
     return module if isinstance(module, Exception) else None
 
 
-def _no_aten(case: Case) -> str | None:
-    reason = unsupported_by_flash(case)
+def _aten_reason(case: Case) -> str | None:
+    reason = flash_reason(case)
     if reason is None and case.scores.softcap is not None:
         return "torch's flash attention has no softcap: flash-attn-4 has, on Hopper and Blackwell GPUs, and flash-attn"
     if reason is None and not torch.backends.cuda.is_flash_attention_available():
@@ -229,18 +239,18 @@ def _no_aten(case: Case) -> str | None:
     return reason
 
 
-def _no_flash_attn(case: Case) -> str | None:
-    installed = _installed()
+def _flash_attn_reason(case: Case) -> str | None:
+    installed = _installed_version()
     if installed is None:
         return "the package flash-attn is not installed: pip install flash-attn"
-    if installed < _OLDEST or installed[0] != _OLDEST[0]:
+    if installed < _MIN_FLASH_ATTN or installed[0] != _MIN_FLASH_ATTN[0]:
         # Before 2.6 log-sum-exps are padded to (sequences, heads, longest); before 2.6.2 backward has no softcap.
         return f"flash-attn is installed in version {'.'.join(map(str, installed))}, it takes 2.6.2 or a later 2.x"
-    return unsupported_by_flash(case)
+    return flash_reason(case)
 
 
-def _no_flash_attn_3(case: Case, module: str = _INTERFACE_3) -> str | None:
-    if (reason := unsupported_by_flash(case)) is not None:
+def _flash_attn_3_reason(case: Case, module: str = _INTERFACE_3) -> str | None:
+    if (reason := flash_reason(case)) is not None:
         return reason
     if torch.cuda.get_device_capability(case.device)[0] != 9:
         return f"FlashAttention 3 is for Hopper GPUs (compute capability 9), {case.device} is none"
@@ -249,11 +259,11 @@ def _no_flash_attn_3(case: Case, module: str = _INTERFACE_3) -> str | None:
     return None
 
 
-def _no_flash_attn_4(case: Case) -> str | None:
-    if (reason := unsupported_by_flash(case)) is not None:
+def _flash_attn_4_reason(case: Case) -> str | None:
+    if (reason := flash_reason(case)) is not None:
         return reason
     major = torch.cuda.get_device_capability(case.device)[0]
-    if major not in _FOURTH:
+    if major not in _FA4_CAPABILITIES:
         return f"FlashAttention 4 is for Hopper and Blackwell GPUs, {case.device} has compute capability {major}"
     width = max(case.head_dim, case.value_head_dim)
     if major != 9 and 128 < width <= 248:
@@ -264,37 +274,42 @@ def _no_flash_attn_4(case: Case) -> str | None:
 
 
 class _FlashKernel(VarlenKernel):
-    """A kernel with a function that says what it cannot run. All run bfloat16 and float16, on Ampere GPUs and later."""
+    """A kernel with a function that says which cases it cannot run.
+
+    All run bfloat16 and float16, on Ampere GPUs and later.
+    """
 
     def __init__(self, name: str, op: VarlenOp, why_not: Callable[[Case], str | None]) -> None:
         super().__init__(op, name)
         self._why_not = why_not
 
-    def unsupported(self, case: Case) -> str | None:
-        """See `Kernel.unsupported`."""
+    def unsupported_reason(self, case: Case) -> str | None:
+        """See `Kernel.unsupported_reason`."""
         return self._why_not(case)
 
 
 # From torch itself; head dimensions up to 256, no softcap.
-CUDA = _FlashKernel("cuda", AtenFlash(), _no_aten)
+CUDA = _FlashKernel("cuda", AtenFlash(), _aten_reason)
 # The package flash-attn; head dimensions up to 256.
-FLASH_ATTN = _FlashKernel("flash_attn", _PackageFlash(_FLASH_ATTN), _no_flash_attn)
+FLASH_ATTN = _FlashKernel("flash_attn", _PackageFlash(_FLASH_ATTN), _flash_attn_reason)
 # FlashAttention 3, from wheels of the PyTorch index or built from the folder hopper of the sources: Hopper GPUs. Not run yet.
-FLASH_ATTN_3 = _FlashKernel("flash_attn_3", _PackageFlash(_FLASH_ATTN_3), _no_flash_attn_3)
+FLASH_ATTN_3 = _FlashKernel("flash_attn_3", _PackageFlash(_FLASH_ATTN_3), _flash_attn_3_reason)
 # The same beside messages.
-FLASH_ATTN_3_BESIDE = _FlashKernel(
+FLASH_ATTN_3_WITH_ROOM = _FlashKernel(
     "flash_attn_3 beside messages",
     _PackageFlash(replace(_FLASH_ATTN_3, options={"sm_margin": _MESSAGE_MULTIPROCESSORS})),
-    _no_flash_attn_3,
+    _flash_attn_3_reason,
 )
 # The same from a hub, only where it is asked for.
 FLASH_ATTN_3_HUB = _FlashKernel(
-    _HUB_3, _PackageFlash(replace(_FLASH_ATTN_3, module=_HUB_3)), partial(_no_flash_attn_3, module=_HUB_3)
+    _HUB_3, _PackageFlash(replace(_FLASH_ATTN_3, module=_HUB_3)), partial(_flash_attn_3_reason, module=_HUB_3)
 )
 # flash-attn-4, which compiles its kernels (`hf_distca.kernels.variants`): Hopper, and Blackwell with widths up to 128 and 256.
-FLASH_ATTN_4 = _FlashKernel("flash_attn_4", _PackageFlash(_FLASH_ATTN_4), _no_flash_attn_4)
+FLASH_ATTN_4 = _FlashKernel("flash_attn_4", _PackageFlash(_FLASH_ATTN_4), _flash_attn_4_reason)
 
 
-def beside_messages(kernel: Kernel) -> Kernel:
-    """What computes the same as a kernel, and leaves multiprocessors to messages that are under way; most need not."""
-    return FLASH_ATTN_3_BESIDE if kernel is FLASH_ATTN_3 else kernel
+def leave_room_for_messages(kernel: Kernel) -> Kernel:
+    """Return the variant of a kernel that leaves multiprocessors to messages
+    under way; for most kernels the kernel itself.
+    """
+    return FLASH_ATTN_3_WITH_ROOM if kernel is FLASH_ATTN_3 else kernel

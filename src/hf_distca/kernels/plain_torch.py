@@ -25,21 +25,23 @@ _ROWS_PER_CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Some query rows of one task with the keys that any of them sees. Offsets are those of the pools."""
+    """Some query rows of one task with the keys that any of them sees, as offsets in the pools."""
 
     rows: slice
     keys: slice
     scores: Scores
 
-    def capped(self, q_KGD: torch.Tensor, k_KTD: torch.Tensor) -> torch.Tensor:
-        """Scores of all rows with all keys, hidden ones too: (K, G, keys)."""
+    def compute_scores(self, q_KGD: torch.Tensor, k_KTD: torch.Tensor) -> torch.Tensor:
+        """Compute the scores of all rows with all keys, hidden ones too: (K, G, keys)."""
         scores_KGT = (q_KGD * self.scores.scale) @ k_KTD.mT
         if self.scores.softcap is not None:
             scores_KGT.div_(self.scores.softcap).tanh_().mul_(self.scores.softcap)
         return scores_KGT
 
-    def masked(self, scores_KGT: torch.Tensor) -> torch.Tensor:
-        """`scores_KGT` with -inf, in place, where a row would see a key behind its own position or before its window."""
+    def mask(self, scores_KGT: torch.Tensor) -> torch.Tensor:
+        """Write -inf into `scores_KGT` where a row would see a key behind
+        its own position or before its window.
+        """
         rows, keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
         by_row = scores_KGT.view(scores_KGT.shape[0], -1, rows, keys)
         behind = torch.ones(rows, rows, dtype=torch.bool, device=scores_KGT.device).triu_(1)
@@ -50,8 +52,10 @@ class _Chunk:
             by_row[..., : keys - window].masked_fill_(before, float("-inf"))
         return scores_KGT
 
-    def times_slope(self, ds_KGT: torch.Tensor, scores_KGT: torch.Tensor) -> torch.Tensor:
-        """`ds_KGT`, in place, times the derivative of the cap where it took the values `scores_KGT`: 1 - tanh^2."""
+    def multiply_by_slope(self, ds_KGT: torch.Tensor, scores_KGT: torch.Tensor) -> torch.Tensor:
+        """Multiply `ds_KGT`, in place, by the derivative of the cap where it
+        took the values `scores_KGT`: 1 - tanh^2.
+        """
         if self.scores.softcap is None:
             return ds_KGT
         return ds_KGT.addcmul_(ds_KGT, (scores_KGT / self.scores.softcap).square_(), value=-1)
@@ -62,8 +66,8 @@ class ReferenceKernel:
 
     name: ClassVar[str] = "reference"
 
-    def unsupported(self, case: Case) -> str | None:
-        """None for every floating dtype."""
+    def unsupported_reason(self, case: Case) -> str | None:
+        """Return None for every floating dtype."""
         return None if case.dtype.is_floating_point else f"{case.dtype} is not a floating dtype"
 
     @torch.no_grad()
@@ -75,16 +79,16 @@ class ReferenceKernel:
         heads, key_heads = q_THD.shape[1], k_TKD.shape[1]
         o_THV = q_THD.new_zeros(q_THD.shape[0], heads, v_TKV.shape[2])
         lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=wide)
-        for chunk in _chunks(tasks, heads, scores):
-            q_KGD = _grouped(q_THD[chunk.rows], key_heads, wide)
+        for chunk in _cut_chunks(tasks, heads, scores):
+            q_KGD = _group_heads(q_THD[chunk.rows], key_heads, wide)
             k_KTD, v_KTV = (x[chunk.keys].to(wide).transpose(0, 1) for x in (k_TKD, v_TKV))
-            scores_KGT = chunk.masked(chunk.capped(q_KGD, k_KTD))
+            scores_KGT = chunk.mask(chunk.compute_scores(q_KGD, k_KTD))
             # Every row sees its own key, so the largest score is finite. One exponential, where logsumexp would take a second.
             largest_KG1 = scores_KGT.amax(-1, keepdim=True)
             weights_KGT = scores_KGT.sub_(largest_KG1).exp_()
             sum_KG1 = weights_KGT.sum(-1, keepdim=True)
-            o_THV[chunk.rows] = _ungrouped((weights_KGT @ v_KTV).div_(sum_KG1), heads).to(o_THV.dtype)
-            lse_TH[chunk.rows] = _ungrouped(sum_KG1.log_().add_(largest_KG1), heads).squeeze(-1)
+            o_THV[chunk.rows] = _ungroup_heads((weights_KGT @ v_KTV).div_(sum_KG1), heads).to(o_THV.dtype)
+            lse_TH[chunk.rows] = _ungroup_heads(sum_KG1.log_().add_(largest_KG1), heads).squeeze(-1)
         return Outputs(o_THV, lse_TH)
 
     @torch.no_grad()
@@ -95,25 +99,25 @@ class ReferenceKernel:
         wide = accumulation_dtype(q_THD.dtype)
         heads, key_heads = q_THD.shape[1], k_TKD.shape[1]
         dq_THD, dk_TKD, dv_TKV = torch.zeros_like(q_THD), torch.zeros_like(k_TKD, dtype=wide), torch.zeros_like(v_TKV, dtype=wide)
-        for chunk in _chunks(tasks, heads, scores):
-            q_KGD, o_KGV, do_KGV = (_grouped(x[chunk.rows], key_heads, wide) for x in (q_THD, o_THV, do_THV))
-            lse_KG1 = _grouped(lse_TH[chunk.rows].unsqueeze(-1), key_heads, wide)
+        for chunk in _cut_chunks(tasks, heads, scores):
+            q_KGD, o_KGV, do_KGV = (_group_heads(x[chunk.rows], key_heads, wide) for x in (q_THD, o_THV, do_THV))
+            lse_KG1 = _group_heads(lse_TH[chunk.rows].unsqueeze(-1), key_heads, wide)
             k_KTD, v_KTV = (x[chunk.keys].to(wide).transpose(0, 1) for x in (k_TKD, v_TKV))
             # d score = p (dp - sum_j p_j dp_j), and the sum over keys is the dot product of do and o.
             ds_KGT = (do_KGV @ v_KTV.mT).sub_((do_KGV * o_KGV).sum(-1, keepdim=True)).mul_(scores.scale)
-            scores_KGT = chunk.capped(q_KGD, k_KTD)
-            chunk.times_slope(ds_KGT, scores_KGT)
-            p_KGT = chunk.masked(scores_KGT).sub_(lse_KG1).exp_()
+            scores_KGT = chunk.compute_scores(q_KGD, k_KTD)
+            chunk.multiply_by_slope(ds_KGT, scores_KGT)
+            p_KGT = chunk.mask(scores_KGT).sub_(lse_KG1).exp_()
             ds_KGT.mul_(p_KGT)
-            dq_THD[chunk.rows] = _ungrouped(ds_KGT @ k_KTD, heads).to(dq_THD.dtype)
+            dq_THD[chunk.rows] = _ungroup_heads(ds_KGT @ k_KTD, heads).to(dq_THD.dtype)
             dk_TKD[chunk.keys] += (ds_KGT.mT @ q_KGD).transpose(0, 1)
             dv_TKV[chunk.keys] += (p_KGT.mT @ do_KGV).transpose(0, 1)
         dtype = key_gradient_dtype(tasks, k_TKD.dtype)
         return Grads(dq_THD, dk_TKD.to(dtype), dv_TKV.to(dtype))
 
 
-def _chunks(tasks: TaskBatch, heads: int, scores: Scores) -> Iterator[_Chunk]:
-    """The tasks in pieces of at most `_SCORES_PER_CHUNK` scores."""
+def _cut_chunks(tasks: TaskBatch, heads: int, scores: Scores) -> Iterator[_Chunk]:
+    """Cut the tasks into pieces of at most `_SCORES_PER_CHUNK` scores."""
     runs = zip(tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True)
     for query_start, query_length, key_start, key_length in runs:
         window = scores.window_within(key_length) or key_length
@@ -125,13 +129,15 @@ def _chunks(tasks: TaskBatch, heads: int, scores: Scores) -> Iterator[_Chunk]:
             yield _Chunk(rows, slice(key_start + max(0, before + first + 1 - window), key_start + before + last), scores)
 
 
-def _grouped(x_THD: torch.Tensor, key_heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows gathered under the key/value head they attend to, so that one product serves a group and K/V stay uncopied."""
+def _group_heads(x_THD: torch.Tensor, key_heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """Gather rows under the key/value head they attend to, so that one
+    product serves a group and K/V stay uncopied.
+    """
     tokens, _, width = x_THD.shape
     return x_THD.to(dtype).view(tokens, key_heads, -1, width).permute(1, 2, 0, 3).reshape(key_heads, -1, width)
 
 
-def _ungrouped(x_KGD: torch.Tensor, heads: int) -> torch.Tensor:
-    """The inverse of `_grouped`: (tokens, heads, width)."""
+def _ungroup_heads(x_KGD: torch.Tensor, heads: int) -> torch.Tensor:
+    """Invert `_group_heads`: (tokens, heads, width)."""
     key_heads, _, width = x_KGD.shape
     return x_KGD.view(key_heads, heads // key_heads, -1, width).permute(2, 0, 1, 3).flatten(1, 2)

@@ -1,4 +1,6 @@
-"""What the kernels share about pools of rows: accumulation dtypes, checks of their shapes and padding of the last dimension."""
+"""Shared functions on pools of rows: accumulation dtypes, checks of
+shapes, padding of the last dimension.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,24 @@ __all__ = ["accumulation_dtype", "check_pools", "key_gradient_dtype", "pad_last"
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of log-sum-exps and of sums of gradients: float64 for float64, float32 for everything else."""
+    """Return the dtype of log-sum-exps and of sums of gradients: float64
+    for float64, float32 for everything else.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def key_gradient_dtype(tasks: TaskBatch, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of dk and dv: wide where several tasks add to the same key, `dtype` where each key belongs to one task."""
+    """Return the dtype of dk and dv: wide where several tasks add to the same key,
+    `dtype` where each key belongs to one task.
+    """
     return accumulation_dtype(dtype) if tasks.shares_keys else dtype
 
 
 def check_pools(pools: Operands | Saved, tasks: TaskBatch) -> None:
-    """Refuse pools that do not fit together or that are shorter than the tasks say.
+    """Raise if pools do not fit together or are shorter than the tasks need.
 
-    A kernel that takes raw offsets reads foreign memory when a task ends outside its pool, so this is checked on the host.
+    Without this check on the host, a kernel that takes raw offsets would read foreign memory where
+    a task ends outside its pool.
     """
     # Layers of a kind have the same shapes: those that fit were seen to fit.
     shapes = q, k, v = pools.q_THD.shape, pools.k_TKD.shape, pools.v_TKV.shape
@@ -37,14 +44,14 @@ def check_pools(pools: Operands | Saved, tasks: TaskBatch) -> None:
         raise KernelError(f"q and k must agree in head dim, k and v in tokens and heads, got {said}.")
     if q[1] % max(k[1], 1):
         raise KernelError(f"Query heads must be a multiple of key/value heads, got {said}.")
-    rows, keys = tasks.needs
+    rows, keys = tasks.required_sizes
     if rows > q[0] or keys > k[0]:
-        raise KernelError(_misfit(q[0], k[0], tasks))
+        raise KernelError(_describe_misfit(q[0], k[0], tasks))
     tasks.derived[check_pools] = shapes
 
 
-def _misfit(rows: int, keys: int, tasks: TaskBatch) -> str:
-    """What is wrong with the first task that does not fit pools of so many query rows and keys."""
+def _describe_misfit(rows: int, keys: int, tasks: TaskBatch) -> str:
+    """Describe the first task that does not fit pools of so many query rows and keys."""
     runs = zip(tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True)
     for query_start, query_length, key_start, key_length in runs:
         if not 1 <= query_length <= key_length:
@@ -58,7 +65,8 @@ def _misfit(rows: int, keys: int, tasks: TaskBatch) -> str:
 
 
 def pad_last(x: torch.Tensor, size: int) -> torch.Tensor:
-    """`x` with its last dimension filled up with zeros to `size` and laid out densely; `x` itself where that holds already.
+    """Pad the last dimension of `x` with zeros to `size`, densely laid out;
+    return `x` itself if it is so already.
 
     Zeros are exact here: they add nothing to a dot product, and value columns of zeros give output columns of zeros.
     """

@@ -1,4 +1,4 @@
-"""Compile ahead: the variants of a kernel that compiles when it is called, all of them before the first step.
+"""Compile all variants of a kernel that compiles on first call, before the first step.
 
 FlashAttention 4 compiles a variant of its kernels when it first meets it, for 10 seconds and more, and a rank that compiles in
 the middle of training keeps all others waiting. So every rank compiles all variants of a kind of layers where it selects the
@@ -32,7 +32,7 @@ import torch
 from hf_distca.kernels.base import Case, Kernel, Operands, Saved, Scores, TaskBatch
 from hf_distca.kernels.flash import FLASH_ATTN_4, INTERFACE_4
 
-__all__ = ["compile_reason", "compile_variants", "compiling_ahead", "late_compiles"]
+__all__ = ["compile_failure_reason", "compile_variants", "compile_ahead", "late_compiles"]
 
 _logger = logging.getLogger("hf_distca")
 _LONG_SECONDS = 5.0
@@ -42,42 +42,48 @@ _ahead = 0  # functions that were compiled before a step asked for them
 
 
 def late_compiles() -> int:
-    """Functions that this process compiled when a step needed them; each kept all ranks waiting."""
-    return _compiled_functions() - _ahead
+    """Count functions that this process compiled when a step needed
+    them; each kept all ranks waiting.
+    """
+    return _count_compiled_functions() - _ahead
 
 
-def _compiled_functions() -> int:
-    """Functions that the package has compiled, or loaded from disk, in this process so far."""
+def _count_compiled_functions() -> int:
+    """Count functions that the package has compiled, or
+    loaded from disk, in this process so far.
+    """
     package = sys.modules.get(INTERFACE_4)
     caches = [getattr(value, "compile_cache", None) for value in vars(package).values()] if package is not None else []
     return sum(len(compiled.cache) for compiled in caches if compiled is not None)
 
 
 @contextmanager
-def compiling_ahead() -> Iterator[None]:
-    """Count what is compiled here as foreseen, and print no warnings of compilers."""
+def compile_ahead() -> Iterator[None]:
+    """Count functions compiled inside as foreseen, and silence warnings of compilers."""
     global _ahead
-    before = _compiled_functions()
+    before = _count_compiled_functions()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             yield
     finally:
-        _ahead += _compiled_functions() - before
+        _ahead += _count_compiled_functions() - before
 
 
-def compile_reason(kernel: Kernel, case: Case) -> str | None:
-    """What kept a kernel from compiling its variants for a case, None if nothing did, or if it compiles none."""
+def compile_failure_reason(kernel: Kernel, case: Case) -> str | None:
+    """Compile a kernel's variants for a case and return why it failed; None if
+    it did not, or if the kernel compiles none.
+    """
     if kernel is not FLASH_ATTN_4:
         return None
     scores = replace(case.scores, scale=1.0, window=None if case.scores.window is None else _WINDOW)
-    return _compile_reason(kernel, case._replace(scores=scores), torch.are_deterministic_algorithms_enabled())
+    return _compile_once(kernel, case._replace(scores=scores), torch.are_deterministic_algorithms_enabled())
 
 
 @lru_cache(maxsize=256)
-def _compile_reason(kernel: Kernel, case: Case, _deterministic: bool) -> str | None:
-    started, before = time.perf_counter(), _compiled_functions()
-    _logger.info("kernel %r compiles its variants for %s, on all ranks at once", kernel.name, _named(case))
+def _compile_once(kernel: Kernel, case: Case, _deterministic: bool) -> str | None:
+    started, before = time.perf_counter(), _count_compiled_functions()
+    _logger.info("kernel %r compiles its variants for %s, on all ranks at once", kernel.name, _describe(case))
     try:
         compile_variants(kernel, case)
     except torch.OutOfMemoryError:
@@ -87,9 +93,9 @@ def _compile_reason(kernel: Kernel, case: Case, _deterministic: bool) -> str | N
     seconds = time.perf_counter() - started
     first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     level = logging.WARNING if first and seconds > _LONG_SECONDS else logging.INFO  # seen without any setting
-    count = _compiled_functions() - before
+    count = _count_compiled_functions() - before
     message = "kernel %r compiled or loaded %d functions for %s before the first step, in %.1f s; steps compile none"
-    _logger.log(level, message, kernel.name, count, _named(case), seconds)
+    _logger.log(level, message, kernel.name, count, _describe(case), seconds)
     return None
 
 
@@ -97,13 +103,13 @@ def compile_variants(kernel: Kernel, case: Case) -> None:
     """Run a small call of each variant that plans may ask for, forward and backward.
 
     Args:
-        kernel: one that compiles.
-        case: of its window counts whether there is one.
+        kernel: a kernel that compiles.
+        case: the case; of its window only its presence counts.
     """
     device, dtype, head_dim, value_head_dim, scores, ratio = case
     windows = (None,) if scores.window is None else (None, _WINDOW)
-    with compiling_ahead(), torch.autocast(device.type, enabled=False):
-        for documents in _sequences():
+    with compile_ahead(), torch.autocast(device.type, enabled=False):
+        for documents in _sequence_counts():
             lengths = (_ROWS, *(1,) * (documents - 1))
             starts = tuple(accumulate(lengths[:-1], initial=0))
             tasks = TaskBatch(starts, lengths, starts, lengths)
@@ -115,13 +121,15 @@ def compile_variants(kernel: Kernel, case: Case) -> None:
                 kernel.backward(Saved(do, q, *outputs, k, v), tasks, seen)
 
 
-def _sequences() -> tuple[int, int]:
-    """Sequences of a call that has no table of them, and of one that has."""
+def _sequence_counts() -> tuple[int, int]:
+    """Return the numbers of sequences of two calls: one without a
+    lookup table of sequences, and one with it.
+    """
     return 2, getattr(sys.modules.get(INTERFACE_4), "BIN_BATCH_SEARCH_THRESH", 256) + 1
 
 
-def _named(case: Case) -> str:
-    """The case, in a log."""
+def _describe(case: Case) -> str:
+    """Describe the case for a log."""
     extras = [name for name in ("window", "softcap") if getattr(case.scores, name) is not None]
     width = f"heads of {case.head_dim}" + (f" and {case.value_head_dim}" if case.value_head_dim != case.head_dim else "")
-    return f"{width}, {case.ratio} query heads a key head" + (f", with {' and '.join(extras)}" if extras else "")
+    return f"{width}, {case.gqa_ratio} query heads a key head" + (f", with {' and '.join(extras)}" if extras else "")

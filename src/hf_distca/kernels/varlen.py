@@ -1,4 +1,5 @@
-"""From tasks to calls of a varlen flash-attention op: the packing that all kernels of `flash` share.
+"""Turn tasks into calls of a varlen flash-attention op: the
+packing that all kernels of `flash` share.
 
 A varlen op takes one run of query rows and one run of keys, cut into sequences by cumulative lengths. Its backward writes the
 gradient of a key once, so a key may be in one sequence of a call only. Slices of one document share keys; a batch is therefore
@@ -31,7 +32,8 @@ _HEAD_DIM_MULTIPLE = 8
 
 
 class Sequences(NamedTuple):
-    """How the rows and keys of a call are cut: sequence i has rows [cu_rows[i], cu_rows[i + 1]), and its keys likewise.
+    """Cuts of the rows and keys of a call: sequence i has rows [cu_rows[i],
+    cu_rows[i + 1]), and its keys likewise.
 
     Attributes:
         cu_rows, cu_keys: (sequences + 1,) int32 on the device of the pools, from 0 to the number of rows and of keys.
@@ -45,27 +47,30 @@ class Sequences(NamedTuple):
 
 
 class VarlenOp(Protocol):
-    """A varlen flash-attention op: causal, aligned bottom right, H a multiple of K, D a multiple of 8 and equal to V.
+    """A varlen flash-attention op: causal, aligned bottom right, H a
+    multiple of K, D a multiple of 8 and equal to V.
 
-    ``scores.window`` is None or less than the longest sequence of keys; ``scores.softcap`` is one the kernel lets through.
+    ``scores.window`` is None or less than the longest sequence of keys; ``scores.softcap`` is None
+    unless the kernel supports it.
 
     Attributes:
-        takes_gaps: whether sequences may have no rows, or no keys: their gradients are 0 then, and their outputs mean nothing.
+        takes_gaps: whether sequences may have no rows, or no keys: their gradients are 0 then, and
+            their outputs mean nothing.
     """
 
     takes_gaps: bool
 
     def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
-        """Output in q's dtype and log-sum-exp in the accumulation dtype, of any strides."""
+        """Return output in q's dtype and log-sum-exp in the accumulation dtype, of any strides."""
         ...
 
     def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
-        """Gradients of q, k and v in their dtypes; do and o are contiguous."""
+        """Return gradients of q, k and v in their dtypes; do and o are contiguous."""
         ...
 
 
 class _PoolSizes(NamedTuple):
-    """Where pools are, and how many rows and keys they have."""
+    """Device and lengths of the pools."""
 
     device: torch.device
     rows: int
@@ -73,19 +78,21 @@ class _PoolSizes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Some rows of a pool in the order of a call: a stretch of the pool, or a gather by `index` (int64, on the device)."""
+class _PoolRows:
+    """Some rows of a pool in the order of a call: a contiguous range, or a
+    gather by `index` (int64, on the device).
+    """
 
     start: int
     length: int
     index: torch.Tensor | None
 
     def covers(self, pool: torch.Tensor) -> bool:
-        """Whether the run is the whole pool in its own order."""
+        """Return whether the run is the whole pool in its own order."""
         return self.index is None and self.length == pool.shape[0]
 
     def take(self, pool: torch.Tensor) -> torch.Tensor:
-        """The rows of the run: a view where they are a stretch."""
+        """Return the rows of the run: a view where they are contiguous."""
         return pool.narrow(0, self.start, self.length) if self.index is None else pool.index_select(0, self.index)
 
     def put(self, pool: torch.Tensor, rows: torch.Tensor) -> None:
@@ -96,7 +103,7 @@ class _Run:
             pool.index_copy_(0, self.index, rows.to(pool.dtype))
 
     def add(self, pool: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add `rows` to what is in their places, in the pool's dtype."""
+        """Add `rows` in their places, in the pool's dtype."""
         if self.index is None:
             pool.narrow(0, self.start, self.length).add_(rows)
         else:
@@ -105,39 +112,42 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _OpCall:
-    """One call of the op; `gaps` are rows of its run that no task covers (int64, on the device), None if there are none."""
+    """A call of the op; `gaps` are rows of its run that no task
+    covers (int64, on the device), or None.
+    """
 
-    rows: _Run
-    keys: _Run
+    rows: _PoolRows
+    keys: _PoolRows
     sequences: Sequences
     gaps: torch.Tensor | None = None
 
-    def cleared(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Outputs of the op, and 0 in the rows of gaps."""
+    def clear_gaps(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Set the outputs in the rows of gaps to 0."""
         return outputs if self.gaps is None else outputs.index_fill_(0, self.gaps, 0.0)
 
-    def within(self, scores: Scores) -> Scores:
-        """`scores` without a window that hides no key in this call: ops run plain causal attention faster."""
+    def drop_idle_window(self, scores: Scores) -> Scores:
+        """Drop a window that hides no key in this call: ops run plain causal attention faster."""
         if scores.window is None or scores.window < self.sequences.max_keys:
             return scores
         return replace(scores, window=None)
 
 
 class VarlenKernel:
-    """A `Kernel` around a `VarlenOp`. Subclasses say what it cannot run."""
+    """A `Kernel` around a `VarlenOp`. Subclasses say which cases it cannot run."""
 
     def __init__(self, op: VarlenOp, name: str = "varlen") -> None:
         self._op, self.name = op, name
 
-    def unsupported(self, case: Case) -> str | None:
-        """None: the op decides."""
+    def unsupported_reason(self, case: Case) -> str | None:
+        """Return None: the op decides."""
         return None
 
     def split(self, tasks: TaskBatch) -> list[list[int]]:
-        """Task indices by call, each in the order of their keys and without a key in common; as few calls as possible.
+        """Group task indices by call, each in the order of their keys and without a
+        key in common, in as few calls as possible.
 
-        Tasks join the first call whose keys end before their own begin. Taken in the order of their first key, that needs no more
-        calls than the most shared key has tasks.
+        Tasks join the first call whose keys end before their own begin. In the order of first keys,
+        this needs no more calls than the most shared key has tasks.
         """
         key_ends = [start + length for start, length in zip(tasks.key_start, tasks.key_length, strict=True)]
         if key_ends and all(map(operator.le, key_ends, tasks.key_start[1:])):
@@ -159,7 +169,7 @@ class VarlenKernel:
         """See `Kernel.forward`."""
         check_pools(pools, tasks)
         q_THD, k_TKD, v_TKV = pools
-        value_width, width = v_TKV.shape[2], _width(q_THD, v_TKV)
+        value_width, width = v_TKV.shape[2], _call_width(q_THD, v_TKV)
         padded = Operands(pad_last(q_THD, width), pad_last(k_TKD, width), pad_last(v_TKV, width))
         calls = self._calls_of(tasks, _PoolSizes(q_THD.device, len(q_THD), len(k_TKD)))
         if len(calls) == 1 and calls[0].rows.covers(q_THD):
@@ -167,14 +177,14 @@ class VarlenKernel:
             call, keys, taken = calls[0], calls[0].keys, padded
             if not keys.covers(k_TKD):
                 taken = Operands(padded.q_THD, keys.take(padded.k_TKD), keys.take(padded.v_TKV))
-            o, lse = self._op.forward(taken, call.sequences, call.within(scores))
-            return Outputs(call.cleared(_narrowed(o, value_width).contiguous()), call.cleared(lse))
+            o, lse = self._op.forward(taken, call.sequences, call.drop_idle_window(scores))
+            return Outputs(call.clear_gaps(_narrow(o, value_width).contiguous()), call.clear_gaps(lse))
         o_THV = q_THD.new_zeros(*q_THD.shape[:2], value_width)
         lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=accumulation_dtype(q_THD.dtype))
         for call in calls:
             taken = Operands(call.rows.take(padded[0]), call.keys.take(padded[1]), call.keys.take(padded[2]))
-            o, lse = self._op.forward(taken, call.sequences, call.within(scores))
-            call.rows.put(o_THV, _narrowed(o, value_width))
+            o, lse = self._op.forward(taken, call.sequences, call.drop_idle_window(scores))
+            call.rows.put(o_THV, _narrow(o, value_width))
             call.rows.put(lse_TH, lse)
         return Outputs(o_THV, lse_TH)
 
@@ -183,23 +193,23 @@ class VarlenKernel:
         """See `Kernel.backward`."""
         check_pools(pools, tasks)
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
-        key_width, value_width, width = q_THD.shape[2], v_TKV.shape[2], _width(q_THD, v_TKV)
+        key_width, value_width, width = q_THD.shape[2], v_TKV.shape[2], _call_width(q_THD, v_TKV)
         rows = pad_last(do_THV, width), pad_last(q_THD, width), pad_last(o_THV, width), lse_TH
         padded = Saved(*rows, pad_last(k_TKD, width), pad_last(v_TKV, width))
         calls = self._calls_of(tasks, _PoolSizes(q_THD.device, len(q_THD), len(k_TKD)))
         if len(calls) == 1 and calls[0].rows.covers(q_THD) and calls[0].keys.covers(k_TKD):
             taken = padded._replace(do_THV=padded.do_THV.contiguous(), o_THV=padded.o_THV.contiguous())
-            dq, dk, dv = self._op.backward(taken, calls[0].sequences, calls[0].within(scores))
-            return Grads(_narrowed(dq, key_width), _narrowed(dk, key_width), _narrowed(dv, value_width))
+            dq, dk, dv = self._op.backward(taken, calls[0].sequences, calls[0].drop_idle_window(scores))
+            return Grads(_narrow(dq, key_width), _narrow(dk, key_width), _narrow(dv, value_width))
         dtype = key_gradient_dtype(tasks, k_TKD.dtype)
         dq_THD, dk_TKD, dv_TKV = q_THD.new_zeros(q_THD.shape), *(x.new_zeros(x.shape, dtype=dtype) for x in (k_TKD, v_TKV))
         for call in calls:
             do, q, o, lse = (call.rows.take(x) for x in padded.query_rows)
             taken = Saved(do.contiguous(), q, o.contiguous(), lse, *(call.keys.take(x) for x in padded.key_rows))
-            dq, dk, dv = self._op.backward(taken, call.sequences, call.within(scores))
-            call.rows.put(dq_THD, _narrowed(dq, key_width))
-            call.keys.add(dk_TKD, _narrowed(dk, key_width))
-            call.keys.add(dv_TKV, _narrowed(dv, value_width))
+            dq, dk, dv = self._op.backward(taken, call.sequences, call.drop_idle_window(scores))
+            call.rows.put(dq_THD, _narrow(dq, key_width))
+            call.keys.add(dk_TKD, _narrow(dk, key_width))
+            call.keys.add(dv_TKV, _narrow(dv, value_width))
         return Grads(dq_THD, dk_TKD, dv_TKV)
 
     def _calls_of(self, tasks: TaskBatch, pools: _PoolSizes) -> tuple[_OpCall, ...]:
@@ -211,38 +221,42 @@ class VarlenKernel:
     def _new_calls(self, tasks: TaskBatch, pools: _PoolSizes) -> tuple[_OpCall, ...]:
         split = self.split(tasks)
         if len(split) == 1 and _are_packed(tasks, pools):
-            whole = _Run(0, pools.rows, None)
-            return (_OpCall(whole, whole, _sequences(tasks.query_length, tasks.key_length, pools.device)),)
+            whole = _PoolRows(0, pools.rows, None)
+            return (_OpCall(whole, whole, _make_sequences(tasks.query_length, tasks.key_length, pools.device)),)
         if self._op.takes_gaps and len(split) == 1 and _are_in_order(tasks, split[0]):
-            return (_whole_call(tasks, split[0], pools),)
-        return tuple(_op_call(tasks, members, pools.device) for members in split)
+            return (_make_whole_call(tasks, split[0], pools),)
+        return tuple(_make_call(tasks, members, pools.device) for members in split)
 
 
-def _narrowed(x: torch.Tensor, width: int) -> torch.Tensor:
-    """The first columns of the last dimension."""
+def _narrow(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the first `width` columns of the last dimension."""
     return x if x.shape[-1] == width else x[..., :width]
 
 
-def _width(q_THD: torch.Tensor, v_TKV: torch.Tensor) -> int:
-    """The one head dim of a call: q's or v's, the larger, rounded up."""
+def _call_width(q_THD: torch.Tensor, v_TKV: torch.Tensor) -> int:
+    """Return the one head dim of a call: q's or v's, the larger, rounded up."""
     return -(-max(q_THD.shape[2], v_TKV.shape[2]) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
 
 
 def _are_packed(tasks: TaskBatch, pools: _PoolSizes) -> bool:
-    """Whether tasks are whole documents, one after another, and the pools have nothing else."""
+    """Return whether the tasks are whole documents, one after another, that fill the pools."""
     *starts, end = accumulate(tasks.query_length, initial=0)
     same = tasks.query_start == tasks.key_start and tasks.query_length == tasks.key_length
     return same and bool(starts) and pools.rows == pools.keys == end and tuple(tasks.query_start) == tuple(starts)
 
 
 def _are_in_order(tasks: TaskBatch, members: list[int]) -> bool:
-    """Whether the rows of tasks come in the order of their keys, which is that of `members`."""
+    """Return whether the rows of the tasks come in the order of
+    their keys, which is that of `members`.
+    """
     starts = [tasks.query_start[i] for i in members]
     return all(a < b for a, b in pairwise(starts))
 
 
-def _whole_call(tasks: TaskBatch, members: list[int], pools: _PoolSizes) -> _OpCall:
-    """The call of all rows and keys of the pools, where those between tasks are sequences of their own."""
+def _make_whole_call(tasks: TaskBatch, members: list[int], pools: _PoolSizes) -> _OpCall:
+    """Make one call of all rows and keys of the pools, where gaps
+    between tasks are sequences of their own.
+    """
     row_lengths, key_lengths, gaps = [], [], []
     row = key = 0
     ends = [(tasks.query_start[i], tasks.key_start[i], tasks.query_length[i], tasks.key_length[i]) for i in members]
@@ -254,36 +268,36 @@ def _whole_call(tasks: TaskBatch, members: list[int], pools: _PoolSizes) -> _OpC
         if next_row > row:
             gaps.append(torch.arange(row, next_row, device="cpu"))
         row, key = next_row + rows, next_key + keys
-    sequences = _sequences(row_lengths, key_lengths, pools.device)
-    whole = _Run(0, pools.rows, None), _Run(0, pools.keys, None)
+    sequences = _make_sequences(row_lengths, key_lengths, pools.device)
+    whole = _PoolRows(0, pools.rows, None), _PoolRows(0, pools.keys, None)
     return _OpCall(*whole, sequences, to_device(torch.cat(gaps), pools.device) if gaps else None)
 
 
-def _op_call(tasks: TaskBatch, members: list[int], device: torch.device) -> _OpCall:
+def _make_call(tasks: TaskBatch, members: list[int], device: torch.device) -> _OpCall:
     row_lengths = [tasks.query_length[i] for i in members]
     key_lengths = [tasks.key_length[i] for i in members]
-    rows = _run([tasks.query_start[i] for i in members], row_lengths, device)
-    keys = _run([tasks.key_start[i] for i in members], key_lengths, device)
-    return _OpCall(rows, keys, _sequences(row_lengths, key_lengths, device))
+    rows = _make_rows([tasks.query_start[i] for i in members], row_lengths, device)
+    keys = _make_rows([tasks.key_start[i] for i in members], key_lengths, device)
+    return _OpCall(rows, keys, _make_sequences(row_lengths, key_lengths, device))
 
 
-def _sequences(row_lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device) -> Sequences:
-    cu_rows = _bounds(row_lengths, device)
+def _make_sequences(row_lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device) -> Sequences:
+    cu_rows = _make_bounds(row_lengths, device)
     if row_lengths == key_lengths:  # whole documents, of most layers all tasks
         return Sequences(cu_rows, cu_rows, max(row_lengths), max(key_lengths))
-    return Sequences(cu_rows, _bounds(key_lengths, device), max(row_lengths), max(key_lengths))
+    return Sequences(cu_rows, _make_bounds(key_lengths, device), max(row_lengths), max(key_lengths))
 
 
-def _bounds(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+def _make_bounds(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu"), device)
 
 
-def _run(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> _Run:
+def _make_rows(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> _PoolRows:
     expected = accumulate(lengths[:-1], initial=starts[0])
     if all(start == want for start, want in zip(starts, expected, strict=True)):
-        return _Run(starts[0], sum(lengths), None)
+        return _PoolRows(starts[0], sum(lengths), None)
     index = torch.cat([torch.arange(start, start + length, device="cpu") for start, length in zip(starts, lengths, strict=True)])
-    return _Run(0, sum(lengths), to_device(index, device))
+    return _PoolRows(0, sum(lengths), to_device(index, device))
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:

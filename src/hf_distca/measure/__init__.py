@@ -1,1 +1,1 @@
-"""Times attention kernels and links: calibrated cost models, and profiles of machines."""
+"""Timings of attention kernels and links: calibrated cost models, and profiles of machines."""

@@ -1,4 +1,5 @@
-"""Kernels timed on this machine, on batches of tasks as servers run them: a cost model, and which kernel is the fastest.
+"""Timings of kernels on this machine, on batches of tasks as servers run
+them: a cost model, and the fastest kernel.
 
 A task that is alone in its call pays the launch and, on a GPU, leaves most of the device idle. Among others it pays neither.
 """
@@ -14,7 +15,7 @@ from operator import add
 import numpy as np
 import torch
 
-from hf_distca.kernels import Case, runnable
+from hf_distca.kernels import Case, list_runnable
 from hf_distca.kernels.base import Kernel, Operands, Saved, Scores, TaskBatch
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
@@ -48,7 +49,9 @@ _COMPARED = TaskBatch((0, 8192), (8192, 1024), (0, 8192), (8192, 32768))
 
 
 def calibrate(analytic: CostModel, kernel: Kernel, dtype: torch.dtype, device: torch.device, group: AttentionGroup) -> CostModel:
-    """`analytic` with kernel coefficients measured on the first rank of the group, so that all ranks plan alike."""
+    """Return `analytic` with kernel coefficients measured on the first rank of
+    the group, so that all ranks plan alike.
+    """
     ours = np.zeros(6)
     if group.rank == 0:
         forward, backward = measure(analytic, kernel, dtype, device)
@@ -70,9 +73,9 @@ def measure(
     """Time the kernel on batches of tasks, forward and backward, and fit both directions.
 
     Args:
-        model: says the shape of q, k and v and what the tasks of a batch count.
-        kernel, dtype, device: what is timed, and on what.
-        clock: seconds since any moment.
+        model: gives the shape of q, k and v and the counts of a batch's tasks.
+        kernel, dtype, device: the kernel to time, and its inputs' dtype and device.
+        clock: returns seconds since an arbitrary moment.
     """
     forward, backward = map(KernelCost.fit, *timed(model, kernel, dtype, device, BATCHES, clock=clock))
     return forward, backward
@@ -88,7 +91,7 @@ def timed(
     enough: float = _ENOUGH,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[FloatArray, FloatArray]:
-    """Time batches of tasks, each as large as it need be.
+    """Time batches of tasks, each of the size that takes long enough.
 
     Args:
         model, kernel, dtype, device, clock: as for `measure`.
@@ -96,14 +99,15 @@ def timed(
         enough: seconds that a batch should take.
 
     Returns:
-        (2, batches, 3) what each counts, as `CostModel.counts`, and (2, batches) seconds, forward and backward.
+        (2, batches, 3) counts of each batch, see `CostModel.counts`, and (2, batches) seconds,
+        forward and backward.
     """
     timer = _Timer(device, clock)
-    times(model.shape, kernel, _batch(batches[0], _SIZES[0]), dtype, timer)  # the first call of a process loads code
+    times(model.shape, kernel, _make_batch(batches[0], _SIZES[0]), dtype, timer)  # the first call of a process loads code
     counts, taken = [], []
     for documents in batches:
         for size in _SIZES:
-            tasks = _batch(documents, size)
+            tasks = _make_batch(documents, size)
             seconds = times(model.shape, kernel, tasks, dtype, timer)
             if sum(seconds) >= enough:
                 break
@@ -121,23 +125,26 @@ def fastest(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> str | None:
-    """The kernel that takes the fewest seconds on the first rank, among those that run on every rank. All ranks must call it.
+    """Find the kernel that takes the fewest seconds on the first rank, among
+    those that run on every rank. Collective.
 
-    Each rank could choose for itself, since all kernels compute the same to rounding. But plans are made with one cost model for
-    all ranks, and two ranks with different kernels would not have the same rates.
+    Each rank could choose for itself, since all kernels compute the same to rounding. But plans are
+    made with one cost model for all ranks, and two ranks with different kernels would not have the
+    same rates.
 
     Args:
-        shape: what the kernels are timed with.
-        names: all kernels, in the same order on every rank; the first one of several with equal seconds is taken.
+        shape: shape of q, k and v to time the kernels with.
+        names: all kernels, in the same order on every rank; the first one of several with equal
+            seconds is taken.
         dtype, device: of q, k and v.
         group: the ranks that agree.
-        clock: seconds since any moment.
+        clock: returns seconds since an arbitrary moment.
 
     Returns:
         Its name, None if there is no kernel that runs on all ranks.
     """
     case = Case(device, dtype, shape.head_dim, shape.value_head_dim, Scores(1.0), shape.ratio)
-    kernels = {kernel.name: kernel for kernel in runnable(case)}
+    kernels = {kernel.name: kernel for kernel in list_runnable(case)}
     ours = np.array([0.0 if name in kernels else np.inf for name in names])
     if group.rank == 0 and len(kernels) > 1:
         for place, name in enumerate(names):
@@ -149,13 +156,13 @@ def fastest(
 
 
 def _seconds(shape: AttentionShape, kernel: Kernel, dtype: torch.dtype, timer: _Timer) -> float:
-    """Seconds of the tasks that kernels are compared by, forward and backward."""
+    """Time the tasks that kernels are compared by, forward and backward."""
     times(shape, kernel, _COMPARED, dtype, timer)
     return sum(times(shape, kernel, _COMPARED, dtype, timer))
 
 
-def _batch(documents: Documents, size: int) -> TaskBatch:
-    """The tasks of a batch of so many tokens. Slices of one document share its keys."""
+def _make_batch(documents: Documents, size: int) -> TaskBatch:
+    """Make the tasks of a batch of so many tokens. Slices of one document share its keys."""
     tasks: list[tuple[int, int, int, int]] = []
     row = key = 0
     for slices in documents:
@@ -168,7 +175,10 @@ def _batch(documents: Documents, size: int) -> TaskBatch:
 
 
 def times(shape: AttentionShape, kernel: Kernel, tasks: TaskBatch, dtype: torch.dtype, timer: _Timer) -> tuple[float, float]:
-    """Seconds of a batch, forward and backward. The first one of a kernel may load or compile code, and counts for nothing."""
+    """Time a batch, forward and backward.
+
+    The first batch of a kernel may load or compile code, so its time does not count.
+    """
     rows, keys = sum(tasks.query_length), max(map(add, tasks.key_start, tasks.key_length))
     random = partial(torch.randn, dtype=dtype, device=timer.device)
     q_THD = random(rows, shape.query_heads, shape.head_dim)
@@ -182,20 +192,22 @@ def times(shape: AttentionShape, kernel: Kernel, tasks: TaskBatch, dtype: torch.
 
 @dataclass(frozen=True)
 class _Timer:
-    """Times calls on a device."""
+    """Timer of calls on a device."""
 
     device: torch.device
     clock: Callable[[], float]
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Seconds of a call, the least of up to three rounds: whatever else a machine does adds to them."""
+        """Time a call: the minimum of up to three rounds, because anything else
+        that runs on the machine only adds time.
+        """
         taken = [self._round(call, 1)]
         while len(taken) < 3 and sum(taken) < _ENOUGH / 2:
             taken.append(self._round(call, max(1, int(2e-3 / taken[0]))))
         return min(taken)
 
     def _round(self, call: Callable[[], object], calls: int) -> float:
-        """Seconds of a call in a run of so many."""
+        """Time one call as the mean of so many."""
         self._finish()
         started = self.clock()
         for _ in range(calls):

@@ -1,6 +1,8 @@
-"""What ``hf-distca profile`` times: the attention kernel on batches of tasks, and exchanges by bytes and peers.
+"""Timings of ``hf-distca profile``: the attention kernel on batches of
+tasks, and exchanges by bytes and peers.
 
-A part of what is timed is kept aside: rates are fitted to the rest, and their errors are those of the part kept aside.
+Some of the timings are held out: rates are fitted to the rest, and their errors are those on the
+timings held out.
 """
 
 from __future__ import annotations
@@ -29,7 +31,15 @@ from hf_distca.runtime.members import node_number
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
 from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
 
-__all__ = ["Said", "Wanted", "device_named", "dtypes", "launched_ranks", "on_new_ranks", "on_these_ranks"]
+__all__ = [
+    "LogFunction",
+    "ProfileRequest",
+    "find_device",
+    "dtypes",
+    "count_launched_ranks",
+    "measure_on_new_ranks",
+    "measure_on_these_ranks",
+]
 
 # Other documents, slices and numbers of heads than those that rates are fitted to.
 _KEPT_ASIDE: tuple[Documents, ...] = (
@@ -43,19 +53,19 @@ _FITTED_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24)
 _KEPT_ASIDE_BYTES = (2**14, 3 * 2**17, 3 * 2**21)
 _ROUNDS = 9  # of an exchange; the fastest counts: whatever else a machine does adds to it
 
-Said = Callable[[str], None]
+LogFunction = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is timed.
+class ProfileRequest:
+    """Things to time.
 
     Attributes:
-        device: on which.
-        dtypes: of q, k and v.
-        widths: of heads; q, k and v have the same.
+        device: device to time on.
+        dtypes: dtypes of q, k and v.
+        widths: head widths; q, k and v have the same.
         heads: (query heads, key/value heads) that rates are fitted to, at least one.
-        kept_aside: the same of what is kept aside.
+        kept_aside: (query heads, key/value heads) of the timings held out.
         batch_seconds: a batch grows until it takes so long.
     """
 
@@ -67,18 +77,19 @@ class Wanted:
     batch_seconds: float = 0.04
 
     def steps(self, ranks: int) -> int:
-        """How often progress is told, where all ranks are on one node."""
+        """Return the number of progress messages, if all ranks are on one node."""
         exchanges = len(_FITTED_BYTES) + len(_KEPT_ASIDE_BYTES)
         return len(self.dtypes) * len(self.widths) * (len(self.heads) + 1) + exchanges * min(ranks - 1, 2)
 
 
-def launched_ranks() -> int:
-    """How many processes a launcher started; 1 without one."""
+def count_launched_ranks() -> int:
+    """Return the number of processes that a launcher started; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def device_named(name: str | None) -> torch.device:
-    """The device of this name, or the GPU of this process if there is one.
+def find_device(name: str | None) -> torch.device:
+    """Return the device of this name; without a name the GPU of this
+    process if there is one, else the CPU.
 
     Raises:
         ConfigError: if torch knows no such device, or it is neither a CPU nor a GPU.
@@ -96,7 +107,7 @@ def device_named(name: str | None) -> torch.device:
 
 
 def dtypes(names: Sequence[str]) -> tuple[torch.dtype, ...]:
-    """Dtypes by name.
+    """Return dtypes by name.
 
     Raises:
         ConfigError: if attention has no such dtype.
@@ -107,14 +118,14 @@ def dtypes(names: Sequence[str]) -> tuple[torch.dtype, ...]:
     return tuple(known[name] for name in names)
 
 
-def _measure(wanted: Wanted, group: AttentionGroup, name: str, made_by: str, say: Said) -> Profile | None:
+def _measure(wanted: ProfileRequest, group: AttentionGroup, name: str, made_by: str, say: LogFunction) -> Profile | None:
     """Time kernels on the first rank and exchanges among all.
 
     Args:
-        wanted: what is timed.
+        wanted: things to time.
         group: the ranks; exchanges are left out if it is one.
-        name, made_by: as in `Profile`.
-        say: is told of every step.
+        name, made_by: see `Profile`.
+        say: called with a message after every step.
 
     Returns:
         The profile on the first rank; None on the others.
@@ -141,8 +152,8 @@ def _measure(wanted: Wanted, group: AttentionGroup, name: str, made_by: str, say
     )
 
 
-def _kernel_rates(wanted: Wanted, dtype: torch.dtype, width: int, say: Said) -> KernelRates:
-    """Rates of one dtype and width, fitted to batches with several numbers of heads."""
+def _kernel_rates(wanted: ProfileRequest, dtype: torch.dtype, width: int, say: LogFunction) -> KernelRates:
+    """Measure the rates of one dtype and width, fitted to batches with several numbers of heads."""
     kernel = select_kernel("auto", Case(wanted.device, dtype, width, width, Scores(width**-0.5)))
 
     def times(heads: tuple[int, int], batches: Sequence[Documents]) -> tuple[FloatArray, FloatArray]:
@@ -170,8 +181,12 @@ def _errors(name: str, estimated: FloatArray, measured: FloatArray) -> dict[str,
     return {f"{name}_median": round(float(np.median(off)), 4), f"{name}_largest": round(float(off.max()), 4)}
 
 
-def _exchange_rates(wanted: Wanted, group: AttentionGroup, say: Said) -> tuple[ExchangeRates | None, ExchangeRates | None]:
-    """Rates inside a node and between nodes, each None without two ranks of the kind."""
+def _exchange_rates(
+    wanted: ProfileRequest, group: AttentionGroup, say: LogFunction
+) -> tuple[ExchangeRates | None, ExchangeRates | None]:
+    """Measure the rates inside a node and between nodes, each
+    None without two ranks of the kind.
+    """
     if group.size == 1:
         return None, None
     rows = group.gather(np.array([node_number()], dtype=np.int64), doing="telling which node this is")
@@ -188,8 +203,10 @@ def _exchange_rates(wanted: Wanted, group: AttentionGroup, say: Said) -> tuple[E
     return rates[0], rates[1]
 
 
-def _link(wanted: Wanted, group: AttentionGroup, peers: list[int], kind: str, say: Said) -> ExchangeRates:
-    """Rates of exchanges with these ranks: with all of them and, inside a node, with the next one."""
+def _link(wanted: ProfileRequest, group: AttentionGroup, peers: list[int], kind: str, say: LogFunction) -> ExchangeRates:
+    """Measure the rates of exchanges with these ranks: with all of them
+    and, inside a node, with the next one.
+    """
     patterns = [(peers, peers)]
     if kind == "inside" and len(peers) > 1:
         ring = sorted([*peers, group.rank])
@@ -211,7 +228,9 @@ def _link(wanted: Wanted, group: AttentionGroup, peers: list[int], kind: str, sa
 
 
 def _exchange(device: torch.device, group: AttentionGroup, size: int, to: list[int], from_: list[int]) -> float:
-    """Seconds of an exchange in which every rank sends so many bytes, the slowest rank of the fastest round."""
+    """Time an exchange in which every rank sends so many bytes: the
+    slowest rank of the fastest round.
+    """
     if group.data is None:
         raise ConfigError("a rank that is alone has nobody to exchange with.")
     share = max(size // len(to), 1)
@@ -229,7 +248,7 @@ def _exchange(device: torch.device, group: AttentionGroup, size: int, to: list[i
 
 
 def _fit_two(counts: FloatArray, seconds: FloatArray) -> tuple[float, float]:
-    """Least squares on relative errors of two coefficients >= 0."""
+    """Fit two coefficients >= 0 by least squares on relative errors."""
     scaled = counts / seconds[:, None]
     first, second = np.linalg.lstsq(scaled, np.ones(len(scaled)), rcond=None)[0].tolist()
     if min(first, second) >= 0:
@@ -258,8 +277,10 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def on_these_ranks(wanted: Wanted, threads: int | None, name: str, made_by: str, say: Said) -> Profile | None:
-    """`_measure` on the ranks that a launcher started, or on this process alone."""
+def measure_on_these_ranks(
+    wanted: ProfileRequest, threads: int | None, name: str, made_by: str, say: LogFunction
+) -> Profile | None:
+    """Run `_measure` on the ranks that a launcher started, or on this process alone."""
     if threads is not None:
         torch.set_num_threads(threads)
     started = "WORLD_SIZE" in os.environ and not dist.is_initialized()
@@ -272,8 +293,10 @@ def on_these_ranks(wanted: Wanted, threads: int | None, name: str, made_by: str,
             dist.destroy_process_group()
 
 
-def on_new_ranks(ranks: int, wanted: Wanted, threads: int | None, name: str, made_by: str, say: Said) -> Profile:
-    """`_measure` on so many new processes of this machine, which exchange over gloo."""
+def measure_on_new_ranks(
+    ranks: int, wanted: ProfileRequest, threads: int | None, name: str, made_by: str, say: LogFunction
+) -> Profile:
+    """Run `_measure` on so many new processes of this machine, which exchange over gloo."""
     with tempfile.TemporaryDirectory() as folder:
         start_processes(  # type: ignore[no-untyped-call]
             _rank, (ranks, Path(folder), wanted, threads, name, made_by, say), nprocs=ranks, start_method="spawn"
@@ -281,18 +304,20 @@ def on_new_ranks(ranks: int, wanted: Wanted, threads: int | None, name: str, mad
         return Profile.load(Path(folder, "profile.json"))
 
 
-def _rank(rank: int, ranks: int, folder: Path, wanted: Wanted, threads: int | None, name: str, made_by: str, say: Said) -> None:
+def _rank(
+    rank: int, ranks: int, folder: Path, wanted: ProfileRequest, threads: int | None, name: str, made_by: str, say: LogFunction
+) -> None:
     # They only talk to each other: by default gloo listens on the address of the host's name, which others may reach.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if platform.system() == "Darwin" else "lo"
     store = dist.FileStore(str(folder / "store"), ranks)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     try:
-        profile = on_these_ranks(wanted, threads, name, made_by, say if rank == 0 else _silence)
+        profile = measure_on_these_ranks(wanted, threads, name, made_by, say if rank == 0 else _no_log)
         if profile is not None:
             (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
     finally:
         dist.destroy_process_group()
 
 
-def _silence(_: str) -> None:
-    """Ranks other than the first say nothing."""
+def _no_log(_: str) -> None:
+    """Say nothing, on ranks other than the first."""

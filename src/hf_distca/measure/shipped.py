@@ -13,9 +13,11 @@ __all__ = ["shipped_profile"]
 
 
 def shipped_profile(device: torch.device, kernel: Kernel, group: AttentionGroup) -> Profile | None:
-    """The shipped profile, equal on all ranks. None if there is none, or if ranks have different GPUs or kernels. Collective.
+    """Return the shipped profile, equal on all ranks; None if there is none,
+    or if GPUs or kernels differ. Collective.
 
-    Ranks must plan with one cost model. If their GPUs differ, they use the built-in figures, and speeds are learned in training.
+    All ranks must plan with one cost model. If their GPUs differ, they use the built-in figures,
+    and learn speeds in training.
     """
     active = torch.nn.attention.current_flash_attention_impl() if kernel.name == "cuda" else None  # not torch's own kernel
     profile = None if active is not None else Profile.of_gpu(torch.cuda.get_device_name(device), kernel.name)

@@ -1,13 +1,15 @@
-"""A timeline of core attention: what each nano-batch computes, and how long its messages travel and are waited for.
+"""A timeline of core attention: computation of each nano-batch, and
+travel and waiting times of its messages.
 
 Spans of a rank, forward and backward:
 
-- ``dispatch`` and ``return``: an exchange, from its launch until its rows are there;
+- ``dispatch`` and ``return``: an exchange, from its launch until its rows have arrived;
 - ``wait``: the part of it in which nothing else was computed;
 - ``pack``: rows gathered and launched; ``unpack``: those that returned put in their places;
 - ``server``: tasks that run, the rank's own and those that arrived;
-- ``linear``: what lies between, which is everything else in the layers. It is counted to the nano-batch whose attention ended
-  before it, or else to the one whose attention begins after it. At the border of two layers that were cut, it is split.
+- ``linear``: the time between these, which is everything else in the layers. It is counted to the
+  nano-batch whose attention ended before it, or else to the one whose attention begins after it. At
+  the border of two layers that were cut, it is split.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_distca.runtime.meter import Mark, Meter, now
+from hf_distca.runtime.meter import Mark, Meter, mark_now
 
 __all__ = ["Span", "Trace"]
 
@@ -29,7 +31,7 @@ _EXCHANGES = ("dispatch", "return")
 
 
 class Span(NamedTuple):
-    """Something that took from `start` to `end`, in seconds since the trace began.
+    """An activity from `start` to `end`, in seconds since the trace began.
 
     `nano` is 0 for whole layers, 1 and 2 for nano-batches; `call` numbers the calls of core attention.
     """
@@ -43,7 +45,7 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration in seconds."""
         return self.end - self.start
 
 
@@ -55,17 +57,19 @@ class Trace:
         self._borders: list[Mark] = []
         self._origin: Mark | None = None
 
-    def border(self, device: torch.device) -> None:
-        """One layer ends and the next one begins, forward or backward."""
-        self._borders.append(now(device))
+    def mark_border(self, device: torch.device) -> None:
+        """Mark the place where one layer ends and the next one begins, forward or backward."""
+        self._borders.append(mark_now(device))
         self._begin(self._borders[-1])
 
     def meter(self, whole: Meter, nano: int, call: int) -> Meter:
-        """The meter of one call of core attention, whose spans are recorded; `nano` and `call` as in `Span`."""
+        """Make a meter for one call of core attention, whose spans are
+        recorded; for `nano` and `call` see `Span`.
+        """
         return _CallMeter(whole, self, nano, call)
 
     def record(self, begin: Mark, end: Mark, span: Span) -> None:
-        """Record a span, whose times are not looked at."""
+        """Record a span; its times are read later."""
         self._recorded.append((begin, end, span))
         self._begin(begin)
 
@@ -81,7 +85,9 @@ class Trace:
 
     @property
     def hidden(self) -> float | None:
-        """The part of the time in which messages travelled that was computed in; None if there were no messages."""
+        """Part of the travel time of messages during which this rank
+        computed; None if there were no messages.
+        """
         spans = self.spans
         travelled = sum(span.seconds for span in spans if span.name in _EXCHANGES)
         waited = sum(span.seconds for span in spans if span.name == "wait")
@@ -115,20 +121,20 @@ class Trace:
 
 
 class _CallMeter(Meter):
-    """The meter of one call of core attention, whose spans a trace records, too."""
+    """A meter of one call of core attention, whose spans a trace records, too."""
 
     def __init__(self, whole: Meter, trace: Trace, nano: int, call: int) -> None:
         super().__init__(whole)
         self._trace, self._nano, self._call = trace, nano, call
 
     def span(self, name: str, begin: Mark, end: Mark, *, backward: bool = False) -> None:
-        """As `Meter.span`."""
+        """See `Meter.span`."""
         super().span(name, begin, end, backward=backward)
         self._trace.record(begin, end, Span(name, 0.0, 0.0, self._nano, self._call, backward))
 
 
 def _linear(spans: Sequence[Span], borders: Sequence[float]) -> list[Span]:
-    """The gaps between the spans in which a rank worked on attention or waited for it."""
+    """Find the gaps between spans in which a rank worked on attention or waited for it."""
     busy = sorted((span for span in spans if span.name not in _EXCHANGES), key=lambda span: span.start)
     linear = []
     for before, after in itertools.pairwise(busy):

@@ -1,4 +1,6 @@
-"""What the room takes from torch and peft without their promise to keep it. Seen in torch 2.13.0 and transformers 5.23.0.
+"""Parts of torch and peft that this room uses without a promise of stability.
+
+Seen in torch 2.13.0 and transformers 5.23.0.
 
 It is apart from `hf_distca.borrowed` because importing torch.distributed.pipelining takes a second.
 """
@@ -16,19 +18,21 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from hf_distca.errors import UnsupportedError
 
-__all__ = ["OneStageSchedule", "adapter_weights", "has_adapters", "whole_mesh", "without_peft"]
+__all__ = ["OneStageSchedule", "select_adapter_weights", "has_adapters", "find_whole_mesh", "unwrap_peft"]
 
 
 class OneStageSchedule(PipelineScheduleSingle):
-    """torch's base class of schedules with one stage a rank, of which a schedule writes `run`."""
+    """torch's base class of schedules with one stage a rank, in
+    which a schedule only implements `run`.
+    """
 
     def __init__(self, stage: PipelineStage, n_microbatches: int, loss_fn: Callable[..., Any] | None, **kwargs: Any) -> None:
         super().__init__(stage, n_microbatches, loss_fn, **kwargs)
         self.micro_batches = n_microbatches
 
     @property
-    def trains(self) -> bool:
-        """Whether this step has a backward."""
+    def is_training(self) -> bool:
+        """True if this step has a backward."""
         return bool(self._has_backward)
 
     @abstractmethod
@@ -43,7 +47,7 @@ class OneStageSchedule(PipelineScheduleSingle):
             self._internal_losses.append(self._compute_loss(output, target, loss_kwargs))  # type: ignore[no-untyped-call]
 
     def loss(self, number: int) -> torch.Tensor:
-        """The loss of a micro-batch, of which backward begins.
+        """Return the loss of a micro-batch, from which backward begins.
 
         With `scale_grads` the loss is divided by the number of micro-batches. torch's schedules divide gradients at the end of a
         step instead, including what earlier steps left in them.
@@ -69,12 +73,13 @@ class OneStageSchedule(PipelineScheduleSingle):
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether adapters were added to a model of transformers, which then saves nothing else."""
+    """Return whether adapters were added to a model of transformers; it then saves nothing else."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-def without_peft(model: Any) -> Any:
-    """The model of transformers in a model of peft, as `add_adapter` would leave it; any other model as it is.
+def unwrap_peft(model: Any) -> Any:
+    """Return the model of transformers in a model of peft, as `add_adapter`
+    would leave it; any other model as it is.
 
     Raises:
         UnsupportedError: if its adapters are a prompt, which is no part of any layer.
@@ -91,8 +96,9 @@ def without_peft(model: Any) -> Any:
     return base
 
 
-def adapter_weights(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights of a model's adapter among all of its weights, by the names that peft gives them in files.
+def select_adapter_weights(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights of a model's adapter among all of its weights, by
+    the names that peft gives them in files.
 
     Raises:
         UnsupportedError: if there are several adapters.
@@ -106,6 +112,6 @@ def adapter_weights(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, t
     return {f"base_model.model.{key}": value.contiguous() for key, value in adapter.items()}
 
 
-def whole_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh of which this is a dimension; itself if it is none."""
+def find_whole_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that this is a dimension of; the mesh itself if it is none."""
     return mesh._get_root_mesh()

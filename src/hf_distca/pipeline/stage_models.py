@@ -1,4 +1,5 @@
-"""Which causal language models of transformers can be split into stages, and what is left of a model on one stage.
+"""Causal language models of transformers that can be split into
+stages, and the rest of a model on one stage.
 
 The model stays what it is: layers of other stages become modules that do nothing, so that every layer keeps its number, by which
 models read their config, and every weight its name, by which checkpoints know it. What a model does to its embeddings before
@@ -43,11 +44,11 @@ _ACTIVE_EXPERTS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 
 
 def check_split(model: PreTrainedModel) -> None:
-    """Refuse a model that is not known to be the same in stages.
+    """Raise unless a model is known to be the same in stages.
 
     Raises:
-        ConfigError: if it has other attention than distca's, which knows nothing of stages.
-        UnsupportedError: says why.
+        ConfigError: if its attention is not distca's.
+        UnsupportedError: with the reason.
     """
     config = model.config
     check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
@@ -67,16 +68,17 @@ def check_split(model: PreTrainedModel) -> None:
     elif getattr(text_config, "output_router_logits", False):
         why = "it adds a loss of its routers (output_router_logits=True), which stages do not hand on; set it to False"
     if why is not None:
-        raise _cannot(model, why)
+        raise _split_error(model, why)
 
 
 @dataclass(frozen=True, eq=False)
 class ModelParts:
-    """Where the parts of a model are.
+    """The parts of a model.
 
     Attributes:
-        layers: the decoder layers, of which each stage has a run.
-        before, after: names of modules that only the first stage needs, and of those that only the last one needs.
+        layers: the decoder layers, of which each stage has consecutive ones.
+        before, after: names of modules that only the first stage needs, and of modules that only
+            the last one needs.
         embedding, head: the input embedding and the output projection.
     """
 
@@ -91,9 +93,9 @@ class ModelParts:
         """Find the parts of a model, which must be layers between an embedding and a head."""
         from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
 
-        embedding, head = _ends(model)
+        embedding, head = _find_ends(model)
         if embedding is None or head is None:
-            raise _cannot(model, "it has no input embedding and output projection")
+            raise _split_error(model, "it has no input embedding and output projection")
         lists = {
             name: module
             for name, module in model.named_modules()
@@ -102,7 +104,7 @@ class ModelParts:
             and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
         }
         if len(lists) != 1:
-            raise _cannot(model, f"it has {len(lists)} lists of layers, not one")
+            raise _split_error(model, f"it has {len(lists)} lists of layers, not one")
         ((layers_name, layers),) = lists.items()
         decoder = layers_name.rpartition(".")[0]
         seen, before, after = set(layers.modules()), list[str](), list[str]()
@@ -115,7 +117,7 @@ class ModelParts:
             elif module is head or (parent == decoder and any(part in child for part in _AFTER)):
                 after.append(name)
             elif any(True for _ in module.parameters(recurse=False)):
-                raise _cannot(
+                raise _split_error(
                     model, f"{name or 'a weight'} is neither in its layers nor an embedding, a norm or a head beside them"
                 )
             else:
@@ -125,31 +127,32 @@ class ModelParts:
 
     @property
     def tied(self) -> bool:
-        """Whether embedding and head have the same weight."""
+        """True if embedding and head have the same weight."""
         weight = getattr(self.embedding, "weight", None)
         return weight is not None and weight is getattr(self.head, "weight", None)
 
     def costs(self, model: PreTrainedModel) -> list[float]:
-        """Numbers that a token is multiplied with, by layer; the first has those of the embedding, the last those of the head.
+        """Return the multiplications per token, by layer; the first layer includes
+        the embedding's, the last one the head's.
 
-        Core attention is not among them: stages share it.
+        Core attention is left out: stages share it.
         """
         config = model.config.get_text_config(decoder=True)
         active = min(1.0, _first_number(config, _ACTIVE_EXPERTS) / _first_number(config, _EXPERTS))
-        costs = [sum(_cost(weight, active) for weight in layer.parameters()) for layer in self.layers]
+        costs = [sum(_token_cost(weight, active) for weight in layer.parameters()) for layer in self.layers]
         costs[0] += sum(weight.shape[-1] for weight in _weights(model, self.before))
-        costs[-1] += sum(_cost(weight, 1.0) for weight in _weights(model, self.after))
+        costs[-1] += sum(_token_cost(weight, 1.0) for weight in _weights(model, self.after))
         return costs
 
 
-def _ends(model: PreTrainedModel) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
-    """The input embedding and the output projection of a model."""
+def _find_ends(model: PreTrainedModel) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
+    """Return the input embedding and the output projection of a model."""
     modules: tuple[Any, Any] = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
     embedding, head = (module if isinstance(module, torch.nn.Module) else None for module in modules)
     return embedding, head
 
 
-def _cannot(model: PreTrainedModel, why: str) -> UnsupportedError:
+def _split_error(model: PreTrainedModel, why: str) -> UnsupportedError:
     return UnsupportedError(
         f"{type(model).__name__} ({model.config.model_type}) cannot be split into pipeline stages: {why}. Train it with data "
         "parallelism (FSDP), whose ranks share attention too."
@@ -157,29 +160,35 @@ def _cannot(model: PreTrainedModel, why: str) -> UnsupportedError:
 
 
 def _weights(model: PreTrainedModel, names: Iterable[str]) -> list[torch.nn.Parameter]:
-    """The weights of modules of these names."""
+    """Return the weights of modules of these names."""
     return [weight for name in names for weight in model.get_submodule(name).parameters()]
 
 
 def _first_number(config: object, names: Sequence[str]) -> int:
-    """The first of these settings that is a positive number; 1 if none is."""
+    """Return the first of these settings that is a positive number; 1 if none is."""
     return next((value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0), 1)
 
 
-def _cost(weight: torch.nn.Parameter, active: float) -> float:
-    """Numbers of a weight that a token is multiplied with; those of all experts are one tensor of three dimensions."""
+def _token_cost(weight: torch.nn.Parameter, active: float) -> float:
+    """Return the multiplications per token with a weight; the weights of all
+    experts are one tensor of three dimensions.
+    """
     return weight.numel() * (active if weight.dim() == 3 else 1.0)
 
 
 def layers_of_stages(costs: Sequence[float], stages: int) -> list[int]:
-    """How many layers of these costs each stage gets, one at least, so that the most expensive stage is as cheap as can be."""
+    """Return the number of layers of each stage, at least one, such that the
+    most expensive stage is as cheap as possible.
+    """
     if not 1 <= stages <= len(costs):
         raise ConfigError(f"a model of {len(costs)} layers cannot be split into {stages} stages: each needs a layer.")
     totals = [0.0, *itertools.accumulate(costs)]
 
     @cache
     def cut(layers: int, stages: int) -> tuple[float, tuple[int, ...]]:
-        """The first layers in so many stages: the cost of the most expensive one, and how many layers each has."""
+        """Cut the first layers into so many stages: the cost of the most
+        expensive one, and the number of layers of each.
+        """
         if stages == 1:
             return totals[layers], (layers,)
         cuts = ((*cut(begin, stages - 1), begin) for begin in range(stages - 1, layers))
@@ -189,8 +198,8 @@ def layers_of_stages(costs: Sequence[float], stages: int) -> list[int]:
     return list(cut(len(costs), stages)[1])
 
 
-class Absent(torch.nn.Module):
-    """In the place of a module that is on another stage."""
+class SkippedLayer(torch.nn.Module):
+    """Placeholder of a module that is on another stage."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -200,43 +209,48 @@ class Absent(torch.nn.Module):
                 setattr(self, name, value)
 
     def forward(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The inputs; for an embedding a zero, which may be added to hidden states that are not used."""
+        """Return the inputs; for an embedding a zero, which may be added
+        to hidden states that are not used.
+        """
         return torch.zeros((), device=inputs.device) if self.zero else inputs
 
 
-class Entrance(Absent):
-    """The layer before the first one of a stage: gives it the hidden states that came from the stage before."""
+class FirstStageGate(SkippedLayer):
+    """The layer before the first one of a stage: feeds it the
+    hidden states from the previous stage.
+    """
 
     hidden_states: torch.Tensor | None = None
 
     def forward(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What arrived."""
+        """Return the hidden states that arrived."""
         return inputs if self.hidden_states is None else self.hidden_states
 
 
-class Exit(Absent):
+class LastStageGate(SkippedLayer):
     """The layer after the last one of a stage: keeps the hidden states that go to the next stage."""
 
     hidden_states: torch.Tensor | None = None
 
     def forward(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The inputs, which are kept."""
+        """Return the inputs, and keep them."""
         self.hidden_states = inputs
         return inputs
 
 
 class StageModel(torch.nn.Module):
-    """A stage of a model: what `torch.distributed.pipelining` runs.
+    """A stage of a model: the module that `torch.distributed.pipelining` runs.
 
-    `layers` says how many layers each stage has, and `tied` whether embedding and head are to have the same weight; by default
-    whether they have.
+    `layers` is the number of layers of each stage. `tied` says whether embedding and head share
+    their weight; by default they do if they do in the model.
 
     Attributes:
-        model: the model that was given, whole or with the stage's weights alone; other stages' modules have left it. Its weights
-            have the names that they have in checkpoints.
-        stage, stages: which stage, and of how many.
-        tied: whether embedding and head have the same weight, of which the first and the last stage have a copy each.
-        facts: what the stages of all ranks must have in common, by name.
+        model: the model that was given, whole or with the stage's weights alone; other stages'
+            modules have left it. Its weights have the names that they have in checkpoints.
+        stage, stages: number of the stage, and of all stages.
+        tied: whether embedding and head have the same weight, of which the first and the last stage
+            have a copy each.
+        facts: properties that must be equal on the stages of all ranks, by name.
     """
 
     def __init__(self, model: PreTrainedModel, stage: int, layers: Sequence[int], *, tied: bool | None = None) -> None:
@@ -245,29 +259,29 @@ class StageModel(torch.nn.Module):
         if sum(layers) != len(parts.layers) or min(layers) < 1:
             raise ConfigError(f"layers={list(layers)} must be at least 1 for each stage, {len(parts.layers)} in all.")
         self.stage, self.stages, self.tied = stage, len(layers), parts.tied if tied is None else tied
-        self.facts = _facts(model, parts, layers, tied=self.tied)
+        self.facts = _shared_facts(model, parts, layers, tied=self.tied)
         begin = sum(layers[:stage])
-        edges: list[Entrance | Exit | None] = [None, None]
+        edges: list[FirstStageGate | LastStageGate | None] = [None, None]
         for number, layer in enumerate(parts.layers):
             if number == begin - 1:
-                edges[0] = parts.layers[number] = Entrance(layer)
+                edges[0] = parts.layers[number] = FirstStageGate(layer)
             elif number == begin + layers[stage]:
-                edges[1] = parts.layers[number] = Exit(layer)
+                edges[1] = parts.layers[number] = LastStageGate(layer)
             elif not begin <= number < begin + layers[stage]:
-                parts.layers[number] = Absent(layer)
+                parts.layers[number] = SkippedLayer(layer)
         self._edges = tuple(edges)  # a tuple, which registers no modules: they are the model's already
         self._before = () if self.is_first else parts.before
-        _leave(model, (() if self.is_last else parts.after) + (() if tied else self._before))
+        _replace_by_placeholders(model, (() if self.is_last else parts.after) + (() if tied else self._before))
         self.model = model
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the first stage."""
+        """True if this is the first stage."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it is the last stage."""
+        """True if this is the last stage."""
         return self.stage == self.stages - 1
 
     @property
@@ -278,21 +292,23 @@ class StageModel(torch.nn.Module):
 
     @property
     def head(self) -> torch.nn.Module | None:
-        """The output projection; on other stages than the last one what stands in its place."""
-        return _ends(self.model)[1]
+        """The output projection; on other stages than the last one its placeholder."""
+        return _find_ends(self.model)[1]
 
     @property
     def tied_weight(self) -> torch.nn.Parameter | None:
-        """The weight of which another stage has a copy: its gradients are to be summed."""
+        """The weight of which another stage has a copy, so that
+        gradients of both must be summed.
+        """
         if not self.tied or self.stages == 1 or not (self.is_first or self.is_last):
             return None
-        module: Any = _ends(self.model)[0 if self.is_first else 1]
+        module: Any = _find_ends(self.model)[0 if self.is_first else 1]
         weight: torch.nn.Parameter = module.weight
         return weight
 
-    def loaded(self) -> None:
-        """Let the embedding of the last stage go, from which a tied head got its weight."""
-        _leave(self.model, self._before)
+    def drop_embedding(self) -> None:
+        """Drop the embedding of the last stage, from which a tied head got its weight."""
+        _replace_by_placeholders(self.model, self._before)
 
     def forward(self, inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Run the stage.
@@ -324,8 +340,10 @@ class StageModel(torch.nn.Module):
         return output
 
 
-def _facts(model: PreTrainedModel, parts: ModelParts, layers: Sequence[int], *, tied: bool) -> dict[str, str]:
-    """What the stages of all ranks must have in common: the model and how it is cut."""
+def _shared_facts(model: PreTrainedModel, parts: ModelParts, layers: Sequence[int], *, tied: bool) -> dict[str, str]:
+    """Return the properties that must be equal on the stages of all
+    ranks: the model and its division.
+    """
     config = {f"config.{name}": repr(value) for name, value in model.config.to_dict().items() if not name.startswith("_")}
     names = [f"{name}.weight" for name, module in model.named_modules() if module in (parts.embedding, parts.head)]
     shared = {TIED: " and ".join(names)} if tied else {}
@@ -333,8 +351,8 @@ def _facts(model: PreTrainedModel, parts: ModelParts, layers: Sequence[int], *, 
     return {**made_of, **shared, **config}
 
 
-def _leave(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Put something absent in the place of modules of other stages."""
+def _replace_by_placeholders(model: PreTrainedModel, names: Sequence[str]) -> None:
+    """Replace modules of other stages by placeholders."""
     for name in names:
         holder, _, child = name.rpartition(".")
-        setattr(model.get_submodule(holder), child, Absent(model.get_submodule(name)))
+        setattr(model.get_submodule(holder), child, SkippedLayer(model.get_submodule(name)))

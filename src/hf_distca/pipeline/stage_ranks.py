@@ -1,7 +1,7 @@
-"""The ranks of all stages: what they find out about each other before the first step, and what they compare before every step.
+"""The ranks of all stages: checks that they agree, before the first step and before every step.
 
-A rank says a few numbers; one of them is a fingerprint of all facts that must be equal on all ranks. Only where fingerprints
-differ do ranks tell each other the facts themselves.
+Each rank sends a few numbers; one of them is a fingerprint of all facts that must be equal on all
+ranks. Only if fingerprints differ do ranks exchange the facts themselves.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, DistCADesyncError, LayoutError, UnsupportedError
 from hf_distca.integration.processes import data_parallel_group
 from hf_distca.integration.session import Session
-from hf_distca.pipeline.borrowed_pipelining import whole_mesh
+from hf_distca.pipeline.borrowed_pipelining import find_whole_mesh
 from hf_distca.pipeline.stage_models import TIED
 from hf_distca.pipeline.stages import Stage
-from hf_distca.pipeline.tick_calls import DTYPES, WHY_NOT_OTHERS, KindFinder, LayerKind, StageAttention
-from hf_distca.pipeline.ticks import Pipeline, joint_calls
+from hf_distca.pipeline.tick_calls import DTYPES, WHY_NOT_OTHERS, LayerKind, LayerKindRecorder, StageAttention
+from hf_distca.pipeline.ticks import Pipeline, merge_calls
 from hf_distca.runtime.group import AttentionGroup, Members
 from hf_distca.schedule.layout import IntArray
 
@@ -53,13 +53,13 @@ _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class StageFacts(NamedTuple):
-    """What a rank says of its stage when ranks meet.
+    """Facts about a rank's stage that it sends when ranks meet.
 
     Attributes:
-        stage: which stage.
+        stage: number of the stage.
         copy: the first rank of this copy of the model.
         dtype: index in `DTYPES` of the dtype of the hidden states that the stage hands on.
-        trained: whether its copy of a tied weight is; None if it has none.
+        trained: whether its copy of a tied weight is trained; None if it has none.
         kinds: `LayerKind.numbers` of its calls of attention.
     """
 
@@ -70,20 +70,23 @@ class StageFacts(NamedTuple):
     kinds: list[list[int | float | None]]
 
     def row(self) -> IntArray:
-        """The facts as int64 numbers, which ranks gather: JSON in bytes."""
+        """Return the facts as int64 numbers, which ranks gather: JSON in bytes."""
         text = json.dumps(self).encode()
         return np.frombuffer(text.ljust(-(-len(text) // 8) * 8), dtype=np.int64)
 
 
 class StepRow(NamedTuple):
-    """What a rank says of a step before it begins. Ranks that load batches in another way read it as an `Announcement`.
+    """Numbers that a rank sends about a step before it begins.
+
+    Ranks that load batches in another way read them as an `Announcement`.
 
     Attributes:
-        way: how the batch was loaded; a number that begins no announcement.
-        facts: `fingerprint` what all ranks must have in common.
-        documents: a number that tells those of a dealt global batch from others; 0 of other batches.
+        way: code of the way in which the batch was loaded; no announcement begins with it.
+        facts: `fingerprint` of all that must be equal on all ranks.
+        documents: checksum of the documents of a dealt global batch; 0 for other batches.
         plans: digest of the plans.
-        batch, tokens: shape of a micro-batch, which the stages of a copy of the model must have in common.
+        batch, tokens: shape of a micro-batch, which the stages of a copy of the model must have in
+            common.
         tied: `checksum` of this stage's copy of a tied weight, 0 if it has none.
         leaves: 0, for no stage leaves.
     """
@@ -99,14 +102,16 @@ class StepRow(NamedTuple):
 
 
 def find_ranks(stage: Stage, session: Session, facts: Facts) -> tuple[Pipeline, StageAttention]:
-    """Find out about all stages, together with their ranks; `facts` are what all must have in common, as this rank has it.
+    """Learn about all stages, together with their ranks; `facts` are this
+    rank's values of all that must be equal.
 
     Returns:
-        Who has which stage, and what computes the attention of this stage together with the others.
+        The stage of each rank, and the attention of this stage, computed together with the others.
 
     Raises:
         ConfigError, DistCADesyncError: if the ranks are not the stages of copies of one model.
-        UnsupportedError: if attention is computed in a way that stages cannot share, or settings ask for what they cannot do.
+        UnsupportedError: if attention is computed in a way that stages cannot share, or settings
+            ask for what they cannot do.
     """
     group = AttentionGroup.of(_members(stage, session), timeout_seconds=session.config.timeout_seconds)
     fingerprints = group.gather(np.array([fingerprint(facts)]), doing="comparing the models of the pipeline stages")
@@ -125,12 +130,12 @@ def find_ranks(stage: Stage, session: Session, facts: Facts) -> tuple[Pipeline, 
         dist.all_reduce(torch.zeros(1, device=stage.device), group=stage.group)
     with group.reporting("measuring costs"):
         for kind in dict.fromkeys(call.kind for call in pipeline.calls):
-            session.learn_cost(kind.key, kind.no_rows(stage.device).q_THD, group)
+            session.learn_cost(kind.key, kind.make_empty_operands(stage.device).q_THD, group)
     return pipeline, StageAttention(session, group, stage.device)
 
 
 def check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
-    """Raises `UnsupportedError` if settings ask for what stages cannot do."""
+    """Raise `UnsupportedError` if settings ask for something that stages cannot do."""
     if Session.pool is not None:
         raise UnsupportedError(
             "stages of a pipeline serve each other while they are idle, and no other servers: leave these out."
@@ -148,16 +153,20 @@ def check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
 
 
 def _members(stage: Stage, session: Session) -> dist.ProcessGroup | Members | None:
-    """The ranks that share attention: of all stages and all copies of the model, with equal heads."""
+    """Return the ranks that share attention: of all stages and all
+    copies of the model, with equal heads.
+    """
     if session.given is not None and not isinstance(session.given, DeviceMesh):
         return session.given
-    whole = session.given or whole_mesh(stage.mesh)
+    whole = session.given or find_whole_mesh(stage.mesh)
     return data_parallel_group(whole, also=(stage.mesh.mesh_dim_names or ("pp",))[0])
 
 
 def _find_kinds(stage: Stage, session: Session) -> tuple[list[LayerKind], torch.dtype]:
-    """The kinds of a stage's calls of attention and the dtype of its output, from a forward of a few tokens."""
-    model, device, finder = stage.unwrapped, stage.device, KindFinder(session)
+    """Find the kinds of a stage's calls of attention and the dtype of its
+    output, from a forward of a few tokens.
+    """
+    model, device, finder = stage.unwrapped, stage.device, LayerKindRecorder(session)
     positions = torch.arange(_TOKENS, device=device)[None]
     inputs = torch.zeros_like(positions)
     if not stage.is_first:
@@ -176,7 +185,7 @@ def _find_kinds(stage: Stage, session: Session) -> tuple[list[LayerKind], torch.
 
 
 def _pipeline(stages: Sequence[StageFacts], group: AttentionGroup, device: str) -> Pipeline:
-    """What all ranks say of their stages, put together."""
+    """Combine the facts that all ranks sent about their stages."""
     depth, copies = 1 + max(facts.stage for facts in stages), sorted({facts.copy for facts in stages})
     expected = [(copy, stage) for copy in copies for stage in range(depth)]
     if sorted((facts.copy, facts.stage) for facts in stages) != expected:
@@ -206,16 +215,17 @@ def _pipeline(stages: Sequence[StageFacts], group: AttentionGroup, device: str) 
         stages=tuple(facts.stage for facts in stages),
         copies=tuple(copies.index(facts.copy) for facts in stages),
         rank=group.rank,
-        calls=tuple(joint_calls(kinds)),
+        calls=tuple(merge_calls(kinds)),
         dtypes=tuple(DTYPES[by_stage[stage].dtype] for stage in range(depth)),
     )
 
 
 def checksum(weight: torch.Tensor | None) -> int:
-    """A number of 60 bits that tells weights apart whose bits or places differ; of a sharded weight, of this rank's shard.
+    """Return a 60-bit checksum of a weight's bits and their places; of a
+    sharded weight, of this rank's shard.
 
-    0 for None alone. Sums of bits times numbers without a pattern are equal by chance only: neither permutations nor drifts that
-    cancel are lost.
+    It is 0 only for None. Sums of bits times numbers without a pattern are equal by chance only:
+    neither permutations nor drifts that cancel are lost.
     """
     if weight is None:
         return 0
@@ -229,7 +239,7 @@ def checksum(weight: torch.Tensor | None) -> int:
 
 
 def check_shares_of_copy(shares: Sequence[Dealt], pipeline: Pipeline) -> None:
-    """Raises `LayoutError` if shares are not those of this rank's copy of the model."""
+    """Raise `LayoutError` unless shares are those of this rank's copy of the model."""
     copies, copy = 1 + max(pipeline.copies), pipeline.copies[pipeline.rank]
     for dealt in shares:
         if (dealt.ranks, dealt.rank) != (copies, copy):
@@ -240,7 +250,7 @@ def check_shares_of_copy(shares: Sequence[Dealt], pipeline: Pipeline) -> None:
 
 
 def check_copies(documents: Sequence[Sequence[Documents]], pipeline: Pipeline, group: AttentionGroup) -> None:
-    """Raises `DistCADesyncError` if the stages of a copy do not have the same micro-batches."""
+    """Raise `DistCADesyncError` unless the stages of a copy have the same micro-batches."""
     for number, of_ranks in enumerate(documents):
         for rank, copy in enumerate(pipeline.copies):
             first = pipeline.copies.index(copy)
@@ -254,7 +264,7 @@ def check_copies(documents: Sequence[Sequence[Documents]], pipeline: Pipeline, g
 
 
 def check_steps(group: AttentionGroup, rows: Sequence[IntArray], facts: Facts, copies: Sequence[int], place: str) -> None:
-    """Compare what ranks say of a step: a `StepRow` each. `copies` says of which copy of the model each is a stage.
+    """Compare the `StepRow` of each rank. `copies` gives each rank's copy of the model.
 
     Raises:
         DistCADesyncError: if ranks do not run the same, if stages of one copy of the model have micro-batches of different
@@ -277,7 +287,7 @@ def check_steps(group: AttentionGroup, rows: Sequence[IntArray], facts: Facts, c
 
 
 def _check_copy(steps: Mapping[int, StepRow], facts: Facts, place: str) -> None:
-    """Compare what the stages of one copy of the model say, by rank."""
+    """Compare the rows that the stages of one copy of the model sent, by rank."""
     shapes = {rank: (step.batch, step.tokens) for rank, step in steps.items()}
     first = min(shapes)
     for rank, shape in shapes.items():

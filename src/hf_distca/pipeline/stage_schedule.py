@@ -33,13 +33,13 @@ from hf_distca.pipeline.stage_ranks import (
     find_ranks,
 )
 from hf_distca.pipeline.stages import Stage
-from hf_distca.pipeline.tick_calls import CallPart, MicroBatch, MicroBatchPart, StageAttention, TickCalls, own_calls
-from hf_distca.pipeline.ticks import Pipeline, Tick, TickPlans, documents_of_shares, documents_of_stated, ticks
-from hf_distca.runtime.channel import wait_for
+from hf_distca.pipeline.tick_calls import CallPart, MicroBatch, MicroBatchPart, StageAttention, TickCalls, select_own_calls
+from hf_distca.pipeline.ticks import Pipeline, Tick, TickPlans, order_ticks, read_announced_documents, read_shared_documents
+from hf_distca.runtime.channel import wait_for_works
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.meeting import Meeting
+from hf_distca.runtime.monitor import reserved_seconds
 from hf_distca.runtime.outputs import OutputStore
-from hf_distca.runtime.watch import patience
+from hf_distca.runtime.rendezvous import Rendezvous
 
 __all__ = ["Messages", "Schedule", "TickFigures", "clip_grad_norm_"]
 
@@ -48,13 +48,14 @@ _STATED, _SHARES = -1, -2
 
 
 class TickFigures(NamedTuple):
-    """What one rank did in a tick.
+    """Figures of one rank in a tick.
 
     Attributes:
-        tick: which one; says which stages had which micro-batches.
-        seconds: how long it took.
-        attention_seconds: in attention kernels, for its own micro-batch and for others. On CUDA, of those that have finished.
-        sent_bytes: of rows sent to other ranks for their attention.
+        tick: the tick, with the micro-batches of each stage.
+        seconds: duration.
+        attention_seconds: time in attention kernels, for its own micro-batch and for others. On
+            CUDA, of those that have finished.
+        sent_bytes: bytes of rows sent to other ranks for their attention.
     """
 
     tick: Tick
@@ -64,20 +65,23 @@ class TickFigures(NamedTuple):
 
 
 class Schedule(OneStageSchedule):
-    """Runs the micro-batches of a step through the stages, in as many ticks as 1F1B, and shares the attention of each tick.
+    """Runs the micro-batches of a step through the stages, in as many ticks as
+    1F1B, and shares the attention of each tick.
 
-    A drop-in for `torch.distributed.pipelining.Schedule1F1B`. All stages are in a forward tick or all in a backward tick; in
-    each, a layer's attention is spread over the ranks of all stages and of all data-parallel copies. The price: stage s of p
-    holds the activations of up to 2 (p - s) - 1 micro-batches, not p - s.
+    A drop-in for `torch.distributed.pipelining.Schedule1F1B`. All stages are in a forward tick or
+    all in a backward tick; in each, a layer's attention is spread over the ranks of all stages and
+    of all data-parallel copies. The price: stage s of p holds the activations of up to 2 (p - s) -
+    1 micro-batches, not p - s.
 
     Args:
-        stage: of this rank, from `split`.
+        stage: stage of this rank, from `split`.
         n_microbatches: micro-batches of a step.
         loss_fn: ``loss_fn(logits, target)``, run on the last stage.
-        kwargs: as for torch's schedules; ``scale_grads=False`` for a loss that is divided by the targets of the whole step.
+        kwargs: arguments of torch's schedules; ``scale_grads=False`` for a loss that is divided by
+            the targets of the whole step.
 
     Attributes:
-        figures: what this rank did in each tick of the last step.
+        figures: figures of this rank in each tick of the last step.
 
     Raises:
         ConfigError: if the stage is not from `split`.
@@ -94,7 +98,7 @@ class Schedule(OneStageSchedule):
         self._ranks: tuple[Pipeline, StageAttention] | None = None  # found in the first step
         self._packed: Sequence[PackedDocuments] | None = None
         self._steps = 0
-        self._comparing: Meeting | None = None  # of the last step with shares
+        self._comparing: Rendezvous | None = None  # of the last step with shares
 
     def step(self, *args: Any, distca_documents: Sequence[PackedDocuments] | None = None, **kwargs: Any) -> Any:
         """Run a step, as torch's schedules do.
@@ -142,9 +146,9 @@ class Schedule(OneStageSchedule):
         step = _Step(self.stage, attention, plans, documents, shape, compute)
         self._session.elsewhere, attention.nano_batches = attention, plans.config.ping_pong
         try:
-            with _tied_gradients(self.stage, attention.group, name, backward=self.trains):
+            with _sum_tied_gradients(self.stage, attention.group, name, backward=self.is_training):
                 self.figures = step.run()
-                if self.trains:
+                if self.is_training:
                     self.stage.perform_reduce_grad(1)  # losses are scaled, not gradients
         finally:
             self._session.elsewhere = None
@@ -154,10 +158,10 @@ class Schedule(OneStageSchedule):
             raise ConfigError("hf_distca.configure was called after this Schedule was made: make the Schedule again.")
 
     def _facts(self) -> Facts:
-        """What all ranks must have in common in a step, by name."""
+        """Return all that must be equal on all ranks in a step, by name."""
         model, config = self.stage.unwrapped, self._session.config
         return {
-            "the run": "step" if self.trains else "eval",
+            "the run": "step" if self.is_training else "eval",
             "the mode of the model": "train" if model.training and model.model.training else "eval",
             "n_microbatches": str(self.micro_batches),
             "the type of device": self.stage.device.type,
@@ -166,7 +170,9 @@ class Schedule(OneStageSchedule):
         }
 
     def _read(self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> tuple[list[Documents], tuple[int, int]]:
-        """The documents of each micro-batch, as this rank has them, and the (batch, tokens) of all micro-batches."""
+        """Read this rank's documents of each micro-batch, and the
+        (batch, tokens) of all micro-batches.
+        """
         packed = [None] * self.micro_batches if self._packed is None else self._packed
         documents, shapes = list[Documents](), set[tuple[int, int]]()
         if len(packed) != self.micro_batches:
@@ -175,7 +181,7 @@ class Schedule(OneStageSchedule):
             if packed_documents is not None:
                 arguments["distca_documents"] = packed_documents
             positions, padding = arguments.get("position_ids"), as_mask(arguments.get("attention_mask"))
-            shape = _shape(*inputs, positions)
+            shape = _read_shape(*inputs, positions)
             batch = TokenBatch(*shape, packed=packed_documents, position_ids=positions, padding=padding)
             documents.append(batch.documents(training=True))
             shapes.add(shape)
@@ -186,12 +192,14 @@ class Schedule(OneStageSchedule):
     def _plan(
         self, pipeline: Pipeline, group: AttentionGroup, documents: Sequence[Documents], shape: tuple[int, int], name: str
     ) -> TickPlans:
-        """Plan all ticks: from one announcement, or from what shares of dealt batches know, for which no rank waits."""
+        """Plan all ticks: from one announcement, or from dealt shares, which
+        hold all documents, so that no rank waits.
+        """
         progress = self._session.planner.progress
         shares = [read.dealt for read in documents if read.dealt is not None]
         place = f"{name}, {self.micro_batches} micro-batches in {self.stage.num_stages} stages"
         with group.reporting(f"planning {place}"):
-            config = replace(self._session.config, ping_pong=self._in_two(documents))
+            config = replace(self._session.config, ping_pong=self._uses_nano_batches(documents))
             nanos = (1, 2) if config.ping_pong else (0,)
             parts = list(dict.fromkeys(MicroBatchPart(key.chunk, nano) for key in pipeline.keys for nano in nanos))
             facts = {**self._facts(), "nano-batches of a micro-batch": str(len(nanos))}
@@ -199,20 +207,20 @@ class Schedule(OneStageSchedule):
                 check_shares_of_copy(shares, pipeline)
                 way, checked = _SHARES, shares[0].documents
                 facts["the batch"] = str(shares[0])
-                of_all = {part: documents_of_shares(shares, pipeline.copies, part) for part in parts}
+                of_all = {part: read_shared_documents(shares, pipeline.copies, part) for part in parts}
             else:
                 way, checked, key = _STATED, 0, pipeline.keys[0]
                 requests = [
-                    (_documents_of(part, read, shape, config.tile), key._replace(nano=part.nano))
+                    (_cut_documents(part, read, shape, config.tile), key._replace(nano=part.nano))
                     for part in parts
                     for read in documents
                 ]
                 stated = iter(progress.announce(requests, group, place, self._session.config))
-                of_all = {part: documents_of_stated([next(stated) for _ in documents]) for part in parts}
+                of_all = {part: read_announced_documents([next(stated) for _ in documents]) for part in parts}
                 for of_part in of_all.values():
                     check_copies(of_part, pipeline, group)
             costs = {key: progress.costs.of(key) for key in pipeline.keys}
-            order = ticks(pipeline.depth, self.micro_batches, backward=self.trains)
+            order = order_ticks(pipeline.depth, self.micro_batches, backward=self.is_training)
             plans = TickPlans(order, pipeline, of_all, costs, config, name)
             tied = checksum(self.stage.unwrapped.tied_weight)
             row = np.array(StepRow(way, fingerprint(facts), checked, plans.make(), *shape, tied), dtype=np.int64)
@@ -222,11 +230,12 @@ class Schedule(OneStageSchedule):
             else:
                 if self._comparing is not None:
                     self._comparing.wait()
-                self._comparing = group.gather_async(row, doing=f"comparing shares of {place}", agree=check)
+                self._comparing = group.gather_async(row, doing=f"comparing shares of {place}", on_arrival=check)
         return plans
 
-    def _in_two(self, documents: Sequence[Documents]) -> bool:
-        """Whether layers run as two nano-batches: all of a step, for the stages of a tick do the same.
+    def _uses_nano_batches(self, documents: Sequence[Documents]) -> bool:
+        """Return whether layers run as two nano-batches: in all of a step,
+        because the stages of a tick do the same.
 
         Documents that span copies are cut only where they were dealt for it.
         """
@@ -235,14 +244,14 @@ class Schedule(OneStageSchedule):
         return all(not read.spans or (read.dealt is not None and read.dealt.first_tokens is not None) for read in documents)
 
 
-def _documents_of(part: MicroBatchPart, documents: Documents, shape: tuple[int, int], tile: int) -> Documents:
-    """Those of a part of a micro-batch of (batch, tokens)."""
+def _cut_documents(part: MicroBatchPart, documents: Documents, shape: tuple[int, int], tile: int) -> Documents:
+    """Return the documents of a part of a micro-batch of (batch, tokens)."""
     documents = documents.in_chunks(part.chunk)
     return cut(*shape, documents, tile)[2][part.nano - 1] if part.nano else documents
 
 
-def _shape(*tensors: Any) -> tuple[int, int]:
-    """(batch, tokens) of a micro-batch, from its inputs and positions."""
+def _read_shape(*tensors: Any) -> tuple[int, int]:
+    """Return (batch, tokens) of a micro-batch, from its inputs and positions."""
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2:
             return int(tensor.shape[0]), int(tensor.shape[1])
@@ -254,9 +263,10 @@ class _Step:
     """The ticks of a step on this rank's stage.
 
     Attributes:
-        documents: of each micro-batch on this rank.
+        documents: documents of each micro-batch on this rank.
         shape: (batch, tokens) of a micro-batch.
-        compute: runs the micro-batch of this number in a tick, on what arrived from another stage; returns what is handed on.
+        compute: runs the micro-batch of this number in a tick, on the tensor from another stage;
+            returns the tensor for the next one.
     """
 
     stage: Stage
@@ -284,7 +294,10 @@ class _Step:
         return f"{tick} of {self.plans.name}, as stage {self.stage.stage_index}"
 
     def _run_tick(self, tick: Tick) -> torch.Tensor | None:
-        """Run this stage's micro-batch, if it has one, and serve in the calls of others. Returns what goes to the next stage."""
+        """Run this stage's micro-batch, if it has one, and serve in the calls of others.
+
+        Return the tensor for the next stage.
+        """
         number, parts, attention = tick.micro_batches[self.stage.stage_index], self.plans.parts(tick), self.attention
         calls = TickCalls(parts, partial(attention.serve, backward=tick.backward), self._named(tick))
         leaving = None
@@ -306,20 +319,22 @@ class _Step:
         return leaving
 
     def _begin(self, number: int, parts: Sequence[CallPart], calls: TickCalls) -> MicroBatch:
-        """A micro-batch whose forward begins."""
+        """Make a micro-batch whose forward begins."""
         backward = self.plans.backward_parts(number)
         return MicroBatch(
             name=f"micro-batch {number} of {self.plans.name} on stage {self.stage.stage_index}",
             documents=self.documents[number],
             layouts=self.plans.layouts_of(number),
             forward=calls,
-            parts=dict(own_calls(parts)),
-            moved={which for which, part in own_calls([*parts, *backward]) if part.route.exchanges},
+            parts=dict(select_own_calls(parts)),
+            moved={which for which, part in select_own_calls([*parts, *backward]) if part.route.exchanges},
             outputs={part.kind.key.nano: OutputStore() for part in backward},
         )
 
     def _receive(self, tick: Tick, number: int) -> torch.Tensor | None:
-        """What a micro-batch begins with in a tick; None where that is not from another stage."""
+        """Wait for the tensor that a micro-batch begins with in a tick; None
+        if it does not come from another stage.
+        """
         if (tick.backward, number) not in self._arriving:
             return None
         messages, arrived = self._arriving.pop((tick.backward, number))
@@ -327,7 +342,7 @@ class _Step:
         return arrived.requires_grad_(bool(self.stage.has_backward) and not tick.backward)
 
     def _send(self, tick: Tick, leaving: torch.Tensor | None) -> None:
-        """Send what this stage made in a tick, and begin to receive what its neighbour made."""
+        """Send this stage's output of a tick, and begin to receive its neighbour's."""
         way, group, running = -1 if tick.backward else 1, self.stage.group, tick.micro_batches
         source, target = self.stage.stage_index - way, self.stage.stage_index + way
         ops = []
@@ -346,20 +361,22 @@ class _Step:
 
 
 class Messages:
-    """Messages between stages, which travel from now on."""
+    """Messages under way between stages."""
 
     def __init__(self, ops: Sequence[dist.P2POp]) -> None:
         self._ops = list(ops)  # what is sent must stay until it has left
         self._works: list[dist.Work | None] = [*dist.batch_isend_irecv(self._ops)] if ops else []
 
     def wait(self, group: AttentionGroup, doing: str) -> None:
-        """Wait until all have arrived and left; over gloo no longer than the ranks of the group wait for each other."""
-        deadline = time.monotonic() + group.timeout_seconds - patience(group.timeout_seconds)
+        """Wait until all have arrived and left; over gloo no longer than the
+        ranks of the group wait for each other.
+        """
+        deadline = time.monotonic() + group.timeout_seconds - reserved_seconds(group.timeout_seconds)
         over_gloo = bool(self._ops) and self._ops[0].group.name() == "gloo"
         try:
-            wait_for(self._works, deadline if over_gloo else None)
+            wait_for_works(self._works, deadline if over_gloo else None)
         except RuntimeError as error:
-            raise error if group.watch is None else group.watch.give_up(doing, error) from error
+            raise error if group.monitor is None else group.monitor.give_up(doing, error) from error
         self._ops.clear()
 
 
@@ -367,17 +384,18 @@ class Messages:
 def clip_grad_norm_(stage: Stage, max_norm: float) -> torch.Tensor:
     """Scale the gradients of all stages so that their norm together is at most `max_norm`.
 
-    It does for all stages what `torch.nn.utils.clip_grad_norm_` does for a model in one process.
+    This is `torch.nn.utils.clip_grad_norm_` over all stages.
 
-    All ranks must call it, after `Schedule.step` and before the optimizer's. A tied weight, of which two stages have a copy,
-    counts once. Gradients may be sharded (FSDP2, tensor parallelism).
+    All ranks must call it, after `Schedule.step` and before the optimizer's. A tied weight, of
+    which two stages have a copy, counts once. Gradients may be sharded (FSDP2, tensor parallelism).
 
     Args:
-        stage: of this rank.
+        stage: stage of this rank.
         max_norm: the largest norm.
 
     Returns:
-        The norm before scaling, of all gradients of one copy of the model: a float32 or float64 scalar, equal on all ranks.
+        The norm before scaling, of all gradients of one copy of the model: a float32 or float64
+            scalar, equal on all ranks.
     """
     weights = [weight for weight in stage.submod.parameters() if weight.grad is not None]
     repeated = None if stage.is_first else stage.unwrapped.tied_weight
@@ -397,8 +415,8 @@ def clip_grad_norm_(stage: Stage, max_norm: float) -> torch.Tensor:
 
 
 @contextmanager
-def _tied_gradients(stage: Stage, group: AttentionGroup, name: str, *, backward: bool) -> Iterator[None]:
-    """Add the sum of the gradients that both copies of a tied weight get inside to what both had before."""
+def _sum_tied_gradients(stage: Stage, group: AttentionGroup, name: str, *, backward: bool) -> Iterator[None]:
+    """Sum the gradients that both copies of a tied weight get inside, and add the sum to both."""
     weight = stage.unwrapped.tied_weight if backward else None
     if weight is None:
         yield

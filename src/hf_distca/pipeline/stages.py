@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_distca.errors import ConfigError, UnsupportedError
-from hf_distca.pipeline.borrowed_pipelining import adapter_weights, has_adapters, whole_mesh, without_peft
+from hf_distca.pipeline.borrowed_pipelining import find_whole_mesh, has_adapters, select_adapter_weights, unwrap_peft
 from hf_distca.pipeline.stage_models import ModelParts, StageModel, check_split, layers_of_stages
 
 __all__ = ["Stage", "from_pretrained", "save_pretrained", "split"]
@@ -34,21 +34,23 @@ _ADAPTER = "adapter_model.safetensors"
 
 
 class Stage(PipelineStage):
-    """This rank's stage, as torch's schedules take it. It runs micro-batches inside DDP and FSDP, too.
+    """The stage of this rank, in the form that torch's schedules take.
+
+    It runs micro-batches inside DDP and FSDP, too.
 
     Attributes:
-        mesh: the pipeline dimension of the device mesh, whose ranks have the stages.
+        mesh: the pipeline dimension of the device mesh; each of its ranks has a stage.
     """
 
     def __init__(self, model: StageModel, mesh: DeviceMesh) -> None:
         super().__init__(model, model.stage, model.stages, torch.device(mesh.device_type), group=mesh.get_group())
         self.mesh = mesh
         self._running: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # inputs and output of micro-batches
-        self._follow()
+        self._update_device()
 
     @property
     def unwrapped(self) -> StageModel:
-        """What the stage runs, without DDP around it; nothing else may be around it."""
+        """The model of the stage without DDP around it; nothing else may be around it."""
         module = self.submod.module if isinstance(self.submod, DistributedDataParallel) else self.submod
         if not isinstance(module, StageModel):
             raise ConfigError(
@@ -57,25 +59,30 @@ class Stage(PipelineStage):
         return module
 
     def clear_runtime_states(self) -> None:
-        """Begin a step: without micro-batches of one that failed, on the device of the weights, with sharded weights sharded."""
+        """Begin a step: drop micro-batches of a failed step, follow the
+        weights' device, and shard weights again.
+        """
         super().clear_runtime_states()
         self._running.clear()
-        self._follow()
+        self._update_device()
         self.reshard()
 
     def reshard(self) -> None:
-        """Shard the weights that FSDP2 leaves whole after a forward without a backward: gradients are of sharded ones."""
+        """Shard the weights that FSDP2 leaves whole after a forward without a
+        backward, because gradients belong to sharded ones.
+        """
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _follow(self) -> None:
-        """Be on the device of the weights, which may have moved since the model was split."""
+    def _update_device(self) -> None:
+        """Set the device to that of the weights, which may have moved since the model was split."""
         weight = next(self.submod.parameters(), None)
         self.device = self.device if weight is None else weight.device
 
     def run_forward(self, number: int, inputs: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        """Run the forward of a micro-batch of this number, and keep what its backward needs.
+        """Run the forward of a micro-batch of this number, and
+        keep the tensors for its backward.
 
         Args and results are those of `StageModel.forward`.
         """
@@ -88,9 +95,10 @@ class Stage(PipelineStage):
         """Run the backward of a micro-batch of this number.
 
         Args:
-            gradient: of the output; None on the last stage, which has a `loss`.
-            loss: of the micro-batch.
-            last: whether no other backward of this step follows: then DDP sums gradients over copies.
+            gradient: gradient of the output; None on the last stage, which has a `loss`.
+            loss: loss of the micro-batch.
+            last: whether no other backward of this step follows: then DDP sums gradients over
+                copies.
 
         Returns:
             The gradient of the inputs, of their shape; zeros if nothing depends on them.
@@ -106,24 +114,27 @@ class Stage(PipelineStage):
 def split(model: PreTrainedModel, mesh: DeviceMesh, *, layers: Sequence[int] | None = None) -> Stage:
     """Split a causal language model over the ranks of a mesh dimension.
 
-    All ranks of the mesh must have the same model. It is changed: what is on other stages leaves it. For models that do not fit
-    into the memory of one rank, see `from_pretrained`.
+    All ranks of the mesh must have the same model. It is changed: what is on other stages leaves
+    it. For models that do not fit into the memory of one rank, see `from_pretrained`.
 
     Args:
-        model: a causal language model of transformers, with ``attn_implementation="distca"``; or one of peft around such a model.
+        model: a causal language model of transformers, with ``attn_implementation="distca"``; or
+            one of peft around such a model.
         mesh: the pipeline dimension of a device mesh, ``mesh["pp"]``.
-        layers: how many layers each stage gets; by default as even as can be by what a token costs, head and embedding counted.
+        layers: number of layers of each stage; by default as even as possible by the cost of a
+            token, head and embedding included.
 
     Returns:
-        The stage of this rank. ``stage.submod`` is to be wrapped by DDP or FSDP; ``stage.submod.model``, the model with the
-        stage's weights alone, is not: stages but the last one run parts of it.
+        The stage of this rank. ``stage.submod`` is to be wrapped by DDP or FSDP;
+        ``stage.submod.model``, the model with the stage's weights alone, is not: stages but the
+        last one run parts of it.
 
     Raises:
-        UnsupportedError: if models of this kind cannot be split; says why.
-        ConfigError: if the mesh has several dimensions, the attention is not distca's, the layers are not those of the model, or
-            DDP or FSDP have wrapped it already.
+        UnsupportedError: if models of this kind cannot be split; with the reason.
+        ConfigError: if the mesh has several dimensions, the attention is not distca's, the layers
+            are not those of the model, or DDP or FSDP have wrapped it already.
     """
-    outer, model = model, without_peft(model)
+    outer, model = model, unwrap_peft(model)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"split() got a {type(model).__name__}: give it the model of transformers itself, and wrap the module of the stage "
@@ -139,7 +150,9 @@ def split(model: PreTrainedModel, mesh: DeviceMesh, *, layers: Sequence[int] | N
 
 
 def _layers_by_stage(model: PreTrainedModel, mesh: DeviceMesh, layers: Sequence[int] | None) -> Sequence[int]:
-    """How many layers of a model each stage gets, once it is known that it can be split over the mesh."""
+    """Return the number of layers of each stage, after a check that
+    the model can be split over the mesh.
+    """
     if mesh.ndim != 1:
         raise ConfigError(f'split() got a mesh of {mesh.ndim} dimensions: give it the one of the stages, mesh["pp"].')
     check_split(model)
@@ -152,16 +165,17 @@ def _layers_by_stage(model: PreTrainedModel, mesh: DeviceMesh, layers: Sequence[
 
 
 def from_pretrained(name: str, mesh: DeviceMesh, *, layers: Sequence[int] | None = None, **kwargs: Any) -> Stage:
-    """Load this rank's stage of a checkpoint, and only that: no other weight takes memory.
+    """Load this rank's stage of a checkpoint, and only that: other weights take no memory.
 
     Args:
         name: a directory or a name on the hub, as for transformers.
-        mesh: as for `split`.
-        layers: as for `split`.
-        kwargs: for ``from_pretrained`` of transformers, such as ``dtype``; ``attn_implementation`` is "distca" if not given.
+        mesh: see `split`.
+        layers: see `split`.
+        kwargs: for ``from_pretrained`` of transformers, such as ``dtype``; ``attn_implementation``
+            is "distca" if not given.
 
     Raises:
-        UnsupportedError, ConfigError: as `split`.
+        UnsupportedError, ConfigError: see `split`.
     """
     implementation = kwargs.pop("attn_implementation", "distca")
     location = {key: value for key, value in kwargs.items() if key in _LOCATION}
@@ -185,32 +199,35 @@ def from_pretrained(name: str, mesh: DeviceMesh, *, layers: Sequence[int] | None
     loaded = loader.from_pretrained(name, config=config, attn_implementation=implementation, **kwargs)
     loaded.__class__ = base
     model = stage_models[-1]
-    model.loaded()
+    model.drop_embedding()
     if tied and model.is_last and model.head is not None and any(weight.is_meta for weight in model.head.parameters()):
         raise UnsupportedError(f"the tied head of {name} was not loaded: use `split` on the whole model.")
     return Stage(model, mesh)
 
 
 def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
-    """Save the model of all stages as transformers would save the whole one: `from_pretrained` loads it without hf_distca.
+    """Save the model of all stages as transformers would save the whole one:
+    `from_pretrained` loads it without hf_distca.
 
-    All ranks must call it, with a directory that all of them see. The first copy of the model writes, each stage its own weights.
-    A checkpoint that is there is replaced. Of a model with an adapter only the adapter is saved, for `PeftModel.from_pretrained`.
+    All ranks must call it, with a directory that all of them see. The first copy of the model
+    writes, each stage its own weights. An existing checkpoint is replaced. If the model has an
+    adapter, only the adapter is saved, for `PeftModel.from_pretrained`.
 
     Args:
-        stage: of this rank.
-        directory: where to; made if it is not there.
-        kwargs: for ``save_pretrained`` of transformers, such as ``max_shard_size``; those of adapters are always one file.
+        stage: stage of this rank.
+        directory: target; made if it does not exist.
+        kwargs: for ``save_pretrained`` of transformers, such as ``max_shard_size``; those of
+            adapters are always one file.
 
     Raises:
         UnsupportedError: if the model has several adapters.
     """
     folder, model = Path(directory), stage.unwrapped
-    adapted, weights = has_adapters(model.model), _weights(model)  # of sharded ones, all copies together
+    adapted, weights = has_adapters(model.model), _collect_weights(model)  # of sharded ones, all copies together
     if adapted:
-        weights = adapter_weights(model.model, weights)
+        weights = select_adapter_weights(model.model, weights)
     parts = [folder / f".stage-{number}" for number in range(model.stages)]
-    part, writes = parts[model.stage], _writes(stage)
+    part, writes = parts[model.stage], _is_writer(stage)
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         if part.exists():  # of a save that was killed
@@ -232,15 +249,18 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
     dist.barrier()
 
 
-def _writes(stage: Stage) -> bool:
-    """Whether this rank is of the first copy of the model."""
-    whole = whole_mesh(stage.mesh)
+def _is_writer(stage: Stage) -> bool:
+    """Return whether this rank belongs to the first copy of the model."""
+    whole = find_whole_mesh(stage.mesh)
     coordinates = zip(whole.mesh_dim_names or (), whole.get_coordinate() or (), strict=True)
     return not any(coordinate for name, coordinate in coordinates if name not in (stage.mesh.mesh_dim_names or ()))
 
 
-def _weights(model: StageModel) -> dict[str, torch.Tensor]:
-    """The stage's weights on the host. Of one that is tied, the first stage has the copy that a checkpoint holds."""
+def _collect_weights(model: StageModel) -> dict[str, torch.Tensor]:
+    """Return the stage's weights on the host.
+
+    For tied weights, the checkpoint stores the first stage's copy.
+    """
     weights = {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu()
         for name, value in model.model.state_dict().items()
@@ -253,7 +273,9 @@ def _weights(model: StageModel) -> dict[str, torch.Tensor]:
 
 
 def _save_stage(model: PreTrainedModel, part: Path, weights: dict[str, torch.Tensor], kwargs: dict[str, Any]) -> None:
-    """Save a stage like a model of its own; transformers 5.23 writes on rank 0 alone unless the model says otherwise."""
+    """Save a stage like a model of its own; transformers 5.23 writes only on
+    rank 0 unless the model says otherwise.
+    """
     writer: Any = model
     writer.should_save_on_this_rank = lambda *_, **__: True
     try:
@@ -263,17 +285,17 @@ def _save_stage(model: PreTrainedModel, part: Path, weights: dict[str, torch.Ten
 
 
 def _merge_adapters(folder: Path, parts: Sequence[Path]) -> None:
-    """Put the adapters of all stages into one file."""
+    """Merge the adapters of all stages into one file."""
     save_file({name: weight for part in parts for name, weight in load_file(part / _ADAPTER).items()}, folder / _ADAPTER)
 
 
 def _merge_shards(folder: Path, parts: Sequence[Path]) -> None:
-    """Make one checkpoint of the files of all stages."""
+    """Merge the files of all stages into one checkpoint."""
     shards = [shard for part in parts for shard in sorted(part.glob("*.safetensors"))]
     weight_map, total = dict[str, str](), 0
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        sizes = _sizes(shard)
+        sizes = _read_sizes(shard)
         weight_map |= dict.fromkeys(sizes, name)
         total += sum(sizes.values())
         shard.replace(folder / name)
@@ -284,8 +306,8 @@ def _merge_shards(folder: Path, parts: Sequence[Path]) -> None:
             file.unlink()
 
 
-def _sizes(shard: Path) -> dict[str, int]:
-    """The weights in a file, and their bytes: read from its header."""
+def _read_sizes(shard: Path) -> dict[str, int]:
+    """Read the weights of a file and their sizes in bytes from its header."""
     with shard.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     bounds = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}

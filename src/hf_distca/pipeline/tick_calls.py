@@ -26,7 +26,7 @@ from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs, OutputStore
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.serving import Serving, no_rows
+from hf_distca.runtime.serving import ServedCall, make_empty_operands
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 
@@ -34,14 +34,14 @@ __all__ = [
     "DTYPES",
     "WHY_NOT_OTHERS",
     "CallPart",
-    "KindFinder",
+    "LayerKindRecorder",
     "LayerKind",
     "MicroBatch",
     "OwnCall",
     "MicroBatchPart",
     "StageAttention",
     "TickCalls",
-    "own_calls",
+    "select_own_calls",
 ]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)  # ranks tell each other the index
@@ -52,19 +52,21 @@ WHY_NOT_OTHERS = (
 
 
 class MicroBatchPart(NamedTuple):
-    """What of a micro-batch one plan is about: its documents in chunks of this size, and the nano-batch as in `PlanKey`."""
+    """Part of a micro-batch that one plan covers: chunk size of its
+    documents, and the nano-batch as in `PlanKey`.
+    """
 
     chunk: int | None
     nano: int
 
 
 class LayerKind(NamedTuple):
-    """All that a server must know of a layer. Calls of one kind can be made together.
+    """All that a server needs to know of a layer. Calls of one kind can be made together.
 
     Attributes:
-        key: which plan its tasks are from.
-        dtype: of q, k and v.
-        scale, softcap: as in `Scores`.
+        key: plan of its tasks.
+        dtype: dtype of q, k and v.
+        scale, softcap: see `Scores`.
     """
 
     key: PlanKey
@@ -74,7 +76,7 @@ class LayerKind(NamedTuple):
 
     @classmethod
     def of(cls, key: PlanKey, inputs: Inputs, scores: Scores) -> LayerKind:
-        """The kind of a call, in a dtype that stages can run in."""
+        """Return the kind of a call; raise if stages cannot run in its dtype."""
         dtype = inputs.q_THD.dtype
         if dtype not in DTYPES:
             raise UnsupportedError(f"attention of a pipeline stage is computed in {dtype}. {WHY_NOT_OTHERS}")
@@ -87,32 +89,33 @@ class LayerKind(NamedTuple):
 
     @property
     def numbers(self) -> list[int | float | None]:
-        """What the kind is made of, but for the device."""
+        """Numbers that describe the kind, without the device."""
         key = self.key
         return [*astuple(key.shape), key.window, key.chunk, DTYPES.index(self.dtype), self.scale, self.softcap]
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[Any], device: str) -> LayerKind:
-        """The kind that `numbers` stand for, on devices of this type."""
+        """Rebuild a kind from its `numbers`, on devices of this type."""
         *shape, window, chunk, dtype, scale, softcap = numbers
         return cls(PlanKey(AttentionShape(*shape), device, window, chunk), DTYPES[dtype], scale, softcap)
 
-    def no_rows(self, device: torch.device) -> Operands:
-        """Operands without rows."""
-        return no_rows(self.key.shape, self.dtype, device)
+    def make_empty_operands(self, device: torch.device) -> Operands:
+        """Return operands without rows."""
+        return make_empty_operands(self.key.shape, self.dtype, device)
 
 
 @dataclass(frozen=True, eq=False)
 class CallPart:
-    """One rank's part in a call of attention that stages make together.
+    """A rank's part in a call of attention that stages make together.
 
     Attributes:
-        number: which call of its tick it is, from 0; nano-batches have the same.
-        name: which call it is, in words that are the same on all ranks.
-        kind: of the layers, and which nano-batch.
-        stage_call: which call of this rank's own micro-batch it is, in the order of its forward; None if the rank only serves.
-        route: this rank's.
-        window: of the plan.
+        number: number of the call in its tick, from 0; nano-batches have the same.
+        name: description of the call, the same on all ranks.
+        kind: kind of the layers, and the nano-batch.
+        stage_call: number of the call in this rank's own micro-batch, in the order of its forward;
+            None if the rank only serves.
+        route: route of this rank.
+        window: window of the plan.
     """
 
     number: int
@@ -124,29 +127,34 @@ class CallPart:
 
 
 class OwnCall(NamedTuple):
-    """A call of attention of a micro-batch: which one of its stage, from 0, and of which nano-batch, 0 for all of it."""
+    """Identifier of a call of a micro-batch: its number in its stage, from
+    0, and its nano-batch, 0 for all of it.
+    """
 
     number: int
     nano: int
 
 
-def own_calls(parts: Iterable[CallPart]) -> Iterator[tuple[OwnCall, CallPart]]:
-    """Those parts that are calls of this rank's own micro-batch."""
+def select_own_calls(parts: Iterable[CallPart]) -> Iterator[tuple[OwnCall, CallPart]]:
+    """Yield the parts that are calls of this rank's own micro-batch."""
     return ((OwnCall(part.stage_call, part.kind.key.nano), part) for part in parts if part.stage_call is not None)
 
 
 class TickCalls:
-    """The calls of a tick, as this rank comes to them: of forward in the order of layers, of backward the other way round.
+    """The calls of a tick, in the order in which this rank reaches them: layers
+    in forward order, or reversed in backward.
 
-    `serve` takes part in a call, or in those of two nano-batches in turns, without rows of this rank's own; `doing` is what this
-    rank runs, for errors.
+    `serve` takes part in a call, or in calls of two nano-batches in turns, without rows of this
+    rank's own; `doing` describes this rank's work, for errors.
     """
 
     def __init__(self, parts: Sequence[CallPart], serve: Callable[[Sequence[CallPart]], None], doing: str) -> None:
         self._parts, self._serve, self._doing, self._next = parts, serve, doing, 0
 
-    def reach(self, number: int, nano: int) -> CallPart:
-        """Serve until the call of this number of this rank's own micro-batch, or nano-batch, is next, and return that."""
+    def serve_until(self, number: int, nano: int) -> CallPart:
+        """Serve until this call of this rank's own micro-batch, or
+        nano-batch, is next, and return its part.
+        """
         part = self._serve_others()
         if part is None or (part.stage_call, part.kind.key.nano) != (number, nano):
             raise DistCADesyncError(f"{self._doing} came to its attention call {number} where it has none: {_SAME_LAYERS}.")
@@ -154,13 +162,15 @@ class TickCalls:
         return part
 
     def finish(self) -> None:
-        """Serve in the calls that are left, of which none may be of this rank's own micro-batch."""
+        """Serve in the remaining calls, none of which may be of this rank's own micro-batch."""
         part = self._serve_others()
         if part is not None:
             raise DistCADesyncError(f"{self._doing} never came to its attention call {part.stage_call}: {_SAME_LAYERS}.")
 
     def _serve_others(self) -> CallPart | None:
-        """Serve up to the next call of this rank's own micro-batch, and return that; None if there is none."""
+        """Serve up to the next call of this rank's own micro-batch, and
+        return its part; None if there is none.
+        """
         while self._next < len(self._parts):
             part = self._parts[self._next]
             if part.stage_call is not None:
@@ -181,13 +191,16 @@ class MicroBatch:
 
     Attributes:
         name: for errors.
-        documents: of this rank.
-        layouts: documents of each part of this micro-batch on all copies of the model, by rank.
+        documents: documents of this rank.
+        layouts: for each part of this micro-batch, its documents on all copies of the model, by
+            rank.
         forward, backward: the calls of its tick; backward once that has begun.
         parts: this rank's part in each of its calls in forward, by number and nano-batch.
         moved: the calls in which anything is moved, forward or backward.
-        outputs: of each nano-batch, or of nano-batch 0, for activation checkpointing; empty where no backward follows.
-        numbers: of the modules that have called attention, by id and nano-batch, which call it was.
+        outputs: stored outputs of each nano-batch, or of nano-batch 0, for activation
+            checkpointing; empty if no backward follows.
+        numbers: number of the call of each module that has called attention, by the module's id and
+            nano-batch.
     """
 
     name: str
@@ -200,8 +213,8 @@ class MicroBatch:
     backward: TickCalls | None = None
     numbers: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def call_of(self, module: torch.nn.Module, nano: int, *, again: bool) -> OwnCall:
-        """Which call of the micro-batch a module makes, in its forward or `again` in a recompute."""
+    def identify_call(self, module: torch.nn.Module, nano: int, *, again: bool) -> OwnCall:
+        """Identify the call of a module, in its forward or `again` in a recompute."""
         name, known = type(module).__name__, (id(module), nano) in self.numbers
         if again and not known:
             raise UnsupportedError(f"{name} computes attention in backward that it did not in forward.")
@@ -211,24 +224,26 @@ class MicroBatch:
         return OwnCall(self.numbers.setdefault((id(module), nano), before), nano)
 
     def backward_part(self, call: OwnCall) -> CallPart:
-        """This rank's part in the backward of one of its calls, which begins now."""
+        """Return this rank's part in the backward of one of its calls, which begins now."""
         if self.backward is None:
             raise DistCADesyncError(f"the backward of {self.name} ran outside its schedule: let `Schedule.step` run it.")
-        return self.backward.reach(*call)
+        return self.backward.serve_until(*call)
 
 
-class KindFinder:
-    """Notes the kinds of a stage's calls of attention, in their order, in a forward that no other rank takes part in."""
+class LayerKindRecorder:
+    """Records the kinds of a stage's calls of attention, in their
+    order, in a forward without other ranks.
+    """
 
     def __init__(self, session: Session) -> None:
         self.session, self.kinds = session, list[LayerKind]()
 
-    def in_two(self, _handle: AttentionHandle) -> bool:
-        """As `Session.in_two`: these layers run whole."""
+    def uses_nano_batches(self, _handle: AttentionHandle) -> bool:
+        """Return False: these layers run whole. See `Session.uses_nano_batches`."""
         return False
 
     def work_for(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
-        """As `Session.work_for`."""
+        """See `Session.work_for`."""
         handle.alone, self.session.elsewhere = True, None
         try:
             work = self.session.work_for(handle, arguments, query, key, training=False)
@@ -243,11 +258,12 @@ class KindFinder:
 
 
 class StageAttention:
-    """Computes a stage's attention in the session's place while a schedule runs, and serves other stages.
+    """Computes a stage's attention in the session's place while a
+    schedule runs, and serves other stages.
 
     Attributes:
         group: the ranks of all stages.
-        micro_batch: the one whose forward runs.
+        micro_batch: the micro-batch whose forward runs.
         nano_batches: whether the layers of this step run as two nano-batches.
     """
 
@@ -256,14 +272,14 @@ class StageAttention:
         self.micro_batch: MicroBatch | None = None
         self.nano_batches = False
 
-    def in_two(self, handle: AttentionHandle) -> bool:
-        """As `Session.in_two`."""
+    def uses_nano_batches(self, handle: AttentionHandle) -> bool:
+        """See `Session.uses_nano_batches`."""
         if self.nano_batches and self.micro_batch is not None:
             handle.documents = self.micro_batch.documents.in_chunks(handle.mask.chunk)
         return self.nano_batches
 
     def work_for(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
-        """As `Session.work_for`; calls get their routes when they are made."""
+        """See `Session.work_for`; calls get their routes when they are made."""
         micro_batch = self.micro_batch
         if micro_batch is None:
             raise DistCADesyncError("a stage of a pipeline ran a forward outside its schedule: let `Schedule.step` run it.")
@@ -280,12 +296,12 @@ class StageAttention:
     def _attend(
         self, micro_batch: MicroBatch, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores
     ) -> torch.Tensor:
-        """One call of a micro-batch, in its forward or in a recompute."""
+        """Make a call of a micro-batch, in its forward or in a recompute."""
         self.group.raise_pending()
         again, kind = in_backward(), LayerKind.of(key, inputs, scores)
-        which = micro_batch.call_of(module, key.nano, again=again)
+        which = micro_batch.identify_call(module, key.nano, again=again)
         if not again:
-            micro_batch.forward.reach(*which)
+            micro_batch.forward.serve_until(*which)
         expected = micro_batch.parts[which].kind
         if kind != expected:
             raise DistCADesyncError(
@@ -296,15 +312,15 @@ class StageAttention:
             inputs = inputs._replace(q_THD=inputs.q_THD.detach().requires_grad_())
         stored = micro_batch.outputs[key.nano].of(module, inputs) if micro_batch.outputs else None
         call = StageCall(self, micro_batch, which, stored)
-        if again and call.recalled is None:
+        if again and call.recomputed_outputs is None:
             raise UnsupportedError(f"{type(module).__name__} computes attention in backward whose outputs were not kept.")
         return core_attention(inputs, call)
 
     def server(self, part: CallPart) -> AttentionServer:
-        """What runs the tasks of a call."""
+        """Make the server that runs the tasks of a call."""
         shape, scores = part.kind.key.shape, Scores(part.kind.scale, part.window, part.kind.softcap)
         widths = shape.head_dim, shape.value_head_dim
-        kernel = self.session.kernel(part.kind.no_rows(self.device).q_THD, widths, scores, shape.ratio)
+        kernel = self.session.kernel(part.kind.make_empty_operands(self.device).q_THD, widths, scores, shape.ratio)
         reporting = partial(self.group.reporting, f"computing {part.name}")
         meter, trace = self.session.meter, self.session.trace
         return AttentionServer(
@@ -312,7 +328,9 @@ class StageAttention:
         )
 
     def serve(self, parts: Sequence[CallPart], *, backward: bool) -> None:
-        """Take part in a call, or in those of two nano-batches in turns, without rows of this rank's own."""
+        """Take part in a call, or in calls of two nano-batches in
+        turns, without rows of this rank's own.
+        """
         with torch.no_grad():
             begun = [self._begin_serving(part, backward=backward) for part in parts]
             for serving in begun:
@@ -320,12 +338,12 @@ class StageAttention:
             for serving in begun:
                 serving.finish()
 
-    def _begin_serving(self, part: CallPart, *, backward: bool) -> Serving:
+    def _begin_serving(self, part: CallPart, *, backward: bool) -> ServedCall:
         """Launch the dispatch of a call."""
         group = self.group.at(part.name, 0 if backward else part.route.forward_exchanges)
         call = Call(part.route, group, self.server(part))
         call.backward = backward
-        return Serving.begin(call, part.kind.no_rows(self.device))
+        return ServedCall.begin(call, part.kind.make_empty_operands(self.device))
 
 
 # Of work whose calls have their routes from elsewhere. They may exchange, so that there is something to hide.
@@ -343,14 +361,15 @@ class StageCall(Call):
 
     @property
     def exchanges(self) -> bool:
-        """Whether any rank moves anything, forward or backward. Nano-batches take turns as if it were so.
+        """True if any rank moves anything, forward or backward; always True for nano-batches.
 
-        They take them in the same places on all ranks then, and launch their exchanges in one order.
+        So nano-batches take turns in the same places on all ranks, and launch their exchanges in
+        one order.
         """
         return bool(self._which.nano) or self._which in self._micro_batch.moved
 
     def begin_backward(self) -> None:
-        """Go over to the plan of the tick in which the backward runs."""
+        """Switch to the plan of the tick in which the backward runs."""
         super().begin_backward()
         part = self._micro_batch.backward_part(self._which)
         self.route, self.server = part.route, self._attention.server(part)

@@ -1,4 +1,5 @@
-"""When a stage runs which micro-batch, which calls of attention stages make together then, and the plans of these calls.
+"""Ticks of a step: the micro-batch of each stage, the calls of attention that
+stages make together, and the plans of these calls.
 
 A *tick* is a forward or a backward of one micro-batch on every stage that has one. All stages are in a forward tick, or all in a
 backward tick, so that one plan holds the attention of all of them. In round i, stage s of p runs forward micro-batch i - s and
@@ -33,22 +34,22 @@ __all__ = [
     "Pipeline",
     "Tick",
     "TickPlans",
-    "documents_of_shares",
-    "documents_of_stated",
-    "joint_calls",
-    "ticks",
+    "read_shared_documents",
+    "read_announced_documents",
+    "merge_calls",
+    "order_ticks",
 ]
 
 Running = tuple[int | None, ...]  # which micro-batch each stage runs
 
 
 class Tick(NamedTuple):
-    """What all stages do at once.
+    """A forward or backward of one micro-batch on each stage that has one.
 
     Attributes:
-        number: of the tick in its step, from 0.
-        backward: whether it is one of backward.
-        micro_batches: of each stage, None for those without one.
+        number: number of the tick in its step, from 0.
+        backward: whether it is a backward tick.
+        micro_batches: micro-batch of each stage, None for stages without one.
     """
 
     number: int
@@ -62,8 +63,8 @@ class Tick(NamedTuple):
         return f"{'backward' if self.backward else 'forward'} tick {self.number} ({', '.join(running)})"
 
 
-def ticks(stages: int, micro_batches: int, *, backward: bool = True) -> list[Tick]:
-    """The ticks of a step in their order; without `backward` those of an evaluation."""
+def order_ticks(stages: int, micro_batches: int, *, backward: bool = True) -> list[Tick]:
+    """Return the ticks of a step in their order; without `backward` the ticks of an evaluation."""
     order: list[Tick] = []
     for round_ in range(micro_batches + 2 * (stages - 1)):
         forward_numbers = [round_ - stage for stage in range(stages)]
@@ -80,16 +81,17 @@ class JointCall:
     """A call of attention that stages make together.
 
     Attributes:
-        kind: what they have in common.
-        calls: of each stage, which of its own calls it is, in the order of its forward; None for those that have no part in it.
+        kind: their common kind.
+        calls: for each stage, the number of its own call, in the order of its forward; None for
+            stages without a part in it.
     """
 
     kind: LayerKind
     calls: tuple[int | None, ...]
 
 
-def joint_calls(stages: Sequence[Sequence[LayerKind]]) -> list[JointCall]:
-    """The calls of all stages in one order, with as many stages in each as possible.
+def merge_calls(stages: Sequence[Sequence[LayerKind]]) -> list[JointCall]:
+    """Merge the calls of all stages into one order, with as many stages in each as possible.
 
     Only calls of one kind can be made together. The kind that most stages have next goes first. That gives the fewest joint calls
     where stages have the same kinds of layers in the same order, whatever their number; elsewhere it may give more.
@@ -106,14 +108,15 @@ def joint_calls(stages: Sequence[Sequence[LayerKind]]) -> list[JointCall]:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Who has which stage, and the calls of attention that stages make together.
+    """The stage of each rank, and the calls of attention that stages make together.
 
     Attributes:
-        stages: of each rank of the attention group, which stage it has.
-        copies: of each rank, which copy of the model it is a stage of. The ranks of a copy have the same micro-batches.
-        rank: this one.
-        calls: those of a forward, in their order.
-        dtypes: of the hidden states that each stage hands on, and of their gradients.
+        stages: stage of each rank of the attention group.
+        copies: for each rank, the number of its copy of the model. The ranks of a copy have the
+            same micro-batches.
+        rank: this rank.
+        calls: calls of a forward, in their order.
+        dtypes: dtypes of the hidden states that each stage hands on, and of their gradients.
     """
 
     stages: tuple[int, ...]
@@ -124,22 +127,24 @@ class Pipeline:
 
     @property
     def stage(self) -> int:
-        """This rank's stage."""
+        """Stage of this rank."""
         return self.stages[self.rank]
 
     @property
     def depth(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return 1 + max(self.stages)
 
     @property
     def keys(self) -> list[PlanKey]:
-        """The plans that a tick may need."""
+        """Keys of the plans that a tick may need."""
         return list(dict.fromkeys(call.kind.key for call in self.calls))
 
 
-def documents_of_stated(stated: Sequence[Stated]) -> list[list[Documents]]:
-    """The documents of each micro-batch, or of a nano-batch of each, by rank, from what all ranks state."""
+def read_announced_documents(stated: Sequence[Stated]) -> list[list[Documents]]:
+    """Return the documents of each micro-batch, or of a nano-batch of each, by
+    rank, from the announcements of all ranks.
+    """
     documents = []
     for micro_batch in stated:
         spans = bool(micro_batch.spans.any())
@@ -152,8 +157,10 @@ def documents_of_stated(stated: Sequence[Stated]) -> list[list[Documents]]:
     return documents
 
 
-def documents_of_shares(shares: Sequence[Dealt], copies: Sequence[int], part: MicroBatchPart) -> list[list[Documents]]:
-    """As `documents_of_stated`, from this rank's shares of dealt batches, which know the documents of all copies."""
+def read_shared_documents(shares: Sequence[Dealt], copies: Sequence[int], part: MicroBatchPart) -> list[list[Documents]]:
+    """Return the documents like `read_announced_documents`, from this rank's shares of dealt
+    batches, which hold the documents of all copies.
+    """
     documents = []
     for dealt in shares:
         layout = dealt.layouts[part.nano - 1] if part.nano else dealt.whole
@@ -162,8 +169,10 @@ def documents_of_shares(shares: Sequence[Dealt], copies: Sequence[int], part: Mi
     return documents
 
 
-class _PlanOf(NamedTuple):
-    """All that the plan of a joint call depends on: the micro-batches that have a part in it, and the kind of plan."""
+class _PlanInputs(NamedTuple):
+    """Everything that the plan of a joint call depends on: the micro-batches
+    that have a part in it, and the kind of plan.
+    """
 
     running: Running
     key: PlanKey
@@ -175,11 +184,12 @@ class TickPlans:
 
     Attributes:
         order: the ticks.
-        pipeline: who has which stage.
-        documents: of each part of each micro-batch, by rank.
+        pipeline: the stage of each rank.
+        documents: documents of each part of each micro-batch, by rank.
         costs: cost model of each plan of whole micro-batches.
-        config: the settings; with `ping_pong`, layers run as two nano-batches, which have plans of their own.
-        name: of the step, for errors.
+        config: the settings; with `ping_pong`, layers run as two nano-batches, which have plans of
+            their own.
+        name: name of the step, for errors.
     """
 
     order: Sequence[Tick]
@@ -189,11 +199,11 @@ class TickPlans:
     config: DistCAConfig
     name: str
     _layouts: dict[tuple[Running, MicroBatchPart], Layout] = field(default_factory=dict)
-    _plans: dict[_PlanOf, Plan] = field(default_factory=dict)
-    _routes: dict[_PlanOf, Route] = field(default_factory=dict)
+    _plans: dict[_PlanInputs, Plan] = field(default_factory=dict)
+    _routes: dict[_PlanInputs, Route] = field(default_factory=dict)
 
     def make(self) -> int:
-        """Make the plans of all ticks, in their order. Returns a digest of all of them, of 60 bits."""
+        """Make the plans of all ticks, in their order. Return a 60-bit digest of all of them."""
         digest = hashlib.sha256()
         for tick in self.order:
             for _, plan_of in self._calls(tick):
@@ -201,7 +211,7 @@ class TickPlans:
         return int(digest.hexdigest()[:15], 16)
 
     def parts(self, tick: Tick) -> list[CallPart]:
-        """This rank's part in the calls of a tick, in their order."""
+        """Return this rank's part in the calls of a tick, in their order."""
         stage, parts = self.pipeline.stage, []
         for number, (call, plan_of) in enumerate(self._calls(tick)):
             config, plan, nano = self.config, self._plan(plan_of), plan_of.key.nano
@@ -216,19 +226,24 @@ class TickPlans:
         return parts
 
     def backward_parts(self, micro_batch: int) -> list[CallPart]:
-        """This rank's part in the calls of the tick in which its stage runs the backward of a micro-batch, if there is one."""
+        """Return this rank's part in the calls of the tick in which its stage runs the
+        backward of a micro-batch; empty without a backward.
+        """
         for tick in self.order:
             if tick.backward and tick.micro_batches[self.pipeline.stage] == micro_batch:
                 return self.parts(tick)
         return []
 
     def layouts_of(self, micro_batch: int) -> dict[MicroBatchPart, Layout]:
-        """The documents of each part of a micro-batch on the ranks of this rank's stage."""
+        """Return the documents of each part of a micro-batch on the ranks of this rank's stage."""
         running = tuple(micro_batch if stage == self.pipeline.stage else None for stage in range(self.pipeline.depth))
         return {part: self.layout(running, part) for part in self.documents}
 
     def layout(self, running: Running, part: MicroBatchPart) -> Layout:
-        """The documents of these micro-batches on the ranks that run them. Each micro-batch is on one stage at most."""
+        """Return the documents of these micro-batches on the ranks that run them.
+
+        Each micro-batch is on at most one stage.
+        """
         if (running, part) in self._layouts:
             return self._layouts[running, part]
         numbers: dict[tuple[int, int], int] = {}
@@ -247,10 +262,10 @@ class TickPlans:
         layout = self._layouts[running, part] = Layout.from_segments(ranks, context)
         return layout
 
-    def _calls(self, tick: Tick) -> Iterator[tuple[JointCall, _PlanOf]]:
-        """The joint calls of a tick in their order: those in which a stage with a micro-batch has a part.
+    def _calls(self, tick: Tick) -> Iterator[tuple[JointCall, _PlanInputs]]:
+        """Yield the joint calls of a tick in their order, if a stage with a micro-batch has a part.
 
-        Of nano-batches, the second one goes first in backward, as autograd runs it.
+        In backward the second nano-batch goes first, as in autograd.
         """
         nanos = (1, 2) if self.config.ping_pong else (0,)
         for call in reversed(self.pipeline.calls) if tick.backward else self.pipeline.calls:
@@ -258,10 +273,10 @@ class TickPlans:
             running = tuple(None if number is None else micro_batch for micro_batch, number in parts)
             if any(micro_batch is not None for micro_batch in running):
                 for nano in reversed(nanos) if tick.backward else nanos:
-                    yield call, _PlanOf(running, call.kind.key._replace(nano=nano))
+                    yield call, _PlanInputs(running, call.kind.key._replace(nano=nano))
 
-    def _plan(self, plan_of: _PlanOf) -> Plan:
-        """The plan of a call; made once for calls that differ in nothing that it depends on."""
+    def _plan(self, plan_of: _PlanInputs) -> Plan:
+        """Return the plan of a call, made once for calls whose plans depend on the same things."""
         if plan_of not in self._plans:
             layout = self.layout(plan_of.running, MicroBatchPart(plan_of.key.chunk, plan_of.key.nano))
             cost = self.costs[plan_of.key._replace(nano=0)]

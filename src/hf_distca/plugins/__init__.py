@@ -1,1 +1,1 @@
-"""What trainers that load plugins by name find here, one file for each trainer."""
+"""Plugins for trainers that load them by name, one file for each trainer."""

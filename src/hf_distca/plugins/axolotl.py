@@ -21,7 +21,7 @@ _FLASH = tuple(name for name in STAND_INS if name != "sdpa")
 
 
 class DistCAInput(BaseModel):
-    """The key that axolotl's configuration has with the plugin.
+    """The key that the plugin adds to axolotl's configuration.
 
     Attributes:
         distca: fields of `DistCAConfig`, and ``tokens_per_rank``.
@@ -39,7 +39,7 @@ class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any, where axolotl is n
     """
 
     def get_input_args(self) -> str:
-        """Where axolotl finds the key that the plugin adds."""
+        """Return the import path of the key that the plugin adds."""
         return f"{__name__}.{DistCAInput.__name__}"
 
     def register(self, cfg: dict[str, Any]) -> None:
@@ -72,14 +72,14 @@ class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any, where axolotl is n
                 stand_in(name)
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[DistCACallback]:
-        """The callback that sets distca up, prepares the model and logs the balance."""
+        """Return the callback that sets distca up, prepares the model and logs the balance."""
         return [DistCACallback(self.config)]
 
     def post_trainer_create(self, cfg: Any, trainer: Trainer) -> None:
         """Deal the training set, with ``tokens_per_rank``.
 
         Raises:
-            UnsupportedError: as `hf_distca.deal`.
+            UnsupportedError: see `hf_distca.deal`.
         """
         if self.tokens_per_rank is None:
             return

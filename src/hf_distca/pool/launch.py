@@ -1,4 +1,4 @@
-"""One launch, two kinds of processes: the last ones of each node become servers, the others a smaller, ordinary world."""
+"""A launch of two kinds of processes: the last ones of each node become servers, the others an ordinary world."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import NamedTuple, NoReturn
 
 from hf_distca.errors import ConfigError
 
-__all__ = ["QUIET", "Place", "listen_at", "parse_address", "published", "serve_alone", "serve_launched"]
+__all__ = ["QUIET", "LaunchPlace", "listen_at", "parse_address", "store_key", "serve_alone", "serve_launched"]
 
 # What keeps torch from writing frames of C++ where a connection ends, as all do with rank 0.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-class Place(NamedTuple):
-    """Where a process is in a launch.
+class LaunchPlace(NamedTuple):
+    """Place of a process in a launch.
 
     Attributes:
         node, local: number of the node, and of the process on it.
-        nodes, per_node: how many there are.
+        nodes, per_node: number of nodes, and of processes on each.
     """
 
     node: int
@@ -31,11 +31,13 @@ class Place(NamedTuple):
     per_node: int
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Place | None:
-        """As torchrun and `accelerate launch` say it; None in a process that they did not start.
+    def of(cls, environment: Mapping[str, str]) -> LaunchPlace | None:
+        """Read the place from the variables of torchrun and `accelerate launch`;
+        None in a process that they did not start.
 
         Raises:
-            ConfigError: if what a launcher says cannot be cut into those that train and servers.
+            ConfigError: if the launcher's variables do not allow a division into ranks that train
+                and servers.
         """
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         if "RANK" not in environment or "WORLD_SIZE" not in environment:
@@ -53,29 +55,29 @@ class Place(NamedTuple):
         return cls(rank // per_node, local, world // per_node, per_node)
 
     def check(self, each_node: int) -> None:
-        """Raises `ConfigError` if nobody would train."""
+        """Raise `ConfigError` if no process would train."""
         if each_node >= self.per_node:
             raise ConfigError(
                 f"servers={each_node} of {self.per_node} processes of a node: nobody would train. Start more processes, or fewer "
                 "servers."
             )
 
-    def serves(self, each_node: int) -> bool:
-        """Whether this process is one of so many servers of its node."""
+    def is_server(self, each_node: int) -> bool:
+        """Return whether this process is one of so many servers of its node."""
         return self.local >= self.per_node - each_node
 
-    def world_of_trainers(self, each_node: int) -> dict[str, str]:
-        """What a launcher would say to this process if there were no servers."""
+    def trainer_environment(self, each_node: int) -> dict[str, str]:
+        """Return the variables that a launcher would give this process if there were no servers."""
         trains = self.per_node - each_node
         rank, size = str(self.node * trains + self.local), str(self.nodes * trains)
         return {"RANK": rank, "WORLD_SIZE": size, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": size, "LOCAL_WORLD_SIZE": str(trains)}
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT``.
+    """Split ``HOST:PORT`` into host and port.
 
     Raises:
-        ConfigError: if it is no such text.
+        ConfigError: if the text does not have this form.
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
@@ -83,13 +85,15 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def published(number: int, attempt: str) -> str:
-    """The key under which the server of this number says where it listens, in the store of a launch."""
+def store_key(number: int, attempt: str) -> str:
+    """Return the key under which the server of this number publishes
+    its address, in the store of a launch.
+    """
     return f"distca server {number} of attempt {attempt}"
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """A socket that rank 0 can connect to.
+    """Open a socket that rank 0 can connect to.
 
     Raises:
         ConfigError: if there cannot be one at this address.
@@ -104,7 +108,7 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def serve_alone(listening: socket.socket, device: str | None, wait_seconds: float | None) -> int:
-    """Be a server that was started by itself, on the device of this name; for the rest see `serve`.
+    """Be a server that was started by itself, on the device of this name; see `serve`.
 
     Raises:
         ConfigError: if there is no such device.
@@ -134,7 +138,7 @@ def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -
     with socket.create_connection((host, port)) as connected:
         here = connected.getsockname()[0]  # under which other hosts see this one
     listening = listen_at(here, 0)
-    store.set(published(number, attempt), "{}:{}".format(*listening.getsockname()[:2]))
+    store.set(store_key(number, attempt), "{}:{}".format(*listening.getsockname()[:2]))
     del store
     # As accelerate decides it for the ranks that train.
     on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false") != "true"

@@ -1,4 +1,6 @@
-"""The side of the ranks that train: how they find their servers, and how rank 0 tells these what comes next."""
+"""The side of the ranks that train: they find their servers, and
+rank 0 announces each step to these.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ import torch.distributed as dist
 
 from hf_distca.borrowed import PrefixStore, Store, TCPStore, store_of_world, timeout_of
 from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError
-from hf_distca.pool.launch import parse_address, published
-from hf_distca.pool.words import Words
-from hf_distca.runtime.group import AttentionGroup, Members, StepLead
-from hf_distca.runtime.members import Seats
+from hf_distca.pool.launch import parse_address, store_key
+from hf_distca.pool.words import JsonLineConnection
+from hf_distca.runtime.group import AttentionGroup, Members, ServerNotifier
+from hf_distca.runtime.members import PoolRanks
 
-__all__ = ["Lead", "Pool", "seats"]
+__all__ = ["PoolController", "Pool", "find_pool_ranks"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -40,14 +42,14 @@ _ANSWER_SECONDS = 30.0  # that a server has to answer an invitation
 
 @dataclass(eq=False)
 class Pool:
-    """The servers of a run, as the ranks that train know them.
+    """The servers of a run, as seen by the ranks that train.
 
     Attributes:
-        addresses: ``HOST:PORT`` of those that were started by themselves.
-        nodes, each_node: nodes of the launch, and how many processes of each are servers.
-        attempt: of the launch, as its launcher counts.
-        wait_seconds: how long they may take to come.
-        spare: whether training goes on without a server that is told to end.
+        addresses: ``HOST:PORT`` of servers that were started by themselves.
+        nodes, each_node: number of nodes of the launch, and of servers on each.
+        attempt: number of the launch's attempt, as its launcher counts.
+        wait_seconds: time that servers may take to appear.
+        spare: whether training continues without a server that was told to end.
     """
 
     addresses: tuple[str, ...] = ()
@@ -56,13 +58,16 @@ class Pool:
     attempt: str = "0"
     wait_seconds: float = 300.0
     spare: bool = False
-    _joined: tuple[object, AttentionGroup, Seats] | None = field(default=None, init=False)
+    _joined: tuple[object, AttentionGroup, PoolRanks] | None = field(default=None, init=False)
 
     def group(self, members: dist.ProcessGroup | Members | None, timeout_seconds: float | None) -> AttentionGroup:
-        """The group of the ranks of the world and the servers. All ranks ask at the same point.
+        """Return the group of the ranks of the world and the servers.
+
+        All ranks must call it at the same point.
 
         Raises:
-            ConfigError: if a server does not come or cannot take part; on all ranks, with its address and what to do.
+            ConfigError: on all ranks, if a server does not appear or cannot take part; names its
+                address and a remedy.
             DistCADesyncError: if not all of them come in time.
         """
         if self.each_node and not self.nodes:
@@ -72,19 +77,19 @@ class Pool:
                 "--server-address."
             )
         world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
-        if self._joined is not None and self._joined[0] is world and not self._joined[1].left:
+        if self._joined is not None and self._joined[0] is world and not self._joined[1].has_left:
             return self._joined[1]
         if world is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             return AttentionGroup()  # before ranks have met: this one is alone, as without servers
         if world is None:
-            seconds, rank, ranks, backend = timeout_seconds or _ALONE_SECONDS, 0, 1, _backend_alone()
+            seconds, rank, ranks, backend = timeout_seconds or _ALONE_SECONDS, 0, 1, _lone_backend()
             store: Store = TCPStore("0.0.0.0", 0, None, True, timedelta(seconds=seconds), wait_for_workers=False)
         else:
             seconds, rank, ranks = timeout_seconds or timeout_of(world).total_seconds(), dist.get_rank(), dist.get_world_size()
             backend, store = dist.get_backend(members if isinstance(members, dist.ProcessGroup) else None), store_of_world()
         lead = None
         if rank == 0:
-            lead = Lead(seconds)
+            lead = PoolController(seconds)
             try:
                 invitation = self._invite(lead, store, ranks, backend)
             except DistCAError as error:
@@ -92,11 +97,14 @@ class Pool:
                 raise
             store.set(_INVITATION, json.dumps(invitation))
         else:
-            invitation = _invited(store, self.wait_seconds + seconds)
-        return self._join(world, seats(invitation, store, rank), seconds, lead)
+            invitation = _read_invitation(store, self.wait_seconds + seconds)
+        return self._join(world, find_pool_ranks(invitation, store, rank), seconds, lead)
 
     def without(self, leaving: Sequence[int]) -> AttentionGroup:
-        """The group of the others, once servers of these indices in it have left. All ranks ask at the same point."""
+        """Return the group of the others, once servers of these indices in it have left.
+
+        All ranks must call it at the same point.
+        """
         if self._joined is None:
             raise RuntimeError("servers leave a group that nobody has made")
         world, group, before = self._joined
@@ -105,18 +113,21 @@ class Pool:
             names = [before.names[before.ranks[index]] for index in leaving]
             _log.warning("%s was told to end: training goes on without it", ", ".join(names))
             lead = group.lead.without(names)
-            lead.tell("regroup", {"leaving": leaving})
+            lead.notify_servers("regroup", {"leaving": leaving})
         return self._join(world, before.without(leaving), group.timeout_seconds, lead)
 
-    def _join(self, world: object, all_seats: Seats, seconds: float, lead: StepLead | None) -> AttentionGroup:
+    def _join(self, world: object, all_seats: PoolRanks, seconds: float, lead: ServerNotifier | None) -> AttentionGroup:
         group = AttentionGroup.with_servers(all_seats, seconds, lead)
-        if isinstance(lead, Lead):
+        if isinstance(lead, PoolController):
             lead.group = group
         self._joined = world, group, all_seats
         return group
 
-    def _invite(self, lead: Lead, store: Store, ranks: int, backend: str) -> dict[str, Any]:
-        """Find the servers, and tell each where to meet. Returns what ranks that train must know of it."""
+    def _invite(self, lead: PoolController, store: Store, ranks: int, backend: str) -> dict[str, Any]:
+        """Find the servers and tell each where to meet.
+
+        Return the invitation for ranks that train.
+        """
         deadline = time.monotonic() + self.wait_seconds
         addresses = [_published_address(store, number, self, deadline) for number in range(self.nodes * self.each_node)]
         addresses += self.addresses
@@ -128,7 +139,7 @@ class Pool:
         names = {number: f"rank {number} (server at {address})" for number, address in enumerate(addresses, start=ranks)}
         for name, address in zip(names.values(), addresses, strict=True):
             lead.servers[name] = lead.connect(address, device, deadline)
-        placed = _placed(ranks, self.nodes, self.each_node, len(addresses))
+        placed = _order_members(ranks, self.nodes, self.each_node, len(addresses))
         invitation = {
             "ranks": placed,
             "holds": [rank < ranks for rank in placed],
@@ -138,7 +149,7 @@ class Pool:
             "seconds": lead.seconds,
             "spare": self.spare,
         }
-        host, port = _tcp(store)
+        host, port = _tcp_address(store)
         for number, words in enumerate(lead.servers.values(), start=ranks):
             words.send({**invitation, "number": number, "host": words.here if host in _ANYWHERE else host, "port": port})
         as_sent: dict[str, Any] = json.loads(json.dumps(invitation))
@@ -151,16 +162,16 @@ _UNDER_WAY = {"use_plan": "work", "begin_plans": "planning"}
 _ANYWHERE = ("0.0.0.0", "127.0.0.1", "localhost", "::", "::1")  # a store that listens on the host of rank 0
 
 
-def seats(invitation: Mapping[str, Any], store: Store, rank: int) -> Seats:
-    """The seats of a group, for the process of this number."""
+def find_pool_ranks(invitation: Mapping[str, Any], store: Store, rank: int) -> PoolRanks:
+    """Return the seats of a group, for the process of this number."""
     ranks = tuple(invitation["ranks"])
     names = {int(number): name for number, name in invitation["names"].items()}
     meeting = PrefixStore(invitation["meeting"], _launch_store(store))
-    return Seats(ranks, tuple(invitation["holds"]), names, ranks.index(rank), invitation["backend"], meeting)
+    return PoolRanks(ranks, tuple(invitation["holds"]), names, ranks.index(rank), invitation["backend"], meeting)
 
 
-class Lead:
-    """Tells all servers of a group what rank 0 does next.
+class PoolController:
+    """Connection of rank 0 to all servers of a group, which announces each step to them.
 
     Args:
         seconds: how long a server may take to read a word.
@@ -171,24 +182,27 @@ class Lead:
     """
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.servers = seconds, dict[str, Words]()
+        self.seconds, self.servers = seconds, dict[str, JsonLineConnection]()
         self.group: AttentionGroup | None = None
         self._numbers, self._forgotten = count(1), deque[int]()
         self.under_way = set[int]()
-        self._before: Lead | None = None  # of the group that servers are leaving
+        self._before: PoolController | None = None  # of the group that servers are leaving
         atexit.register(self.end)
 
-    def connect(self, address: str, device: str, deadline: float) -> Words:
+    def connect(self, address: str, device: str, deadline: float) -> JsonLineConnection:
         """Connect to a server that computes on a device of this type.
 
         Raises:
-            ConfigError: if it does not answer until the deadline, is of another version or device, or serves somebody else.
+            ConfigError: if it does not answer before the deadline, has another version or device,
+                or serves another run.
         """
         host, port = parse_address(address)
         start = f"`hf-distca serve --address {address}`"
         while True:
             try:
-                words = Words(socket.create_connection((host, port), max(deadline - time.monotonic(), 1.0)), self.seconds)
+                words = JsonLineConnection(
+                    socket.create_connection((host, port), max(deadline - time.monotonic(), 1.0)), self.seconds
+                )
                 break
             except OSError as error:
                 if time.monotonic() >= deadline:
@@ -209,8 +223,8 @@ class Lead:
             raise ConfigError(f"the server at {address} cannot take part: {refusal}")
         return words
 
-    def tell(self, step: str, arguments: Mapping[str, Any]) -> None:
-        """Name a step to all servers, and the numbers of what is gone."""
+    def notify_servers(self, step: str, arguments: Mapping[str, Any]) -> None:
+        """Announce a step to all servers, with the numbers of objects that are gone."""
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         if step in _UNDER_WAY:
             self.under_way.add(arguments[_UNDER_WAY[step]])
@@ -230,24 +244,25 @@ class Lead:
                 raise self._lost(name, error) from error
 
     def number(self, known: object) -> int:
-        """As in `StepLead`."""
+        """See `ServerNotifier.number`."""
         number = next(self._numbers)
         finalize(known, self._forgotten.append, number)  # at any time, in any thread
         return number
 
-    def without(self, leaving: Sequence[str]) -> Lead:
-        """Who tells the other servers, once those of these names have left.
+    def without(self, leaving: Sequence[str]) -> PoolController:
+        """Return the lead of the other servers, once those of these names have left.
 
-        This one goes on to tell all of them of what has begun; those that leave end when nothing of it is left.
+        This lead still announces all steps of work that has begun to all of them; leaving servers
+        end when none of it is left.
         """
-        after = Lead(self.seconds)
+        after = PoolController(self.seconds)
         after.servers = {name: words for name, words in self.servers.items() if name not in leaving}
         after._numbers, after._forgotten, after._before = self._numbers, self._forgotten, self
         return after
 
     def end(self, why: str = "the run is over") -> None:
-        """Let the servers end, and tell them why; or that this process failed."""
-        failed = self.group is None or self.group.left or hasattr(sys, "last_value")  # an exception that nobody caught
+        """End the servers, and tell them why, or that this process failed."""
+        failed = self.group is None or self.group.has_left or hasattr(sys, "last_value")  # an exception that nobody caught
         why = "the run failed, see the log of rank 0" if failed else why
         for words in self.servers.values():
             try:
@@ -258,13 +273,13 @@ class Lead:
         self.servers.clear()
 
     def _lost(self, name: str, error: OSError) -> DistCAError:
-        if self.group is None or self.group.watch is None:
+        if self.group is None or self.group.monitor is None:
             return DistCADesyncError(f"{name} has ended ({error}): look at its log, and start it again.")
-        return self.group.watch.give_up(f"telling {name} what comes next", error)
+        return self.group.monitor.give_up(f"telling {name} what comes next", error)
 
 
-def _invited(store: Store, seconds: float) -> dict[str, Any]:
-    """What rank 0 says of the group.
+def _read_invitation(store: Store, seconds: float) -> dict[str, Any]:
+    """Read rank 0's invitation to the group.
 
     Raises:
         ConfigError: if rank 0 has not found the servers.
@@ -280,7 +295,7 @@ def _invited(store: Store, seconds: float) -> dict[str, Any]:
 
 
 def _published_address(store: Store, number: int, pool: Pool, deadline: float) -> str:
-    key = published(number, pool.attempt)
+    key = store_key(number, pool.attempt)
     while not _launch_store(store).check([key]):
         if time.monotonic() > deadline:
             raise ConfigError(
@@ -292,13 +307,13 @@ def _published_address(store: Store, number: int, pool: Pool, deadline: float) -
 
 
 def _launch_store(store: Store) -> Any:
-    """The store of a launch, under whatever prefixes a world has put around it."""
+    """Return the store of a launch, without the prefixes that a world has put around it."""
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     return store
 
 
-def _tcp(store: Store) -> tuple[str, int]:
+def _tcp_address(store: Store) -> tuple[str, int]:
     tcp = _launch_store(store)
     if not isinstance(tcp, TCPStore):
         raise ConfigError(
@@ -308,8 +323,10 @@ def _tcp(store: Store) -> tuple[str, int]:
     return tcp.host, tcp.port
 
 
-def _placed(ranks: int, nodes: int, each_node: int, servers: int) -> list[int]:
-    """Numbers of all in the order of the group: node by node those that train and their servers, then the other servers."""
+def _order_members(ranks: int, nodes: int, each_node: int, servers: int) -> list[int]:
+    """Return the numbers of all members in the order of the group: node by node ranks
+    that train and their servers, then other servers.
+    """
     order: list[int] = []
     for node in range(nodes):
         first, last = (ranks * number // nodes for number in (node, node + 1))
@@ -317,5 +334,5 @@ def _placed(ranks: int, nodes: int, each_node: int, servers: int) -> list[int]:
     return order + [number for number in range(ranks + servers) if number not in order]
 
 
-def _backend_alone() -> str:
+def _lone_backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"

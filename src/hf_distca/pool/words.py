@@ -1,8 +1,9 @@
-"""What the ranks that train and their servers say to each other, outside of torch.distributed.
+"""The protocol between ranks that train and their servers, outside of torch.distributed.
 
-Rank 0 has a connection to every server. It names each step that they take part in, just before it takes that step itself, so
-that servers make the same plans and launch the same exchanges in the same order. Words are JSON: nothing that arrives is executed
-or unpickled. Tensors and plans do not travel here.
+Rank 0 has a connection to every server. It announces each step that they take part in, just before
+it takes that step itself, so that servers make the same plans and launch the same exchanges in the
+same order. Words are JSON: nothing that arrives is executed or unpickled. Tensors and plans do not
+travel here.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.profiles import Profile
 
-__all__ = ["Words", "read_config", "read_dtype", "read_key", "read_requests", "read_shares", "read_step"]
+__all__ = ["JsonLineConnection", "read_config", "read_dtype", "read_key", "read_requests", "read_shares", "read_step"]
 
 _ALIVE_SECONDS, _ALIVE_TIMES = 10, 6  # how often TCP asks whether the other side's host is there, and how often in vain
 _PART_BYTES = 1 << 16
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
 
-class Words:
-    """A connection over which words go both ways, a line each.
+class JsonLineConnection:
+    """A connection that carries words both ways, one line each.
 
     Args:
         connected: the socket, which is taken over.
-        seconds: how long the other side may take to read a word.
+        seconds: time that the other side may take to read a word.
     """
 
     def __init__(self, connected: socket.socket, seconds: float) -> None:
@@ -53,17 +54,18 @@ class Words:
         self._socket, self._seconds, self._came = connected, seconds, b""
 
     def send(self, word: Any) -> None:
-        """Send a word. Raises `OSError` if the other side has ended, or does not read."""
+        """Send a word. Raise `OSError` if the other side has ended, or does not read."""
         self._socket.settimeout(self._seconds)
-        self._socket.sendall(json.dumps(word, default=_plain).encode() + b"\n")
+        self._socket.sendall(json.dumps(word, default=_encode).encode() + b"\n")
 
     def receive(self, seconds: float | None, most_bytes: float = math.inf) -> Any:
-        """The next word, of at most so many bytes; waits so long, however slowly it comes.
+        """Return the next word, of at most `most_bytes`; wait up to
+        `seconds`, however slowly it arrives.
 
         Raises:
             TimeoutError: if there is none in time.
             EOFError, OSError: if the other side has ended.
-            ValueError: if it is no word, or too long.
+            ValueError: if it is not JSON, or too long.
         """
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         while b"\n" not in self._came:
@@ -86,12 +88,12 @@ class Words:
         waiting.poll()
 
     def close(self) -> None:
-        """Nothing more will be said."""
+        """Close the connection."""
         self._socket.close()
 
 
-def _plain(value: Any) -> Any:
-    """What JSON has no form of its own for, as something that it has."""
+def _encode(value: Any) -> Any:
+    """Encode types for which JSON has no form of its own."""
     match value:
         case torch.dtype():
             return str(value).removeprefix("torch.")
@@ -112,14 +114,16 @@ def _plain(value: Any) -> Any:
 
 
 def read_dtype(name: str) -> torch.dtype:
-    """A dtype that was sent; `ValueError` if attention does not compute in it."""
+    """Read a dtype; raise `ValueError` if attention does not compute in it."""
     if name not in _DTYPES:
         raise ValueError(f"attention computes in {', '.join(_DTYPES)}, and not in {name!r}")
     return _DTYPES[name]
 
 
 def read_step(server: object, name: str) -> Callable[..., None]:
-    """The step of that name, a public method that a server has besides `run`; `ValueError` if there is none."""
+    """Return the step of that name, a public method of the server other than
+    `run`; raise `ValueError` if there is none.
+    """
     if name.startswith("_") or name == "run" or not isfunction(getattr(type(server), name, None)):
         known = {known for known, _ in getmembers(type(server), isfunction) if not known.startswith("_")} - {"run"}
         raise ValueError(f"rank 0 named the step {name!r}, and servers take {', '.join(sorted(known))}")
@@ -128,7 +132,7 @@ def read_step(server: object, name: str) -> Callable[..., None]:
 
 
 def read_config(values: Mapping[str, Any]) -> DistCAConfig:
-    """Settings that were sent."""
+    """Read settings."""
     costs = values["cost_model"]
     if isinstance(costs, Mapping):
         costs = (Profile if costs["kind"] == Profile.__name__ else CostModel).from_json(costs["text"])
@@ -136,13 +140,15 @@ def read_config(values: Mapping[str, Any]) -> DistCAConfig:
 
 
 def read_key(values: Sequence[Any]) -> PlanKey:
-    """Which plan, as it was sent."""
+    """Read the key of a plan."""
     shape, *rest = values
     return PlanKey(AttentionShape(*shape), *rest)
 
 
 def read_requests(requests: Sequence[Any], shares: Sequence[Dealt | None]) -> list[Request]:
-    """Which plans all ranks ask for, as it was sent, for a rank without documents; with shares where batches are dealt."""
+    """Read requests for plans, for a rank without documents;
+    with shares where batches are dealt.
+    """
     none = np.zeros((0, 3), dtype=np.int64)
     return [
         (Documents(none, spans=spans, dealt=dealt), read_key(key)) for (spans, key), dealt in zip(requests, shares, strict=True)
@@ -150,7 +156,7 @@ def read_requests(requests: Sequence[Any], shares: Sequence[Dealt | None]) -> li
 
 
 def read_shares(shares: Sequence[Mapping[str, Any]]) -> list[Dealt | None]:
-    """Shares that were sent, as a rank has them that the batch is not dealt to."""
+    """Read shares, as seen from a rank that the batch is not dealt to."""
     read: list[Dealt | None] = []
     for share in shares:
         columns = [[np.array(column, dtype=np.int64) for column in layout] for layout in share["layouts"]]

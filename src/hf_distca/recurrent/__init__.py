@@ -1,1 +1,4 @@
-"""Passes state between the segments of a document, in linear attention and Mamba layers. Knows nothing of transformers."""
+"""State passing between the segments of a document, in linear attention and Mamba layers.
+
+Knows nothing of transformers.
+"""

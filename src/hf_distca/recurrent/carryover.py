@@ -1,10 +1,11 @@
-"""Brings segments the rows that they need from earlier segments on any rank, in one differentiable exchange.
+"""Bring segments the rows that they need from earlier segments on any
+rank, in one differentiable exchange.
 
 Forward sends rows to every rank that needs them. Backward sends the gradients of received rows the same way back, where they are
 added up in the order of ranks, so that a sum is the same in every run. An exchange is an autograd function that every rank must
-reach, forward and backward, even if the rank sends and receives no rows. So `carry` takes the inputs of the layer, which need a
-gradient on every rank or on none, and returns an anchor: a scalar without meaning. `tied` makes the anchor part of the layer's
-output.
+reach, forward and backward, even if the rank sends and receives no rows. So `exchange_states` takes the inputs of the layer,
+which need a gradient on every rank or on none, and returns an anchor: a scalar without meaning. `with_gradient_anchor` makes the
+anchor part of the layer's output.
 """
 
 from __future__ import annotations
@@ -15,28 +16,38 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from hf_distca.recurrent.segments import Key, Needed, Segments
+from hf_distca.recurrent.segments import RowNeeds, Segments, StateKey
 from hf_distca.runtime.channel import Channel
-from hf_distca.runtime.messages import Part, add_rows, joined, launch, pieces
+from hf_distca.runtime.messages import MessagePart, add_rows, concat_rows, launch, split_runs
 from hf_distca.runtime.outputs import LayerOutputs
 
-__all__ = ["Carried", "RuleOutputs", "Summaries", "carry", "starting_states", "tied", "widened"]
+__all__ = [
+    "ExchangedStates",
+    "RuleOutputs",
+    "Summaries",
+    "exchange_states",
+    "compute_starting_states",
+    "with_gradient_anchor",
+    "state_dtype",
+]
 
 
-class Carried(NamedTuple):
-    """What `carry` returns: the held and received rows of each tensor, and the anchor."""
+class ExchangedStates(NamedTuple):
+    """Result of `exchange_states`: the held and received rows of each tensor, and the anchor."""
 
     rows: tuple[torch.Tensor, ...]
     anchor: torch.Tensor
 
 
-def widened(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states for a dtype of inputs: float64 for float64, float32 otherwise."""
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of states for a dtype of inputs: float64 for float64, float32 otherwise."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class Summaries(NamedTuple):
-    """What segments do to a state: S_out = transition(S_in) + bias. One row for each segment with a later one in its document.
+    """Effect of segments on a state: S_out = transition(S_in) + bias.
+
+    One row for each segment with a later one in its document.
 
     Attributes:
         biases: rows as in `Segments.summaries`.
@@ -48,7 +59,7 @@ class Summaries(NamedTuple):
 
 
 class RuleOutputs(NamedTuple):
-    """What a kernel of a recurrent layer returns.
+    """Result of a recurrent layer's kernel.
 
     Attributes:
         output: of all tokens, (1, tokens, heads, width).
@@ -59,53 +70,55 @@ class RuleOutputs(NamedTuple):
     states: torch.Tensor | None
 
     def states_like(self, none: torch.Tensor) -> torch.Tensor:
-        """The states in the dtype of others, or `none` of them."""
+        """Return the states in the dtype of `none`; `none` itself if there are no states."""
         return none if self.states is None else self.states.to(none.dtype)
 
 
 class _Exchange:
-    """One exchange, forward and backward."""
+    """An exchange of rows, forward and backward."""
 
-    def __init__(self, segments: Segments, needed: Sequence[Needed], stored: LayerOutputs | None) -> None:
+    def __init__(self, segments: Segments, needed: Sequence[RowNeeds], stored: LayerOutputs | None) -> None:
         self.segments, self.needed, self.stored = segments, needed, stored
         name = f"exchange {next(segments.numbers)} of recurrent layers in {segments.name}"
         data = segments.group.data
         self.channel: Channel | None = None if data is None else data.at(name, forward_exchanges=1)
 
-    def send(self, parts: Sequence[Part]) -> list[list[torch.Tensor]]:
+    def send(self, parts: Sequence[MessagePart]) -> list[list[torch.Tensor]]:
         pending = launch(self.channel, parts, self.segments.formats, "states")
         self.segments.meter.count(state_exchanges=1, state_bytes=pending.sent_bytes)
         return pending.sections()
 
     def received(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Rows from other ranks: in a recompute those of the forward before, if they were kept."""
+        """Return rows from other ranks; in a recompute those of the
+        forward before, if they were kept.
+        """
         if self.stored is not None and (kept := self.stored.take()) is not None:
             return [rows.detach() for rows in kept]
-        parts = [Part(tensor.contiguous(), needed.rows) for tensor, needed in zip(held, self.needed, strict=True)]
-        came = [joined(sections, tensor) for sections, tensor in zip(self.send(parts), held, strict=True)]
+        parts = [MessagePart(tensor.contiguous(), needed.rows) for tensor, needed in zip(held, self.needed, strict=True)]
+        came = [concat_rows(sections, tensor) for sections, tensor in zip(self.send(parts), held, strict=True)]
         if self.stored is not None:
             self.stored.keep(*came)
         return came
 
     def returned(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients of the rows held, from those of rows held and then received."""
+        """Return gradients of the held rows, given those of held and received rows."""
         if self.channel is not None:
             self.channel.begin_backward()
         if self.stored is not None:
             self.stored.drop()
         counts = [len(needed.held) for needed in self.needed]
         parts = [
-            Part(gradient[count:].contiguous(), needed.rows.way_back)
+            MessagePart(gradient[count:].contiguous(), needed.rows.way_back)
             for gradient, needed, count in zip(gradients, self.needed, counts, strict=True)
         ]
         came = self.send(parts)
         return [
-            add_rows(gradient[:count].clone(), needed.rows.runs, pieces(needed.rows.runs, sections))
+            add_rows(gradient[:count].clone(), needed.rows.runs, split_runs(needed.rows.runs, sections))
             for gradient, needed, count, sections in zip(gradients, self.needed, counts, came, strict=True)
         ]
 
 
-class _Carry(torch.autograd.Function):
+class _ExchangeStates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.exchange, ctx.inputs = exchange, len(tensors)
@@ -131,52 +144,57 @@ class _Tie(torch.autograd.Function):
         return gradient, ctx.anchor
 
 
-def carry(
+def exchange_states(
     segments: Segments,
     held: Sequence[torch.Tensor],
-    needed: Sequence[Needed],
+    needed: Sequence[RowNeeds],
     inputs: Sequence[torch.Tensor],
     stored: LayerOutputs | None,
-) -> Carried:
-    """Bring rows to the ranks that need them; if no document of the micro-batch lies on several ranks, nothing is exchanged.
+) -> ExchangedStates:
+    """Bring rows to the ranks that need them; exchange nothing if no document
+    of the micro-batch lies on several ranks.
 
     Args:
-        segments: of this rank. Every rank of the group must call it at the same point, forward and backward.
-        held: tensors whose rows are `Needed.held`. Dtypes and row shapes must be equal on all ranks.
-        needed: of each of these tensors.
-        inputs: of the layer, through which every rank gets to backward or none.
-        stored: where received rows are kept for activation checkpointing: the recompute finds them and exchanges nothing.
+        segments: of this rank. Every rank of the group must call it at the same point, forward and
+            backward.
+        held: tensors whose rows are `RowNeeds.held`. Dtypes and row shapes must be equal on all
+            ranks.
+        needed: the `RowNeeds` of each of these tensors.
+        inputs: inputs of the layer; they need a gradient on every rank or on none.
+        stored: keeps received rows for activation checkpointing: the recompute finds them and
+            exchanges nothing.
     """
     if not segments.exchanges:
-        return Carried(tuple(held), held[0].new_zeros(()))
-    anchor, *rows = _Carry.apply(_Exchange(segments, needed, stored), *held, *inputs)  # type: ignore[no-untyped-call]
-    return Carried(tuple(rows), anchor)
+        return ExchangedStates(tuple(held), held[0].new_zeros(()))
+    anchor, *rows = _ExchangeStates.apply(_Exchange(segments, needed, stored), *held, *inputs)  # type: ignore[no-untyped-call]
+    return ExchangedStates(tuple(rows), anchor)
 
 
-def tied(output: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    """The output, whose backward comes to the exchange that the anchor is of."""
+def with_gradient_anchor(output: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    """Return the output, tied to the anchor: its backward reaches the exchange of the anchor."""
     if not anchor.requires_grad:
         return output
     result: torch.Tensor = _Tie.apply(output, anchor)  # type: ignore[no-untyped-call]
     return result
 
 
-def starting_states(
+def compute_starting_states(
     segments: Segments, carried: Summaries, move: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """The state at the start of each segment here that is not the first of its document, by its place among `Segments.here`.
+    """Return the state at the start of each segment here that is not the first of its
+    document, by its place among `Segments.here`.
 
     Args:
         segments: of this rank.
-        carried: of the segments before, in the rows that `carry` returned.
-        move: the state after a transition of the state before, (transition, state).
+        carried: summaries of the segments before, from the rows that `exchange_states` returned.
+        move: applies a transition to a state: (transition, state) -> state.
     """
     states: dict[int, torch.Tensor] = {}
     for document, held in segments.cut.items():
         state: torch.Tensor | None = None
         last = max(number for number, segment in enumerate(held) if segment.rank == segments.group.rank)
         for number, segment in enumerate(held[: last + 1]):
-            key = Key(document, segment.start)
+            key = StateKey(document, segment.start)
             if state is not None and segment.rank == segments.group.rank:
                 states[segments.index[key]] = state
             if number == last:

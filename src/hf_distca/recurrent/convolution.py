@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 import torch
 
-from hf_distca.recurrent.carryover import carry, tied
-from hf_distca.recurrent.segments import Key, Needed, Segments, with_token
+from hf_distca.recurrent.carryover import exchange_states, with_gradient_anchor
+from hf_distca.recurrent.segments import RowNeeds, Segments, StateKey, with_token
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.schedule.layout import Segment
 
@@ -28,16 +28,19 @@ def causal_convolution(
     segments: Segments,
     stored: LayerOutputs | None = None,
 ) -> torch.Tensor:
-    """A causal convolution of the tokens of this rank that starts with zeros at the first token of each document.
+    """Compute a causal convolution of this rank's tokens that starts with
+    zeros at the first token of each document.
 
     Every rank of the group must call it at the same point, forward and backward.
 
     Args:
         x_BCT: rows of the tokens of `segments`, in their order; B is 1, and T may be 0.
-        convolve: the model's own function, with activation: (1, C, any T) to the same, with zeros in front of the first token.
+        convolve: the model's own function, with activation: (1, C, any T) to the same, with zeros
+            in front of the first token.
         width: W, so that a token sees `width - 1` before it.
-        segments: of this rank.
-        stored: where received rows are kept for activation checkpointing: the recompute then exchanges nothing.
+        segments: segments of this rank.
+        stored: keeps received rows for activation checkpointing: the recompute then exchanges
+            nothing.
 
     Returns:
         (1, C, T).
@@ -48,32 +51,34 @@ def causal_convolution(
     """
     with segments.group.reporting(f"computing a convolution of {segments.name}"):
         segments.check(x_BCT, 2)
-        if segments.whole:
-            return _convolved(x_BCT, convolve, segments, width - 1)
+        if segments.has_only_whole_documents:
+            return _convolve_segments(x_BCT, convolve, segments, width - 1)
         needed = segments.halo(width - 1)
         tokens = [segments.token(key) for key in needed.held]
         held = torch.cat([x_BCT[0, :, :0], *(x_BCT[0, :, token : token + 1] for token in tokens)], 1).t()
-        carried = carry(segments, (held,), (needed,), (x_BCT,), stored)
+        carried = exchange_states(segments, (held,), (needed,), (x_BCT,), stored)
         rows = carried.rows[0]
         following = [index for index, segment in enumerate(segments.here) if segment.start > 0]
-        halos = {index: _halo(rows, needed, segments.here[index], width - 1) for index in following}
-        return tied(_convolved(x_BCT, convolve, segments, width - 1, halos), carried.anchor)
+        halos = {index: _gather_halo(rows, needed, segments.here[index], width - 1) for index in following}
+        return with_gradient_anchor(_convolve_segments(x_BCT, convolve, segments, width - 1, halos), carried.anchor)
 
 
-def _halo(rows: torch.Tensor, needed: Needed, segment: Segment, size: int) -> torch.Tensor:
-    """Up to so many rows in front of a segment, (1, C, size or less)."""
-    places = [needed.place[Key(segment.document, position)] for position in range(max(segment.start - size, 0), segment.start)]
+def _gather_halo(rows: torch.Tensor, needed: RowNeeds, segment: Segment, size: int) -> torch.Tensor:
+    """Return up to `size` rows in front of a segment, (1, C, size or less)."""
+    places = [
+        needed.place[StateKey(segment.document, position)] for position in range(max(segment.start - size, 0), segment.start)
+    ]
     return torch.cat([rows[:0], *(rows[place : place + 1] for place in places)]).t()[None]
 
 
-def _convolved(
+def _convolve_segments(
     x_BCT: torch.Tensor,
     convolve: Callable[[torch.Tensor], torch.Tensor],
     segments: Segments,
     size: int,
     halos: Mapping[int, torch.Tensor] = MappingProxyType({}),
 ) -> torch.Tensor:
-    """All segments in one call, each behind `size` rows: its halo, or zeros."""
+    """Convolve all segments in one call, each behind `size` rows: its halo, or zeros."""
     zeros = x_BCT.new_zeros((1, x_BCT.shape[1], size))
     row, begins, begin = [], [], 0
     for index, (offset, length) in enumerate(zip(segments.offsets, segments.lengths, strict=False)):

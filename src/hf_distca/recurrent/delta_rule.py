@@ -20,7 +20,14 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hf_distca.recurrent.carryover import RuleOutputs, Summaries, carry, starting_states, tied, widened
+from hf_distca.recurrent.carryover import (
+    RuleOutputs,
+    Summaries,
+    compute_starting_states,
+    exchange_states,
+    state_dtype,
+    with_gradient_anchor,
+)
 from hf_distca.recurrent.segments import Segments, with_token
 from hf_distca.runtime.outputs import LayerOutputs
 
@@ -44,9 +51,9 @@ class DeltaInputs(NamedTuple):
     beta: torch.Tensor
 
     def no_states(self) -> torch.Tensor:
-        """(0, H, K, V), in float32, or float64 if the values are."""
+        """Make an empty batch of states (0, H, K, V), in float32, or float64 if the values are."""
         shape = 0, self.value.shape[2], self.key.shape[3], self.value.shape[3]
-        return self.value.new_zeros(shape, dtype=widened(self.value.dtype))
+        return self.value.new_zeros(shape, dtype=state_dtype(self.value.dtype))
 
 
 class DeltaRule(Protocol):
@@ -66,7 +73,7 @@ class DeltaRule(Protocol):
 
 
 def document_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]) -> DeltaRule:
-    """The rule of a kernel that runs one document.
+    """Make a rule of a kernel that runs one document.
 
     Args:
         kernel: called as ``kernel(query, key, value, g=decay, beta=beta, initial_state=..., output_final_state=...)`` with states
@@ -91,15 +98,17 @@ def document_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor 
 def gated_delta_rule(
     inputs: DeltaInputs, segments: Segments, rule: DeltaRule, stored: LayerOutputs | None = None
 ) -> torch.Tensor:
-    """The rule for the tokens of this rank: each document from no state to its end, wherever its segments lie.
+    """Compute the rule for this rank's tokens: each document from no state
+    to its end, wherever its segments lie.
 
     Every rank of the group must call it at the same point, forward and backward.
 
     Args:
-        inputs: of the tokens of `segments`, in their order; T may be 0.
-        segments: of this rank.
+        inputs: inputs for the tokens of `segments`, in their order; T may be 0.
+        segments: segments of this rank.
         rule: the model's kernel.
-        stored: where received states are kept for activation checkpointing: the recompute then exchanges nothing.
+        stored: keeps received states for activation checkpointing: the recompute then exchanges
+            nothing.
 
     Returns:
         Outputs (1, T, H, V) in the dtype in which the rule returns them.
@@ -111,9 +120,9 @@ def gated_delta_rule(
     with segments.group.reporting(f"computing a delta rule of {segments.name}"):
         segments.check(inputs.value, 1)
         layer = _Layer(inputs, segments, rule)
-        if not segments.whole:
+        if not segments.has_only_whole_documents:
             return _with_states(layer, stored)
-        return layer.run(segments.alone).output if segments.here else layer.run_none()
+        return layer.run(segments.whole_documents).output if segments.here else layer.run_none()
 
 
 class _Layer(NamedTuple):
@@ -131,31 +140,33 @@ class _Layer(NamedTuple):
         return self.rule(self.inputs_of(which), self.segments.lengths_of(which), start, final_states=final_states)
 
     def run_none(self) -> torch.Tensor:
-        """The output of a rank without tokens."""
+        """Run the kernels of a rank without tokens, and return its empty output."""
         inputs = DeltaInputs(*map(with_token, self.inputs))
         return self.rule(inputs, [1], None, final_states=False).output[:, :0]
 
     def inputs_of(self, which: Sequence[int]) -> DeltaInputs:
-        """Those of some segments."""
+        """Return the inputs of some segments."""
         return DeltaInputs(*(self.segments.select(tensor, which) for tensor in self.inputs))
 
-    def run_between(self, which: Sequence[int]) -> _Between:
-        """Run segments whose state before is not known yet."""
+    def run_between(self, which: Sequence[int]) -> _SegmentStates:
+        """Run segments whose initial state is not known yet."""
         none, inputs = self.inputs.no_states(), self.inputs_of(which)
         heads, rows, columns = none.shape[1:]
         if not which:
-            return _Between(inputs.value, inputs.value, Summaries(none, none.new_zeros((0, heads, rows, rows))))
+            return _SegmentStates(inputs.value, inputs.value, Summaries(none, none.new_zeros((0, heads, rows, rows))))
         zeros = inputs.value.new_zeros((*inputs.value.shape[:3], rows))
         wide = inputs._replace(value=torch.cat([inputs.value, zeros], -1))
         start = torch.cat([none.new_zeros((rows, columns)), torch.eye(rows, dtype=none.dtype, device=none.device)], -1)
         states = start.expand(len(which), heads, rows, columns + rows)
         outputs = self.rule(wide, self.segments.lengths_of(which), states, final_states=True)
         output, reader = torch.split(outputs.output, [columns, rows], -1)
-        return _Between(output, reader, Summaries(*torch.split(outputs.states_like(none), [columns, rows], -1)))
+        return _SegmentStates(output, reader, Summaries(*torch.split(outputs.states_like(none), [columns, rows], -1)))
 
 
-class _Between(NamedTuple):
-    """What segments of unknown start give: outputs (1, T, H, V) from zeros, what reads a state (1, T, H, K), and summaries."""
+class _SegmentStates(NamedTuple):
+    """Results of segments of unknown initial state: outputs (1, T, H, V) from zeros, factors
+    (1, T, H, K) that read the state, and summaries.
+    """
 
     output: torch.Tensor
     reader: torch.Tensor
@@ -165,23 +176,23 @@ class _Between(NamedTuple):
 def _with_states(layer: _Layer, stored: LayerOutputs | None) -> torch.Tensor:
     inputs, segments, _ = layer
     # 1. Segments that begin a document which goes on run from zeros, and end with their bias.
-    first = layer.run(segments.beginnings, final_states=True)
+    first = layer.run(segments.first_segments, final_states=True)
     # 2. Segments between others run from zeros and from the identity.
-    between = layer.run_between(segments.middles)
+    between = layer.run_between(segments.inner_segments)
     # 3. Biases and transitions travel to the ranks that hold later segments.
     biases = torch.cat([first.states_like(inputs.no_states()), between.summaries.biases])
     needed = segments.summaries, segments.transitions
-    carried = carry(segments, (biases, between.summaries.transitions), needed, inputs, stored)
+    carried = exchange_states(segments, (biases, between.summaries.transitions), needed, inputs, stored)
     # 4. They are composed, in the order of the document, to the state before each segment.
     with torch.autocast(biases.device.type, enabled=False):
-        states = starting_states(segments, Summaries(*carried.rows), torch.matmul)
+        states = compute_starting_states(segments, Summaries(*carried.rows), torch.matmul)
         # 5. It adds to the outputs of segments between others, and segments that end a document run from it.
-        outputs = segments.split(between.output, segments.middles)
-        for index, reader in segments.split(between.reader, segments.middles).items():
+        outputs = segments.split(between.output, segments.inner_segments)
+        for index, reader in segments.split(between.reader, segments.inner_segments).items():
             added = torch.einsum("bthk,hkv->bthv", reader.to(biases.dtype), states[index])
             outputs[index] = (outputs[index] + added).to(reader.dtype)
     endings = [index for index in states if index not in outputs]
-    last, whole = layer.run(endings, [states[index] for index in endings]), layer.run(segments.alone)
-    for ran, which in ((first, segments.beginnings), (last, endings), (whole, segments.alone)):
+    last, whole = layer.run(endings, [states[index] for index in endings]), layer.run(segments.whole_documents)
+    for ran, which in ((first, segments.first_segments), (last, endings), (whole, segments.whole_documents)):
         outputs |= segments.split(ran.output, which)
-    return tied(segments.arrange(outputs) if outputs else layer.run_none(), carried.anchor)
+    return with_gradient_anchor(segments.arrange(outputs) if outputs else layer.run_none(), carried.anchor)

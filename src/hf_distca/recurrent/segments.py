@@ -1,4 +1,6 @@
-"""The segments of documents that a rank holds, and where the other segments of these documents lie."""
+"""The segments of documents that a rank holds, and the places of
+the other segments of these documents.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ import torch
 
 from hf_distca.errors import LayoutError
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.messages import Formats, Rows, Run
+from hf_distca.runtime.messages import MessageLayouts, RowRun, Rows
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.layout import Layout, Segment
 
-__all__ = ["HeldSegment", "Key", "Needed", "Segments", "with_token"]
+__all__ = ["HeldSegment", "StateKey", "RowNeeds", "Segments", "with_token"]
 
 
 class HeldSegment(NamedTuple):
@@ -29,16 +31,16 @@ class HeldSegment(NamedTuple):
     end: int
 
 
-class Key(NamedTuple):
-    """Identifies a row: its token, or the segment that starts with this token."""
+class StateKey(NamedTuple):
+    """Identifier of a row: its token, or the segment that starts with this token."""
 
     document: int
     position: int
 
 
 @dataclass(frozen=True, eq=False)
-class Needed:
-    """The rows that segments need from segments before them, seen from one rank.
+class RowNeeds:
+    """Rows that segments need from segments before them, seen from one rank.
 
     Attributes:
         held: keys of the rows that this rank holds and a segment on any rank needs. Keys of position 0 come first.
@@ -46,19 +48,21 @@ class Needed:
         place: the index of each held or received row in a tensor of all held rows followed by all received rows.
     """
 
-    held: tuple[Key, ...]
+    held: tuple[StateKey, ...]
     rows: Rows
-    place: dict[Key, int]
+    place: dict[StateKey, int]
 
     @classmethod
-    def of(cls, rank: int, needs: Iterable[tuple[int, int, Key]]) -> Needed:
-        """From triples (rank that needs a row, rank that holds it, row), in any order; those of other ranks may be left out."""
+    def of(cls, rank: int, needs: Iterable[tuple[int, int, StateKey]]) -> RowNeeds:
+        """Build from triples (rank that needs a row, rank that holds it, row), in any
+        order; triples without this rank may be left out.
+        """
         unique = set(needs)
         held = tuple(sorted({key for _, holder, key in unique if holder == rank}, key=lambda key: (key.position > 0, key)))
         place = {key: index for index, key in enumerate(held)}
         sent = sorted((target, key) for target, holder, key in unique if holder == rank != target)
         received = sorted((holder, key) for target, holder, key in unique if target == rank != holder)
-        rows = Rows(tuple(Run(target, place[key], 1) for target, key in sent), dict(Counter(holder for holder, _ in received)))
+        rows = Rows(tuple(RowRun(target, place[key], 1) for target, key in sent), dict(Counter(holder for holder, _ in received)))
         place.update((key, len(held) + index) for index, (_, key) in enumerate(received))
         return cls(held, rows, place)
 
@@ -69,12 +73,13 @@ class Segments:
 
     Attributes:
         here: the segments of this rank in token order.
-        cut: documents that have a segment here and one elsewhere, or two here with other tokens between them: all segments of
-            each, in order of position.
-        exchanges: whether any document of the micro-batch lies on several ranks. Equal on all ranks.
+        cut: documents that have a segment here and one elsewhere, or two here with other tokens
+            between them: all segments of each, in order of position.
+        exchanges: whether any document of the micro-batch lies on several ranks. Equal on all
+            ranks.
         group: the ranks of the layout.
         meter: counts exchanges and their bytes.
-        name: of the micro-batch, the same on every rank, for errors.
+        name: name of the micro-batch, the same on every rank, for errors.
         numbers: counts the exchanges of the micro-batch.
         formats: message formats that were built before, for reuse.
     """
@@ -86,23 +91,29 @@ class Segments:
     meter: Meter = field(default_factory=Meter)
     name: str = "a micro-batch"
     numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
-    formats: Formats = field(default_factory=dict, repr=False)
-    _halos: dict[int, Needed] = field(default_factory=dict, repr=False)
+    formats: MessageLayouts = field(default_factory=dict, repr=False)
+    _halos: dict[int, RowNeeds] = field(default_factory=dict, repr=False)
 
     @classmethod
     def packed(cls, lengths: Sequence[int]) -> Segments:
-        """Whole documents of these lengths one after another. Nothing is exchanged."""
+        """Make segments of whole documents of these lengths one after another.
+
+        Nothing is exchanged.
+        """
         return cls(tuple(Segment(document, 0, length) for document, length in enumerate(lengths)))
 
     @classmethod
     def from_layout(cls, layout: Layout, group: AttentionGroup, meter: Meter | None = None, name: str = "") -> Segments:
-        """The segments of this rank of the group in a layout. Documents that are split by heads count as whole.
+        """Make the segments of this rank of the group in a layout.
+
+        Documents that are split by heads count as whole.
 
         Args:
             layout: of the ranks of the group, without context.
-            group: every rank of it must make its segments of the same layout, and run the same layers with them.
-            meter: where to count `state_exchanges` and `state_bytes`; by default one of its own.
-            name: of the micro-batch, the same on every rank, for errors.
+            group: every rank of it must make its segments of the same layout, and run the same
+                layers with them.
+            meter: counts `state_exchanges` and `state_bytes`; by default a new one.
+            name: name of the micro-batch, the same on every rank, for errors.
 
         Raises:
             LayoutError: if the layout has context, or is not of so many ranks.
@@ -134,41 +145,45 @@ class Segments:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each segment here."""
+        """Number of tokens of each segment here."""
         return tuple(segment.length for segment in self.here)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Of each segment here the index of its first token, and the number of all tokens."""
+        """Index of the first token of each segment here, and then the number of all tokens."""
         return tuple(itertools.accumulate(self.lengths, initial=0))
 
     @cached_property
-    def index(self) -> dict[Key, int]:
-        """Which of `here` a segment is."""
-        return {Key(segment.document, segment.start): index for index, segment in enumerate(self.here)}
+    def index(self) -> dict[StateKey, int]:
+        """Index among `here` of the segment that starts at a key."""
+        return {StateKey(segment.document, segment.start): index for index, segment in enumerate(self.here)}
 
     @property
-    def whole(self) -> bool:
-        """Whether all documents here are whole, and this rank has no part in an exchange."""
+    def has_only_whole_documents(self) -> bool:
+        """True if all documents here are whole, and this rank has no part in an exchange."""
         return not (self.cut or self.exchanges)
 
     @cached_property
-    def beginnings(self) -> tuple[int, ...]:
-        """Which of `here` begin a document that goes on after them, in the order of `summaries.held`."""
+    def first_segments(self) -> tuple[int, ...]:
+        """Indices in `here` of segments that begin a document which goes on
+        after them, in the order of `summaries.held`.
+        """
         return tuple(self.index[key] for key in self.summaries.held if key.position == 0)
 
     @cached_property
-    def middles(self) -> tuple[int, ...]:
-        """Which of `here` have others of their document before and after them, in the order of `transitions.held`."""
+    def inner_segments(self) -> tuple[int, ...]:
+        """Indices in `here` of segments with others of their document before and
+        after them, in the order of `transitions.held`.
+        """
         return tuple(self.index[key] for key in self.transitions.held)
 
     @cached_property
-    def alone(self) -> tuple[int, ...]:
-        """Which of `here` are whole documents."""
+    def whole_documents(self) -> tuple[int, ...]:
+        """Indices in `here` of whole documents."""
         return tuple(index for index, segment in enumerate(self.here) if segment.document not in self.cut)
 
-    def token(self, key: Key) -> int:
-        """The index among the tokens here of one that is here."""
+    def token(self, key: StateKey) -> int:
+        """Return the index of a token among the tokens here."""
         return next(
             offset + key.position - segment.start
             for offset, segment in zip(self.offsets, self.here, strict=False)
@@ -176,11 +191,11 @@ class Segments:
         )
 
     def lengths_of(self, which: Sequence[int]) -> list[int]:
-        """Tokens of some segments here."""
+        """Return the numbers of tokens of some segments here."""
         return [self.lengths[index] for index in which]
 
     def check(self, tensor: torch.Tensor, dim: int) -> None:
-        """Check that an input has as many tokens along `dim` as there are here, in one row.
+        """Raise unless an input has one row, with as many tokens along `dim` as there are here.
 
         Raises:
             LayoutError: states both.
@@ -192,7 +207,9 @@ class Segments:
             )
 
     def select(self, tensor: torch.Tensor, which: Sequence[int]) -> torch.Tensor:
-        """The tokens of some segments here, along dimension 1, one after another; a view where that is possible."""
+        """Return the tokens of some segments here, along dimension 1, one
+        after another; a view where possible.
+        """
         spans: list[list[int]] = []
         for index in which:
             if spans and spans[-1][1] == self.offsets[index]:
@@ -203,42 +220,46 @@ class Segments:
         return parts[0] if len(parts) == 1 else torch.cat(parts or [tensor[:, :0]], 1)
 
     def split(self, tensor: torch.Tensor, which: Sequence[int]) -> dict[int, torch.Tensor]:
-        """Of each of some segments its tokens, from those that `select` put one after another along dimension 1."""
+        """Split consecutive tokens, as from `select`, into those of each segment."""
         return dict(zip(which, torch.split(tensor, self.lengths_of(which), 1), strict=True)) if which else {}
 
     def arrange(self, by_index: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """All segments here, at least one, one after another."""
+        """Concatenate all segments here, at least one, in their order."""
         return torch.cat([by_index[index] for index in range(len(self.here))], 1)
 
     @cached_property
-    def summaries(self) -> Needed:
-        """What states are composed of: rows of segments that come before others of their document."""
-        return Needed.of(self.group.rank, self._summaries(0))
+    def summaries(self) -> RowNeeds:
+        """Rows from which states are composed: those of segments that
+        come before others of their document.
+        """
+        return RowNeeds.of(self.group.rank, self._summaries(0))
 
     @cached_property
-    def transitions(self) -> Needed:
-        """As `summaries`, without the first segments of documents: there is no state before them."""
-        return Needed.of(self.group.rank, self._summaries(1))
+    def transitions(self) -> RowNeeds:
+        """Same as `summaries`, without the first segments of
+        documents: there is no state before them.
+        """
+        return RowNeeds.of(self.group.rank, self._summaries(1))
 
-    def _summaries(self, first: int) -> Iterator[tuple[int, int, Key]]:
-        """Of each document's segments from this number on."""
+    def _summaries(self, first: int) -> Iterator[tuple[int, int, StateKey]]:
+        """Yield the needs of each document's segments from this number on."""
         here = self.group.rank
         for document, segments in self.cut.items():
             last = {segment.rank: number for number, segment in enumerate(segments)}
             for segment in segments[first : last[here]]:
-                yield here, segment.rank, Key(document, segment.start)
+                yield here, segment.rank, StateKey(document, segment.start)
             for number, segment in enumerate(segments[first:], first):
                 if segment.rank == here:
-                    key = Key(document, segment.start)
+                    key = StateKey(document, segment.start)
                     yield from ((rank, here, key) for rank, number_of_last in last.items() if number_of_last > number)
 
-    def halo(self, rows: int) -> Needed:
-        """Tokens that are needed by segments which start up to so many tokens after them."""
+    def halo(self, rows: int) -> RowNeeds:
+        """Return the tokens needed by segments which start up to `rows` tokens after them."""
         if rows not in self._halos:
-            self._halos[rows] = Needed.of(self.group.rank, self._halo(rows))
+            self._halos[rows] = RowNeeds.of(self.group.rank, self._halo(rows))
         return self._halos[rows]
 
-    def _halo(self, rows: int) -> Iterator[tuple[int, int, Key]]:
+    def _halo(self, rows: int) -> Iterator[tuple[int, int, StateKey]]:
         here = self.group.rank
         for document, segments in self.cut.items():
             for number, segment in enumerate(segments):
@@ -248,11 +269,11 @@ class Segments:
                         break
                     if here in (before.rank, segment.rank):
                         positions = range(first, before.end)
-                        yield from ((segment.rank, before.rank, Key(document, position)) for position in positions)
+                        yield from ((segment.rank, before.rank, StateKey(document, position)) for position in positions)
 
 
 def with_token(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """No tokens and then a token of zeros.
+    """Append a token of zeros to no tokens.
 
     A rank without tokens runs its kernels on this and drops the outputs, so that weights get a gradient as on all other ranks.
     """

@@ -18,7 +18,14 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hf_distca.recurrent.carryover import RuleOutputs, Summaries, carry, starting_states, tied, widened
+from hf_distca.recurrent.carryover import (
+    RuleOutputs,
+    Summaries,
+    compute_starting_states,
+    exchange_states,
+    state_dtype,
+    with_gradient_anchor,
+)
 from hf_distca.recurrent.segments import Segments, with_token
 from hf_distca.runtime.outputs import LayerOutputs
 
@@ -42,13 +49,13 @@ class ScanInputs(NamedTuple):
     C: torch.Tensor
 
     def of(self, segments: Segments, which: Sequence[int]) -> ScanInputs:
-        """Those of some segments."""
+        """Return the inputs of some segments."""
         x, dt, *projections = (segments.select(tensor, which) for tensor in (self.x, self.dt, self.B, self.C))
         return ScanInputs(x, dt, self.A, *projections)
 
     def no_states(self) -> torch.Tensor:
-        """(0, H, P, N), in float32, or float64 if x is."""
-        return self.x.new_zeros((0, *self.x.shape[2:], self.B.shape[3]), dtype=widened(self.x.dtype))
+        """Make an empty batch of states (0, H, P, N), in float32, or float64 if x is."""
+        return self.x.new_zeros((0, *self.x.shape[2:], self.B.shape[3]), dtype=state_dtype(self.x.dtype))
 
 
 class Scan(Protocol):
@@ -59,7 +66,7 @@ class Scan(Protocol):
 
 
 def scan_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Scan:
-    """The scan of a kernel that scans one document.
+    """Make a scan of a kernel that scans one document.
 
     Args:
         kernel: called as ``kernel(x, dt, A, B, C, return_final_states=True)``, as are mamba-ssm's `mamba_chunk_scan_combined` and
@@ -77,15 +84,17 @@ def scan_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -
 
 
 def mamba2(inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutputs | None = None) -> torch.Tensor:
-    """The scan for the tokens of this rank: each document from no state to its end, wherever its segments lie.
+    """Compute the scan for this rank's tokens: each document from no state
+    to its end, wherever its segments lie.
 
     Every rank of the group must call it at the same point, forward and backward.
 
     Args:
-        inputs: of the tokens of `segments`, in their order; T may be 0.
-        segments: of this rank.
+        inputs: inputs for the tokens of `segments`, in their order; T may be 0.
+        segments: segments of this rank.
         scan: the model's kernel.
-        stored: where received states are kept for activation checkpointing: the recompute then exchanges nothing.
+        stored: keeps received states for activation checkpointing: the recompute then exchanges
+            nothing.
 
     Returns:
         Outputs (1, T, H, P) in the dtype in which the scan returns them.
@@ -96,12 +105,16 @@ def mamba2(inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutp
     """
     with segments.group.reporting(f"computing a state space of {segments.name}"):
         segments.check(inputs.x, 1)
-        if not segments.whole:
+        if not segments.has_only_whole_documents:
             return _with_states(inputs, segments, scan, stored)
-        return _scanned(inputs, segments, scan, segments.alone).output if segments.here else _none_scanned(inputs, scan)
+        return (
+            _scan_segments(inputs, segments, scan, segments.whole_documents).output
+            if segments.here
+            else _scan_nothing(inputs, scan)
+        )
 
 
-def _scanned(
+def _scan_segments(
     inputs: ScanInputs, segments: Segments, scan: Scan, which: Sequence[int], *, final_states: bool = False
 ) -> RuleOutputs:
     """Scan some segments, from zeros."""
@@ -110,45 +123,47 @@ def _scanned(
     return scan(inputs.of(segments, which), segments.lengths_of(which), final_states=final_states)
 
 
-def _none_scanned(inputs: ScanInputs, scan: Scan) -> torch.Tensor:
-    """The output of a rank without tokens."""
+def _scan_nothing(inputs: ScanInputs, scan: Scan) -> torch.Tensor:
+    """Run the kernel of a rank without tokens, and return its empty output."""
     x, dt, *projections = map(with_token, (inputs.x, inputs.dt, inputs.B, inputs.C))
     return scan(ScanInputs(x, dt, inputs.A, *projections), [1], final_states=False).output[:, :0]
 
 
 def _with_states(inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutputs | None) -> torch.Tensor:
     # 1, 2. Segments that others come after are scanned from zeros, and end with their bias. Transitions follow from decays.
-    handing_on = (*segments.beginnings, *segments.middles)
-    handed = _scanned(inputs, segments, scan, handing_on, final_states=True)
+    handing_on = (*segments.first_segments, *segments.inner_segments)
+    handed = _scan_segments(inputs, segments, scan, handing_on, final_states=True)
     biases = handed.states_like(none := inputs.no_states())
-    decays = [_log_decays(inputs.of(segments, [index])).sum(0).exp() for index in segments.middles]
+    decays = [_log_decays(inputs.of(segments, [index])).sum(0).exp() for index in segments.inner_segments]
     transitions = torch.stack(decays) if decays else none.new_zeros((0, none.shape[1]))
     # 3. Biases and transitions travel to the ranks that hold later segments.
-    carried = carry(segments, (biases, transitions), (segments.summaries, segments.transitions), inputs, stored)
+    carried = exchange_states(segments, (biases, transitions), (segments.summaries, segments.transitions), inputs, stored)
     # 4. They are composed, in the order of the document, to the state before each segment.
-    states = starting_states(segments, Summaries(*carried.rows), _decayed)
+    states = compute_starting_states(segments, Summaries(*carried.rows), _decay_state)
     # 5. All other segments are scanned from zeros, and the state before a segment adds to its outputs.
     ending = [index for index in range(len(segments.here)) if index not in handing_on]
-    ended = _scanned(inputs, segments, scan, ending)
+    ended = _scan_segments(inputs, segments, scan, ending)
     outputs = segments.split(handed.output, handing_on) | segments.split(ended.output, ending)
     for index, state in states.items():
-        added = _added(inputs.of(segments, [index]), state)
+        added = _add_state(inputs.of(segments, [index]), state)
         outputs[index] = (outputs[index] + added).to(outputs[index].dtype)
-    return tied(segments.arrange(outputs) if outputs else _none_scanned(inputs, scan), carried.anchor)
+    return with_gradient_anchor(segments.arrange(outputs) if outputs else _scan_nothing(inputs, scan), carried.anchor)
 
 
-def _decayed(transition_H: torch.Tensor, state_HPN: torch.Tensor) -> torch.Tensor:
+def _decay_state(transition_H: torch.Tensor, state_HPN: torch.Tensor) -> torch.Tensor:
     return transition_H[:, None, None] * state_HPN
 
 
 def _log_decays(inputs: ScanInputs) -> torch.Tensor:
-    """Logarithms of the decays of one segment, (T, H), in the dtype of states."""
+    """Return the logarithms of the decays of one segment, (T, H), in the dtype of states."""
     dtype = inputs.no_states().dtype
     return inputs.A.to(dtype) * inputs.dt[0].to(dtype)
 
 
-def _added(inputs: ScanInputs, state_HPN: torch.Tensor) -> torch.Tensor:
-    """What a state adds to the outputs of the segment after it, (1, T, H, P), in the dtype of states."""
+def _add_state(inputs: ScanInputs, state_HPN: torch.Tensor) -> torch.Tensor:
+    """Return the contribution of a state to the outputs of the segment after
+    it, (1, T, H, P), in the dtype of states.
+    """
     decay_TH = _log_decays(inputs).cumsum(0).exp()
     C_TGN = inputs.C[0].to(state_HPN.dtype)
     by_group = state_HPN.reshape(C_TGN.shape[1], -1, *state_HPN.shape[1:])

@@ -1,1 +1,1 @@
-"""What a run left in its folder, as one page that needs nothing else. It needs no torch."""
+"""The report of a run's folder, as one page that needs nothing else. It needs no torch."""

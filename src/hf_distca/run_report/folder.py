@@ -1,4 +1,4 @@
-"""`RunFolder`: what a run left in its folder: its record, the log of the Trainer, and timelines."""
+"""`RunFolder`: contents of a run's folder: its record, the log of the Trainer, and timelines."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ _HOW = (
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The timeline of one rank in sums.
+    """Sums over the timeline of one rank.
 
     Attributes:
-        rank: which one.
-        travelled_seconds, waited_seconds: in which messages travelled, and in which nothing was computed meanwhile.
-        share: of the messages' time that was hidden; None without messages.
+        rank: the rank.
+        travelled_seconds, waited_seconds: seconds in which messages travelled, and in which nothing
+            was computed meanwhile.
+        share: part of the messages' time that was hidden; None without messages.
     """
 
     rank: int
@@ -42,13 +43,14 @@ class RankTrace:
 
 @dataclass
 class RunFolder:
-    """What is there to report.
+    """Data to report.
 
     Attributes:
         path: the folder.
-        rows: of the record; of steps that ran again after a restart, the last time.
-        log: rows of the Trainer's log with figures of distca: the step, and the figures and the loss.
-        traces: of the ranks that wrote one.
+        rows: rows of the record; for steps that ran again after a restart, of the last time.
+        log: rows of the Trainer's log with figures of distca: the step, and the figures and the
+            loss.
+        traces: timelines of the ranks that wrote one.
     """
 
     path: Path
@@ -57,7 +59,7 @@ class RunFolder:
     traces: list[RankTrace] = field(default_factory=list)
 
     def rows_of(self, kind: type[RowKind]) -> list[RowKind]:
-        """The rows of one kind."""
+        """Return the rows of one kind."""
         return [row for row in self.rows if isinstance(row, kind)]
 
     @classmethod
@@ -65,7 +67,8 @@ class RunFolder:
         """Read a folder.
 
         Raises:
-            ReportError: if there is nothing to report, or a file is broken; says which and what to do.
+            ReportError: if there is nothing to report, or a file is broken; names the file and a
+                remedy.
             OSError: if a file cannot be read.
         """
         if not path.exists():
@@ -104,7 +107,7 @@ def _nothing_in(path: Path, record: Path, state: Path | None) -> str:
 
 
 def _newest_state(path: Path) -> Path | None:
-    """The Trainer's state, of the newest checkpoint if the folder itself has none."""
+    """Find the Trainer's state; that of the newest checkpoint if the folder itself has none."""
     if (path / _STATE).is_file():
         return path / _STATE
     numbers = {state: state.parent.name.removeprefix("checkpoint-") for state in path.glob(f"checkpoint-*/{_STATE}")}
@@ -128,7 +131,7 @@ def _read_log(path: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 def _read_traces(path: Path) -> Iterator[RankTrace]:
-    """Of the folder within the run's that has the newest timeline."""
+    """Read the timelines of the folder, within the run's, that has the newest one."""
     newest = max(path.rglob("rank_*.json"), key=lambda file: file.stat().st_mtime, default=None)
     for file in () if newest is None else newest.parent.glob("rank_*.json"):
         yield from _read_trace(file)

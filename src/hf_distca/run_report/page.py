@@ -1,4 +1,5 @@
-"""`render`: the page, one HTML file that holds all it needs, with two pictures drawn as SVG: seconds by rank, and a plan.
+"""`render`: the page, one HTML file without external parts, with two pictures
+drawn as SVG: seconds by rank, and a plan.
 
 Colours have a contrast of 3 to 1 or more to both backgrounds of the page, light and dark, and those of documents 4.5 to 1 to the
 white text on them.
@@ -40,9 +41,11 @@ _LABELLED = 0.06  # of the width: narrower bars have no room for a number
 
 
 class Bar(NamedTuple):
-    """A bar of a row. `start` and `length` are parts of the width, `tip` is shown under the pointer.
+    """A bar of a row.
 
-    What is `moved` is computed for another rank, and hatched.
+    `start` and `length` are parts of the width, `tip` is shown under the pointer.
+
+    A `moved` bar is computed for another rank, and hatched.
     """
 
     start: float
@@ -54,14 +57,14 @@ class Bar(NamedTuple):
 
 
 class RankRow(NamedTuple):
-    """The bars of a rank: behind each other on one line, or on a line each."""
+    """Bars of a rank: one behind another on one line, or on a line each."""
 
     rank: int
     lines: list[list[Bar]]
 
 
 class Side(NamedTuple):
-    """One of the halves of a picture, or all of it."""
+    """A half of a picture, or all of it."""
 
     caption: str
     rows: list[RankRow]
@@ -71,11 +74,11 @@ class Picture(NamedTuple):
     """A picture.
 
     Attributes:
-        name: of the element.
-        title, text: what stands above it.
-        width: what its whole width stands for.
+        name: name of the element.
+        title, text: text above it.
+        width: meaning of its whole width.
         sides: one, or two beside each other.
-        legend: colours by what they stand for.
+        legend: colours by their meaning.
     """
 
     name: str
@@ -87,7 +90,7 @@ class Picture(NamedTuple):
 
 
 def render(figures: Figures) -> str:
-    """The page."""
+    """Render the page."""
     text = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
     page = template.render(figures=figures, pictures=pictures(figures), tiles=_tiles(figures), version=version("hf-distca"))
@@ -103,7 +106,7 @@ def _tiles(figures: Figures) -> list[tuple[str, str]]:
 
 
 def pictures(figures: Figures) -> list[Picture]:
-    """Those that there are data for."""
+    """Draw all pictures for which there are data."""
     drawn = []
     if figures.per_rank is not None:
         drawn.append(_seconds_by_rank(figures.per_rank.measured_before, figures.per_rank.measured_after))
@@ -149,7 +152,7 @@ def _time(seconds: float) -> str:
 
 
 def _changed_most(before: Sequence[float], after: Sequence[float]) -> list[int]:
-    """The ranks that are drawn, in order: those whose work changes most."""
+    """Choose the ranks to draw, in order: those whose work changes most."""
     order = sorted(range(len(before)), key=lambda rank: -abs(before[rank] - after[rank]))
     return sorted(order[:_MOST_DRAWN])
 

@@ -1,7 +1,9 @@
-"""The rows of a run's record: what `DistCACallback` writes into the run folder, one JSON object a line, and the page reads.
+"""Rows of a run's record: `DistCACallback` writes them into the run folder, one
+JSON object a line, and the page reads them.
 
-Arrays have one number per rank of the attention group of rank 0. Seconds are of attention kernels, forward and backward; bytes
-are those that a rank sent. "Before" is what it would be if every rank computed its own attention.
+Arrays have one number per rank of the attention group of rank 0. Seconds are of attention kernels,
+forward and backward; bytes are those that a rank sent. "Before" means if every rank computed its
+own attention.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _DIGITS = 5  # significant ones of what is estimated or measured
 
 @dataclass(frozen=True)
 class PerRank:
-    """What each rank has and does."""
+    """Figures of each rank."""
 
     tokens: list[float]
     estimated_before: list[float]
@@ -59,17 +61,17 @@ class PerRank:
 
 @dataclass(frozen=True)
 class RunRow:
-    """A training begins.
+    """The beginning of a training.
 
     Attributes:
         step: optimizer steps that were done before.
-        started: when, in UTC.
-        ranks, nodes: of the attention group; 0 nodes where that is not known.
-        device: of rank 0.
+        started: time, in UTC.
+        ranks, nodes: numbers of ranks and nodes of the attention group; 0 nodes if unknown.
+        device: device of rank 0.
         model: its type, shape and dtype.
         settings: the fields of `DistCAConfig`.
-        training: the training arguments that decide what a micro-batch is.
-        versions: of packages.
+        training: the training arguments that define a micro-batch.
+        versions: versions of packages.
     """
 
     step: int
@@ -85,15 +87,15 @@ class RunRow:
 
 @dataclass(frozen=True)
 class StepsRow:
-    """The micro-batches that were counted since the row before.
+    """Micro-batches that were counted since the previous row.
 
     Attributes:
         step: optimizer steps that are done.
         tally: the fields of a `Tally`, from which the figures of the log are made.
         per_rank: sums over the micro-batches.
-        loss: as it was logged, None if none was.
-        kernels: that attention ran in.
-        rates: that plans were made with: what was learned by kind of layer, and ranks' speeds.
+        loss: the logged loss; None if none was logged.
+        kernels: kernels of attention.
+        rates: rates of the plans: learned factors by kind of layer, and ranks' speeds.
     """
 
     step: int
@@ -106,7 +108,7 @@ class StepsRow:
 
 @dataclass(frozen=True)
 class PlanPart:
-    """One plan of a micro-batch, of which it has several with nano-batches or several kinds of layers.
+    """A plan of a micro-batch, which has several with nano-batches or several kinds of layers.
 
     Attributes:
         plan: as `Plan.to_json` writes it.
@@ -125,10 +127,10 @@ class PlanPart:
             raise TypeError("the speeds of ranks are a list of positive numbers")
 
     def read(self) -> Plan:
-        """The plan.
+        """Read the plan.
 
         Raises:
-            LayoutError, PlanError: if it is none.
+            LayoutError, PlanError: if it is not a plan.
         """
         plan = Plan.from_json(json.dumps(self.plan))
         if len(self.seconds) != len(plan.document):
@@ -143,9 +145,9 @@ class PlanRow:
     """A micro-batch with its plans.
 
     Attributes:
-        step: of the optimizer.
+        step: step of the optimizer.
         micro_batch: its number since the training began, from 1.
-        per_rank, parts: what it was to take, and took; its plans.
+        per_rank, parts: estimated and measured figures; its plans.
     """
 
     step: int
@@ -156,7 +158,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class WarningRow:
-    """What hf_distca warned of on rank 0."""
+    """A warning of hf_distca on rank 0."""
 
     step: int
     text: str
@@ -169,7 +171,7 @@ _TALLY = {figure.name for figure in fields(Tally)}
 
 
 def write_row(row: Row) -> str:
-    """A row as a line without its end; floats are rounded to five digits."""
+    """Format a row as a line without its end; floats are rounded to five digits."""
     return json.dumps({"row": _NAMES[type(row)], **_rounded(asdict(row))}, separators=(",", ":"), default=_plain)
 
 
@@ -178,10 +180,10 @@ def read_row(line: str, name: str) -> Row | None:
 
     Args:
         line: the text.
-        name: of the file and the line, for errors.
+        name: name of the file and the line, for errors.
 
     Raises:
-        ReportError: if it is no row.
+        ReportError: if it is not a row.
     """
     data = read_json(line, name)
     if not isinstance(data, dict) or not isinstance(data.get("row"), str):
@@ -194,7 +196,7 @@ def read_row(line: str, name: str) -> Row | None:
 
 
 def read_json(text: str | bytes, name: str) -> Any:
-    """What a text says in JSON; an error names it by `name`."""
+    """Parse JSON; `name` appears in errors."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -224,7 +226,7 @@ def _row_of(kind: type[Row], data: dict[str, Any]) -> Row:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value can be drawn: it is no NaN, and neither infinite nor near it."""
+    """Return whether a value can be drawn: it is no NaN, and neither infinite nor near it."""
     return isinstance(value, int | float) and abs(value) <= _LARGEST
 
 

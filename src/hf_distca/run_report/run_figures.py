@@ -21,12 +21,12 @@ _MOST_STEPS_NAMED = 12
 
 @dataclass(frozen=True)
 class PlanPiece:
-    """The CA-tasks of one document on one rank.
+    """CA-tasks of one document on one rank.
 
     Attributes:
-        rank: that computes them; `home` has their queries.
+        rank: rank that computes them; `home` has their queries.
         document, length: its number in the micro-batch, and its tokens on all ranks.
-        tokens: queries.
+        tokens: number of queries.
         seconds: estimated, of one layer, forward and backward, on this rank.
     """
 
@@ -40,12 +40,12 @@ class PlanPiece:
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """A micro-batch, drawn: where its work lies, and where the plan puts it.
+    """A drawn micro-batch: its work at home, and as planned.
 
     Attributes:
-        step, micro_batch: which one.
+        step, micro_batch: numbers of the step and the micro-batch.
         before, after: its pieces, in order of rank and document.
-        per_rank: as in `PlanRow`.
+        per_rank: see `PlanRow`.
     """
 
     step: int
@@ -57,20 +57,20 @@ class PlanFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """A run.
+    """Figures of a run.
 
     Attributes:
-        name: of its folder.
-        verdict: what happened, in a sentence or two.
-        total: the figures of the log, of the whole run, and the seconds that the slowest ranks saved.
-        steps: of each row of the log: the step, its figures and the loss.
+        name: name of its folder.
+        verdict: summary in a sentence or two.
+        total: figures of the log for the whole run, and the seconds that the slowest ranks saved.
+        steps: for each row of the log, the step, its figures and the loss.
         per_rank: sums over the run, None without a record.
-        hidden: of each traced rank, how much of the messages' time was.
-        plan: of the chosen step, None without a record.
-        plan_steps: steps that a plan can be chosen of.
+        hidden: for each traced rank, the part of the messages' time that was hidden.
+        plan: plan of the chosen step, None without a record.
+        plan_steps: steps with plans.
         run: device, model, settings, training arguments and versions.
-        warnings: with their steps.
-        missing: what the page has not, and how to get it.
+        warnings: warnings with their steps.
+        missing: missing parts of the page, and how to get them.
     """
 
     name: str
@@ -87,14 +87,14 @@ class Figures:
 
 
 def collect(folder: RunFolder, step: int | None = None) -> Figures:
-    """The figures of a folder.
+    """Collect the figures of a folder.
 
     Args:
-        folder: what a run left.
-        step: whose plan is drawn; that of the most uneven micro-batch if None.
+        folder: the folder of a run.
+        step: step whose plan is drawn; that of the most uneven micro-batch if None.
 
     Raises:
-        ReportError: if there is no plan of that step, or one that cannot be read.
+        ReportError: if there is no plan of that step, or if it cannot be read.
     """
     recorded, plan_steps = folder.rows_of(StepsRow), sorted({plan.step for plan in folder.rows_of(PlanRow)})
     row = _chosen(folder, plan_steps, step)
@@ -129,12 +129,14 @@ def _of_record(rows: Sequence[StepsRow]) -> tuple[dict[str, float], list[dict[st
 
 
 def _of_log(log: Sequence[tuple[int, dict[str, float]]]) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """Figures of the whole run as means of those of the rows, weighted by micro-batches: the log has no sums."""
+    """Average figures of rows for the whole run, weighted by
+    micro-batches, because the log has no sums.
+    """
     return _mean([figures for _, figures in log]) | {"last_step": log[-1][0]}, [{"step": step, **row} for step, row in log]
 
 
 def _mean(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The mean of rows by their micro-batches, which are summed."""
+    """Average rows by their micro-batches, which are summed."""
     means = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         pairs = [(row[name], row.get("micro_batches", 1.0)) for row in rows if name in row]
@@ -143,7 +145,9 @@ def _mean(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _summed(rows: Sequence[StepsRow]) -> PerRank | None:
-    """Sums over the run; of the newest rows with one number of ranks, should it have changed."""
+    """Sum figures over the run; if the number of ranks changed, over
+    the newest rows with the same number.
+    """
     if not rows:
         return None
     ranks = len(rows[-1].per_rank.tokens)
@@ -158,7 +162,7 @@ def _uneven(row: PlanRow) -> float:
 
 
 def _chosen(folder: RunFolder, steps: Sequence[int], step: int | None) -> PlanRow | None:
-    """The most uneven plan of a step, or of all steps; `steps` are those with plans."""
+    """Choose the most uneven plan of a step, or of all steps; `steps` are those with plans."""
     if step is not None and step not in steps:
         kept = "No plan was recorded: train with hf_distca.DistCACallback() of this version, which keeps some."
         if steps:

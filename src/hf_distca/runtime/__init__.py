@@ -1,1 +1,1 @@
-"""Carries a plan out with torch. Knows nothing of transformers."""
+"""The room that carries a plan out with torch. It knows nothing of transformers."""

@@ -1,11 +1,12 @@
-"""One call of core attention on one rank: what it sends, runs and collects, forward and backward.
+"""A call of core attention on one rank: its messages and tasks, forward and backward.
 
-The methods are in the order in which a rank comes to them: `send_queries_and_keys`, `pass_on_keys`, `run_local`, `run_arrived`,
-which sends results back, and `collect`; `run_waves` repeats the last ones for each wave. Given `Operands` they are those of
-forward, and results are `Outputs`; given `Saved`, of backward, and results are `Grads`. Each that launches an exchange returns
-it, and the one that waits for it takes it.
+The methods are in the order in which a rank comes to them: `send_queries_and_keys`, `forward_keys`,
+`run_local`, `run_arrived`, which sends results back, and `collect`; `run_waves` repeats the last
+ones for each wave. With `Operands` they run forward, and results are `Outputs`; with `Saved` they
+run backward, and results are `Grads`. Methods that start an exchange return it; the method that
+waits for it takes it as an argument.
 
-`home` are the tensors of this rank's own tokens, which it is the home of.
+`home` holds the tensors of this rank's own tokens.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from typing import Any, NamedTuple, TypeVar, overload
 import torch
 
 from hf_distca.kernels.base import Grads, Kernel, Operands, Outputs, Saved, Scores, TaskBatch
-from hf_distca.kernels.flash import beside_messages
+from hf_distca.kernels.flash import leave_room_for_messages
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.messages import Part, Pending, aside, joined, launch, put_rows, rows_of
-from hf_distca.runtime.meter import Mark, Meter, now
+from hf_distca.runtime.messages import MessagePart, Pending, concat_rows, launch, put_rows, side_stream, view_rows
+from hf_distca.runtime.meter import Mark, Meter, mark_now
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import KeyRelay, Route, Wave
 
-__all__ = ["AttentionServer", "Call", "Inputs", "in_groups", "joined_groups"]
+__all__ = ["AttentionServer", "Call", "Inputs", "split_head_groups", "merge_head_groups"]
 
 Handed = TypeVar("Handed", bound=Operands | Outputs | Saved | Grads)
 Results = TypeVar("Results", bound=Outputs | Grads)
@@ -33,33 +34,37 @@ Results = TypeVar("Results", bound=Outputs | Grads)
 _KEY_PARTS = 2
 
 
-def in_groups(tensors: Handed, groups: int) -> Handed:
-    """Tensors with so many rows a token, one for each head group: views, if they are contiguous."""
+def split_head_groups(tensors: Handed, groups: int) -> Handed:
+    """Split each token's row into one row for each head group:
+    views, if the tensors are contiguous.
+    """
     if groups == 1:
         return tensors
-    return _like(tensors, (t.contiguous().view(len(t) * groups, t.shape[1] // groups, *t.shape[2:]) for t in tensors))
+    return _remake(tensors, (t.contiguous().view(len(t) * groups, t.shape[1] // groups, *t.shape[2:]) for t in tensors))
 
 
-def joined_groups(tensors: Handed, groups: int) -> Handed:
-    """What `in_groups` was given."""
+def merge_head_groups(tensors: Handed, groups: int) -> Handed:
+    """Undo `split_head_groups`."""
     if groups == 1:
         return tensors
-    return _like(tensors, (t.view(len(t) // groups, t.shape[1] * groups, *t.shape[2:]) for t in tensors))
+    return _remake(tensors, (t.view(len(t) // groups, t.shape[1] * groups, *t.shape[2:]) for t in tensors))
 
 
-def _like(tensors: Handed, others: Iterable[torch.Tensor]) -> Handed:
-    """The same named tuple of other tensors."""
+def _remake(tensors: Handed, others: Iterable[torch.Tensor]) -> Handed:
+    """Make the same named tuple of other tensors."""
     return type(tensors)(*others)
 
 
 class Inputs(NamedTuple):
-    """What a layer gives.
+    """Inputs of a layer's attention.
 
     Attributes:
-        q_THD, k_TKD, v_TKV: this rank's tokens in layout order, T >= 0; k and v un-repeated for GQA.
+        q_THD, k_TKD, v_TKV: this rank's tokens in layout order, T >= 0; k and v un-repeated for
+            GQA.
         sink_H: logit of the attention sink of each head; it may require a gradient.
-        context_k_TKD, context_v_TKV: keys and values of the route's context, in front of k and v; both or none, with gradient.
-            Kept as they are, so that context which is kept elsewhere anyway takes no memory.
+        context_k_TKD, context_v_TKV: keys and values of the route's context, in front of k and v;
+            both or none, with gradient. They are saved without a copy, so that context which
+            something else keeps anyway takes no memory.
     """
 
     q_THD: torch.Tensor
@@ -71,7 +76,7 @@ class Inputs(NamedTuple):
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the context."""
+        """Number of tokens of the context."""
         return 0 if self.context_k_TKD is None else len(self.context_k_TKD)
 
     @property
@@ -90,7 +95,8 @@ class AttentionServer:
         kernel: the attention kernel.
         scores: scale, window and softcap of the layer.
         meter: where kernel seconds are counted.
-        reporting: a context that tells other ranks of an exception; entered when a kernel raises one.
+        reporting: makes a context manager that reports an exception to the other ranks; entered
+            when a kernel raises one.
     """
 
     kernel: Kernel
@@ -99,11 +105,14 @@ class AttentionServer:
     reporting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def run(self, pools: Operands | Saved, tasks: TaskBatch, *, beside: bool = False) -> Outputs | Grads:
-        """Outputs of a batch, or its gradients; zeros in rows that no task covers. `beside` messages it leaves them room."""
+        """Compute outputs of a batch, or its gradients; zeros in rows that no task covers.
+
+        With `beside` the kernel leaves room for messages.
+        """
         device, backward = pools.q_THD.device, isinstance(pools, Saved)
         self.meter.count(kernel_calls=1, backward_calls=int(backward))
-        begin = now(device) if self.meter.timed else None
-        kernel = beside_messages(self.kernel) if beside else self.kernel
+        begin = mark_now(device) if self.meter.timed else None
+        kernel = leave_room_for_messages(self.kernel) if beside else self.kernel
         compute: Callable[..., Outputs | Grads] = kernel.backward if backward else kernel.forward
         try:
             # Kernels compute in the dtypes that they are given, and in wider ones: the user's autocast is not for them.
@@ -116,18 +125,21 @@ class AttentionServer:
             with self.reporting():
                 raise
         if begin is not None:
-            self.meter.span("server", begin, now(device), backward=backward)
+            self.meter.span("server", begin, mark_now(device), backward=backward)
         return results
 
 
 class Call:
-    """One call.
+    """A call of core attention on one rank.
 
     Attributes:
-        route, group, server: this rank's route, the attention group of the route, and what runs the tasks.
+        route, group, server: this rank's route, the attention group of the route, and the server
+            that runs the tasks.
         stored: where the outputs are kept for a recompute; None to keep nothing.
-        layer: what servers of a pool must know of the layer beside its scores; None without a pool.
-        recalled: the outputs in a recompute that finds them there: nothing is launched and no kernel runs.
+        layer: facts about the layer that servers of a pool need beside its scores; None without a
+            pool.
+        recomputed_outputs: stored outputs, in a recompute that finds them: nothing is launched and no kernel
+            runs.
         backward: whether backward has begun.
     """
 
@@ -140,40 +152,49 @@ class Call:
         layer: Mapping[str, Any] | None = None,
     ) -> None:
         self.route, self.group, self.server, self.stored, self.layer = route, group, server, stored, layer
-        recalled = None if stored is None else stored.take()
-        self.recalled = None if recalled is None else Outputs(*recalled)
+        recomputed = None if stored is None else stored.take()
+        self.recomputed_outputs = None if recomputed is None else Outputs(*recomputed)
         self.backward = False
-        self._handed: tuple[Operands | Outputs | Saved | Grads, Pending | None] | None = None
+        self._stashed: tuple[Operands | Outputs | Saved | Grads, Pending | None] | None = None
         # Of relays: gradients of received queries; those of the key pool, wide enough for sums, and the dtypes they travel in.
         self._relayed: tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.dtype]]] | None = None
 
     @property
     def exchanges(self) -> bool:
-        """Whether any rank moves anything, forward or backward."""
+        """True if any rank moves anything, forward or backward."""
         return self.route.exchanges
 
-    def tell(self, step: str) -> None:
-        """Let the servers of a pool take a step of this call, or of its backward once that has begun."""
+    def notify_servers(self, step: str) -> None:
+        """Let the servers of a pool take part in a step of this call, or
+        of its backward once that has begun.
+        """
         if self.layer is not None and self.group.lead is not None:
             said: dict[str, Any] = {"call": id(self)}
             if step == "begin":
                 scores = self.server.scores
                 said |= {**self.layer, "scale": scores.scale, "softcap": scores.softcap, "backward": self.backward}
-            self.group.lead.tell(step, said)
+            self.group.lead.notify_servers(step, said)
 
-    def hand_on(self, tensors: Operands | Outputs | Saved | Grads, pending: Pending | None) -> None:
-        """Hold this rank's own tensors and the exchange under way for the next autograd function."""
-        self._handed = tensors, pending
+    def stash(self, tensors: Operands | Outputs | Saved | Grads, pending: Pending | None) -> None:
+        """Hold this rank's own tensors and the exchange under
+        way for the next autograd function.
+        """
+        self._stashed = tensors, pending
 
-    def take(self, kind: type[Handed]) -> tuple[Handed, Pending | None]:
-        """What the autograd function before handed on. It is taken once, so that an exception leaves nothing behind."""
-        handed, self._handed = self._handed, None
+    def pop_stashed(self, kind: type[Handed]) -> tuple[Handed, Pending | None]:
+        """Return the tensors that the previous autograd function held for this one.
+
+        They are released, so that an exception leaves nothing behind.
+        """
+        handed, self._stashed = self._stashed, None
         if handed is None or not isinstance(handed[0], kind):
             raise RuntimeError("core attention ran out of order: what its next step needs was never made")
         return handed[0], handed[1]
 
     def begin_backward(self) -> None:
-        """From now on exchanges and spans are of backward, and a recompute needs no outputs any more."""
+        """Count exchanges and spans as backward from now on, and drop
+        outputs that only a recompute needed.
+        """
         self.backward = True
         if self.group.data is not None:
             self.group.data.begin_backward()
@@ -183,31 +204,34 @@ class Call:
     # A pipeline may exchange in one direction only. In the other one there is nothing to launch and nothing to wait for.
 
     def send_queries_and_keys(self, wave: Wave, home: Operands | Saved) -> Pending | None:
-        """Send rows of this rank's own to the servers of a wave."""
+        """Send this rank's own rows to the servers of a wave."""
         if not self.route.exchanges:
             return None
         # Log-sum-exps lie as kernels give them.
-        parts = [Part(t.contiguous(), wave.queries) for t in home.query_rows] + [Part(t, wave.keys) for t in home.key_rows]
+        parts = [MessagePart(t.contiguous(), wave.queries) for t in home.query_rows] + [
+            MessagePart(t, wave.keys) for t in home.key_rows
+        ]
         return self._launch(wave, parts, "dispatch", dispatches=1)
 
-    def pass_on_keys(self, home: Operands | Saved, dispatch: Pending | None) -> Pending | None:
-        """Where keys are relayed, wait for the dispatch and send those on that this rank is the relay of.
+    def forward_keys(self, home: Operands | Saved, dispatch: Pending | None) -> Pending | None:
+        """Wait for the dispatch, and forward the keys that this rank
+        relays; without relays return the dispatch.
 
-        On CUDA a stream of its own waits, so that this rank's own tasks, which are launched next, do not. `home` is in rows of
-        head groups.
+        On CUDA a side stream waits, so that this rank's own tasks, which are launched next, do not.
+        `home` has rows of head groups.
         """
         passing = self.route.waves[-1].passing
         if passing is None or dispatch is None:
             return dispatch
-        with aside(self.group.data, dispatch.device) as beside:
+        with side_stream(self.group.data, dispatch.device) as beside:
             first = dispatch.transfer
-            came = self._arrived(dispatch, "dispatch", beside)
+            came = self._await_sections(dispatch, "dispatch", beside)
             keys = zip(came[-_KEY_PARTS:], home.key_rows, strict=True)
-            parts = [Part(passing.pick(sections, like), passing.keys) for sections, like in keys]
+            parts = [MessagePart(passing.copy_forwarded(sections, like), passing.keys) for sections, like in keys]
             second = self._launch(self.route.waves[-1], parts, "relays' dispatch", beside, dispatches=1)
-        second.before = came
+        second.earlier_sections = came
         if beside:
-            second.first = first
+            second.earlier_transfer = first
         return second
 
     @overload
@@ -217,31 +241,37 @@ class Call:
     def run_local(self, home: Saved) -> Grads: ...
 
     def run_local(self, home: Operands | Saved) -> Outputs | Grads:
-        """Run this rank's own tasks, which wait for no message. Returns results of all its tokens, in rows of head groups."""
+        """Run this rank's own tasks, which wait for no message.
+
+        Return results of all its tokens, in rows of head groups.
+        """
         wave, groups, results = self.route.local_wave, self.route.groups, self._run(home, self.route.local_tasks)
         if groups == 1 and wave is None:
             return results
-        results = in_groups(results, groups)
+        results = split_head_groups(results, groups)
         if wave is None:
             return results
-        pools = self._run(self._pools(wave, in_groups(home, groups), None), wave.arrived)
+        pools = self._run(self._build_pools(wave, split_head_groups(home, groups), None), wave.arrived)
         put_rows(results.query_rows, wave.own_queries, [[pool] for pool in pools.query_rows])
         sums = map(wave.pool.add_own, results.key_rows, pools.key_rows)
-        return _like(results, [*results.query_rows, *sums])
+        return _remake(results, [*results.query_rows, *sums])
 
     def run_arrived(
         self, wave: Wave, home: Operands | Saved, results: Results, dispatch: Pending | None
     ) -> tuple[Results, Pending | None]:
-        """Run the tasks that a dispatch brings, put rows of this rank's own into `results`, and send the others back.
+        """Run the tasks that a dispatch brings, write this rank's own rows
+        into `results`, and send the others back.
 
-        Where keys are relayed, gradients of keys go to the relays first, and `collect` sends all of them home.
+        Where keys are relayed, gradients of keys go to the relays first, and `collect` sends all of
+        them home.
 
         Returns:
-            This rank's own results: gradients of keys may be new ones, wide enough for sums. And the return under way.
+            This rank's own results, where gradients of keys may be new tensors, wide enough for
+            sums; and the return under way.
         """
         if dispatch is None:
             return results, None
-        pools, passing = list(self._run(self._pools(wave, home, dispatch), wave.arrived)), wave.passing
+        pools, passing = list(self._run(self._build_pools(wave, home, dispatch), wave.arrived)), wave.passing
         queries = [pools.pop(0) for _ in results.query_rows]
         sums: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
@@ -258,14 +288,17 @@ class Call:
         if passing is None or not copies:
             returned = self._send_back(wave, received, copies)
         else:
-            parts = [Part(t.contiguous(), passing.way_back) for t in copies]
+            parts = [MessagePart(t.contiguous(), passing.way_back) for t in copies]
             returned = self._launch(wave, parts, "return to relays", returns=1)
             self._relayed = received, wide
         put_rows(results.query_rows, wave.own_queries, [[pool] for pool in queries])
-        return _like(results, [*results.query_rows, *sums]), returned
+        return _remake(results, [*results.query_rows, *sums]), returned
 
     def run_waves(self, home: Operands | Saved, results: Results, dispatch: Pending | None) -> tuple[Results, Pending | None]:
-        """`run_arrived` for all waves, of which the dispatch of the first one is under way; the last return still is then."""
+        """Run `run_arrived` for all waves.
+
+        The dispatch of the first is under way before, the return of the last one after.
+        """
         returned = None
         for before, wave in zip((None, *self.route.waves), self.route.waves, strict=False):
             if before is not None:
@@ -275,78 +308,94 @@ class Call:
         return results, returned
 
     def collect(self, wave: Wave, results: Results, returned: Pending | None) -> Results:
-        """Wait for a return and put what came into `results`. Returns them: gradients of keys may be new ones, as above."""
+        """Wait for a return and write the received rows into `results`.
+
+        Return them; gradients of keys may be new tensors, as above.
+        """
         if returned is None:
             return results
         if wave.passing is not None and results.key_rows:
             returned = self._send_home(wave, wave.passing, returned)
-        came, begin = self._arrived(returned, "return"), now(returned.device)
+        came, begin = self._await_sections(returned, "return"), mark_now(returned.device)
         queries = len(results.query_rows)
         put_rows(results.query_rows, wave.queries.runs, came[:queries])
         sums = list(map(wave.add_copies, results.key_rows, came[queries:]))
-        self._span("unpack", begin, now(returned.device))
-        return _like(results, [*results.query_rows, *sums])
+        self._add_span("unpack", begin, mark_now(returned.device))
+        return _remake(results, [*results.query_rows, *sums])
 
     def _run(self, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
-        """Run tasks, beside messages if any are under way: of this call, or of the other nano-batch."""
+        """Run tasks, leaving room for messages if any are under way, of
+        this call or of the other nano-batch.
+        """
         data = self.group.data
         return self.server.run(pools, tasks, beside=data is not None and data.under_way)
 
     def _send_home(self, wave: Wave, passing: KeyRelay, returned: Pending) -> Pending:
-        """Wait for gradients of the keys that this rank passed on, add them up, and send all gradients to the homes."""
+        """Wait for gradients of the keys that this rank forwarded, add them
+        up, and send all gradients to the homes.
+        """
         relayed, self._relayed = self._relayed, None
         if relayed is None:
             raise RuntimeError("core attention ran out of order: a relay has no gradients of its own pool")
         queries, pools = relayed
         keys = []
-        for copies in self._arrived(returned, "return"):
+        for copies in self._await_sections(returned, "return"):
             pool_TKD, dtype = pools.pop(0)
             keys.append(passing.add_copies(pool_TKD, copies).to(dtype))
             del pool_TKD
         return self._send_back(wave, queries, keys)
 
     def _send_back(self, wave: Wave, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor] = ()) -> Pending:
-        """Send what was computed for the rows of other ranks back: rows of received queries, and of the key pool."""
-        parts = [Part(t.contiguous(), wave.queries.way_back) for t in queries]
-        parts += [Part(t.contiguous(), wave.pool.way_back) for t in keys]
+        """Send back results for the rows of other ranks: rows of
+        received queries, and of the key pool.
+        """
+        parts = [MessagePart(t.contiguous(), wave.queries.way_back) for t in queries]
+        parts += [MessagePart(t.contiguous(), wave.pool.way_back) for t in keys]
         return self._launch(wave, parts, "return", returns=1)
 
-    def _launch(self, wave: Wave, parts: Sequence[Part], name: str, beside: bool = False, **counted: int) -> Pending:
-        """Launch an exchange of this name, which is `counted` as a dispatch or a return; `beside` what this rank computes."""
-        begin = now(parts[0].tensor.device)
+    def _launch(self, wave: Wave, parts: Sequence[MessagePart], name: str, beside: bool = False, **counted: int) -> Pending:
+        """Launch an exchange of this name, `counted` as a dispatch or a return;
+        with `beside`, it travels beside what this rank computes.
+        """
+        begin = mark_now(parts[0].tensor.device)
         pending = launch(self.group.data, parts, wave.formats, name, self.group.near)
-        pending.launched = now(pending.device)
+        pending.launched = mark_now(pending.device)
         if not beside:
-            self._span("pack", begin, pending.launched)
+            self._add_span("pack", begin, pending.launched)
         sent, between = pending.sent_bytes, pending.between_bytes
         self.server.meter.count(sent_bytes=sent, between_bytes=between, **counted)
         return pending
 
-    def _arrived(self, pending: Pending, name: str, beside: bool = False) -> list[list[torch.Tensor]]:
-        """Wait for an exchange, `beside` what this rank computes. Returns its sections, as `Pending.sections`."""
-        begin = now(pending.device)
+    def _await_sections(self, pending: Pending, name: str, beside: bool = False) -> list[list[torch.Tensor]]:
+        """Wait for an exchange and return its `Pending.sections`;
+        `beside` says that a side stream waits.
+        """
+        begin = mark_now(pending.device)
         came = pending.sections()
-        end = now(pending.device)
+        end = mark_now(pending.device)
         if not beside:
-            self._span("wait", begin, end)
-        self._span(name, pending.launched, end)
+            self._add_span("wait", begin, end)
+        self._add_span(name, pending.launched, end)
         return came
 
-    def _span(self, name: str, begin: Mark, end: Mark) -> None:
+    def _add_span(self, name: str, begin: Mark, end: Mark) -> None:
         self.server.meter.span(name, begin, end, backward=self.backward)
 
-    def _pools(self, wave: Wave, home: Operands | Saved, dispatch: Pending | None) -> Operands | Saved:
-        """Pools of what a wave's tasks read.
+    def _build_pools(self, wave: Wave, home: Operands | Saved, dispatch: Pending | None) -> Operands | Saved:
+        """Build the pools that a wave's tasks read.
 
-        Rows go from the message straight to their pools, and the message is freed. Only where the pools are the whole message, as
-        it lies, are they views of it: one pool alone that is a view would keep all of the message.
+        Rows go from the message straight to their pools, and the message is freed. The pools are
+        views only where they are the whole message: a single pool as a view would keep all of the
+        message alive.
         """
-        received: list[list[torch.Tensor]] = [[] for _ in home] if dispatch is None else self._arrived(dispatch, "dispatch")
-        if wave.as_received:
-            return _like(home, [section for (section,) in received])
+        received: list[list[torch.Tensor]] = (
+            [[] for _ in home] if dispatch is None else self._await_sections(dispatch, "dispatch")
+        )
+        if wave.is_single_message:
+            return _remake(home, [section for (section,) in received])
         cut = len(home.query_rows)
         queries = [
-            joined([*(rows_of(tensor, *run[1:]) for run in wave.own_queries), *sections], tensor)
+            concat_rows([*(view_rows(tensor, *run[1:]) for run in wave.own_queries), *sections], tensor)
             for tensor, sections in zip(home.query_rows, received[:cut], strict=True)
         ]
-        return _like(home, [*queries, *map(wave.pool.assemble, home.key_rows, received[cut:])])
+        return _remake(home, [*queries, *map(wave.pool.assemble, home.key_rows, received[cut:])])

@@ -1,11 +1,14 @@
-"""The data communicator of core attention: starts exchanges and waits for them, knowing what they are.
+"""The data communicator of core attention: starts exchanges and waits for
+them, and matches them by their purpose.
 
-gloo matches messages by their order alone. If ranks disagree about what comes next, a message that is longer than the awaited one
-ends the receiving process, and a shorter one is taken in silence. So over gloo an exchange is a set of tagged messages, where
-the tag is made of what is exchanged: messages that do not belong together never meet, and waiting for one that never comes ends
-in an error. Other backends have no tags; there an exchange is one all-to-all.
+gloo matches messages by their order alone. If ranks disagree about what comes next, a message that
+is longer than the awaited one ends the receiving process, and a shorter one is taken in silence. So
+over gloo an exchange is a set of tagged messages, where the tag encodes what is exchanged: messages
+that do not belong together never meet, and waiting for one that never comes ends in an error. Other
+backends have no tags; there an exchange is one all-to-all.
 
-gloo sends host memory only. Tensors of another device are copied to the host before, for which the host waits, and back after.
+gloo sends host memory only. Tensors of another device are copied to the host first, for which the
+host waits, and back afterwards.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from hf_distca.runtime.watch import BREAK_TAG, Watch, patience
+from hf_distca.runtime.monitor import BREAK_TAG, FailureMonitor, reserved_seconds
 
-__all__ = ["Channel", "Transfer", "wait_for"]
+__all__ = ["Channel", "Transfer", "wait_for_works"]
 
 
 @dataclass(eq=False)
@@ -32,15 +35,16 @@ class Channel:
 
     Attributes:
         process_group: where messages travel.
-        watch: whom to tell if one does not come.
+        monitor: receives a report if a message does not come.
         timeout_seconds: how long a rank waits for the others.
-        where: what the exchanges are for, in words that are the same on every rank.
-        forward_exchanges: how many of the exchanges belong to forward; those after them belong to backward.
+        where: purpose of the exchanges, in words that are the same on every rank.
+        forward_exchanges: how many of the exchanges belong to forward; those after them belong to
+            backward.
         launched: exchanges launched so far.
     """
 
     process_group: dist.ProcessGroup
-    watch: Watch
+    monitor: FailureMonitor
     timeout_seconds: float
     where: str = "core attention"
     forward_exchanges: int | None = None
@@ -49,7 +53,8 @@ class Channel:
 
     @property
     def checksum(self) -> int:
-        """A number below 2**32 that tells what was launched so far, here and in all calls of `at`, apart from sizes.
+        """Number below 2**32 that depends on all launches so far, here and
+        in all calls of `at`, but not on sizes.
 
         Equal on two ranks that launched the same exchanges in the same order. Layers of one micro-batch have messages of equal
         sizes: where they have no tags, nothing else shows that two ranks exchanged those of different layers.
@@ -57,11 +62,13 @@ class Channel:
         return self._sum[0]
 
     def at(self, where: str, forward_exchanges: int) -> Channel:
-        """The channel of a call with this many exchanges in forward."""
+        """Return the channel of a call with this many exchanges in forward."""
         return replace(self, where=where, forward_exchanges=forward_exchanges, launched=0)
 
     def begin_backward(self) -> None:
-        """What is launched from now on belongs to backward; in a recompute nothing was launched in forward."""
+        """Count subsequent exchanges as backward ones, also in a
+        recompute, which launched none in forward.
+        """
         self.launched = max(self.launched, self.forward_exchanges or 0)
 
     def start(
@@ -72,12 +79,14 @@ class Channel:
         send_bytes: Mapping[int, int],
         name: str | None = None,
     ) -> Transfer:
-        """Start to send and to receive messages, which lie one after another in `sent` and `received`, both uint8.
+        """Start to send and receive messages, which lie one after another
+        in `sent` and `received`, both uint8.
 
         Args:
             received, sent: the messages of all ranks, in the order of ranks.
-            receive_bytes, send_bytes: size of the message by rank, in the order of ranks; those without one may be left out.
-            name: what the exchange is, for errors.
+            receive_bytes, send_bytes: size of the message by rank, in the order of ranks; those
+                without one may be left out.
+            name: name of the exchange, for errors.
         """
         direction = ""
         if self.forward_exchanges is not None:
@@ -86,45 +95,45 @@ class Channel:
         tag = _checksum(doing, self.launched) % BREAK_TAG
         self._sum[0] = _checksum(doing, self.launched, self._sum[0])
         self.launched += 1
-        landing = received if self._staged(received) else None
+        landing = received if self._is_staged(received) else None
         received = received if landing is None else torch.empty_like(received, device="cpu")
-        sent = sent.to("cpu", copy=True) if self._staged(sent) else sent
+        sent = sent.to("cpu", copy=True) if self._is_staged(sent) else sent
         transfer = Transfer(self, [], received, sent, doing, tag, landing)
-        self.watch.under_way.add(transfer)
-        launch = self._tagged if self.over_gloo else self._all_to_all
+        self.monitor.under_way.add(transfer)
+        launch = self._start_tagged if self.is_gloo else self._start_all_to_all
         try:
             # One message after another: if a rank has left, those that were started before must be seen through.
             for work in launch(transfer, receive_bytes, send_bytes):
                 transfer.works.append(work)
         except RuntimeError as error:
-            raise self.watch.give_up(doing, error) from error
+            raise self.monitor.give_up(doing, error) from error
         return transfer
 
     @property
-    def over_gloo(self) -> bool:
-        """Whether messages are tagged, and waits for them bounded."""
+    def is_gloo(self) -> bool:
+        """True if messages are tagged, and waits for them bounded."""
         return self.process_group.name() == "gloo"
 
     @property
     def under_way(self) -> bool:
-        """Whether there are messages that this rank has not waited for."""
-        return any(transfer.works for transfer in tuple(self.watch.under_way))
+        """True if there are messages that this rank has not waited for."""
+        return any(transfer.works for transfer in tuple(self.monitor.under_way))
 
-    def _staged(self, message: torch.Tensor) -> bool:
-        return self.over_gloo and message.device.type != "cpu"
+    def _is_staged(self, message: torch.Tensor) -> bool:
+        return self.is_gloo and message.device.type != "cpu"
 
-    def _all_to_all(
+    def _start_all_to_all(
         self, transfer: Transfer, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
     ) -> Iterator[dist.Work | None]:
         group = self.process_group
         arriving, leaving = ([sizes.get(rank, 0) for rank in range(group.size())] for sizes in (receive_bytes, send_bytes))
         yield dist.all_to_all_single(transfer.received, transfer.sent, arriving, leaving, group=group, async_op=True)
 
-    def _tagged(
+    def _start_tagged(
         self, transfer: Transfer, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
     ) -> Iterator[dist.Work | None]:
         group, rank_here = self.process_group, self.process_group.rank()
-        received, sent = _messages(transfer.received, receive_bytes), _messages(transfer.sent, send_bytes)
+        received, sent = _split_messages(transfer.received, receive_bytes), _split_messages(transfer.sent, send_bytes)
         if rank_here in sent:
             received.pop(rank_here).copy_(sent.pop(rank_here))
         for rank, message in received.items():
@@ -135,7 +144,10 @@ class Channel:
 
 @dataclass(eq=False)
 class Transfer:
-    """An exchange under way. What is received goes from its buffer to `landing`, if there is one, when it is waited for."""
+    """An exchange under way.
+
+    `wait` copies the received bytes from their buffer to `landing`, if there is one.
+    """
 
     channel: Channel
     works: list[dist.Work | None]
@@ -153,30 +165,35 @@ class Transfer:
         """
         seconds = self.channel.timeout_seconds  # from now on: what this rank did since the launch is not the others' time
         try:
-            wait_for(self.works, time.monotonic() + seconds - patience(seconds) if self.channel.over_gloo else None)
+            wait_for_works(self.works, time.monotonic() + seconds - reserved_seconds(seconds) if self.channel.is_gloo else None)
         except RuntimeError as error:
-            raise self.channel.watch.give_up(self.doing, error) from error
+            raise self.channel.monitor.give_up(self.doing, error) from error
         if self.landing is not None:
             self.landing.copy_(self.received)
 
-    def see_through(self, deadline: float) -> None:
-        """Wait without hope: gloo loses messages whose buffers go, and waits of other ranks, while messages are half-way."""
+    def drain(self, deadline: float) -> None:
+        """Wait even if the exchange cannot succeed: gloo loses messages whose buffers are freed,
+        and other ranks' waits, while they are half-way.
+        """
         works, self.works = self.works, []
-        for work in works if self.channel.over_gloo else []:
+        for work in works if self.channel.is_gloo else []:
             with suppress(RuntimeError):
-                wait_for([work], deadline)
+                wait_for_works([work], deadline)
 
     def __del__(self) -> None:
         if self.works:  # after an exception nobody waits
-            self.see_through(self.channel.watch.deadline())
+            self.drain(self.channel.monitor.deadline())
 
 
-def wait_for(works: list[dist.Work | None], deadline: float | None) -> None:
-    """Wait for messages until a deadline, if there is one. What is left of them after an exception was not waited for."""
+def wait_for_works(works: list[dist.Work | None], deadline: float | None) -> None:
+    """Wait for messages until a deadline, if there is one.
+
+    After an exception `works` holds those that were not waited for.
+    """
     while works:
         work = works.pop(0)  # to be waited for once only
         if work is not None and deadline is not None:
-            work.wait(_until(deadline))
+            work.wait(_time_left(deadline))
         elif work is not None:
             work.wait()
 
@@ -185,11 +202,11 @@ def _checksum(text: str, number: int, before: int = 0) -> int:
     return zlib.crc32(f"{text} {number}".encode(), before)
 
 
-def _messages(buffer: torch.Tensor, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
-    """The message of each rank that has one, as views of the buffer."""
+def _split_messages(buffer: torch.Tensor, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
+    """Cut a buffer into views: the message of each rank that has one."""
     starts = accumulate(sizes.values(), initial=0)
     return {rank: buffer[start : start + size] for (rank, size), start in zip(sizes.items(), starts, strict=False) if size}
 
 
-def _until(deadline: float) -> datetime.timedelta:
+def _time_left(deadline: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001))

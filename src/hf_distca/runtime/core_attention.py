@@ -5,20 +5,25 @@
     forward    Dispatch: launch q, k, v  ->  Serve: own, wait, arrived, launch o, lse  ->  Return: wait
     backward   Dispatch: wait  <-  Serve: own, wait, arrived, launch dq, dk, dv  <-  Return: launch dO, q, o, lse, k, v
 
-Each launch and its wait are in different functions, so other work can be recorded, forward and backward, while a message
-travels; the rank's own tasks always are. A route of several waves repeats what follows the own tasks inside Serve: all returns
-but the last are waited for, and all dispatches but the first are launched there, so that one wave at a time is here.
+Each launch and its wait are in different functions, so other work can be recorded, forward and
+backward, while a message travels; the rank's own tasks always are. A route of several waves repeats
+what follows the own tasks inside Serve: all returns but the last are waited for, and all dispatches
+but the first are launched there, so that one wave at a time is here.
 
-Where keys are relayed, `_Serve` passes them on before it runs its own tasks, and `_Dispatch` sends the gradients of relayed keys
-home in backward: two more exchanges, each waited for where it is launched.
+Where keys are relayed, `_Serve` passes them on before it runs its own tasks, and `_Dispatch` sends
+the gradients of relayed keys home in backward: two more exchanges, each waited for where it is
+launched.
 
-Only `_Return` saves for backward, and only what plain flash attention saves: the rank's own q, k, v, o and lse. Servers keep
-nothing: what was received never outlives the call. What one function hands to the next is taken before it is used, so that an
-exception leaves none of it behind. The functions are chained by an anchor, a scalar without meaning.
+Only `_Return` saves for backward, and only what plain flash attention saves: the rank's own q, k,
+v, o and lse. Servers keep nothing: what was received never outlives the call. Tensors that one
+function hands to the next are released before they are used, so that an exception leaves none of
+them behind. The functions are chained by an anchor, a scalar without meaning.
 
-Attention sinks (a learned logit per head that takes weight and gives no value, as in gpt-oss) are merged by the home rank, after
-the outputs came back: lse' = log(exp(lse) + exp(sink)), o' = o exp(lse - lse'). Backward with o' and lse' is then exact for q, k
-and v, and d sink = -sum over rows of exp(sink - lse') rowsum(dO o'). So every kernel has them, and servers know nothing of it.
+Attention sinks (a learned logit per head that takes weight and gives no value, as in gpt-oss) are
+merged by the home rank, after the outputs came back: lse' = log(exp(lse) + exp(sink)), o' = o
+exp(lse - lse'). Backward with o' and lse' is then exact for q, k and v, and d sink = -sum over rows
+of exp(sink - lse') rowsum(dO o'). So sinks work with every kernel, and servers know nothing of
+them.
 
 Shape suffixes: T tokens, H query heads, K key/value heads, D head dim, V value head dim.
 """
@@ -34,9 +39,9 @@ from torch.autograd.function import once_differentiable
 
 from hf_distca.errors import UnsupportedError
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
-from hf_distca.runtime.call import Call, Inputs, in_groups, joined_groups
+from hf_distca.runtime.call import Call, Inputs, merge_head_groups, split_head_groups
 from hf_distca.runtime.messages import Pending
-from hf_distca.runtime.pingpong import take_turns
+from hf_distca.runtime.pingpong import yield_to_other_nano_batch
 
 __all__ = ["core_attention"]
 
@@ -45,7 +50,7 @@ _Backward = Callable[..., tuple[_Optional, ...]]
 
 
 def _once_differentiable(backward: _Backward) -> _Backward:
-    """The same as torch's `once_differentiable`, asked for only where a graph of backward is recorded."""
+    """Apply torch's `once_differentiable` only where a graph of backward is recorded."""
     recorded: _Backward = once_differentiable(backward)
 
     @wraps(backward)
@@ -56,7 +61,8 @@ def _once_differentiable(backward: _Backward) -> _Backward:
 
 
 def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
-    """Causal attention within documents, for the tokens of this rank, computed where the call's route says.
+    """Compute causal attention within documents, for the tokens of this rank,
+    on the ranks that the call's route names.
 
     Every rank of the call's group must call it with routes of the same plan, the same number of times in the same order, forward
     and backward. A route without exchanges is a plain call of the kernel.
@@ -72,22 +78,22 @@ def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
             "core attention runs while a CUDA graph is captured: a replay would repeat the plan of this batch for all others. "
             "Capture only code between attention layers, or nothing."
         )
-    if call.recalled is None:
+    if call.recomputed_outputs is None:
         call.server.meter.count(calls=1)
     else:
         call.server.meter.count(recalls=1)
     if not call.exchanges:
         o_THV = _apply(_Unmoved, call, *inputs)
-        take_turns()  # to the other nano-batch, whose messages have had time to travel
+        yield_to_other_nano_batch()  # to the other nano-batch, whose messages have had time to travel
         return o_THV
     # Messages are packed as runs of bytes.
     q_THD, k_TKD, v_TKV = (tensor.contiguous() for tensor in inputs[:3])
     sink_H, inputs = inputs.sink_H, inputs._replace(q_THD=q_THD, k_TKD=k_TKD, v_TKV=v_TKV, sink_H=None)
     # In ping-pong, the other nano-batch computes while these messages travel.
     anchor = _apply(_Dispatch, call, *inputs)
-    take_turns()
+    yield_to_other_nano_batch()
     anchor = _apply(_Serve, call, anchor)
-    take_turns()
+    yield_to_other_nano_batch()
     # `_Return` saves these for backward but must not differentiate them: q, k, v get their gradients from `_Dispatch`.
     *rows, _, context_k, context_v = (None if tensor is None else tensor.detach() for tensor in inputs)
     return _apply(_Return, call, anchor, *rows, sink_H, context_k, context_v)
@@ -98,53 +104,53 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *tensors: Any) -> torch.Tensor:
         inputs = Inputs(*tensors)
         ctx.call, ctx.context_tokens = call, inputs.context_tokens
-        if call.recalled is None:
+        if call.recomputed_outputs is None:
             home = inputs.operands
-            call.tell("begin")
-            call.hand_on(home, call.send_queries_and_keys(call.route.waves[0], in_groups(home, call.route.groups)))
+            call.notify_servers("begin")
+            call.stash(home, call.send_queries_and_keys(call.route.waves[0], split_head_groups(home, call.route.groups)))
         return inputs.q_THD.new_zeros(())
 
     @staticmethod
     @_once_differentiable
     def backward(ctx: Any, _anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
-        call.tell("finish")
-        grads = call.collect(call.route.waves[-1], *call.take(Grads))
-        return None, *_input_gradients(joined_groups(grads, call.route.groups), ctx.context_tokens)
+        call.notify_servers("finish")
+        grads = call.collect(call.route.waves[-1], *call.pop_stashed(Grads))
+        return None, *_input_gradients(merge_head_groups(grads, call.route.groups), ctx.context_tokens)
 
 
 class _Serve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, anchor: torch.Tensor) -> torch.Tensor:
         ctx.call = call
-        if call.recalled is None:
-            _serve(call, *call.take(Operands))
+        if call.recomputed_outputs is None:
+            _serve(call, *call.pop_stashed(Operands))
         return anchor.clone()
 
     @staticmethod
     @_once_differentiable
     def backward(ctx: Any, anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
-        _serve(call, *call.take(Saved))
+        _serve(call, *call.pop_stashed(Saved))
         return None, torch.zeros_like(anchor)
 
 
 def _serve(call: Call, tokens: Operands | Saved, dispatch: Pending | None) -> None:
-    home = in_groups(tokens, call.route.groups)
-    call.tell("serve")
-    dispatch = call.pass_on_keys(home, dispatch)
-    call.hand_on(*call.run_waves(home, call.run_local(tokens), dispatch))
+    home = split_head_groups(tokens, call.route.groups)
+    call.notify_servers("serve")
+    dispatch = call.forward_keys(home, dispatch)
+    call.stash(*call.run_waves(home, call.run_local(tokens), dispatch))
 
 
 def _collect_outputs(call: Call) -> Outputs:
-    call.tell("finish")
-    return call.collect(call.route.waves[-1], *call.take(Outputs))
+    call.notify_servers("finish")
+    return call.collect(call.route.waves[-1], *call.pop_stashed(Outputs))
 
 
 class _Return(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, _anchor: torch.Tensor, *tensors: Any) -> torch.Tensor:
-        return _finish(ctx, call, Inputs(*tensors), partial(_collect_outputs, call))
+        return _save_for_backward(ctx, call, Inputs(*tensors), partial(_collect_outputs, call))
 
     @staticmethod
     @_once_differentiable
@@ -152,8 +158,8 @@ class _Return(torch.autograd.Function):
         call, inputs, saved = _begin_backward(ctx, do_THV)
         # If only sinks are trained, q, k and v need no gradient: `_Serve.backward` never runs, and nobody would take a dispatch.
         if ctx.needs_input_grad[1]:
-            call.tell("begin")
-            call.hand_on(saved, call.send_queries_and_keys(call.route.waves[0], in_groups(saved, call.route.groups)))
+            call.notify_servers("begin")
+            call.stash(saved, call.send_queries_and_keys(call.route.waves[0], split_head_groups(saved, call.route.groups)))
         d_sink_H = _sink_gradient(saved, inputs.sink_H)
         return None, do_THV.new_zeros(()), None, None, None, d_sink_H, None, None
 
@@ -162,18 +168,18 @@ class _Unmoved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> torch.Tensor:
         inputs = Inputs(*tensors)
-        return _finish(ctx, call, inputs, lambda: call.run_local(inputs.operands))
+        return _save_for_backward(ctx, call, inputs, lambda: call.run_local(inputs.operands))
 
     @staticmethod
     @_once_differentiable
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
         call, inputs, saved = _begin_backward(ctx, do_THV)
-        grads = joined_groups(call.run_local(saved), call.route.groups)
+        grads = merge_head_groups(call.run_local(saved), call.route.groups)
         return None, *_input_gradients(grads, inputs.context_tokens, _sink_gradient(saved, inputs.sink_H))
 
 
 def _input_gradients(grads: Sequence[torch.Tensor], context: int, d_sink_H: _Optional = None) -> tuple[_Optional, ...]:
-    """Gradients of `Inputs` with so many tokens of context."""
+    """Split gradients of operands into gradients of `Inputs` with so many tokens of context."""
     dq_THD, dk_TKD, dv_TKV = grads
     if dq_THD.dtype != dk_TKD.dtype or dq_THD.dtype != dv_TKV.dtype:  # sums are wide
         dk_TKD, dv_TKV = dk_TKD.to(dq_THD.dtype), dv_TKV.to(dq_THD.dtype)
@@ -187,23 +193,27 @@ def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tenso
     return result
 
 
-def _finish(ctx: Any, call: Call, inputs: Inputs, compute: Callable[[], Outputs]) -> torch.Tensor:
-    """Save a call for backward, and its outputs for a recompute; in a recompute that finds them, take those. Returns o_THV."""
-    if call.recalled is None:
-        outputs = joined_groups(compute(), call.route.groups)
+def _save_for_backward(ctx: Any, call: Call, inputs: Inputs, compute: Callable[[], Outputs]) -> torch.Tensor:
+    """Save a call for backward, and its outputs for a recompute; in a recompute
+    that finds them, use those. Return o_THV.
+    """
+    if call.recomputed_outputs is None:
+        outputs = merge_head_groups(compute(), call.route.groups)
         if inputs.sink_H is not None:
-            outputs = _with_sink(outputs, inputs.sink_H)
+            outputs = _merge_sink(outputs, inputs.sink_H)
         if call.stored is not None:
             call.stored.keep(*outputs)
     else:
-        outputs, call.recalled = Outputs(*(tensor.detach() for tensor in call.recalled)), None
+        outputs, call.recomputed_outputs = Outputs(*(tensor.detach() for tensor in call.recomputed_outputs)), None
     ctx.call = call
     ctx.save_for_backward(*inputs, *outputs)
     return outputs.o_THV
 
 
 def _begin_backward(ctx: Any, do_THV: torch.Tensor) -> tuple[Call, Inputs, Saved]:
-    """The call, its inputs, and what tasks read in backward: o and lse with the sinks merged in."""
+    """Return the call, its inputs, and the tensors that tasks read in
+    backward: o and lse with the sinks merged in.
+    """
     *tensors, o_THV, lse_TH = ctx.saved_tensors
     ctx.call.begin_backward()
     inputs = Inputs(*tensors)
@@ -211,8 +221,8 @@ def _begin_backward(ctx: Any, do_THV: torch.Tensor) -> tuple[Call, Inputs, Saved
     return ctx.call, inputs, Saved(do_THV.contiguous(), q_THD, o_THV, lse_TH, k_TKD, v_TKV)
 
 
-def _with_sink(outputs: Outputs, sink_H: torch.Tensor) -> Outputs:
-    """Outputs with the weight of the sinks taken away."""
+def _merge_sink(outputs: Outputs, sink_H: torch.Tensor) -> Outputs:
+    """Take the weight of the sinks out of the outputs."""
     o_THV, lse_TH = outputs
     merged_TH = torch.logaddexp(lse_TH, sink_H.to(lse_TH.dtype))
     return Outputs((o_THV * (lse_TH - merged_TH).exp().unsqueeze(-1)).to(o_THV.dtype), merged_TH)

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from hf_distca.borrowed import group_in_store, timeout_of
 from hf_distca.errors import ConfigError, DistCADesyncError
 from hf_distca.runtime.channel import Channel
-from hf_distca.runtime.meeting import Meeting
-from hf_distca.runtime.members import Members, Seats, communicator, least, node_number, ranks_per_node
-from hf_distca.runtime.watch import NO_NAMES, Watch, listen, patience
+from hf_distca.runtime.members import Members, PoolRanks, all_reduce_min, make_communicator, node_number, ranks_per_node
+from hf_distca.runtime.monitor import NO_NAMES, FailureMonitor, reserved_seconds, start_polling
+from hf_distca.runtime.rendezvous import Rendezvous
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["AttentionGroup", "Members", "StepLead"]
+__all__ = ["AttentionGroup", "Members", "ServerNotifier"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -38,47 +38,54 @@ _UNEQUAL_NODES = (
 )
 
 
-class StepLead(Protocol):
-    """Tells servers what to take part in."""
+class ServerNotifier(Protocol):
+    """Tells servers which steps to take part in."""
 
-    def tell(self, step: str, arguments: Mapping[str, Any]) -> None:
-        """Name the step that this rank takes next, with what servers must know of it."""
+    def notify_servers(self, step: str, arguments: Mapping[str, Any]) -> None:
+        """Announce the step that this rank takes next, with the arguments that servers need."""
 
     def number(self, known: object) -> int:
-        """A number that tells something from all else; servers forget what they know by it when `known` is gone here."""
+        """Return a number that identifies an object; once `known` is gone here,
+        servers forget what they stored by that number.
+        """
 
-    def without(self, leaving: Sequence[str]) -> StepLead:
-        """Who tells the others, once servers of these names have left."""
+    def without(self, leaving: Sequence[str]) -> ServerNotifier:
+        """Return the lead of the others, once servers of these names have left."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionGroup:
     """The ranks that share core attention, seen from one of them.
 
-    What all ranks do together says what it is `doing`, and raises `DistCADesyncError` if not every rank comes in time.
+    Methods that all ranks call together take a description in `doing`, and raise
+    `DistCADesyncError` if not every rank comes in time.
 
     Attributes:
-        most_numbers: of a row that travel in the first step of `gather`, whether a rank has them or not; those beyond need a
-            second one. `gather_async` has no second one.
-        ranks: their global ranks. Everywhere else in the package, "rank" is an index into this tuple.
+        inline_row_capacity: numbers of a row that travel in the first step of `gather`; a longer row takes
+            a second step, which `gather_async` does not have.
+        ranks: their global ranks. Everywhere else in the package, "rank" is an index into this
+            tuple.
         rank: this process.
         data: communicator of dispatch and return, None in a group of one.
         control: gloo communicator on which layouts travel, None in a group of one.
-        watch: tells the others when this rank gives up, None in a group of one.
-        lead: on rank 0 of a group with a pool of servers, what tells these each step that they take part in; else None.
+        monitor: tells the others when this rank gives up, None in a group of one.
+        lead: on rank 0 of a group with a pool of servers, announces to these each step that they
+            take part in; else None.
         session: number of the session that uses it, for the servers of a pool.
-        holds: of each rank whether it trains, and so holds tokens; the others are servers of a pool. None if all do.
+        holds: for each rank, whether it trains and so holds tokens; the others are servers of a
+            pool. None if all do.
         timeout_seconds: how long a rank waits for the others, where there are any.
-        per_node: ranks [0, n), [n, 2n), ... of the group are nodes; None if they are not in such order, or not told apart.
+        per_node: n, if ranks [0, n), [n, 2n), ... of the group are nodes; None if they are not, or
+            if nodes are unknown.
     """
 
-    most_numbers: ClassVar[int] = 128
+    inline_row_capacity: ClassVar[int] = 128
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
     data: Channel | None = None
     control: dist.ProcessGroup | None = None
-    watch: Watch | None = None
-    lead: StepLead | None = None
+    monitor: FailureMonitor | None = None
+    lead: ServerNotifier | None = None
     session: int = 0
     holds: tuple[bool, ...] | None = None
     timeout_seconds: float = math.inf
@@ -103,25 +110,29 @@ class AttentionGroup:
         timeout_seconds: float | None = None,
         size: int | None = None,
     ) -> AttentionGroup:
-        """The group of these ranks, as `create` makes it; the one made before, if no rank has left it.
+        """Return the group of these ranks: the one made before, if no rank has
+        left it, or else a new one from `create`.
 
-        Every member asks at the same point, as for `create`, with the same errors. Communicators cost threads and connections,
-        and torch cannot replace one by another of the same ranks.
+        Every member must call it at the same point, as for `create`, and errors are the same.
+        Communicators cost threads and connections, and torch cannot replace one by another of the
+        same ranks.
 
         Args:
-            members, timeout_seconds: as for `create`. Groups that wait differently are different groups.
-            size: ranks of a group, where these are cut into several: the first so many, the next, and so on.
+            members, timeout_seconds: as for `create`. Groups that wait differently are different
+                groups.
+            size: ranks of a group, where these are cut into several: the first so many, the next,
+                and so on.
         """
         world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
-        for key in [key for key in _made if key[0] is not world]:  # torch.distributed has stopped or started since
-            del _made[key]
+        for key in [key for key in _groups if key[0] is not world]:  # torch.distributed has stopped or started since
+            del _groups[key]
         if world is None:
             return cls()
         timeout_seconds = timeout_seconds or timeout_of(world).total_seconds()
         who = (members if isinstance(members, Members) else Members.of(members)).subset(size)
-        group = _made.get((world, who, timeout_seconds))
-        if group is None or group.left or not _stands(group):
-            group = _made[world, who, timeout_seconds] = cls.create(who, timeout_seconds=timeout_seconds)
+        group = _groups.get((world, who, timeout_seconds))
+        if group is None or group.has_left or not _has_all_ranks(group):
+            group = _groups[world, who, timeout_seconds] = cls.create(who, timeout_seconds=timeout_seconds)
         return group
 
     @classmethod
@@ -150,22 +161,23 @@ class AttentionGroup:
             raise ConfigError(f"rank {rank} is not in its attention group {ranks}: pass each rank the group it belongs to.")
         if len(ranks) == 1:
             return cls(ranks)
-        timeout = datetime.timedelta(seconds=timeout_seconds - patience(timeout_seconds))
+        timeout = datetime.timedelta(seconds=timeout_seconds - reserved_seconds(timeout_seconds))
         group = cls(ranks, ranks.index(rank), timeout_seconds=timeout_seconds)
         return group._connected(
             lambda: (
-                communicator(ranks, who.backend, timeout, "distca-data"),
-                communicator(ranks, "gloo", timeout, "distca-control"),
+                make_communicator(ranks, who.backend, timeout, "distca-data"),
+                make_communicator(ranks, "gloo", timeout, "distca-control"),
             )
         )
 
     @classmethod
-    def with_servers(cls, seats: Seats, timeout_seconds: float, lead: StepLead | None = None) -> AttentionGroup:
-        """Build the group of ranks that train and servers, which are in no world of torch.distributed together.
+    def with_servers(cls, seats: PoolRanks, timeout_seconds: float, lead: ServerNotifier | None = None) -> AttentionGroup:
+        """Build the group of ranks that train and servers, which
+        share no world of torch.distributed.
 
         Every one of them must call it; for arguments and errors see `create`.
         """
-        timeout = datetime.timedelta(seconds=timeout_seconds - patience(timeout_seconds))
+        timeout = datetime.timedelta(seconds=timeout_seconds - reserved_seconds(timeout_seconds))
         group = cls(seats.ranks, seats.rank, lead=lead, holds=seats.holds, timeout_seconds=timeout_seconds)
         return group._connected(
             lambda: (
@@ -178,104 +190,125 @@ class AttentionGroup:
     def _connected(
         self, connect: Callable[[], tuple[dist.ProcessGroup, dist.ProcessGroup]], names: Mapping[int, str] = NO_NAMES
     ) -> AttentionGroup:
-        """The group with communicators for tensors and for planning, which `connect` makes."""
+        """Return the group with communicators for tensors and for planning, made by `connect`."""
         ranks, rank, seconds = self.ranks, self.rank, self.timeout_seconds
         try:
             data, control = connect()
             nodes = torch.empty(len(ranks), dtype=torch.int64, device="cpu")
             dist.all_to_all_single(nodes, torch.full_like(nodes, node_number()), group=control)
             # A barrier: a rank that fails right after this must not break connections that others are still making.
-            least(np.zeros(1, dtype=np.int64), control)
+            all_reduce_min(np.zeros(1, dtype=np.int64), control)
         except RuntimeError as error:
             raise DistCADesyncError(
                 f"rank {ranks[rank]} waited up to {seconds:g} s for ranks {ranks} while making their attention group, and not "
                 f"all came ({error}). {_NOT_ALL_CAME}"
             ) from error
-        listen(watch := Watch(ranks, rank, seconds, (data, control), names))
+        start_polling(monitor := FailureMonitor(ranks, rank, seconds, (data, control), names))
         per_node = ranks_per_node(nodes.tolist())
         if per_node is None and rank == 0:
             _log.warning(_UNEQUAL_NODES, len(ranks), len(set(nodes.tolist())))
-        return replace(self, data=Channel(data, watch, seconds), control=control, watch=watch, per_node=per_node)
+        return replace(self, data=Channel(data, monitor, seconds), control=control, monitor=monitor, per_node=per_node)
 
     @property
-    def left(self) -> bool:
-        """Whether this rank has left the group: it failed, or heard that another did."""
-        return self.watch is not None and self.watch.left
+    def has_left(self) -> bool:
+        """True if this rank has left the group: it failed, or heard that another did."""
+        return self.monitor is not None and self.monitor.has_left
 
-    def tell(self, step: str, **arguments: Any) -> None:
-        """Let the servers of a pool, if there are any, take part in what this rank does next; only rank 0 tells them."""
+    def notify_servers(self, step: str, **arguments: Any) -> None:
+        """Let the servers of a pool, if there are any, take part in this
+        rank's next step; only rank 0 tells them.
+        """
         if self.lead is not None:
-            self.lead.tell(step, {"session": self.session, **arguments})
+            self.lead.notify_servers(step, {"session": self.session, **arguments})
 
     def number(self, known: object) -> int:
-        """As `StepLead.number`; 0 where this rank tells servers nothing."""
+        """Return `ServerNotifier.number`; 0 where this rank tells servers nothing."""
         return 0 if self.lead is None else self.lead.number(known)
 
     def at(self, where: str, forward_exchanges: int) -> AttentionGroup:
-        """The group in a call, as `Channel.at`."""
+        """Return the group with the channel of one call, from `Channel.at`."""
         return self if self.data is None else replace(self, data=self.data.at(where, forward_exchanges))
 
     def reporting(self, doing: str) -> AbstractContextManager[None]:
-        """A context that tells the other ranks of an exception inside, so that they do not wait for this one."""
-        return nullcontext() if self.watch is None else self.watch.reporting(doing)
+        """Return a context manager that reports an exception inside to the other
+        ranks, so that they do not wait for this one.
+        """
+        return nullcontext() if self.monitor is None else self.monitor.reporting(doing)
 
     def gather(self, row: IntArray, *, doing: str) -> list[IntArray]:
-        """One row of integers, a flat int64 array, from every rank, in rank order. Rows may differ in length."""
-        if self.watch is None:
+        """Gather one row of integers, a flat int64 array, from every rank, in rank order.
+
+        Rows may differ in length. Collective.
+        """
+        if self.monitor is None:
             return [row]
-        with self.watch.together(doing):
+        with self.monitor.collective(doing):
             first, work = self._start_gathering(row)
             if work is not None:
                 work.wait()
         counts = first[:, 0].tolist()
         rows = [part[1 : 1 + count] for part, count in zip(first.numpy(), counts, strict=True)]
-        more = [max(count - self.most_numbers, 0) for count in counts]
+        more = [max(count - self.inline_row_capacity, 0) for count in counts]
         if not any(more):
             return rows
-        rest = torch.tensor(row[self.most_numbers :], dtype=torch.int64, device="cpu")
+        rest = torch.tensor(row[self.inline_row_capacity :], dtype=torch.int64, device="cpu")
         rests = self.all_to_all(rest.repeat(self.size), [len(rest)] * self.size, more, doing=doing)
         return [np.concatenate(pair) for pair in zip(rows, np.split(rests.numpy(), np.cumsum(more)[:-1]), strict=True)]
 
     def all_equal(self, numbers: IntArray, *, doing: str) -> bool:
-        """Whether every rank has equal numbers, a flat int64 array of one length, in one collective of twice their size."""
-        if self.control is None or self.watch is None:
+        """Return whether every rank has equal numbers, a flat int64 array of one length.
+
+        One collective of twice their size.
+        """
+        if self.control is None or self.monitor is None:
             return True
-        with self.watch.together(doing):
-            smallest = least(np.concatenate([numbers, ~numbers]), self.control)  # ~x = -x - 1 turns the order round
+        with self.monitor.collective(doing):
+            smallest = all_reduce_min(np.concatenate([numbers, ~numbers]), self.control)  # ~x = -x - 1 turns the order round
         return bool((smallest[: len(numbers)] == ~smallest[len(numbers) :]).all())
 
-    def gather_async(self, row: IntArray, *, doing: str, agree: Callable[[Sequence[IntArray]], object]) -> Meeting:
-        """Start to gather a row of integers from every rank, for which nobody waits.
+    def gather_async(self, row: IntArray, *, doing: str, on_arrival: Callable[[Sequence[IntArray]], object]) -> Rendezvous:
+        """Start to gather a row of integers from every rank, without waiting.
 
         Args:
-            row: flat int64 array of at most `most_numbers`.
+            row: flat int64 array of at most `inline_row_capacity`.
             doing: for errors.
-            agree: what to do with the rows of all ranks, in a thread of its own; see `Meeting`.
+            on_arrival: called with the rows of all ranks, in a thread of its own; see `Rendezvous`.
         """
-        return Meeting(*self._start_gathering(row), agree, self.watch, doing)
+        return Rendezvous(*self._start_gathering(row), on_arrival, self.monitor, doing)
 
     def all_to_all(self, sent: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, doing: str) -> torch.Tensor:
-        """Send rows of a CPU tensor to every rank, so many to each and from each. Both tensors have them in rank order."""
-        if self.control is None or self.watch is None:
+        """Send rows of a CPU tensor to every rank, with row counts to and from each.
+
+        Both tensors are in rank order. Collective.
+        """
+        if self.control is None or self.monitor is None:
             return sent
         received = sent.new_empty((sum(receive), *sent.shape[1:]))
-        with self.watch.together(doing):
+        with self.monitor.collective(doing):
             dist.all_to_all_single(received, sent.contiguous(), list(receive), list(send), group=self.control)
         return received
 
     def raise_pending(self) -> None:
-        """As `Watch.raise_pending`; takes no time."""
-        if self.watch is not None:
-            self.watch.raise_pending()
+        """Raise the error that another thread has found, if any; see `FailureMonitor.raise_pending`.
+
+        Takes no time.
+        """
+        if self.monitor is not None:
+            self.monitor.raise_pending()
 
     def gather_text(self, text: str) -> list[str]:
-        """What every rank says, in rank order; empty for those that say nothing in time. No collective, so at any time."""
-        return [text] if self.watch is None else self.watch.gather_text(text)
+        """Gather a text from every rank, in rank order; empty for ranks that give none in time.
+
+        No collective, so possible at any time.
+        """
+        return [text] if self.monitor is None else self.monitor.gather_text(text)
 
     def _start_gathering(self, row: IntArray) -> tuple[torch.Tensor, dist.Work | None]:
-        """Start to gather the number of rows' numbers and the first of these, as (ranks, 1 + `most_numbers`)."""
-        padded = torch.zeros(1 + self.most_numbers, dtype=torch.int64, device="cpu")
-        first = torch.tensor([len(row), *row[: self.most_numbers]], dtype=torch.int64, device="cpu")
+        """Start to gather rows padded to (ranks, 1 + `inline_row_capacity`); the
+        first number of each is its true length.
+        """
+        padded = torch.zeros(1 + self.inline_row_capacity, dtype=torch.int64, device="cpu")
+        first = torch.tensor([len(row), *row[: self.inline_row_capacity]], dtype=torch.int64, device="cpu")
         padded[: len(first)] = first
         if self.control is None:
             return padded[None], None
@@ -285,17 +318,17 @@ class AttentionGroup:
 
 
 # The groups that `AttentionGroup.of` made in the world of now.
-_made: dict[tuple[dist.ProcessGroup, Members, float], AttentionGroup] = {}
+_groups: dict[tuple[dist.ProcessGroup, Members, float], AttentionGroup] = {}
 
 
-def _stands(group: AttentionGroup) -> bool:
-    """Whether no rank has left the group, which all ranks ask at once."""
-    if group.control is None or group.watch is None:
+def _has_all_ranks(group: AttentionGroup) -> bool:
+    """Return whether no rank has left the group. Collective."""
+    if group.control is None or group.monitor is None:
         return True
     try:
-        least(np.zeros(1, dtype=np.int64), group.control)
+        all_reduce_min(np.zeros(1, dtype=np.int64), group.control)
     except RuntimeError as error:
-        if not group.watch.follow():
-            raise group.watch.give_up("making the attention group again", error) from error
+        if not group.monitor.leave_after_others():
+            raise group.monitor.give_up("making the attention group again", error) from error
         return False
     return True

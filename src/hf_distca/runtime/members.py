@@ -1,9 +1,9 @@
-"""Who is in an attention group, on which nodes they are, and the process groups that they make.
+"""Members of an attention group, the nodes that they are on, and the process groups that they make.
 
-Each rank says where it runs, and all ranks find their nodes from what all said: the host, and, where torchrun or `accelerate
-launch` started several ranks a node, the number that they gave to the node (``GROUP_RANK``). With ``LOCAL_WORLD_SIZE`` 1, each
-rank has a launcher of its own, and that number says nothing of nodes. Of ranks that SLURM, MPI or DeepSpeed started, the hosts
-tell.
+Each rank announces where it runs: its host and, where torchrun or `accelerate launch` started
+several ranks a node, the launcher's number of the node (``GROUP_RANK``). All ranks derive the nodes
+from these announcements. With ``LOCAL_WORLD_SIZE`` 1, each rank has a launcher of its own, and that
+number says nothing of nodes. For ranks started by SLURM, MPI or DeepSpeed, the hosts decide.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from hf_distca.borrowed import PrefixStore, Store, group_of_members, names_of_gr
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["Members", "Seats", "communicator", "launched_per_node", "least", "node_number", "ranks_per_node"]
+__all__ = ["Members", "PoolRanks", "make_communicator", "launched_per_node", "all_reduce_min", "node_number", "ranks_per_node"]
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
 class Members:
-    """Who is in a group, where no process group of these ranks exists.
+    """Ranks of a group for which no process group exists.
 
     Attributes:
         ranks: global ranks.
-        backend: what tensors travel over, as `torch.distributed` names it.
+        backend: backend for tensors, as `torch.distributed` names it.
     """
 
     ranks: tuple[int, ...]
@@ -44,11 +44,11 @@ class Members:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Members:
-        """Those of a process group, the world if None."""
+        """Return the members of a process group, the world if None."""
         return cls(tuple(dist.get_process_group_ranks(group or dist.GroupMember.WORLD)), dist.get_backend(group))
 
     def subset(self, size: int | None) -> Members:
-        """The part of so many neighbours that this rank is in; all if None.
+        """Return the part of `size` neighbours that this rank is in; all members if None.
 
         Raises:
             ConfigError: if parts would not be equally large.
@@ -66,16 +66,17 @@ class Members:
 
 
 @dataclass(frozen=True, eq=False)
-class Seats:
-    """Who is in a group of ranks that train and servers, seen from one of them.
+class PoolRanks:
+    """Members of a group of training ranks and servers, seen from one of them.
 
     Attributes:
-        ranks: of those that train the global ranks, of servers the numbers after these. The order is that of the group.
-        holds: of each whether it trains.
-        names: what errors call the servers, by the numbers in `ranks`.
+        ranks: global ranks of those that train, then numbers of the servers, which follow these; in
+            the order of the group.
+        holds: for each, whether it trains.
+        names: names of the servers in errors, by the numbers in `ranks`.
         rank: index of this process.
-        backend: what tensors travel over, as `torch.distributed` names it.
-        store: where all of them meet, and nobody else.
+        backend: backend for tensors, as `torch.distributed` names it.
+        store: store in which only these meet.
     """
 
     ranks: tuple[int, ...]
@@ -90,16 +91,18 @@ class Seats:
         """All ranks, and the index of this one."""
         return self.ranks, self.rank
 
-    def without(self, leaving: Sequence[int]) -> Seats:
-        """The seats of the others, once those of these indices, of which this process is none, have left."""
+    def without(self, leaving: Sequence[int]) -> PoolRanks:
+        """Return the seats of the others, once those of these indices
+        have left; this process is none of them.
+        """
         stay = [index for index in range(len(self.ranks)) if index not in leaving]
         ranks, holds = tuple(self.ranks[index] for index in stay), tuple(self.holds[index] for index in stay)
         meeting = PrefixStore(f"distca pool of {len(stay)}", self.store)
-        return Seats(ranks, holds, self.names, stay.index(self.rank), self.backend, meeting)
+        return PoolRanks(ranks, holds, self.names, stay.index(self.rank), self.backend, meeting)
 
 
-def communicator(ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, purpose: str) -> dist.ProcessGroup:
-    """A process group that its members make by themselves, at any time.
+def make_communicator(ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, purpose: str) -> dist.ProcessGroup:
+    """Make a process group by its members alone, at any time.
 
     `dist.new_group` has two reasons to wait for ranks that need not come. If the world is bound to a device, it splits the
     communicator of the world, for which NCCL needs all its ranks: here the world is not bound meanwhile. And it names a group
@@ -120,15 +123,15 @@ def communicator(ranks: tuple[int, ...], backend: str, timeout: datetime.timedel
         raise
 
 
-def least(numbers: IntArray, control: dist.ProcessGroup) -> IntArray:
-    """The least of all ranks at each place."""
+def all_reduce_min(numbers: IntArray, control: dist.ProcessGroup) -> IntArray:
+    """Return the minimum over all ranks at each place. Collective."""
     smallest = torch.from_numpy(numbers)
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=control)
     return smallest.numpy()
 
 
 def node_number() -> int:
-    """A number for the node that this process runs on: 56 bits that tell it from others."""
+    """Return a number that identifies the node that this process runs on: 56 bits."""
     # A host's name may be that of several machines, as "localhost" is; their boots differ. Containers on one have the same boot.
     boot = _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else ""
     several = os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"
@@ -137,14 +140,18 @@ def node_number() -> int:
 
 
 def launched_per_node(ranks: int) -> int | None:
-    """Ranks of a node among so many neighbours, as a launcher says; None if it does not, or they are no whole nodes."""
+    """Return the launcher's number of ranks a node among so many neighbours;
+    None if it is unknown or does not divide them.
+    """
     launched = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks_of_node = min(int(launched), ranks) if launched.isdecimal() else 0
     return ranks_of_node if ranks_of_node and ranks % ranks_of_node == 0 else None
 
 
 def ranks_per_node(nodes: Sequence[int]) -> int | None:
-    """Ranks of every node, if ranks [0, n), [n, 2n), ... are the nodes; else None. `nodes` has the number of each rank's node."""
+    """Return the number of ranks of every node, if ranks [0, n), [n, 2n), ... are the nodes; else
+    None. `nodes` holds the number of each rank's node.
+    """
     first = [rank for rank, node in enumerate(nodes) if rank == 0 or node != nodes[rank - 1]]
     sizes = {after - rank for rank, after in zip(first, [*first[1:], len(nodes)], strict=True)}
     # As many runs as nodes: no node has a second run.

@@ -1,13 +1,15 @@
 """Rows of several tensors from every rank to every rank, as one asynchronous exchange.
 
-Rows travel in runs, which slices of documents are. A step larger than 1 takes the rows of one head group. `launch` packs and
-starts, `Pending.sections` finishes. The message to one rank holds the rows of each part one after another,
-each part padded to 16 bytes so that float32 and bfloat16 can share it::
+Rows travel in contiguous runs: slices of documents. A step larger than 1 takes the rows of one head
+group. `launch` packs and starts, `Pending.sections` finishes. The message to one rank holds the
+rows of each part one after another, each part padded to 16 bytes so that float32 and bfloat16 can
+share it::
 
     to rank 0: | part 0 rows | part 1 rows | ...   to rank 1: | part 0 rows | part 1 rows | ...
 
-Where everything lies is worked out once for all layers (`Format`). All messages are packed by one operation whatever the number
-of ranks and parts, and nothing here takes time for ranks that neither send nor receive.
+Offsets are computed once for all layers (`MessageLayout`). All messages are packed by one
+operation whatever the number of ranks and parts, and nothing here takes time for ranks that neither
+send nor receive.
 """
 
 from __future__ import annotations
@@ -27,21 +29,21 @@ from hf_distca.runtime.channel import Channel, Transfer
 from hf_distca.runtime.meter import Mark
 
 __all__ = [
-    "Format",
-    "Formats",
-    "Part",
+    "MessageLayout",
+    "MessageLayouts",
+    "MessagePart",
     "Pending",
     "PoolRun",
     "Rows",
-    "Run",
+    "RowRun",
     "add_rows",
-    "aside",
-    "joined",
+    "side_stream",
+    "concat_rows",
     "launch",
     "pack",
-    "pieces",
+    "split_runs",
     "put_rows",
-    "rows_of",
+    "view_rows",
 ]
 
 _ALIGNMENT = 16
@@ -50,8 +52,8 @@ NOBODY = range(0)
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-class Run(NamedTuple):
-    """Rows start, start + step, ... of a tensor, so many of them, and the rank that they go to."""
+class RowRun(NamedTuple):
+    """`rows` rows of a tensor, from `start` on, `step` apart, and the rank that they go to."""
 
     rank: int
     start: int
@@ -73,86 +75,98 @@ class PoolRun(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Which rows of a tensor go to which rank, and how many come from each.
+    """Rows of a tensor to send to each rank, and row counts to receive from each.
 
     Attributes:
         runs: the rows that are sent, in the order in which they arrive; runs for one rank are neighbours, and ranks in order.
         receive: rows that come from each rank that sends any, in the order of ranks.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[RowRun, ...]
     receive: Mapping[int, int]
 
     @cached_property
-    def runs_by_rank(self) -> dict[int, list[Run]]:
-        """`runs` by the rank that they go to, in the order of ranks."""
+    def runs_by_rank(self) -> dict[int, list[RowRun]]:
+        """`runs` by destination rank, in the order of ranks."""
         return {rank: list(runs) for rank, runs in groupby(self.runs, key=lambda run: run.rank)}
 
     @cached_property
     def send(self) -> dict[int, int]:
-        """Rows to each rank that is sent any, in the order of ranks."""
+        """Number of rows to each rank that gets any, in the order of ranks."""
         return {rank: sum(run.rows for run in runs) for rank, runs in self.runs_by_rank.items()}
 
     @cached_property
     def way_back(self) -> Rows:
-        """The rows that travel when what was received goes back where it came from, in the order it came."""
+        """The reverse exchange: rows that travel when everything received goes
+        back to its sender, in the order of arrival.
+        """
         starts = accumulate(self.receive.values(), initial=0)
-        runs = [Run(rank, start, rows) for (rank, rows), start in zip(self.receive.items(), starts, strict=False)]
+        runs = [RowRun(rank, start, rows) for (rank, rows), start in zip(self.receive.items(), starts, strict=False)]
         return Rows(tuple(runs), self.send)
 
 
-def rows_of(tensor: torch.Tensor, start: int, rows: int, step: int = 1) -> torch.Tensor:
-    """Rows start, start + step, ..., so many of them, as a view, or the tensor itself if it has no others."""
+def view_rows(tensor: torch.Tensor, start: int, rows: int, step: int = 1) -> torch.Tensor:
+    """Return `rows` rows from `start` on, `step` apart, as a view;
+    the tensor itself if it has no others.
+    """
     if step > 1:
         return tensor[start : start + step * rows : step]
     return tensor if rows == tensor.shape[0] else tensor.narrow(0, start, rows)
 
 
-def joined(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Rows of several tensors one after another in a new tensor; without any, none of those of `like`."""
+def concat_rows(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Concatenate rows of several tensors into a new tensor; without any,
+    return zero rows of the shape of `like`.
+    """
     return torch.cat(list(pieces)) if pieces else like.new_empty((0, *like.shape[1:]))
 
 
-def pieces(runs: Sequence[Run | PoolRun], sections: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The rows of each run, which lie one after another in sections. No run is in two of them."""
+def split_runs(runs: Sequence[RowRun | PoolRun], sections: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Cut consecutive sections into the rows of each run. No run is in two of them."""
     left, rest = iter(sections), 0
     for run in runs:
         if not rest:
             section = next(left)
             rest = len(section)
-        yield rows_of(section, len(section) - rest, run.rows)
+        yield view_rows(section, len(section) - rest, run.rows)
         rest -= run.rows
 
 
-def put_rows(tensors: Sequence[torch.Tensor], runs: Sequence[Run], sections: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Write the rows in the sections of each tensor where the runs say, by one operation a tensor."""
+def put_rows(tensors: Sequence[torch.Tensor], runs: Sequence[RowRun], sections: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Write the rows in the sections of each tensor to the places of
+    the runs, by one operation a tensor.
+    """
     for tensor, came in zip(tensors, sections, strict=True):
         if runs:
-            copy_each([rows_of(tensor, *run[1:]) for run in runs], list(pieces(runs, came)))
+            copy_each([view_rows(tensor, *run[1:]) for run in runs], list(split_runs(runs, came)))
 
 
-def add_rows(grad_TKD: torch.Tensor, runs: Sequence[Run | PoolRun], addends: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Gradients with what is added to the rows of each run, one after another: sums in float32 or float64, if there are runs."""
+def add_rows(grad_TKD: torch.Tensor, runs: Sequence[RowRun | PoolRun], addends: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Add addends to the rows of each run and return the gradients: sums in
+    float32 or float64, if there are runs.
+    """
     total = grad_TKD if not runs or grad_TKD.dtype == torch.float64 else grad_TKD.float()
     for run, rows_TKD in zip(runs, addends, strict=True):
-        rows_of(total, *run[1:]).add_(rows_TKD)
+        view_rows(total, *run[1:]).add_(rows_TKD)
     return total
 
 
-class Part(NamedTuple):
-    """One tensor of a message, (rows, ...), and where its rows go. It must be contiguous."""
+class MessagePart(NamedTuple):
+    """A contiguous tensor of a message, (rows, ...), and the destinations of its rows."""
 
     tensor: torch.Tensor
     rows: Rows
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Number of bytes of a row."""
         return math.prod(self.tensor.shape[1:]) * self.tensor.element_size()
 
 
-class _Piece(NamedTuple):
-    """Bytes of a message: of a part, or zeros if `part` is None; `times` times `size` of them, `stride` apart."""
+class _CopySpan(NamedTuple):
+    """Span of bytes of a part, or zeros if `part` is None: `times`
+    times `size` bytes, `stride` apart.
+    """
 
     part: int | None
     start: int
@@ -161,14 +175,14 @@ class _Piece(NamedTuple):
     stride: int = 0
 
     @classmethod
-    def of(cls, part: int, run: Run, row_bytes: int) -> _Piece:
-        """The rows of a run."""
+    def of(cls, part: int, run: RowRun, row_bytes: int) -> _CopySpan:
+        """Return the bytes of a run's rows."""
         if run.step == 1:
             return cls(part, run.start * row_bytes, run.rows * row_bytes)
         return cls(part, run.start * row_bytes, row_bytes, run.rows, run.step * row_bytes)
 
     def cut(self, flat: torch.Tensor) -> torch.Tensor:
-        """These bytes of a part that is given as bytes: a view, if they follow each other."""
+        """Return these bytes of a part, whose bytes are `flat`: a view, if they are contiguous."""
         if self.times == 1:
             return flat.narrow(0, self.start, self.size)
         rows = flat.narrow(0, self.start, (self.times - 1) * self.stride + self.size)
@@ -180,18 +194,19 @@ class _Piece(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Format:
-    """Where everything lies in the messages of an exchange; in bytes unless said otherwise.
+class MessageLayout:
+    """Layout of the messages of an exchange; in bytes unless said otherwise.
 
     Attributes:
-        pieces: what is sent, in its order.
-        sections: of each part, where the rows of each rank that sends any begin among what is received, and how many there are.
-        send, receive: size of the message to and from each rank that has one, in the order of ranks.
-        payload: size of all that is sent, without padding.
-        between: the part of it that goes to ranks of other nodes.
+        pieces: spans that are sent, in order.
+        sections: for each part, offset and number of the received rows of each rank that sends any.
+        send, receive: size of the message to and from each rank that has one, in the order of
+            ranks.
+        payload: size of everything sent, without padding.
+        between: size of the part of it that goes to ranks of other nodes.
     """
 
-    pieces: list[_Piece]
+    pieces: list[_CopySpan]
     sections: list[list[tuple[int, int]]]
     send: dict[int, int]
     receive: dict[int, int]
@@ -199,18 +214,21 @@ class Format:
     between: int
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[Rows, int]], near: range = NOBODY) -> Format:
-        """Of parts given by their rows and the bytes of a row; the ranks `near` are on this node."""
+    def of(cls, parts: Sequence[tuple[Rows, int]], near: range = NOBODY) -> MessageLayout:
+        """Compute the layout of parts, given by their rows and the bytes of a row.
+
+        The ranks `near` are on this node.
+        """
         sizes = [(rank, rows.send[rank] * size) for rows, size in parts for rank in rows.send]
         between = sum(size for rank, size in sizes if rank not in near)
         form = cls([], [[] for _ in parts], {}, {}, sum(size for _, size in sizes), between)
         for rank in sorted({rank for rows, _ in parts for rank in rows.send}):
             form.send[rank] = 0
             for number, (rows, row_bytes) in enumerate(parts):
-                form.pieces.extend(_Piece.of(number, run, row_bytes) for run in rows.runs_by_rank.get(rank, []))
+                form.pieces.extend(_CopySpan.of(number, run, row_bytes) for run in rows.runs_by_rank.get(rank, []))
                 size = rows.send.get(rank, 0) * row_bytes
                 if padding := -size % _ALIGNMENT:
-                    form.pieces.append(_Piece(None, 0, padding))
+                    form.pieces.append(_CopySpan(None, 0, padding))
                 form.send[rank] += size + padding
         offset = 0
         for rank in sorted({rank for rows, _ in parts for rank in rows.receive}):
@@ -223,54 +241,67 @@ class Format:
         return form
 
 
-Formats = dict[tuple[tuple[Rows, int], ...], Format]
+MessageLayouts = dict[tuple[tuple[Rows, int], ...], MessageLayout]
 
 
 class Pending:
-    """An exchange under way. Holds what it sends and receives until it is waited for, and nothing afterwards.
+    """An exchange under way.
+
+    It holds its messages until it is waited for, and nothing afterwards.
 
     Attributes:
-        sent_bytes, between_bytes: sent to other ranks, and to those of other nodes, without padding.
-        device: where its messages are.
-        transfer: what is waited for; None if there is nothing, or nothing any more.
-        before: sections of an earlier exchange whose last parts are those of this one, which go in front of its own.
-        first: of that exchange, if another stream has waited for it: the memory that it sends is not used again before.
-        launched: when it began, for who measures how long it travels.
+        sent_bytes, between_bytes: bytes sent to other ranks, and those of them that go to other nodes,
+            without padding.
+        device: device of its messages.
+        transfer: the transfer to wait for; None if there is none, or if it is over.
+        earlier_sections: sections of an earlier exchange. Its last parts are those of this one; their
+            sections go in front of its own.
+        earlier_transfer: the transfer of that exchange, if another stream has waited for it; held so that
+            memory it sends is not reused earlier.
+        launched: time of the launch, for measurements.
     """
 
-    def __init__(self, parts: Sequence[Part], form: Format, transfer: Transfer | None, received: torch.Tensor) -> None:
+    def __init__(
+        self, parts: Sequence[MessagePart], form: MessageLayout, transfer: Transfer | None, received: torch.Tensor
+    ) -> None:
         self.sent_bytes, self.between_bytes, self.device = form.payload, form.between, received.device
         self.transfer = transfer
-        self.first: Transfer | None = None
-        self.before: list[list[torch.Tensor]] = []
+        self.earlier_transfer: Transfer | None = None
+        self.earlier_sections: list[list[torch.Tensor]] = []
         self.launched: Mark = 0.0
         # Dtypes and row shapes are all that is needed of the parts: what was packed may go.
         self._kinds = [(part.tensor.dtype, part.tensor.shape[1:]) for part in parts]
         self._sections, self._received = form.sections, received
 
     def sections(self) -> list[list[torch.Tensor]]:
-        """The received rows of each part as views of one message, rank after rank without those that sent none. Once only.
+        """Wait, and return the received rows of each part as views of one message, rank
+        after rank, senders only. May be called once.
 
         On CUDA only the current stream waits, not the host.
         """
         if self.transfer is not None:
             self.transfer.wait()
-        came = [_views(self._received, *kind, sections) for kind, sections in zip(self._kinds, self._sections, strict=True)]
-        before, self.before = self.before, []
+        came = [
+            _view_sections(self._received, *kind, sections) for kind, sections in zip(self._kinds, self._sections, strict=True)
+        ]
+        before, self.earlier_sections = self.earlier_sections, []
         del self._received
-        self.transfer = self.first = None
+        self.transfer = self.earlier_transfer = None
         alone = len(before) - len(came) if before else 0
         return before[:alone] + [first + second for first, second in zip(before[alone:], came, strict=True)] if before else came
 
 
 @contextmanager
-def aside(channel: Channel | None, device: torch.device) -> Iterator[bool]:
-    """On CUDA, work goes to a stream of its own, which begins when the current one has done what it was given. Says whether so.
+def side_stream(channel: Channel | None, device: torch.device) -> Iterator[bool]:
+    """Run work on a side stream on CUDA, which starts after the current stream's work.
 
-    An exchange must be launched inside: whoever waits for it waits for the work, too. Memory that is made inside is freed for
-    later work of that stream alone, which waits for the current one again. Over gloo the host waits: there is no such stream.
+    Yields whether there is such a stream.
+
+    An exchange must be launched inside: waiting for the exchange also waits for this stream. Memory
+    allocated inside is reused only by later work of this stream, which waits for the current one
+    again. Over gloo the host waits: there is no such stream.
     """
-    if device.type != "cuda" or channel is None or channel.over_gloo:
+    if device.type != "cuda" or channel is None or channel.is_gloo:
         yield False
         return
     stream = _stream(device)
@@ -281,27 +312,30 @@ def aside(channel: Channel | None, device: torch.device) -> Iterator[bool]:
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Of high priority: what is packed there is small, and others wait for it."""
+    """Make a stream of high priority: packing there is short, and other ranks wait for it."""
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def launch(
     channel: Channel | None,
-    parts: Sequence[Part],
-    formats: Formats | None = None,
+    parts: Sequence[MessagePart],
+    formats: MessageLayouts | None = None,
     name: str | None = None,
     near: range = NOBODY,
 ) -> Pending:
-    """Start an exchange. Every rank of the channel must launch the same exchanges in the same order; None is a group of one.
+    """Start an exchange.
 
-    The parts must have the same dtypes and row shapes on every rank. Ranks may send and receive nothing. A format that is not
-    among `formats`, made before for parts with these rows, is added; `name` says what the exchange is, for errors, and the
-    ranks `near` are on this node.
+    Every rank of the channel must launch the same exchanges in the
+    same order; None is a group of one.
+
+    The parts must have the same dtypes and row shapes on every rank. Ranks may send and receive
+    nothing. `formats` caches formats by the rows of the parts; `name` names the exchange in errors.
+    The ranks `near` are on this node.
     """
     formats = {} if formats is None else formats
     kinds = tuple((part.rows, part.row_bytes) for part in parts)
     if (form := formats.get(kinds)) is None:
-        form = formats[kinds] = Format.of(kinds, near)
+        form = formats[kinds] = MessageLayout.of(kinds, near)
     sent = pack([part.tensor for part in parts], form.pieces)
     if channel is None:
         return Pending(parts, form, None, sent)
@@ -309,8 +343,8 @@ def launch(
     return Pending(parts, form, channel.start(received, sent, form.receive, form.send, name), received)
 
 
-def pack(tensors: Sequence[torch.Tensor], pieces: Sequence[_Piece]) -> torch.Tensor:
-    """The messages, one after another, uint8."""
+def pack(tensors: Sequence[torch.Tensor], pieces: Sequence[_CopySpan]) -> torch.Tensor:
+    """Copy the pieces of the tensors one after another into one uint8 message buffer."""
     if not pieces:
         return tensors[0].new_empty(0, dtype=torch.uint8)
     flat = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
@@ -318,10 +352,10 @@ def pack(tensors: Sequence[torch.Tensor], pieces: Sequence[_Piece]) -> torch.Ten
     return torch.cat([piece.cut(padding if piece.part is None else flat[piece.part]) for piece in pieces])
 
 
-def _views(
+def _view_sections(
     message: torch.Tensor, dtype: torch.dtype, row: tuple[int, ...], sections: Sequence[tuple[int, int]]
 ) -> list[torch.Tensor]:
-    """Sections of a message, given by first byte and number of rows, as tensors."""
+    """Return sections of a message, given by first byte and number of rows, as tensors."""
     typed = message.view(dtype)
     strides = [math.prod(row[place:]) for place in range(len(row) + 1)]
     return [typed.as_strided((rows, *row), strides, start // dtype.itemsize) for start, rows in sections]

@@ -1,4 +1,7 @@
-"""Counts and times what core attention does: kernels, exchanges, bytes. Reading never stops the device."""
+"""Counters and timers of core attention: kernels, exchanges, bytes.
+
+Reading never stops the device.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Mark", "Meter", "now"]
+__all__ = ["Mark", "Meter", "mark_now"]
 
 # A moment: of the host's clock, or on a CUDA stream.
 Mark = float | torch.Event
@@ -21,8 +24,10 @@ _COUNTED = {"server": "_seconds", **dict.fromkeys(("pack", "wait", "unpack"), "_
 _MOST_RUNNING = 1024
 
 
-def now(device: torch.device) -> Mark:
-    """This moment: of the host for the CPU, of the current stream for CUDA, which an event records."""
+def mark_now(device: torch.device) -> Mark:
+    """Return the current time: of the host for the CPU; for CUDA an
+    event recorded on the current stream.
+    """
     if device.type != "cuda":
         return time.perf_counter()
     # `torch.cuda.Event` does the same, and takes several times as long to find the current stream.
@@ -45,15 +50,17 @@ class Meter:
 
     Attributes:
         whole: another meter that counts the same and more.
-        timed: whether kernels are timed; whoever would mark a moment for a span asks first.
+        timed: whether kernels are timed; check it before taking a time for a span.
         kernel_calls: batches of tasks handed to a kernel, empty ones included.
         backward_calls: those of them in backward.
         dispatches, returns: exchanges launched, forward and backward.
         sent_bytes, between_bytes: bytes sent to other ranks, and those of them that go to other nodes.
-        calls: calls of core attention that computed it, which is layers times forward passes.
-        recalls: calls in a recompute that found what the first forward computed.
-        state_exchanges, state_bytes: exchanges of recurrent layers launched, forward and backward; bytes sent in them.
-        running: spans of this meter, its parts and its whole whose times are not known yet, oldest first: each is held once.
+        calls: calls that computed core attention: layers times forward passes.
+        recalls: calls in a recompute that found the outputs of the first forward.
+        state_exchanges, state_bytes: exchanges of recurrent layers launched, forward and backward;
+            bytes sent in them.
+        running: spans of this meter, its parts and its whole whose times are not known yet, oldest
+            first: each is held once.
     """
 
     def __init__(self, whole: Meter | None = None, *, timed: bool = True) -> None:
@@ -74,7 +81,8 @@ class Meter:
             meter = meter.whole
 
     def span(self, name: str, begin: Mark, end: Mark, *, backward: bool = False) -> None:
-        """Count what took from one moment to another: "server", or "pack", "wait" and "unpack" of an exchange.
+        """Count a span between two times: "server", or "pack",
+        "wait" and "unpack" of an exchange.
 
         On CUDA the host waits here only where it is more than a thousand spans ahead of the device, for the oldest of them.
         """
@@ -91,25 +99,27 @@ class Meter:
                 self._read()
 
     def _read(self) -> None:
-        """Tell the meters of spans that have finished."""
+        """Count spans that have finished in their meters."""
         while self.running and self.running[0].end.query():
             meter, counter, begin, end = self.running.popleft()
             meter.count(_unfinished=-1, **{counter: begin.elapsed_time(end) / 1e3})
 
     @property
     def seconds(self) -> float:
-        """Seconds in attention kernels. On CUDA, of those calls that have finished by now."""
+        """Seconds in attention kernels; on CUDA, in calls that have finished by now."""
         self._read()
         return self._seconds
 
     @property
     def exchange_seconds(self) -> float:
-        """Seconds in packing for exchanges, waiting for them and unpacking. On CUDA, of those that have finished by now."""
+        """Seconds in packing for exchanges, waiting for them and unpacking; on
+        CUDA, of those that have finished by now.
+        """
         self._read()
         return self._exchange_seconds
 
     @property
-    def finished(self) -> bool:
-        """Whether nothing that is timed is running any more, so that `seconds` has all of it."""
+    def is_finished(self) -> bool:
+        """True if no timed span is running any more, so that `seconds` is complete."""
         self._read()
         return not self._unfinished

@@ -1,10 +1,13 @@
-"""Outputs of a micro-batch's layers, kept at home so that activation checkpointing repeats no attention and no exchange.
+"""Outputs of a micro-batch's layers, kept at home so that activation
+checkpointing repeats no attention and no exchange.
 
-The first forward leaves o and lse of every layer that is to be recomputed in a store. Each checkpoint holds the store,
-through the handle among its arguments, until its backward is over; the recompute finds the outputs there, and rebuilds q, k
-and v only. Nothing else holds it: what the layers of a model save for backward does not.
+The first forward leaves o and lse of every layer that is to be recomputed in a store. Each
+checkpoint holds the store, through the handle among its arguments, until its backward is over; the
+recompute finds the outputs there, and rebuilds q, k and v only. Nothing else holds it: what the
+layers of a model save for backward does not.
 
-What moves a checkpoint's own inputs away, such as offloading to the host, moves these, too.
+Hooks that move a checkpoint's own inputs away, such as offloading to the host, move these outputs,
+too.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from hf_distca.runtime.saved_tensors import Hooks, SavedTensors
 __all__ = ["LayerOutputs", "OutputStore"]
 
 
-class _Kept(NamedTuple):
-    """Outputs of a forward, moved away by hooks if there are any, and the number of changes of the first until then."""
+class _StoredOutputs(NamedTuple):
+    """Outputs of a forward, packed by `hooks` if there are any, and the in-place
+    version of the first output at that time.
+    """
 
     outputs: tuple[Any, ...]
     hooks: Hooks | None
@@ -33,13 +38,19 @@ class _Kept(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class OutputStore:
-    """Outputs by layer. A module that is called more than once in a forward is left out: which call would it be?"""
+    """Outputs by layer.
 
-    by_layer: dict[int, _Kept] = field(default_factory=dict)
+    A module that is called more than once in a forward is left out,
+    because its calls cannot be told apart.
+    """
+
+    by_layer: dict[int, _StoredOutputs] = field(default_factory=dict)
     repeated: set[int] = field(default_factory=set)
 
     def of(self, module: torch.nn.Module, inputs: Sequence[torch.Tensor | None]) -> LayerOutputs | None:
-        """The place of one attention module with these inputs in the forward that runs; None if no recompute can follow it."""
+        """Return the place of one attention module with these inputs in the current
+        forward; None if no recompute can follow.
+        """
         recorded = torch.is_grad_enabled() and not in_backward()
         if recorded and top_saved_tensor_hooks(True) is None:
             return None
@@ -47,14 +58,16 @@ class OutputStore:
         if recorded:
             # What is saved is dropped only by the hooks of a checkpoint. Reentrant ones run forward without gradients.
             trained = any(tensor is not None and tensor.requires_grad for tensor in inputs)
-            if not (trained and saved.recomputed):
+            if not (trained and saved.is_recomputed):
                 return None
-        return LayerOutputs(weakref.ref(self), id(module), type(module).__name__, saved.beyond_checkpoints)
+        return LayerOutputs(weakref.ref(self), id(module), type(module).__name__, saved.hooks_outside_checkpoints)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerOutputs:
-    """One layer's place in a store, while there is one; `hooks` move what is put there away."""
+    """The place of one layer in a store, as long as the store
+    exists; `hooks` pack what is put there.
+    """
 
     store: weakref.ref[OutputStore]
     layer: int
@@ -62,17 +75,19 @@ class LayerOutputs:
     hooks: Hooks | None
 
     def take(self) -> tuple[torch.Tensor, ...] | None:
-        """The outputs of the first forward, if this is a recompute: a forward that runs inside backward.
+        """Return the outputs of the first forward, if this is a recompute:
+        a forward that runs inside backward.
 
         Raises:
-            UnsupportedError: if the output was changed in place since: the recompute cannot have what it was.
+            UnsupportedError: if the output was changed in place since then, so that its old value
+                is lost.
         """
         store = self.store()
         if store is None or not in_backward() or (kept := store.by_layer.get(self.layer)) is None:
             return None
         if kept.hooks is not None:
             return tuple(map(kept.hooks.unpack, kept.outputs))
-        if _changes(kept.outputs[0]) != kept.changes:
+        if _count_changes(kept.outputs[0]) != kept.changes:
             raise UnsupportedError(
                 f"the output of attention in {self.name} was changed in place after the forward, and activation checkpointing "
                 "needs it in backward: change a copy of it, or switch checkpointing off."
@@ -80,7 +95,9 @@ class LayerOutputs:
         return kept.outputs
 
     def keep(self, *outputs: torch.Tensor) -> None:
-        """Remember the outputs of a forward: o_THV and lse_TH, or what a recurrent layer received."""
+        """Keep the outputs of a forward: o_THV and lse_TH, or the
+        tensors that a recurrent layer received.
+        """
         store = self.store()
         if store is None:
             return
@@ -92,14 +109,17 @@ class LayerOutputs:
             moved = tuple(tensor.detach() for tensor in outputs)
             if self.hooks is not None:
                 moved = tuple(map(self.hooks.pack, moved))
-            store.by_layer[self.layer] = _Kept(moved, self.hooks, _changes(outputs[0]))
+            store.by_layer[self.layer] = _StoredOutputs(moved, self.hooks, _count_changes(outputs[0]))
 
     def drop(self) -> None:
-        """Forget them: backward has used them."""
+        """Drop the outputs: backward has used them."""
         if (store := self.store()) is not None:
             store.by_layer.pop(self.layer, None)
 
 
-def _changes(tensor: torch.Tensor) -> int:
-    """Grows with every change in place, of any view. Tensors made in inference mode have none, and no backward either."""
+def _count_changes(tensor: torch.Tensor) -> int:
+    """Return the count of in-place changes, of any view.
+
+    Tensors made in inference mode have no count, and no backward either.
+    """
     return 0 if tensor.is_inference() else changes_in_place(tensor)

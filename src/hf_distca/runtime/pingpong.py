@@ -1,7 +1,8 @@
-"""Two computations in turns, in one thread: ping-pong.
+"""Ping-pong: two computations in turns, in one thread.
 
-Each nano-batch is a greenlet. Whenever one has launched an exchange it calls `take_turns`, and the other one computes while the
-messages travel. Nothing runs at the same time, so there are no locks, and every rank switches at the same places. Autograd runs
+Each nano-batch is a greenlet. Whenever one has launched an exchange it calls
+`yield_to_other_nano_batch`, and the other one computes while the messages travel. Nothing runs at
+the same time, so there are no locks, and every rank switches at the same places. Autograd runs
 backward in the reverse order of forward: the nano-batches take turns there by themselves.
 """
 
@@ -19,13 +20,15 @@ from hf_distca import borrowed
 from hf_distca.borrowed import TorchDispatchMode
 from hf_distca.runtime.saved_tensors import SavedTensors
 
-__all__ = ["checkpointed_parts", "run_nano_batches", "take_turns"]
+__all__ = ["find_checkpointed_parts", "run_nano_batches", "yield_to_other_nano_batch"]
 
 T = TypeVar("T")
 
 
 class _NanoBatch(greenlet):
-    """A nano-batch with what torch keeps per thread, which a switch between greenlets does not change."""
+    """A nano-batch with the per-thread state of torch, which a
+    switch between greenlets does not change.
+    """
 
     def __init__(self, compute: Callable[[], Any], device_type: str) -> None:
         super().__init__()
@@ -38,7 +41,9 @@ class _NanoBatch(greenlet):
         self.result = self.compute()
 
     def resume(self, step: Callable[[], object]) -> None:
-        """Go on where it waits, by a step such as `switch`, with its own modes in place, until it takes turns or ends."""
+        """Continue by a step such as `switch`, with its own modes
+        in place, until it yields or ends.
+        """
         outside = _Modes.current(self.device_type)
         self.modes.set(self.device_type)
         try:
@@ -56,7 +61,7 @@ def run_nano_batches(first: Callable[[], T], second: Callable[[], T], device_typ
     An exception in one of them ends the other at the place where it waits, and is raised as it was.
 
     Args:
-        first, second: the nano-batches; they may call `take_turns` any number of times.
+        first, second: the nano-batches; they may call `yield_to_other_nano_batch` any number of times.
         device_type: the device whose autocast state each nano-batch has for itself.
     """
     both = [_NanoBatch(first, device_type), _NanoBatch(second, device_type)]
@@ -72,24 +77,25 @@ def run_nano_batches(first: Callable[[], T], second: Callable[[], T], device_typ
     return both[0].result, both[1].result
 
 
-def take_turns() -> None:
-    """Inside a nano-batch, let the other one run; elsewhere do nothing."""
+def yield_to_other_nano_batch() -> None:
+    """Yield to the other nano-batch, if this code runs inside a nano-batch."""
     current = getcurrent()
     if isinstance(current, _NanoBatch) and current.parent is not None:
         current.parent.switch()
 
 
-def checkpointed_parts(layer: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules below a layer that checkpoint their activations by themselves, by a wrapper or by hooks.
+def find_checkpointed_parts(layer: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules below a layer that checkpoint their activations
+    themselves, by a wrapper or by hooks.
 
-    Nano-batches of a layer may hand tensors from inside such a part to each other. Backward repeats the second one's part first,
-    when what the first one gives it is not there yet.
+    Nano-batches of a layer may pass tensors from inside such a part to each other. Backward
+    recomputes the second one's part first, before the first one's tensors exist.
     """
     return [module for module in layer.modules() if module is not layer and borrowed.checkpoints_itself(module)]
 
 
 class _Modes(NamedTuple):
-    """What torch keeps per thread and layers may change around attention."""
+    """Per-thread state of torch that layers may change around attention."""
 
     grad: bool
     autocast: bool

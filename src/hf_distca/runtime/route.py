@@ -1,9 +1,10 @@
-"""One rank's view of a plan: which rows it sends, which it receives, and the tasks it runs on them.
+"""A rank's view of a plan: rows that it sends and receives, and tasks that it runs on them.
 
-A server runs its tasks in two batches. Its *own* tasks are those that it is the home of, with their whole key prefix in one run
-of its tokens: they read its tensors in place and run while the dispatch is under way. *Arrived* tasks need something from
-elsewhere: they read pools made of received rows and, where a document spans ranks, of this rank's own. They come in one wave or,
-where transient bytes are bounded, in several, one after another.
+A server runs its tasks in two batches. Its *own* tasks are of documents at home on it, with the
+whole key prefix in one run of its tokens: they read its tensors in place and run while the dispatch
+is under way. *Arrived* tasks need something from elsewhere: they read pools made of received rows
+and, where a document spans ranks, of this rank's own. They come in one wave or, where transient
+bytes are bounded, in several, one after another.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itertools import accumulate, repeat
 import torch
 
 from hf_distca.kernels.base import TaskBatch
-from hf_distca.runtime.messages import Formats, PoolRun, Rows, Run, add_rows, joined, pieces, rows_of
+from hf_distca.runtime.messages import MessageLayouts, PoolRun, RowRun, Rows, add_rows, concat_rows, split_runs, view_rows
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.share import Columns, Passing, RankMessage, WaveShare, share_of
 from hf_distca.schedule.waves import Waves
@@ -26,42 +27,51 @@ __all__ = ["KeyPool", "KeyRelay", "Route", "Wave"]
 
 @dataclass(frozen=True, eq=False)
 class KeyPool:
-    """How received keys and this rank's own make the pool in which every document's prefix is one run.
+    """Layout of the pool of received and own keys, in which every document's prefix is contiguous.
 
     Attributes:
-        pieces: what the pool is made of, in its order.
-        way_back: rows of the pool that came from the ranks that hold them, in the order they came, and how many copies come back
-            from each.
+        pieces: runs that the pool is made of, in order.
+        way_back: rows of the pool to return to the ranks that they came from, in the order of
+            arrival, and numbers of copies that come back from each.
     """
 
     pieces: tuple[PoolRun, ...]
     way_back: Rows
 
     @cached_property
-    def own(self) -> list[tuple[int, PoolRun]]:
-        """Runs of this rank's own keys: row of the pool, and the run."""
+    def own_runs(self) -> list[tuple[int, PoolRun]]:
+        """Runs of this rank's own keys, each with its first row in the pool."""
         starts = accumulate((piece.rows for piece in self.pieces), initial=0)
         return [(first, piece) for first, piece in zip(starts, self.pieces, strict=False) if piece.section is None]
 
     def assemble(self, own_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The pool of keys or of values, (size, key/value heads, width), from own rows and the message's sections."""
+        """Build the pool of keys or of values, (size, key/value heads, width),
+        from own rows and the message's sections.
+        """
         from_each = ((own_TKD if piece.section is None else sections[piece.section], piece) for piece in self.pieces)
-        return joined([rows_of(tensor, *piece[1:]) for tensor, piece in from_each], own_TKD)
+        return concat_rows([view_rows(tensor, *piece[1:]) for tensor, piece in from_each], own_TKD)
 
     def add_own(self, grad_TKD: torch.Tensor, pool_TKD: torch.Tensor) -> torch.Tensor:
-        """Gradients of this rank's own keys, wide enough for sums, with those of the pool that was made of them added."""
-        return add_rows(grad_TKD, [run for _, run in self.own], (pool_TKD.narrow(0, row, run.rows) for row, run in self.own))
+        """Add gradients of the pool to gradients of this rank's
+        own keys; the sums are wide enough.
+        """
+        return add_rows(
+            grad_TKD, [run for _, run in self.own_runs], (pool_TKD.narrow(0, row, run.rows) for row, run in self.own_runs)
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class KeyRelay:
-    """The second hop of keys: what this rank passes on as a relay, and what comes from other relays.
+    """The second hop of keys: rows that this rank forwards as a relay,
+    and rows that come from other relays.
 
     Attributes:
-        pieces: what is passed on, of sections of the first hop.
-        rows: of the pool, where each piece lies.
-        keys: rows of what is passed on that go to other ranks, and of theirs that come.
-        way_back: rows of the pool that came from relays, in the order they came, and how many copies come back from each.
+        pieces: forwarded runs, in sections of the first hop.
+        rows: place of each piece in the pool.
+        keys: rows of the forwarded runs that go to other ranks, and numbers of rows that come from
+            theirs.
+        way_back: rows of the pool to return to relays, in the order of arrival, and numbers of
+            copies that come back from each.
     """
 
     pieces: tuple[PoolRun, ...]
@@ -71,70 +81,80 @@ class KeyRelay:
 
     @cached_property
     def size(self) -> int:
-        """Tokens that are passed on."""
+        """Number of tokens that are forwarded."""
         return sum(piece.rows for piece in self.pieces)
 
-    def pick(self, sections: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        """What is passed on, of the sections of k or of v; without rows, of the shape of those of `like`."""
-        return joined([rows_of(sections[piece.section], *piece[1:]) for piece in self.pieces if piece.section is not None], like)
+    def copy_forwarded(self, sections: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        """Copy the forwarded rows out of the sections of k or of v; without any,
+        return zero rows of the shape of `like`.
+        """
+        return concat_rows(
+            [view_rows(sections[piece.section], *piece[1:]) for piece in self.pieces if piece.section is not None], like
+        )
 
     def add_copies(self, pool_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Gradients of a pool with those of the copies that were passed on, rank after rank so that the sum has one order."""
+        """Add gradients of the forwarded copies to gradients of a pool, rank
+        after rank so that the sum has one order.
+        """
         if not self.size:
             return pool_TKD
         passed = pool_TKD.new_zeros((self.size, *pool_TKD.shape[1:]), dtype=torch.promote_types(pool_TKD.dtype, torch.float32))
-        add_rows(passed, self.keys.runs, pieces(self.keys.runs, sections))
-        return add_rows(pool_TKD, self.rows, pieces(self.rows, [passed]))
+        add_rows(passed, self.keys.runs, split_runs(self.keys.runs, sections))
+        return add_rows(pool_TKD, self.rows, split_runs(self.rows, [passed]))
 
 
 @dataclass(frozen=True, eq=False)
 class Wave:
-    """One dispatch and one return, and what this rank serves in between.
+    """A dispatch and a return, and the tasks served in between.
 
     Attributes:
-        queries, keys: rows of this rank's q and of its k, v that go to other ranks, and of theirs that come.
+        queries, keys: rows of this rank's q and of its k, v that go to other ranks, and of theirs
+            that come.
         own_queries: rows of this rank's q that join the query pool in front of the received ones.
-        pool: how the key pool is made.
+        pool: layout of the key pool.
         arrived: tasks on the pools.
         passing: the second hop of keys, if the plan has relays.
-        formats: formats of the messages, by what travels: made by the first layer.
+        formats: layouts of the messages by their contents; made by the first layer.
     """
 
     queries: Rows
     keys: Rows
-    own_queries: tuple[Run, ...]
+    own_queries: tuple[RowRun, ...]
     pool: KeyPool
     arrived: TaskBatch
     passing: KeyRelay | None = None
-    formats: Formats = field(default_factory=dict)
+    formats: MessageLayouts = field(default_factory=dict)
 
     @cached_property
     def own_rows(self) -> int:
-        """Rows of `own_queries`."""
+        """Number of rows of `own_queries`."""
         return sum(run.rows for run in self.own_queries)
 
     @cached_property
-    def as_received(self) -> bool:
-        """Whether both pools are what one rank sent, as it is."""
+    def is_single_message(self) -> bool:
+        """True if both pools are exactly what one rank sent."""
         if self.passing is not None:
             return False
         return not self.own_queries and len(self.queries.receive) == len(self.pool.pieces) == len(self.keys.receive) == 1
 
     def add_copies(self, grad_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Gradients of own keys with those of the copies of other ranks, rank after rank so that the sum has one order."""
-        return add_rows(grad_TKD, self.keys.runs, pieces(self.keys.runs, sections))
+        """Add gradients of other ranks' copies to gradients of own keys, rank
+        after rank so that the sum has one order.
+        """
+        return add_rows(grad_TKD, self.keys.runs, split_runs(self.keys.runs, sections))
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """What one rank does to carry out a plan. All of it is on the host.
+    """Instructions for one rank to carry out a plan. All of them are on the host.
 
     Attributes:
         local_tasks: tasks that this rank, which is their home, runs on its own tensors.
-        waves: exchanges, at least one, and what is served in each; as many on every rank.
+        waves: exchanges, at least one, and the tasks served in each; as many on every rank.
         exchanges: whether any rank moves anything; false means that no rank sends or receives.
-        groups: head groups that the tokens of waves are split in, 1 if none.
-        local_wave: tasks on head groups that this rank runs on pools of its own rows, for which it waits for nothing.
+        groups: number of head groups into which tokens are split in waves, 1 if none.
+        local_wave: tasks on head groups that this rank runs on pools of its own rows, for which it
+            waits for nothing.
     """
 
     local_tasks: TaskBatch
@@ -145,7 +165,7 @@ class Route:
 
     @property
     def forward_exchanges(self) -> int:
-        """Exchanges of forward, as many on every rank."""
+        """Number of exchanges of forward, the same on every rank."""
         return 2 * len(self.waves) + (self.waves[0].passing is not None)
 
     @classmethod
@@ -157,17 +177,19 @@ class Route:
         local_tasks, shares, local = share_of(plan, rank, number, count)
         groups = plan.layout.groups
         built, local_wave = (_wave(share, groups) for share in shares), None if local is None else _wave(local, groups)
-        return cls(_batch(local_tasks), tuple(built) or (_empty_wave(),), plan.moved, groups, local_wave)
+        return cls(_batch(local_tasks), tuple(built) or (_make_empty_wave(),), plan.moved, groups, local_wave)
 
     @classmethod
-    def alone(cls, lengths: Sequence[int]) -> Route:
-        """The route of a rank that has so many tokens of each document, all of them, and no other rank to exchange with."""
+    def for_whole_documents(cls, lengths: Sequence[int]) -> Route:
+        """Make the route of a rank that holds all tokens of documents of these
+        lengths, with no other rank to exchange with.
+        """
         starts = tuple(accumulate(lengths, initial=0))[:-1]
-        return cls(TaskBatch(starts, lengths, starts, lengths), (_empty_wave(),), exchanges=False)
+        return cls(TaskBatch(starts, lengths, starts, lengths), (_make_empty_wave(),), exchanges=False)
 
 
-def _empty_wave() -> Wave:
-    """A wave in which nothing travels and nothing is served."""
+def _make_empty_wave() -> Wave:
+    """Make a wave in which nothing travels and nothing is served."""
     nothing = Rows((), {})
     return Wave(nothing, nothing, (), KeyPool((), nothing), TaskBatch((), (), (), ()))
 
@@ -196,8 +218,8 @@ def _rows(message: RankMessage, step: int = 1) -> Rows:
     return Rows(_runs(runs, step), dict(zip(*receive, strict=True)))
 
 
-def _runs(columns: Columns, step: int) -> tuple[Run, ...]:
-    return tuple(map(Run, *columns, repeat(step)))
+def _runs(columns: Columns, step: int) -> tuple[RowRun, ...]:
+    return tuple(map(RowRun, *columns, repeat(step)))
 
 
 def _batch(columns: Columns) -> TaskBatch:

@@ -1,4 +1,4 @@
-"""What happens to tensors that are saved for backward: activation checkpointing and offloading work by hooks for them."""
+"""Hooks on tensors saved for backward, by which activation checkpointing and offloading work."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ class Hooks(NamedTuple):
     unpack: Callable[[Any], torch.Tensor]
 
     @property
-    def recompute(self) -> bool:
-        """Whether these are the hooks of a checkpoint: they drop what is saved, and compute it again in backward."""
+    def is_recompute(self) -> bool:
+        """True if these are the hooks of a checkpoint: they drop what is
+        saved, and compute it again in backward.
+        """
         return "checkpoint" in getattr(self.pack, "__module__", "")
 
     @property
     def checkpoint(self) -> tuple[object, Hashable | None] | None:
-        """The checkpoint whose hooks these are, and which recompute of it runs, None in its forward.
+        """Checkpoint that these hooks belong to, and its
+        recompute that runs, None in its forward.
 
         None for other hooks. Reentrant checkpoints have no hooks. Names are those that `torch.utils.checkpoint` has in 2.13.
         """
         pack = inspect.unwrap(self.pack)
-        held = inspect.getclosurevars(pack).nonlocals if self.recompute and inspect.isfunction(pack) else {}
+        held = inspect.getclosurevars(pack).nonlocals if self.is_recompute and inspect.isfunction(pack) else {}
         if "target_frame_ref" in held:
             return held["target_frame_ref"](), held["gid"]
         return (held["frame"], None) if "frame" in held else None
@@ -42,47 +45,49 @@ class SavedTensors(NamedTuple):
 
     Attributes:
         hooks: the last pair is in force.
-        forbidden: if hooks may not be set, the error that says so.
+        forbidden_reason: if hooks may not be set, the error that says so.
     """
 
     hooks: tuple[Hooks, ...]
-    forbidden: str | None
+    forbidden_reason: str | None
 
     @classmethod
     def current(cls) -> SavedTensors:
-        """Those that are set now."""
-        hooks = tuple(reversed(list(_taken_off())))
+        """Return the hooks that are set now."""
+        hooks = tuple(reversed(list(_suspend_hooks())))
         current = cls(hooks, borrowed.why_saved_tensor_hooks_are_forbidden())
         if hooks:
-            current._put_on()
+            current._restore_hooks()
         return current
 
     def set(self) -> None:
-        """Set these in place of those that are set now."""
-        for _ in _taken_off():
+        """Replace the hooks that are set now by these."""
+        for _ in _suspend_hooks():
             pass
-        self._put_on()
+        self._restore_hooks()
 
     @property
-    def recomputed(self) -> bool:
-        """Whether what is saved now will be computed again."""
-        return bool(self.hooks) and self.hooks[-1].recompute
+    def is_recomputed(self) -> bool:
+        """True if tensors saved now will be recomputed."""
+        return bool(self.hooks) and self.hooks[-1].is_recompute
 
     @property
-    def beyond_checkpoints(self) -> Hooks | None:
-        """The hooks for what a checkpoint itself saves; None where that stays as it is."""
-        return next((hooks for hooks in reversed(self.hooks) if not hooks.recompute), None)
+    def hooks_outside_checkpoints(self) -> Hooks | None:
+        """Hooks for tensors that a checkpoint itself saves; None where these stay as they are."""
+        return next((hooks for hooks in reversed(self.hooks) if not hooks.is_recompute), None)
 
-    def _put_on(self) -> None:
+    def _restore_hooks(self) -> None:
         borrowed.allow_saved_tensor_hooks()
         for hooks in self.hooks:
             borrowed.push_saved_tensor_hooks(*hooks)
-        if self.forbidden is not None:
-            borrowed.forbid_saved_tensor_hooks(self.forbidden, False)
+        if self.forbidden_reason is not None:
+            borrowed.forbid_saved_tensor_hooks(self.forbidden_reason, False)
 
 
-def _taken_off() -> Iterator[Hooks]:
-    """The hooks in force, the last pair first, which are in force no more. Only the last one can be seen."""
+def _suspend_hooks() -> Iterator[Hooks]:
+    """Remove and yield the active saved-tensor hooks, innermost
+    first: only the innermost one is visible.
+    """
     while (hooks := borrowed.top_saved_tensor_hooks(True)) is not None:
         borrowed.pop_saved_tensor_hooks()
         yield Hooks(*hooks)

@@ -10,22 +10,22 @@ from dataclasses import dataclass
 import torch
 
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
-from hf_distca.runtime.call import Call, in_groups
+from hf_distca.runtime.call import Call, split_head_groups
 from hf_distca.runtime.messages import Pending
 from hf_distca.schedule.cost import AttentionShape
 
-__all__ = ["Serving", "no_rows"]
+__all__ = ["ServedCall", "make_empty_operands"]
 
 
-def no_rows(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> Operands:
-    """q, k and v of a layer without rows."""
+def make_empty_operands(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> Operands:
+    """Make q, k and v of a layer without rows."""
     queries, keys = shape.query_heads, shape.key_value_heads
     widths = (queries, shape.head_dim), (keys, shape.head_dim), (keys, shape.value_head_dim)
     return Operands(*(torch.empty((0, *width), dtype=dtype, device=device) for width in widths))
 
 
 @dataclass(frozen=True, eq=False)
-class Serving:
+class ServedCall:
     """A call, its inputs and results, which are empty, and its dispatch under way."""
 
     call: Call
@@ -34,10 +34,12 @@ class Serving:
     dispatch: Pending | None
 
     @classmethod
-    def begin(cls, call: Call, operands: Operands) -> Serving:
-        """Launch the dispatch of a call, whose direction is that of `call.backward`; `operands` are `no_rows` of its layer."""
+    def begin(cls, call: Call, operands: Operands) -> ServedCall:
+        """Launch the dispatch of a call, in the direction of `call.backward`;
+        `operands` are `make_empty_operands` of its layer.
+        """
         # Rows of head groups travel if documents are split by heads.
-        q_THD, k_TKD, v_TKV = grouped = in_groups(operands, call.route.groups)
+        q_THD, k_TKD, v_TKV = grouped = split_head_groups(operands, call.route.groups)
         # Kernels put log-sum-exps out in float32 at least.
         lse_TH = q_THD.new_empty((0, q_THD.shape[1]), dtype=torch.promote_types(q_THD.dtype, torch.float32))
         outputs = Outputs(q_THD.new_empty((0, q_THD.shape[1], v_TKV.shape[2])), lse_TH)
@@ -51,8 +53,8 @@ class Serving:
     def serve(self) -> None:
         """Run the tasks of the call, and send their results back."""
         call = self.call
-        call.hand_on(*call.run_waves(self.home, self.results, call.pass_on_keys(self.home, self.dispatch)))
+        call.stash(*call.run_waves(self.home, self.results, call.forward_keys(self.home, self.dispatch)))
 
     def finish(self) -> None:
         """Wait until the results have left."""
-        self.call.collect(self.call.route.waves[-1], *self.call.take(type(self.results)))
+        self.call.collect(self.call.route.waves[-1], *self.call.pop_stashed(type(self.results)))

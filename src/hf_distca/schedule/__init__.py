@@ -1,1 +1,4 @@
-"""Documents in, plan out. Pure Python and numpy: nothing here knows of processes, devices or models."""
+"""The scheduler: documents in, plan out.
+
+Pure Python and numpy: nothing here knows of processes, devices or models.
+"""

@@ -1,12 +1,15 @@
-"""`balance`: which attention server computes which query rows.
+"""`balance`: assigns query rows to attention servers.
 
 1. Weigh the plan that moves nothing; if no plan can gain enough, that is it.
-2. Choose the documents that may be split by heads, and the grid that rows are cut on (`schedule.heads`).
-3. Set levels that ranks should end at, and move slices until they do (`schedule.greedy`, `schedule.moves`): inside each node
-   alone; until nodes are even and then inside each; and in all ranks as one group, with servers of the same node preferred and
-   without. Each is done for compute alone and, unless exchanges are hidden behind it, for compute and exchange together.
-4. Let servers pass keys on where that makes the slowest rank earlier (`schedule.relays`).
-5. Weigh the plans (`schedule.load`), and take the one whose slowest rank ends first, if it gains enough.
+2. Choose the documents that may be split by heads, and the grid that rows are cut on
+   (`schedule.heads`).
+3. Set the level at which each rank should end, and move slices until they do (`schedule.greedy`,
+   `schedule.moves`): inside each node alone; until nodes are even and then inside each; and in all
+   ranks as one group, with servers of the same node preferred and without. Each is done for compute
+   alone and, unless exchanges are hidden behind it, for compute and exchange together.
+4. Let servers forward keys where that makes the slowest rank end earlier (`schedule.relays`).
+5. Weigh the plans (`schedule.load`), and take the one whose slowest rank ends first, if it gains
+   enough.
 """
 
 from __future__ import annotations
@@ -73,22 +76,26 @@ class _Way(NamedTuple):
 def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks = ALIKE, *, relayed: bool = True) -> Plan:
     """Assign every query token of `layout` to a server.
 
-    The result never has a slower rank than moving nothing, by the estimate (compute plus exchange; see `PlanLoad`); where
-    it gains less than `config.min_gain`, it is `Plan.local`.
+    The result never has a slower rank than moving nothing, by the estimate (compute plus exchange;
+    see `PlanLoad`); where it gains less than `config.min_gain`, it is `Plan.local`.
 
     Args:
-        layout: documents and where they lie; the same on every rank.
-        cost: seconds of tasks and of exchanges; the same on every rank. The plan is for layers with its window, or for layers
-            without one if no document is longer than the window.
-        config: `balance`, `tolerance`, `min_gain`, `tile`, `head_groups`, `max_transient_bytes`, `ping_pong` and
-            `serve_in_place` are read. A tolerance below 0.002 counts as 0.002. With head groups, the layout of the plan is
-            `layout` with some documents split by heads. With a bound, only slices of which a tile fits it are moved. With
-            `ping_pong` the layout is that of a nano-batch, whose exchange costs only what is longer than the compute beside it.
-        ranks: what ranks are like; the same on every rank. A slower one gets less, so that all end together.
-        relayed: whether servers may pass keys on.
+        layout: documents and their ranks; the same on every rank.
+        cost: seconds of tasks and of exchanges; the same on every rank. The plan is for layers with
+            its window, or for layers without one if no document is longer than the window.
+        config: `balance`, `tolerance`, `min_gain`, `tile`, `head_groups`, `max_transient_bytes`,
+            `ping_pong` and `serve_in_place` are read. A tolerance below 0.002 counts as 0.002. With
+            head groups, the layout of the plan is `layout` with some documents split by heads. With
+            a bound, only slices are moved of which a tile fits it. With `ping_pong` the layout is
+            that of a nano-batch, whose exchange costs only what is longer than the compute beside
+            it.
+        ranks: properties of the ranks; the same on every rank. A slower one gets less, so that all
+            end together.
+        relayed: whether servers may forward keys.
 
     Raises:
-        ConfigError: if `ranks` speaks of another number of ranks than the layout, or if not even a tile fits the bound.
+        ConfigError: if `ranks` and the layout have different numbers of ranks, or if not even a
+            tile fits the bound.
     """
     ranks.check(layout.world_size)
     if ranks.per_node == layout.world_size and cost.node_bytes_per_second is not None:  # all links are those inside a node
@@ -114,7 +121,7 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
 
 @dataclass(frozen=True)
 class _Tries:
-    """Plans for a layout that are made and weighed; for the attributes see `balance`."""
+    """Plans for a layout, made and weighed; for the attributes see `balance`."""
 
     layout: Layout
     cost: CostModel
@@ -124,7 +131,9 @@ class _Tries:
 
     @cached_property
     def unmoved(self) -> PlanLoad:
-        """Nothing moves, but keys are passed on if that alone gains enough."""
+        """Load of the plan that moves nothing, except that keys are
+        forwarded if that alone gains enough.
+        """
         return self.weighed(Plan.local(self.layout, self.cost.window), self.config.min_gain)
 
     @cached_property
@@ -134,7 +143,9 @@ class _Tries:
 
     @cached_property
     def least(self) -> float:
-        """Seconds before which the slowest rank seldom ends: it cannot end before the mean, and moves seldom save exchanges."""
+        """Seconds before which the slowest rank seldom ends: it cannot end before
+        the mean, and moves seldom save exchanges.
+        """
         exchange = 0.0 if self.config.ping_pong else math.fsum(self.unmoved.exchange_seconds.tolist())
         return self.mean + exchange / self.layout.world_size
 
@@ -145,7 +156,7 @@ class _Tries:
 
     @property
     def hopeless(self) -> bool:
-        """Whether no plan can gain enough: common in narrow bands, and where documents were dealt."""
+        """True if no plan can gain enough: common in narrow bands, and for dealt documents."""
         seconds, tolerance = self.unmoved.compute_seconds, self.config.tolerance
         # Without a cost per pair, attention is as long as its tokens are many: there is nothing that moving could gain.
         if not Price.of(self.cost, self.config.tile).pair or (
@@ -156,7 +167,7 @@ class _Tries:
 
     @cached_property
     def greedy(self) -> Greedy:
-        """What makes plans, of documents cut on the grid that keeps slices long."""
+        """The greedy planner, for documents cut on the grid that keeps slices long."""
         config, cost, layout, price = self.config, self.cost, self.layout, Price.of(self.cost, self.config.tile)
         heads = Heads.of(layout, price, cost, self.unmoved.compute_seconds, config.head_groups)
         if config.max_transient_bytes is None:  # which may allow no more than a tile of rows
@@ -228,7 +239,7 @@ class _Tries:
         return loads
 
     def weighed(self, plan: Plan, least: float = 0.0) -> PlanLoad:
-        """The load of a plan, with keys passed on if that gains so much."""
+        """Weigh a plan, with forwarded keys if they gain at least so much."""
         config, cost = self.config, self.cost
         waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups)
         load = PlanLoad(plan, cost, waves, overlapped=config.ping_pong, ranks=self.ranks)

@@ -1,4 +1,6 @@
-"""Functions as machine code: what `schedule.moves` needs of numba, and what stands in for it where it is not installed."""
+"""Compilation of functions by numba for `schedule.moves`, and a
+substitute where it is not installed.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,15 @@ numba = _numba()
 
 
 def compiled(function: F, *, keep: Path | None = None, inside: bool = False) -> F:
-    """A function as machine code, which calls only such functions. Divisions by zero are what numpy makes of them.
+    """Compile a function, which may call only compiled functions.
+
+    Divisions by zero behave as in numpy.
 
     Args:
         function: to be compiled when it is first called.
-        keep: the file that it stands in, if the machine code is kept for other processes.
-        inside: whether only compiled functions call it. A way in from Python takes as long to compile as the function.
+        keep: the function's file, if the machine code is kept for other processes.
+        inside: whether only compiled functions call it. A way in from Python takes as long to
+            compile as the function.
     """
     if numba is None:
         return function
@@ -54,5 +59,5 @@ def compiled(function: F, *, keep: Path | None = None, inside: bool = False) -> 
 
 
 def inner(function: F) -> F:
-    """A function that only compiled functions may call."""
+    """Compile a function that only compiled functions may call."""
     return compiled(function, inside=True)

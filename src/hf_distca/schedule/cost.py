@@ -1,4 +1,4 @@
-"""What a CA-task and an exchange cost, in seconds.
+"""Costs of a CA-task and of an exchange, in seconds.
 
 One direction of a CA-task with n query rows and m keys is modelled as three parts that add up::
 
@@ -14,8 +14,8 @@ tile is neither read nor written. The three coefficients come from a built-in pr
 timed, which tell bytes of rows from those of keys, a kernel may also move its rows more than once (`KernelCost.row_passes`): in
 backward one more kernel reads o and do first, and another one dq last, in float32.
 
-With a sliding window of w keys, position p sees keys (p - w, p]: only the pairs of that band count, and of the keys only the
-last n + w - 1 are read.
+With a sliding window of w keys, position p sees keys (p - w, p]: only the pairs of that band count,
+and of the keys only the last n + w - 1 are read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ALL_KEYS = 2**62
 
 
 def causal_pairs(rows: npt.ArrayLike, keys: npt.ArrayLike, window: int | None = None) -> FloatArray:
-    """Query-key pairs of `rows` query rows that end at document position `keys`.
+    """Count the query-key pairs of `rows` query rows that end at document position `keys`.
 
     The last row sees `keys` keys, its own position included, or the last `window` of them.
     """
@@ -81,7 +81,7 @@ class AttentionShape:
 
     @property
     def ratio(self) -> int:
-        """Query heads for each key/value head."""
+        """Number of query heads for each key/value head."""
         return self.query_heads // self.key_value_heads
 
     @property
@@ -106,7 +106,9 @@ class AttentionShape:
 
     @property
     def backward_key_bytes(self) -> int:
-        """Bytes that backward moves for a key: k, v, dk, dv of every query head; the latter twice where heads share a key."""
+        """Bytes that backward moves for a key: k, v, dk, dv of every query head;
+        the latter twice where heads share a key.
+        """
         return (3 if self.ratio > 1 else 2) * self.row_bytes
 
     @property
@@ -132,9 +134,10 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """One direction of a kernel: seconds per task, memory bytes and floating-point operations per second.
+    """Costs of one direction of a kernel: seconds per task, memory bytes and
+    floating-point operations per second.
 
-    What a call of the kernel takes besides its tasks is about the same on all ranks, so plans leave it out.
+    The time of a call besides its tasks is about the same on all ranks, so plans leave it out.
 
     Attributes:
         task_seconds, bytes_per_second, flops_per_second: what tasks take.
@@ -156,14 +159,16 @@ class KernelCost:
         return np.array([self.task_seconds, 1 / self.bytes_per_second, 1 / self.flops_per_second])
 
     def of_call(self, seconds: npt.ArrayLike, calls: npt.ArrayLike = 1) -> FloatArray:
-        """Seconds of so many calls whose tasks take `seconds` together; nothing to compute is no call."""
+        """Return the seconds of so many calls whose tasks take `seconds`
+        together; without tasks there is no call.
+        """
         taken = np.asarray(seconds, dtype=np.float64)
         whole = np.maximum(taken + self.call_seconds * np.asarray(calls), self.least_seconds * np.asarray(calls))
         return np.where(taken > 0, whole, 0.0)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> KernelCost:
-        """The coefficients by name, None for an infinite one."""
+        """Read the coefficients by name, None for an infinite one."""
         cost = cls(**{name: rate_or_infinity(value) for name, value in data.items()})
         seconds = cost.task_seconds, cost.call_seconds, cost.least_seconds
         rates = cost.bytes_per_second, cost.flops_per_second, cost.row_passes
@@ -173,7 +178,7 @@ class KernelCost:
 
     @classmethod
     def fit(cls, counts: FloatArray, seconds: FloatArray) -> KernelCost:
-        """Least squares on relative errors with coefficients >= 0.
+        """Fit coefficients >= 0 by least squares on relative errors.
 
         Args:
             counts: (measurements, 3) columns tasks, bytes, flops.
@@ -210,16 +215,20 @@ class CostModel:
     Attributes:
         shape: heads and widths of the layer.
         forward, backward: the kernel's coefficients.
-        exchange_bytes_per_second: what one rank sends while it also receives as much, and all others do, too. Where nodes are
-            told apart, to ranks of other nodes.
+        exchange_bytes_per_second: rate at which one rank sends while it also receives as much, and
+            all others do, too; to ranks of other nodes, if nodes are told apart.
         exchange_seconds: fixed seconds of one exchange.
         tile: query rows of a kernel tile.
-        name: where the figures come from.
-        window: keys that a query position sees, its own included, in layers with a sliding window; None where it sees all.
-        node_bytes_per_second: what one rank sends to ranks of its node while it also receives as much; None if that is no faster.
-        ranks_per_link: ranks of a node that share a link to other nodes, which carries ``exchange_bytes_per_second`` for each of
-            them, and for all together where only some have something to send. 1 if each has its own.
-        peer_seconds: what each rank that one exchanges with adds to the fixed seconds of an exchange.
+        name: source of the figures.
+        window: keys that a query position sees, its own included, in layers with a sliding window;
+            None where it sees all.
+        node_bytes_per_second: rate at which one rank sends to ranks of its node while it also
+            receives as much; None if that is no faster.
+        ranks_per_link: ranks of a node that share a link to other nodes, which carries
+            ``exchange_bytes_per_second`` for each of them, and for all together where only some
+            have something to send. 1 if each has its own.
+        peer_seconds: addition to the fixed seconds of an exchange for each rank that takes part in
+            it.
     """
 
     shape: AttentionShape
@@ -246,30 +255,39 @@ class CostModel:
 
     @classmethod
     def analytic(cls, shape: AttentionShape, *, device_type: str = "cuda", tile: int = 128) -> CostModel:
-        """Built-in figures for a device type (``"cpu"`` or ``"cuda"``; anything else is treated as ``"cuda"``)."""
+        """Make a model of built-in figures for a device type (``"cpu"`` or
+        ``"cuda"``; anything else is treated as ``"cuda"``).
+        """
         kind = device_type if device_type in _PROFILES else "cuda"
         forward, backward, bandwidth, latency, inside = _PROFILES[kind]
         return cls(shape, forward, backward, bandwidth, latency, tile, f"analytic {kind}", node_bytes_per_second=inside)
 
     @classmethod
     def pairs(cls, shape: AttentionShape) -> CostModel:
-        """One second per 2**30 causal pairs, nothing for anything else: balances pairs, as published planners do."""
+        """Make a model of one second per 2**30 causal pairs, nothing for anything
+        else: balances pairs, as published planners do.
+        """
         pair_cost = KernelCost(0.0, np.inf, 2.0**30 * shape.pair_flops)
         free = KernelCost(0.0, np.inf, np.inf)
         return cls(shape, pair_cost, free, np.inf, tile=1, name="causal pairs")
 
     def within(self, longest: int) -> Self:
-        """This model for documents of so many tokens at most: a window that none is longer than is none."""
+        """Return this model for documents of at most `longest` tokens: without a window that none exceeds."""
         return replace(self, window=None) if self.window is not None and self.window >= longest else self
 
     @property
     def near(self) -> float:
-        """Seconds of a byte inside a node, as a part of those of a byte between nodes: 1 where there is but one rate."""
+        """Time of a byte inside a node, relative to a byte between
+        nodes: 1 if there is only one rate.
+        """
         inside = self.node_bytes_per_second
         return 1.0 if inside is None else min(self.exchange_bytes_per_second / inside, 1.0)
 
     def to_json(self) -> str:
-        """The model as JSON, with the names of its attributes as keys. Infinite rates, which cost nothing, are null."""
+        """Return the model as JSON, with the names of its attributes as keys.
+
+        Infinite rates, which cost nothing, are null.
+        """
         return json.dumps(without_infinities(asdict(self)), indent=1)
 
     @classmethod
@@ -277,7 +295,7 @@ class CostModel:
         """Read what `to_json` wrote.
 
         Raises:
-            ConfigError: if the text is no cost model; the message names what is wrong.
+            ConfigError: if the text is no cost model; the message names the mistake.
         """
         try:
             data: Any = json.loads(text)
@@ -296,7 +314,8 @@ class CostModel:
         return model
 
     def counts(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
-        """What tasks with `rows` query rows that end at position `keys` count: tasks, bytes and flops.
+        """Count tasks, bytes and flops of tasks with `rows`
+        query rows that end at position `keys`.
 
         `heads` is the part of the heads that each computes, as in the methods below. Shape (2, tasks, 3), forward and backward.
         """
@@ -309,18 +328,20 @@ class CostModel:
         return np.array([[tasks, forward, flops], [tasks, backward, 2.5 * flops]]).transpose(0, 2, 1)
 
     def parts(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
-        """The three parts that add up to `directions`: of the task, of bytes and of flops, shape (2, tasks, 3)."""
+        """Return the three parts that add up to `directions`: of the task, of
+        bytes and of flops, shape (2, tasks, 3).
+        """
         coefficients = np.stack([self.forward.coefficients, self.backward.coefficients])
         return np.asarray(self.counts(rows, keys, heads) * coefficients[:, None])
 
     def directions(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
-        """Seconds of each task, forward and backward: shape (2, tasks)."""
+        """Return the seconds of each task, forward and backward: shape (2, tasks)."""
         # Not a matrix product: BLAS rounds differently from one processor to the next, and plans are decided by these seconds.
         task, moved, computed = np.moveaxis(self.parts(rows, keys, heads), -1, 0)
         return np.asarray(task + moved + computed)
 
     def seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
-        """Forward plus backward seconds of each task."""
+        """Return forward plus backward seconds of each task."""
         return np.asarray(self.directions(rows, keys, heads).sum(axis=0))
 
     @property
@@ -333,7 +354,9 @@ class CostModel:
         return float(forward.task_seconds + backward.task_seconds), shape.row_bytes * passes, key, pair
 
     def transfer_seconds(self, query_tokens: npt.ArrayLike, key_tokens: npt.ArrayLike) -> FloatArray:
-        """Seconds on the wire of moved tokens, forward and backward together, without the fixed part."""
+        """Return the seconds on the wire of moved tokens, forward and
+        backward together, without the fixed part.
+        """
         moved = np.asarray(query_tokens) * self.shape.moved_query_bytes + np.asarray(key_tokens) * self.shape.moved_key_bytes
         return np.asarray(moved / self.exchange_bytes_per_second, dtype=np.float64)
 
@@ -360,19 +383,23 @@ class Price(NamedTuple):
 
     @classmethod
     def of(cls, cost: CostModel, grid: int) -> Self:
-        """Prices of a cost model for documents cut at multiples of `grid`."""
+        """Convert a cost model to prices, for documents cut at multiples of `grid`."""
         shape, window = cost.shape, ALL_KEYS if cost.window is None else cost.window
         moved = float(shape.moved_query_bytes), float(shape.moved_key_bytes)
         return cls(*cost.prices, *moved, cost.tile, grid, window)
 
     def with_exchange(self, bytes_per_second: float) -> Self:
-        """The prices of a server that receives what it computes, one after the other."""
+        """Add the cost of receiving to the prices, for a server that
+        receives and computes one after the other.
+        """
         row, key = self.query_bytes / bytes_per_second, self.key_bytes / bytes_per_second
         return self._replace(row=self.row + row, key=self.key + key)
 
 
 def without_infinities(value: Any) -> Any:
-    """Nested containers with None for what JSON has no number for: infinite rates, which cost nothing."""
+    """Replace infinite rates, which cost nothing and have no JSON
+    number, by None in nested containers.
+    """
     if isinstance(value, dict):
         return {key: without_infinities(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -381,5 +408,5 @@ def without_infinities(value: Any) -> Any:
 
 
 def rate_or_infinity(value: Any) -> float:
-    """A rate as JSON has it, where None stands for infinity."""
+    """Read a rate from JSON, where None stands for infinity."""
     return math.inf if value is None else float(value)

@@ -1,7 +1,8 @@
-"""`deal`: which rank gets which documents of a global batch, before any work is moved.
+"""`deal`: assigns documents of a global batch to ranks, before any work is moved.
 
-Where documents lie decides what the exchange costs. Dealt, every rank has the same number of tokens and about the same seconds
-of attention and exchange, so that little is left for `balance` to move; and a document may be longer than a rank.
+The place of documents decides the cost of exchanges. Dealt, every rank has the same number of
+tokens and about the same seconds of attention and exchange, so that little is left for `balance` to
+move; and a document may be longer than a rank.
 """
 
 from __future__ import annotations
@@ -45,26 +46,31 @@ def deal(
     ranks_per_node: int | None = None,
     overlapped: bool = False,
 ) -> Layout:
-    """Deal the documents of a global batch to ranks: equal tokens, and the slowest rank as early as can be.
+    """Deal the documents of a global batch to ranks: equal tokens, and
+    the slowest rank as early as possible.
 
-    Short documents stay whole where they fit. A long one is cut head and tail over as few ranks as hold its tokens and its
-    attention. Every machine finds the same layout.
+    Short documents stay whole where they fit. A long one is cut head and tail over as few ranks as
+    hold its tokens and its attention. Every machine finds the same layout.
 
     Args:
-        lengths: tokens of each document, at least 1. Documents keep their index as their number.
+        lengths: number of tokens of each document, at least 1. Documents keep their index as their
+            number.
         ranks: number of ranks.
-        tokens_per_rank: tokens of each rank; `ranks` times as many as this are dealt. Or the tokens of each rank, where their
-            number cannot be divided.
-        cost: seconds of tasks and of exchanges. With a window, deal for layers of which all have it; for a model that mixes both
-            kinds of layers, deal without. A window that no document is longer than is none.
+        tokens_per_rank: tokens of each rank; `ranks` times as many as this are dealt. Or a number
+            for each rank, if the tokens cannot be divided evenly.
+        cost: seconds of tasks and of exchanges. With a window, the deal is for a model whose layers
+            all have it; for a model that mixes both kinds of layers, deal without. A window that no
+            document exceeds is ignored.
         tile: documents are cut at multiples of it where tokens allow.
-        ranks_per_node: ranks [0, n), [n, 2n), ... are nodes: a document lies on ranks of one node if one has enough left for it,
-            and is exchanged there at the rate that `cost` has for nodes.
-        overlapped: deal for ranks that end after the longer of compute and exchange, not after both. For nano-batches, see
-            `deal_nano_batches`.
+        ranks_per_node: ranks [0, n), [n, 2n), ... are nodes: a document lies on ranks of one node
+            if one has enough left for it, and is exchanged there at the rate that `cost` has for
+            nodes.
+        overlapped: deal for ranks that end after the longer of compute and exchange, not after
+            both. For nano-batches, see `deal_nano_batches`.
 
     Raises:
-        LayoutError: if lengths are not whole numbers from 1 to 2**32, or their sum is not that of the ranks' tokens.
+        LayoutError: if lengths are not whole numbers from 1 to 2**32, or do not add up to the
+            ranks' tokens.
         ConfigError: if another argument is out of its range.
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
@@ -81,14 +87,16 @@ def deal_nano_batches(
     tile: int = 128,
     ranks_per_node: int | None = None,
 ) -> tuple[Layout, Layout]:
-    """Deal the documents of a global batch for ping-pong: the layouts of both nano-batches, none of which shares a document.
+    """Deal the documents of a global batch for ping-pong: the layouts of
+    both nano-batches, which share no document.
 
-    Both layouts number documents as `lengths` does. A rank has `tokens_per_rank` tokens in both together. Its two halves have
-    equally many (the second one more, if the number is odd) wherever documents can be divided so, as they nearly always can if
-    some are short. Else halves are as equal as documents allow; then ranks may differ in where theirs begins by one token. A
-    single document leaves the second layout empty.
+    Both layouts number documents as `lengths` does. A rank has `tokens_per_rank` tokens in both
+    together. Its two halves are equal (the second has one more token, if the number is odd)
+    wherever documents can be divided so, which is nearly always possible if some are short. Else
+    halves are as equal as documents allow, and ranks may differ by one token. A single document
+    leaves the second layout empty.
 
-    Args and raises: as `deal`.
+    For arguments and errors see `deal`.
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
     cost = cost.within(int(length.max(initial=0)))
@@ -102,9 +110,10 @@ def deal_nano_batches(
 
 
 def in_order(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence[int]) -> Layout:
-    """The documents of a global batch one after another, cut where a rank is full: what `deal` is compared with.
+    """Put the documents of a global batch one after another, cut where a
+    rank is full, as a baseline for `deal`.
 
-    Args and raises: as `deal`.
+    For arguments and errors see `deal`.
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, 1, None)
     pieces = pour([DealtPiece(-1, document, 0, count) for document, count in enumerate(length.tolist())], tokens)
@@ -122,7 +131,9 @@ def _dealt(
     *,
     overlapped: bool,
 ) -> Layout:
-    """The layout of some documents: to nodes first, or to all ranks if the plan of that layout ends earlier."""
+    """Deal some documents: to nodes first, or to all ranks if
+    the plan of that layout ends earlier.
+    """
     document, ranks = np.flatnonzero(among), Ranks(per_node=ranks_per_node).seen_by(cost)
     per_node = len(tokens) if ranks_per_node is None else ranks_per_node
 
@@ -152,7 +163,9 @@ def _dealt(
 
 
 def _halves(tokens: list[int], total: int) -> list[int]:
-    """Tokens of each rank in the first half, `total` together: half of its own and its part of what is more or less than that."""
+    """Divide `total` tokens of the first half among ranks: half of each
+    rank's own, and its part of the difference.
+    """
     halves = np.array(tokens) // 2
     change = total - int(halves.sum())
     room = np.array(tokens) - halves if change > 0 else halves
@@ -161,9 +174,11 @@ def _halves(tokens: list[int], total: int) -> list[int]:
 
 
 def _half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> npt.NDArray[np.bool_]:
-    """Documents that have so many tokens together, or as near to it as can be, and about half of the seconds.
+    """Choose documents with `tokens` tokens together, or as close as
+    possible, and about half of the seconds.
 
-    Those whose keys travel longer than ranks compute are in one half, on different ranks, so that only this one is late.
+    Documents whose keys travel longer than ranks compute are all in one half, on different ranks,
+    so that only this half is late.
     """
     seconds = cost.seconds(length, length).tolist()
     keys = length if cost.window is None else np.minimum(length, cost.window)
@@ -190,7 +205,7 @@ def _half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> npt.NDA
 
 
 def _change(coins: list[int], amount: int) -> list[int]:
-    """Which coins come nearest to an amount together."""
+    """Find the indices of the coins whose sum is closest to an amount."""
     # Bit n of a number: whether the coins so far can make n.
     sums = [1]
     for coin in coins:
@@ -208,7 +223,7 @@ def _change(coins: list[int], amount: int) -> list[int]:
 def _checked(
     lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence[int], tile: int, ranks_per_node: int | None
 ) -> tuple[IntArray, list[int]]:
-    """The lengths, and the tokens of each rank."""
+    """Check the arguments, and return the lengths and the tokens of each rank."""
     given: Any = tokens_per_rank
     if isinstance(given, str):  # a sequence, of digits
         raise ConfigError(f"tokens_per_rank={tokens_per_rank!r} must be a whole number of at least 1.")

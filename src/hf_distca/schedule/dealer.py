@@ -1,14 +1,18 @@
-"""Which rank gets which document, or which part of one: the work behind `deal`.
+"""The work behind `deal`: it assigns each document, or parts of it, to ranks.
 
-Of a group of ranks, steps are:
+The steps for a group of ranks are:
 
-1. Cut *wide* documents, which alone take longer than a rank should, head and tail over as few ranks as hold their tokens and
-   their attention, longest first, on the ranks with the least to do; in one node, if one has room.
-2. Put the others whole, longest first, on the rank that lacks the most seconds and has room.
-3. Fill ranks up with short ones, denser ones where more attention is missing; the last ones are cut to fit, to the token.
+1. Cut *wide* documents, which alone take longer than a rank should, head and tail over as few ranks
+   as hold their tokens and their attention, longest first, on the ranks with the least to do; in
+   one node, if one has room.
+2. Put each of the others whole, longest first, on the rank that lacks the most seconds and has
+   room.
+3. Fill ranks up with short ones, denser ones where more attention is missing; the last ones are cut
+   to fit, to the token.
 
-The group is all ranks (`Dealer.layout`). Or documents go to nodes first (`Dealer.layout_by_nodes`): step 1 with those that alone
-take longer than a node should, over all ranks; steps 2 and 3 with nodes in place of ranks; then all steps inside each node.
+The group is all ranks (`Dealer.layout`). Or documents go to nodes first (`Dealer.layout_by_nodes`):
+step 1 with those that alone take longer than a node should, over all ranks; steps 2 and 3 with
+nodes in place of ranks; then all steps inside each node.
 
 Every rank deals for itself, so everything here is plain IEEE double arithmetic in a fixed order.
 """
@@ -49,7 +53,7 @@ class DealtPiece(NamedTuple):
 
 
 def _divided(length: int, rooms: list[int], tile: int) -> list[int]:
-    """Tokens for each rank, in proportion to the rooms and in whole tiles where they allow."""
+    """Divide tokens among ranks, in proportion to the rooms and in whole tiles where possible."""
     tokens: list[int] = []
     scale, wanted = length / sum(rooms), 0.0
     for room in rooms:
@@ -62,7 +66,9 @@ def _divided(length: int, rooms: list[int], tile: int) -> list[int]:
 
 
 def _head_and_tail(document: int, length: int, ranks: Sequence[int], parts: Sequence[int]) -> list[DealtPiece]:
-    """A piece from the front and one from the back of a document for each rank, with so many tokens together."""
+    """Give each rank a piece from the front and one from the back of a
+    document, with so many tokens together.
+    """
     pieces, head, tail = [], 0, length
     for rank, part in zip(ranks, parts, strict=True):
         front = part // 2
@@ -73,7 +79,9 @@ def _head_and_tail(document: int, length: int, ranks: Sequence[int], parts: Sequ
 
 
 class _Group(NamedTuple):
-    """Ranks [first, last) in nodes of so many, and the seconds that each takes to receive a key."""
+    """Ranks [first, last) in nodes of `per_node`, and the
+    seconds that each takes to receive a key.
+    """
 
     first: int
     last: int
@@ -82,7 +90,9 @@ class _Group(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Ranks or nodes that get whole documents: the number of the first, and the tokens and seconds that each may still get."""
+    """Ranks or nodes that get whole documents: the number of the first, and the
+    tokens and seconds that each may still get.
+    """
 
     first: int
     tokens: list[int]
@@ -90,15 +100,16 @@ class _Places(NamedTuple):
 
 
 class Dealer:
-    """Deals documents to ranks with so many tokens each; see `deal` for the other arguments.
+    """Deals documents to ranks with given numbers of tokens; see `deal` for the other arguments.
 
     Args:
-        length: tokens of the documents, whose numbers are their indices.
-        tokens: of each rank.
+        length: numbers of tokens of the documents, which are numbered by index.
+        tokens: number of tokens of each rank.
         cost: seconds of tasks and of exchanges.
         tile: documents are cut at multiples of it where tokens allow.
         per_node: ranks of a node; as many as there are ranks, if nodes make no difference.
-        overlapped: whether exchanges are hidden behind compute; else ranks that receive keys get less to compute.
+        overlapped: whether exchanges are hidden behind compute; else ranks that receive keys get
+            less to compute.
     """
 
     def __init__(
@@ -127,9 +138,11 @@ class Dealer:
         return self._layout()
 
     def layout_by_nodes(self) -> Layout | None:
-        """Deal documents that take longer than a node should to all ranks, the others to nodes, and then inside each node.
+        """Deal documents that take longer than a node should to all ranks, the
+        others to nodes, and then inside each node.
 
-        None if most of the seconds are those of such documents: what is left would not make nodes even.
+        Returns None if such documents have most of the seconds: the others could not make nodes
+        even.
         """
         nodes, size, documents = len(self.nodes), self.every.per_node, self.documents
         fair, most = math.fsum(self.seconds[documents].tolist()) / nodes, int(self._by_node(self.room).max())
@@ -152,7 +165,7 @@ class Dealer:
         return self._layout()
 
     def _by_node(self, values: Array) -> Array:
-        """Sums of what the ranks of each node have."""
+        """Sum values of the ranks of each node."""
         sums: Array = np.add.reduceat(values, np.arange(0, len(values), self.every.per_node))
         return sums
 
@@ -168,19 +181,22 @@ class Dealer:
         self.pieces += [piece._replace(rank=piece.rank + group.first) for piece in pieces]
 
     def _level(self, group: _Group, documents: IntArray) -> float:
-        """Mean seconds of the ranks of a group, with documents that they are to get."""
+        """Return the mean seconds of the ranks of a group,
+        including documents that they are to get.
+        """
         seconds = self.work[group.first : group.last].tolist() + self.seconds[documents].tolist()
         return max(math.fsum(seconds) / (group.last - group.first), 1e-300)
 
     def _whole(self, documents: list[int]) -> list[DealtPiece]:
-        """Documents as pieces of no rank."""
+        """Make pieces of whole documents, not yet on a rank."""
         return [DealtPiece(-1, document, 0, self.tokens[document]) for document in documents]
 
     def _spread_all(self, group: _Group, documents: IntArray, level: float) -> float:
-        """Cut documents, the longest first, each over the least ranks of a group that hold its tokens and its attention.
+        """Cut documents, the longest first, each over as few ranks of a group
+        as hold its tokens and its attention.
 
         Returns:
-            Seconds that ranks receive keys.
+            Seconds that ranks take to receive keys.
         """
         tokens, keys = max(int(self.room[group.first : group.last].max()), 1), 0
         for document in documents.tolist():
@@ -189,7 +205,10 @@ class Dealer:
         return group.key_seconds * keys
 
     def _spread(self, group: _Group, document: int, parts: int, level: float) -> int:
-        """Cut a document head and tail over so many ranks, more where their rooms ask for it; keys that these receive."""
+        """Cut a document head and tail over so many ranks, or more if rooms require it.
+
+        Return the keys that these receive.
+        """
         length = self.tokens[document]
         ranks, rooms = self._chosen(group, length, parts, level)
         # Of each rank its own tokens so far, and the keys that it receives: those before its last piece, but for its own.
@@ -205,7 +224,9 @@ class Dealer:
         return sum(keys.values())
 
     def _chosen(self, group: _Group, length: int, parts: int, level: float) -> tuple[list[int], list[int]]:
-        """Ranks with the least to do that have room for a document together, in one node if one has, and how to divide it."""
+        """Choose ranks with the least to do that have room for a document together,
+        in one node if possible, and the division.
+        """
         share = -(-length // parts)
         # Work that differs by what rounds off is equal: then the emptiest.
         some = slice(group.first, group.last)
@@ -227,22 +248,25 @@ class Dealer:
         return (order[:count] + group.first).tolist(), rooms[order[:count]].tolist()
 
     def _put_all(self, documents: IntArray, level: float, places: _Places, home: list[int]) -> list[int]:
-        """Put whole documents on places: long ones by the seconds that these lack, short ones by those they lack a token."""
+        """Put whole documents on places: long ones by the seconds that these lack,
+        short ones by the seconds they lack per token.
+        """
         long = int(np.searchsorted(-self.seconds[documents], -_SHORT * level, side="right"))
         over = self._put(documents[:long].tolist(), places, home, dense=False)
         return over + self._put(documents[long:].tolist(), places, home, dense=True)
 
     def _put(self, documents: list[int], places: _Places, home: list[int], *, dense: bool) -> list[int]:
-        """Put whole documents, in this order, each on the place with room that lacks the most seconds, in all or for each token.
+        """Put whole documents, in this order, each on the place with room that
+        lacks the most seconds, in all or per token.
 
         Args:
             documents: in order of falling length.
-            places: that get them; brought up to date.
-            home: of each document the place that has all of it; brought up to date.
-            dense: whether seconds a token count.
+            places: places that get the documents; updated.
+            home: for each document, the place that has all of it; updated.
+            dense: whether seconds per token count.
 
         Returns:
-            Those that fit nowhere.
+            Documents that fit nowhere.
         """
         first, room, left = places
 
@@ -275,7 +299,7 @@ class Dealer:
         return over
 
     def _layout(self) -> Layout:
-        """All pieces in order of ranks, documents and positions; those that follow each other are one."""
+        """Merge all pieces into a layout, in order of ranks, documents and positions."""
         home = np.array(self.home, dtype=np.int64)
         whole, cut = np.flatnonzero(home >= 0), np.array(self.pieces, dtype=np.int64).reshape(-1, 4)
         rows = np.concatenate([np.column_stack([home[whole], whole, np.zeros_like(whole), self.length[whole]]), cut])
@@ -287,7 +311,7 @@ class Dealer:
 
 
 def pour(documents: Sequence[DealtPiece], room: Sequence[int]) -> list[DealtPiece]:
-    """Put documents or pieces of them one after another into what room there is, cut where it ends."""
+    """Fill rooms with documents or pieces, one after another, cut where a room ends."""
     pieces, rank, left = [], -1, 0
     for _, document, start, length in documents:
         end = start + length

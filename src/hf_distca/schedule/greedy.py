@@ -1,4 +1,5 @@
-"""The greedy behind `balance`: levels for ranks to end at, the moves that bring them there, and the plan that these make.
+"""The greedy behind `balance`: levels for ranks to end at, the moves that
+bring them there, and the resulting plan.
 
 Ranks above the tolerated band come down to their level, ranks below come up to it, ranks inside are left alone. The moves
 themselves are in `schedule.moves`. Every rank computes the plan for itself, so sums are made in a fixed order.
@@ -28,7 +29,8 @@ _INNER_BAND = 0.7
 
 
 class Levels(NamedTuple):
-    """Seconds of a rank: the edges of the tolerated band around the mean, and where ranks outside it should end.
+    """Seconds of a rank: the edges of the tolerated band around the mean,
+    and the targets for ranks outside it.
 
     Ranks above `cap` come down to `high`, and those below `floor` come up to `low`. Slices go to ranks below `low`.
     """
@@ -40,11 +42,13 @@ class Levels(NamedTuple):
 
     @classmethod
     def of(cls, seconds: Sequence[float], ranks: Ranks, tolerance: float) -> Self:
-        """What one side sheds the other takes: the side with more to do stops inside its edge, the other goes further.
+        """Choose levels such that total excess equals total deficit: the side
+        with more to do stops inside its edge.
 
         Args:
-            seconds: what each rank takes for its work.
-            ranks: what they are like; what a rank sheds is work of so many seconds times its speed.
+            seconds: seconds of each rank's work.
+            ranks: properties of the ranks; a rank that ends so many seconds earlier sheds this
+                times its speed in work.
             tolerance: half the width of the band, as a part of the mean.
         """
         mean, taken, speed = ranks.level(seconds), np.array(seconds), np.array(ranks.each(len(seconds)))
@@ -58,7 +62,10 @@ class Levels(NamedTuple):
 
     @classmethod
     def among(cls, seconds: FloatArray, speeds: FloatArray, serves: BoolArray, tolerance: float) -> Self:
-        """Those of some ranks. Who neither serves nor is above the mean stays as it is, and does not count."""
+        """Choose levels for some ranks.
+
+        Ranks that neither serve nor exceed the mean stay as they are, and do not count.
+        """
         evened = np.ones(len(seconds), dtype=np.bool_)
         while True:
             ranks = ALIKE if (speeds == 1.0).all() else Ranks.of(speeds[evened])
@@ -101,7 +108,7 @@ class Greedy:
     """Makes plans for a layout.
 
     Attributes:
-        layout: of all ranks.
+        layout: layout of all ranks.
         heads: documents that may be split by heads.
         price: of tasks.
         speeds: (ranks,) how fast each is.
@@ -119,11 +126,11 @@ class Greedy:
     serves: BoolArray
 
     def even_out(self, steps: Sequence[Step], seconds: FloatArray) -> PlanRows:
-        """The rows of the plan that evens out what ranks take, in steps.
+        """Return the rows of the plan that evens out the seconds of ranks, in steps.
 
         Args:
             steps: the moves.
-            seconds: what each rank takes if nothing moves; shape (ranks,).
+            seconds: seconds of each rank if nothing moves; shape (ranks,).
         """
         room = 16 * len(seconds) + 64
         while (rows := self._moved(steps, seconds.copy(), room)) is None:
@@ -131,7 +138,7 @@ class Greedy:
         return rows
 
     def _moved(self, steps: Sequence[Step], seconds: FloatArray, room: int) -> PlanRows | None:
-        """The rows; None if there are more moves than room for them."""
+        """Make the moves and return the rows; None if there are more moves than room for them."""
         segment, before = self._pieces
         movable = np.minimum(before.end, np.where(before.heads < 1, *self.ends))
         pieces = before._replace(start=before.start.copy(), end=movable.copy())
@@ -151,7 +158,7 @@ class Greedy:
         )
 
     def _loads(self, step: Step, seconds: FloatArray) -> tuple[Loads, IntArray]:
-        """What ranks take before a step, and where they should end; and in which order they give."""
+        """Return seconds of ranks before a step and the levels to end at; and the order in which they give."""
         speeds, size, node = self.speeds, step.size // step.per_node, np.arange(len(seconds)) // step.per_node
         speed = np.bincount(node, weights=speeds).astype(np.float64)
         taken, serves = np.bincount(node, weights=seconds * speeds) / speed, np.bincount(node, weights=self.serves) > 0
@@ -165,7 +172,9 @@ class Greedy:
         return Loads(seconds, speeds, self.serves, *group, step.per_node, taken, speed, step.near), order
 
     def mixed(self, several: Sequence[PlanRows], chosen: IntArray) -> PlanRows:
-        """Rows of the pieces of each rank from one of several ways to move them inside groups."""
+        """Combine rows: for the pieces of each rank, take one of
+        several ways to move them inside groups.
+        """
         of = chosen[self.layout.rank[self._pieces[0]]]
         parts = [np.flatnonzero(of[rows.piece] == number) for number, rows in enumerate(several)]
         columns = zip(*several, strict=True)
@@ -173,7 +182,9 @@ class Greedy:
 
     @cached_property
     def _pieces(self) -> tuple[IntArray, QueryPieces]:
-        """The segment of each piece, and the pieces that ranks compute before anything moves, deepest first."""
+        """The segment of each piece, and the pieces that ranks compute
+        before anything moves, deepest first.
+        """
         layout, heads = self.layout, self.heads
         rows = layout.by_document[layout.queries[layout.by_document]]
         rows = rows[np.argsort(layout.rank[rows] * (layout.longest + 1) - layout.end[rows], kind="stable")]
@@ -187,7 +198,10 @@ class Greedy:
         return segment, QueryPieces(number, layout.start[segment], layout.end[segment], part, offsets)
 
     def plan(self, rows: PlanRows) -> Plan:
-        """The plan of rows of pieces, each on a segment. Neighbours on one server are one task."""
+        """Make a plan of rows of pieces, each on a segment.
+
+        Neighbours on one server become one task.
+        """
         layout, parts = self.layout, self.heads.groups + 1 if self.heads.groups > 1 else 1
         segment, pieces = self._pieces
         home, place, group = layout.rank[segment], layout.place[segment], pieces.number % parts
@@ -218,12 +232,15 @@ class PlanRows(NamedTuple):
 
 
 def _sums(values: FloatArray, size: int) -> FloatArray:
-    """Sums of each so many values."""
+    """Sum each `size` consecutive values."""
     return np.array([math.fsum(some) for some in values.reshape(-1, size).tolist()], dtype=np.float64)
 
 
 def _ledger(layout: Layout, segment: IntArray, pieces: QueryPieces, room: int) -> Ledger:
-    """A ledger with room for so many moves. Homes of documents that lie on several ranks hold their keys, the deepest first."""
+    """Make a ledger with room for so many moves.
+
+    Homes of documents on several ranks hold their keys, the deepest first.
+    """
     chained = np.flatnonzero(layout.spans[layout.place[segment]])
     chained = chained[np.lexsort((pieces.end[chained], pieces.number[chained]))]
     number, count = pieces.number[chained], len(chained)

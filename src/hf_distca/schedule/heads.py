@@ -1,12 +1,15 @@
-"""How documents may be cut: by heads, each group of key/value heads with the query heads that read them; and at which rows.
+"""Cuts of documents: by heads, each group of key/value heads with the query
+heads that read them; and the grid of rows.
 
-A slice of query rows needs all keys before it, however few its rows are. Of one head group of `groups` it needs a part of them:
-for as many seconds it has `groups` times as many rows, each with a part of the bytes, so that the bytes of queries stay what they
-are and those of keys are divided. Attention of a head depends on no other head, so nothing has to be merged.
+A slice of query rows needs all keys before it, however few its rows are. With `groups` head groups,
+a slice of one group needs only its part of the keys: for the same compute it has `groups` times as
+many rows, each with a part of the bytes, so the bytes of queries stay the same and those of keys
+are divided. Attention of a head depends on no other head, so nothing has to be merged.
 
-Backward reads and writes every key of a slice, however few its rows are: with FlashAttention 4 on an H100, slices of 128 rows
-have a third of the rate of whole documents, those of 1K rows four fifths. So rows are cut on a grid of several tiles where ranks
-have so much to compute that they can still be evened out.
+Backward reads and writes every key of a slice, however few its rows are: with FlashAttention 4 on
+an H100, slices of 128 rows have a third of the rate of whole documents, those of 1K rows four
+fifths. So rows are cut on a grid of several tiles if ranks compute enough to be evened out
+nevertheless.
 """
 
 from __future__ import annotations
@@ -37,11 +40,12 @@ _LARGEST = 2**56
 
 
 class Heads(NamedTuple):
-    """Documents that a plan may split, and in how many groups.
+    """Documents that a plan may split, and the number of groups.
 
     Attributes:
         groups: head groups; 1 if nothing is split.
-        documents: of each document of the layout, whether it may be split; read only if there are groups.
+        documents: for each document of the layout, whether it may be split; read only if there are
+            groups.
     """
 
     groups: int
@@ -49,11 +53,11 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, price: Price, cost: CostModel, seconds: FloatArray, most: int) -> Heads:
-        """Those of which a slice would have more bytes of keys than of queries, where ranks have work to give away.
+        """Find documents whose slices would have more bytes of keys than of queries, on ranks with work to give away.
 
         Args:
-            layout: documents and where they lie.
-            price: of tasks.
+            layout: documents and their ranks.
+            price: prices of tasks.
             cost: the cost model.
             seconds: attention seconds of each rank.
             most: groups at most; 1 to split nothing.
@@ -79,11 +83,12 @@ class Heads(NamedTuple):
 
 
 def cut_grid(price: Price, heads: Heads, longest: int, tolerated: float) -> int:
-    """Rows at whose multiples documents are cut: the grid of the price, doubled until slices are long enough for their keys.
+    """Choose the grid on which documents are cut: the grid of the price, doubled
+    until slices are long enough for their keys.
 
     Args:
-        price: of tasks.
-        heads: how documents may be split: slices of some of the heads take less.
+        price: prices of tasks.
+        heads: possible splits by heads: slices of some of the heads take less.
         longest: rows of the longest document, whose last rows take longest.
         tolerated: seconds by which ranks may differ from their mean.
     """
@@ -94,7 +99,7 @@ def cut_grid(price: Price, heads: Heads, longest: int, tolerated: float) -> int:
 
 
 def possible_groups(heads: int, most: int) -> list[int]:
-    """In how many groups so many key/value heads can be split, none at first; no more than so many."""
+    """List the numbers of groups into which key/value heads can be split, from 1 up to a limit."""
     return [count for count in range(1, min(most, heads) + 1) if heads % count == 0]
 
 

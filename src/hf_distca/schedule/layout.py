@@ -1,4 +1,4 @@
-"""Which documents lie where: position ids, cu_seqlens or lengths become a `Layout`.
+"""`Layout`: the place of documents on ranks, made of position ids, cu_seqlens or lengths.
 
 A *document* is a run of tokens that attend causally to each other and to nothing else. A *segment* is the part of a
 document that lies on one rank. A *layout* holds the segments of all ranks for one micro-batch, in token order.
@@ -54,29 +54,33 @@ class Segment(NamedTuple):
 class Layout:
     """All segments of all ranks for one micro-batch.
 
-    The three columns have one row per segment, ordered by rank and, within a rank, by token: the tokens of a rank are its
-    segments one after another. Build one with a ``from_...`` method; each checks that every document is covered exactly once.
+    The three columns have one row per segment, ordered by rank and, within a rank, by token: the
+    tokens of a rank are its segments one after another. Build one with a ``from_...`` method; each
+    checks that every document is covered exactly once.
 
-    The first segments of a rank may be *context*: their keys are read, their queries are computed elsewhere. The second
-    nano-batch of ping-pong has one where a document crosses the cut.
+    The first segments of a rank may be *context*: their keys are read, their queries are computed
+    elsewhere. The second nano-batch of ping-pong has one where a document crosses the cut.
 
     Attributes:
         document: document number of each segment.
         start: first document position of each segment.
-        length: tokens of each segment, at least 1.
-        offsets: ``ranks + 1`` numbers from 0; the segments of rank r are rows ``offsets[r]`` to ``offsets[r + 1]``.
-        context: how many segments of each rank are context; none if not given.
+        length: number of tokens of each segment, at least 1.
+        offsets: ``ranks + 1`` numbers from 0; the segments of rank r are rows ``offsets[r]`` to
+            ``offsets[r + 1]``.
+        context: number of context segments of each rank; none if not given.
         groups: head groups that documents are split in, as `split` does; 1 if none is.
         longest: length of the longest document in tokens, 0 if there is none.
-        scattered: whether any document lies in more than one run of tokens, on several ranks or with a gap on one.
-        rank, end: of each segment its rank, and the document position after its last token.
-        token: of each segment the index of its first token among those of its rank.
-        queries: of each segment whether its queries are to be computed: false for context.
+        scattered: whether any document lies in more than one run of tokens, on several ranks or
+            with a gap on one.
+        rank, end: for each segment, its rank, and the document position after its last token.
+        token: for each segment, the index of its first token among those of its rank.
+        queries: for each segment, whether its queries are to be computed: false for context.
         by_document: the segments in order of document and position.
         documents: the numbers of all documents, in order.
-        place: of each segment, the place of its document among `documents`.
-        spans: of each of `documents`, whether it lies on more than one rank.
-        run: of each segment, the document position where the run of tokens on its rank begins that it is in.
+        place: for each segment, the place of its document among `documents`.
+        spans: for each of `documents`, whether it lies on more than one rank.
+        run: for each segment, the document position where its run of consecutive tokens on its rank
+            begins.
     """
 
     document: IntArray
@@ -119,7 +123,7 @@ class Layout:
         vars(self).update(self._index(counts))
 
     def _index(self, counts: IntArray) -> dict[str, Any]:
-        """What follows from the columns; `counts` are the segments of each rank."""
+        """Derive the other attributes from the columns; `counts` are the segments of each rank."""
         length, end, rank = self.length, self.start + self.length, np.repeat(np.arange(len(counts)), counts)
         # Head groups of a document follow each other and are the same tokens.
         again = self._group(self.document) > 1
@@ -174,39 +178,48 @@ class Layout:
     def from_runs(cls, ranks: Sequence[Sequence[tuple[int, int]]]) -> Layout:
         """Build from runs of consecutive position ids: ``(first position, length)`` rows per rank.
 
-        A run that starts above 0 continues the run that ends right before it, on whichever rank that is.
+        A run that starts above 0 continues the run that ends right before it, on any rank.
 
         Raises:
-            LayoutError: if not exactly one run ends there, or several start: then position ids do not say what belongs together.
+            LayoutError: if not exactly one run ends there, or several start: then position ids do
+                not identify documents.
         """
         return cls.from_segments(_chain(ranks))
 
     @classmethod
     def joined(cls, first: Layout, second: Layout) -> Layout:
-        """On each rank the tokens of the first layout and then those of the second, with which it shares no document."""
+        """Put on each rank the tokens of the first layout and then those of the
+        second, with which it shares no document.
+        """
         order = np.argsort(np.append(first.rank, second.rank), kind="stable")
         pairs = (first.document, second.document), (first.start, second.start), (first.length, second.length)
         document, start, length = (np.append(*pair)[order] for pair in pairs)
         return cls(document, start, length, first.offsets + second.offsets)
 
     def among(self, holds: Sequence[bool]) -> Layout:
-        """The same tokens among more ranks: those of rank r here are on the r-th rank that holds any, as `holds` says of each."""
+        """Place the tokens on more ranks: those of rank r move
+        to the r-th rank that `holds` marks.
+        """
         holders = np.cumsum(holds)
         context = np.where(holds, self.context[holders - 1], 0)
         return Layout(self.document, self.start, self.length, self.offsets[np.append(0, holders)], context)
 
     def split(self, apart: BoolArray, groups: int) -> Layout:
-        """The same tokens with some documents split by heads: each counts as `groups` documents, one for each group of heads.
+        """Split some documents by heads: each then counts as `groups`
+        documents, one for each group of heads.
 
-        Document d is then number ``d * (groups + 1)``, and group g of one that is split ``d * (groups + 1) + 1 + g``. A group
-        lies where the whole document lies, and takes its part of the attention and of the bytes (`heads_of`).
+        Document d is then number ``d * (groups + 1)``, and group g of one that is split ``d *
+        (groups + 1) + 1 + g``. A group lies where the whole document lies, and takes its part of
+        the attention and of the bytes (`heads_of`).
 
         Args:
-            apart: of each of `documents`, whether it is to be split. Only those with all heads can be.
+            apart: for each of `documents`, whether to split it. Only documents with all heads can
+                be split.
             groups: at least 2; it must divide the key/value heads of the layers.
 
         Raises:
-            LayoutError: if there is context, or if documents were split in another number of groups before.
+            LayoutError: if there is context, or if documents were split in another number of groups
+                before.
         """
         if self.groups not in (1, groups) or self.context.any():
             raise LayoutError(f"a layout with {self.groups} head groups and context {self.context.tolist()} cannot be split.")
@@ -216,15 +229,17 @@ class Layout:
         return Layout(number[row] + part, self.start[row], self.length[row], offsets, groups=groups)
 
     def heads_of(self, document: IntArray) -> npt.NDArray[np.float64]:
-        """What part of the heads each of these documents of the layout has: 1, or of a head group ``1 / groups``."""
+        """Return the part of the heads that each of these documents has:
+        1, or ``1 / groups`` for a head group.
+        """
         return np.where(self._group(document) == 0, 1.0, 1.0 / self.groups)
 
     def unsplit(self, document: IntArray) -> IntArray:
-        """The numbers that these documents of the layout had before it was split."""
+        """Return the numbers that these documents of the layout had before it was split."""
         return document // (self.groups + 1) if self.groups > 1 else document
 
     def _group(self, document: IntArray) -> IntArray:
-        """From 1 the head group that each document is, 0 if it has all heads."""
+        """Return the head group of each document, from 1; 0 if it has all heads."""
         return np.asarray(document % (self.groups + 1) if self.groups > 1 else np.zeros_like(document))
 
     @property
@@ -234,27 +249,36 @@ class Layout:
 
     @cached_property
     def context_tokens(self) -> IntArray:
-        """Tokens of context on each rank: its first query row has the key with this index."""
+        """Number of tokens of context on each rank: its first query
+        row has the key with this index.
+        """
         return np.bincount(self.rank, weights=self.length * ~self.queries, minlength=self.world_size).astype(np.int64)
 
     @cached_property
     def query_tokens(self) -> IntArray:
-        """Tokens on each rank whose queries are to be computed; those of a document that is split are counted once."""
+        """Number of tokens on each rank whose queries are to be computed;
+        those of a split document are counted once.
+        """
         counted = self.queries & (self._group(self.document) <= 1)
         return np.bincount(self.rank, weights=self.length * counted, minlength=self.world_size).astype(np.int64)
 
     @cached_property
     def _positions(self) -> IntArray:
-        """Where the segments of `by_document` start, in one sequence of all documents."""
+        """Starts of the segments of `by_document`, in one sequence of all documents."""
         rows = self.by_document
         return np.asarray(self.place[rows] * (self.longest + 1) + self.start[rows])
 
     def segment_of(self, place: IntArray, position: IntArray) -> IntArray:
-        """The index in `by_document` of the segment that holds a position of the document at a place among `documents`."""
+        """Return the index in `by_document` of the segment that holds a position of
+        the document at a place among `documents`.
+        """
         return np.searchsorted(self._positions, place * (self.longest + 1) + position, side="right") - 1
 
     def place_of(self, document: IntArray) -> IntArray:
-        """The places of documents among `documents`. Numbers that are not there get that of another."""
+        """Return the places of documents among `documents`.
+
+        Unknown numbers get the place of another document.
+        """
         return np.minimum(np.searchsorted(self.documents, document), max(len(self.documents) - 1, 0))
 
     @property
@@ -263,14 +287,14 @@ class Layout:
         return frozenset(self.documents[self.spans].tolist())
 
     def segments(self, rank: int) -> list[Segment]:
-        """The segments of one rank in token order."""
+        """Return the segments of one rank in token order."""
         rows = slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
         columns = (self.document[rows].tolist(), self.start[rows].tolist(), self.length[rows].tolist())
         return [Segment(*row) for row in zip(*columns, strict=True)]
 
 
 def changes(*columns: npt.NDArray[Any]) -> BoolArray:
-    """Of each row, whether it differs from the one before in any of these columns; the first row does."""
+    """Mark rows that differ from the row before in any of these columns; the first row does."""
     fresh = np.zeros(len(columns[0]), dtype=np.bool_)
     fresh[:1] = True
     for column in columns:
@@ -279,24 +303,27 @@ def changes(*columns: npt.NDArray[Any]) -> BoolArray:
 
 
 def expanded(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
-    """The numbers of all ranges [begin, end), none of which falls, one after another: which range each is of, and the numbers."""
+    """Enumerate the numbers of ranges [begin, end), none of which falls: the index
+    of the range of each number, and the numbers.
+    """
     count = end - begin
     index = np.repeat(np.arange(len(count)), count)
     return index, np.arange(len(index)) + np.repeat(begin - (np.cumsum(count) - count), count)
 
 
 def repeated(apart: BoolArray, groups: int) -> tuple[IntArray, IntArray]:
-    """Rows of what is split by heads: of each that is `apart` one for each group, of each other one.
+    """Repeat rows that are `apart`, split by heads, once for each group.
 
     Returns:
-        The row that each is made of, and what its document number is more: 0 for one with all heads, 1 for the first group.
+        The original row of each, and the addition to its document number: 0 with all heads, 1 for
+            the first group.
     """
     row, part = expanded(np.zeros(len(apart), dtype=np.int64), np.where(apart, groups, 1))
     return row, np.where(apart[row], 1 + part, 0)
 
 
 def as_integers(values: object, what: str, shape: tuple[int, ...] = (-1,), error: type[DistCAError] = LayoutError) -> IntArray:
-    """`values` as an int64 array of this shape, where -1 is any length.
+    """Convert `values` to an int64 array of this shape, where -1 is any length.
 
     Nothing is rounded, parsed or wrapped around, all of which numpy would do.
 
@@ -324,7 +351,9 @@ def _shown(values: object) -> str:
 
 
 def lengths_from_cu_seqlens(cu_seqlens: Iterable[int]) -> list[int]:
-    """Document lengths from cumulative sequence lengths ``[0, n0, n0 + n1, ...]``; empty documents are dropped."""
+    """Return document lengths from cumulative sequence lengths ``[0, n0, n0 +
+    n1, ...]``; empty documents are dropped.
+    """
     bounds = as_integers(list(cu_seqlens), "cu_seqlens").tolist()
     lengths = [b - a for a, b in itertools.pairwise(bounds)]
     if not bounds or bounds[0] != 0 or any(n < 0 for n in lengths):
@@ -333,7 +362,9 @@ def lengths_from_cu_seqlens(cu_seqlens: Iterable[int]) -> list[int]:
 
 
 def _chain(runs: Sequence[Sequence[tuple[int, int]]]) -> list[list[tuple[int, int, int]]]:
-    """Give runs document numbers: one that starts above 0 has that of the run that ends there."""
+    """Give runs document numbers: a run that starts above 0 has the
+    number of the run that ends there.
+    """
     rows = [(start, rank, row, start + length) for rank, some in enumerate(runs) for row, (start, length) in enumerate(some)]
     starting, ending = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     for start, rank, _, end in sorted(rows):

@@ -1,8 +1,9 @@
-"""What ranks do under a plan: seconds that they compute and exchange, and tokens and bytes that they send and receive.
+"""Loads of ranks under a plan: seconds of compute and exchange,
+and tokens and bytes sent and received.
 
-Inside a node, every rank has a link to the others; to other nodes, it has one of its own or shares one with ranks of its node
-(`CostModel.ranks_per_link`). These are different wires that carry at the same time: what a rank sends takes the longer of both,
-and so does what it receives.
+Inside a node, every rank has a link to the others; to other nodes, it has one of its own or shares
+one with ranks of its node (`CostModel.ranks_per_link`). Both kinds of links carry at the same time:
+sending takes the longer of both, and so does receiving.
 """
 
 from __future__ import annotations
@@ -30,13 +31,17 @@ _RELAY_EXCHANGES = 3
 
 
 class NodeBytes(NamedTuple):
-    """Bytes that each rank sends and receives: to and from ranks of its node, and of other nodes; shape (2, ranks)."""
+    """Bytes that each rank sends and receives: to and from ranks of its
+    node, and of other nodes; shape (2, ranks).
+    """
 
     inside: FloatArray
     between: FloatArray
 
     def seconds(self, cost: CostModel, ranks: Ranks) -> FloatArray:
-        """Seconds that each rank sends and receives, without the fixed part of exchanges: shape (2, ranks)."""
+        """Return the seconds that each rank sends and receives, without the
+        fixed part of exchanges: shape (2, ranks).
+        """
         rank = np.arange(self.between.shape[1])
         # A link to other nodes is busy with the bytes of all ranks that share it.
         per_node = ranks.per_node or len(rank)
@@ -48,7 +53,9 @@ class NodeBytes(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Query rows and keys that travel, from which rank to which other; tokens of some of the heads count in part."""
+    """Query rows and keys that travel, with source and server ranks;
+    tokens of some of the heads count in part.
+    """
 
     source: IntArray
     server: IntArray
@@ -60,15 +67,16 @@ class Traffic(NamedTuple):
 class PlanLoad:
     """Work and traffic of every rank under a plan; arrays have shape (ranks,).
 
-    Sums run in task order through `numpy.bincount` and products element by element, so that every machine finds the same
-    figures: the scheduler decides by them.
+    Sums run in task order through `numpy.bincount` and products element by element, so that every
+    machine finds the same figures: the scheduler decides by them.
 
     Attributes:
-        plan, cost: what is measured, and the model that it is measured with. The window is the plan's.
-        waves: the plan's waves, if it goes in several: each exchanges by itself, and keys may travel in more than one.
-        overlapped: whether the plan is for a nano-batch of ping-pong, whose messages travel while the other one, with about as
-            much work, computes.
-        ranks: what ranks are like.
+        plan, cost: the plan to weigh, and the cost model. The window is the plan's.
+        waves: waves of the plan, if it has several: each is an exchange of its own, and keys may
+            travel in more than one.
+        overlapped: whether the plan is for a nano-batch of ping-pong, whose messages travel while
+            the other one, with about as much work, computes.
+        ranks: properties of the ranks.
     """
 
     plan: Plan
@@ -82,7 +90,7 @@ class PlanLoad:
             object.__setattr__(self, "cost", replace(self.cost, window=self.plan.window))
 
     def with_relays(self, relays: Relays) -> PlanLoad:
-        """That of the plan with relays, without counting again what these do not change."""
+        """Return the load of the plan with relays, reusing figures that these do not change."""
         load = PlanLoad(self.plan.with_relays(relays), self.cost, self.waves, self.overlapped, self.ranks)
         kept = {"compute_seconds", "query_tokens", "needed_keys"}
         vars(load).update({name: value for name, value in vars(self).items() if name in kept})
@@ -93,12 +101,14 @@ class PlanLoad:
         return np.bincount(rank, weights=weights, minlength=self.plan.layout.world_size).astype(np.float64)
 
     def _both(self, weights: FloatArray) -> FloatArray:
-        """Sums of what travels, by the rank that sends it and by the one that receives it."""
+        """Sum traffic by the rank that sends it and by the rank that receives it."""
         return np.array([self._sum(self.traffic.source, weights), self._sum(self.traffic.server, weights)])
 
     @cached_property
     def pairs(self) -> FloatArray:
-        """Causal query-key pairs that each rank computes; of some of the heads they count in part."""
+        """Causal query-key pairs that each rank computes; pairs
+        of some of the heads count in part.
+        """
         plan = self.plan
         return self._sum(plan.server, causal_pairs(plan.end - plan.start, plan.end, plan.window) * plan.heads)
 
@@ -110,7 +120,9 @@ class PlanLoad:
 
     @cached_property
     def needed_keys(self) -> KeyTransfers:
-        """The keys that each server needs, once in each wave; of documents that nobody exchanges, none."""
+        """Keys that each server needs, once in each wave; none
+        of documents that nobody exchanges.
+        """
         if self.waves is None or self.waves.bytes is None:
             plan, exchanged = self.plan, self.plan.layout.spans.copy()
             exchanged[plan.place[plan.home != plan.server]] = True
@@ -122,7 +134,7 @@ class PlanLoad:
 
     @cached_property
     def traffic(self) -> Traffic:
-        """All that travels: query rows, then keys, in the first hop or in the second."""
+        """All traffic: query rows, then keys, in the first hop or in the second."""
         plan, layout = self.plan, (self.waves or self).plan.layout
         sent = senders(self.needed_keys, plan.relays)
         away = np.flatnonzero(plan.home != plan.server)
@@ -134,12 +146,16 @@ class PlanLoad:
 
     @cached_property
     def query_tokens(self) -> FloatArray:
-        """Query tokens that each rank sends and receives, shape (2, ranks); of some of the heads they count in part."""
+        """Query tokens that each rank sends and receives, shape (2, ranks);
+        those of some of the heads count in part.
+        """
         return self._both(self.traffic.query_tokens)
 
     @cached_property
     def key_tokens(self) -> FloatArray:
-        """K/V tokens that each rank sends and receives, each token once per destination: shape (2, ranks)."""
+        """Number of K/V tokens that each rank sends and receives, each token
+        once per destination: shape (2, ranks).
+        """
         return self._both(self.traffic.key_tokens)
 
     @cached_property
@@ -150,11 +166,15 @@ class PlanLoad:
 
     @cached_property
     def node_bytes(self) -> NodeBytes:
-        """The same bytes, inside nodes and between them; all between, if nodes are not told apart."""
+        """Same bytes as `exchange_bytes`, inside nodes and between them; all
+        between, if nodes are not told apart.
+        """
         return self.bytes_of(self.cost.shape.moved_query_bytes, self.cost.shape.moved_key_bytes)
 
     def bytes_of(self, query: int, key: int) -> NodeBytes:
-        """Those of exchanges in which a query row and a key are so many bytes."""
+        """Return the bytes that ranks send and receive, given the
+        bytes of a query row and of a key.
+        """
         traffic, per_node = self.traffic, self.ranks.per_node or 1
         amount = traffic.query_tokens * query + traffic.key_tokens * key
         near = traffic.source // per_node == traffic.server // per_node
@@ -162,7 +182,9 @@ class PlanLoad:
 
     @cached_property
     def wire_seconds(self) -> FloatArray:
-        """Seconds that each rank sends and receives, without the fixed part of exchanges: shape (2, ranks)."""
+        """Seconds that each rank sends and receives, without the fixed
+        part of exchanges: shape (2, ranks).
+        """
         if not self.plan.moved:
             return np.zeros((2, self.plan.layout.world_size))
         if self.ranks.in_nodes(self.cost):
@@ -179,7 +201,9 @@ class PlanLoad:
 
     @cached_property
     def peers(self) -> npt.NDArray[Any]:
-        """How many ranks each sends to or receives from, whichever are more; not counted where they cost nothing."""
+        """Number of ranks that each rank sends to or receives from,
+        whichever is larger; 0 if peers cost nothing.
+        """
         ranks = self.plan.layout.world_size
         if not (self.cost.peer_seconds and self.plan.moved):
             return np.zeros(ranks)
@@ -188,7 +212,9 @@ class PlanLoad:
 
     @cached_property
     def ends(self) -> FloatArray:
-        """Seconds after which each rank ends: compute plus exchange, or the longer of both if overlapped."""
+        """Seconds after which each rank ends: compute plus exchange,
+        or the longer of both if overlapped.
+        """
         compute, exchange = self.compute_seconds, self.exchange_seconds
         return np.maximum(compute, exchange) if self.overlapped else compute + exchange
 
@@ -199,13 +225,14 @@ class PlanLoad:
 
 
 def imbalance(values: FloatArray) -> float:
-    """Max over mean of the ranks, 1 where there is nothing to balance."""
+    """Return max over mean of the ranks; 1 where there is nothing to balance."""
     total = float(values.sum())
     return float(values.max()) * len(values) / total if total > 0 else 1.0
 
 
 def summarize(plan: Plan, cost: CostModel, ranks: Ranks = ALIKE) -> dict[str, int | float]:
-    """Figures of a plan, "after", beside those of the plan that moves nothing, "before"; `json` can write them.
+    """Compare figures of a plan, "after", with those of the plan that moves
+    nothing, "before"; `json` can write them.
 
     Imbalance is max/mean over ranks, and bytes are exchanged forward and backward.
     """
@@ -235,7 +262,9 @@ def summarize(plan: Plan, cost: CostModel, ranks: Ranks = ALIKE) -> dict[str, in
 
 
 def summary_table(summary: dict[str, int | float], *, seconds: bool = True) -> str:
-    """What `summarize` returned as lines of text; `seconds` are left out where a cost model of pairs has none."""
+    """Format the result of `summarize` as lines of text; `seconds` is false
+    for a cost model of pairs, which has none.
+    """
     moved = summary["query_tokens_moved"] / max(summary["query_tokens"], 1)
     unplanned = ", {key_tokens_sent_unplanned} for documents that lie on several ranks anyway"
     between = "{bytes_between_nodes:.1f} of {bytes:.1f} MB per layer, {max_bytes_between_nodes:.1f} MB of the busiest rank"

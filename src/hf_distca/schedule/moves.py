@@ -1,7 +1,7 @@
 """The moves of the greedy: the one loop of the scheduler that is compiled.
 
-Ranks have a *level* that they should end at (`schedule.greedy`). The heaviest rank gives first, until it is below the cap. A
-move is steps 4.1 to 4.3 of docs/scheduler.md:
+Ranks have a *level* that they should end at (`schedule.greedy`). The heaviest rank gives first,
+until it is below the cap. A move follows steps 4.1 to 4.3 of docs/scheduler.md:
 
 1. Choose a server: the emptiest, or one of the same node with half as much room.
 2. For every piece that the rank still computes, find the tail, rows [x, end), that takes about what the server wants; or the
@@ -9,11 +9,13 @@ move is steps 4.1 to 4.3 of docs/scheduler.md:
 3. Move the slice that exchanges the fewest bytes per second moved. Keys that a server needs anyway, for its own rows of the
    document or for a slice that it got before, cost nothing; so servers that have such keys are looked at too.
 
-Moving adds work, because a server reads keys that the home reads too: the levels of all ranks rise with it.
+Moving adds work, because a server reads keys that the home reads too: the levels of all ranks rise
+with it.
 
-All ranks make the same moves: this is IEEE double arithmetic in the order in which it is written. numba compiles the loop when it
-is first called, and keeps the machine code beside the source or in the user's cache, under a name that a hash of this file is
-part of. Where numba cannot be imported, or is told to compile nothing, the loop runs as it is written, and makes the same moves.
+All ranks make the same moves: this is IEEE double arithmetic in the order in which it is written.
+numba compiles the loop when it is first called, and keeps the machine code beside the source or in
+the user's cache, under a name with a hash of this file. If numba cannot be imported, or is told to
+compile nothing, the loop runs in Python, and makes the same moves.
 """
 
 from __future__ import annotations
@@ -52,13 +54,16 @@ _LEAST_LACK = 0.25
 
 
 class QueryPieces(NamedTuple):
-    """Rows that their homes still compute, in order of ranks; a document that may be split has a piece for each head group.
+    """Rows that their homes still compute, in order of ranks; a document that
+    may be split has a piece for each head group.
 
     Attributes:
-        number: of the document or head group, from 0.
-        start, end: rows that may be moved, from either end; a bound of transient bytes may end them early.
+        number: number of the document or head group, from 0.
+        start, end: rows that may be moved, from either end; a bound of transient bytes may end them
+            early.
         heads: part of the heads.
-        offsets: ``ranks + 1`` numbers; the pieces of rank r are rows ``offsets[r]`` to ``offsets[r + 1]``.
+        offsets: ``ranks + 1`` numbers; the pieces of rank r are rows ``offsets[r]`` to ``offsets[r
+            + 1]``.
     """
 
     number: IntArray
@@ -69,14 +74,15 @@ class QueryPieces(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """What ranks have to do, and where those of each group, [0, size), [size, 2 * size), ..., should end.
+    """Work of the ranks, and levels for those of each group, [0, size), [size, 2 * size), ....
 
     Attributes:
-        seconds, speed: what each rank takes, and how fast it is.
+        seconds, speed: seconds and speed of each rank.
         serves: whether each may get slices.
         size: ranks of a group.
         begin: seconds at places `FLOOR` to `CAP` before the first move, a row for each group.
-        levels, span: those of the group at hand now, and its first rank and the one after its last.
+        levels, span: current levels of the current group, and its first rank and the rank after its
+            last.
         surplus, work: seconds of work to be moved, and of all work, of each group.
         per_node: ranks of a node, where nodes are evened out; else 1, and each rank is a node.
         node_seconds, node_speed: those of the nodes.
@@ -99,12 +105,13 @@ class Loads(NamedTuple):
 
 
 class Ledger(NamedTuple):
-    """What was moved, and who has which keys.
+    """Record of the moves, and of the ranks that have keys of documents.
 
     Attributes:
         moves: room for rows of `PIECE` to `SERVER`.
-        holders: rows of `RANK` to `BEFORE`, and behind them room for one for each move. The last of a rank and document counts.
-        last: of each document the last row of `holders`, or -1.
+        holders: rows of `RANK` to `BEFORE`, and behind them room for one for each move. The last of
+            a rank and document counts.
+        last: for each document, the last row of `holders`, or -1.
     """
 
     moves: IntArray
@@ -113,19 +120,19 @@ class Ledger(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """What a slice costs its server, and what its home is rid of."""
+    """Price of a slice on its server, and its price at its home."""
 
     served: Price
     kept: Price
 
 
 class _Wish(NamedTuple):
-    """What a source should give to a server, in seconds of work.
+    """Size of the slice that a source should give to a server, in seconds of work.
 
     Attributes:
-        surplus, over: what the source wants to shed, and may shed at most.
-        lack, room: what the server should get, and may get at most.
-        least_want: where the server should get less, no first rows are taken. Else moves would become ever smaller.
+        surplus, over: work that the source wants to shed, and may shed at most.
+        lack, room: work that the server should get, and may get at most.
+        least_want: below this, no first rows are taken; else moves would become ever smaller.
     """
 
     surplus: float
@@ -136,7 +143,9 @@ class _Wish(NamedTuple):
 
 
 class _Slice(NamedTuple):
-    """Rows [start, end) of a piece, the seconds that its home sheds and its server gets, and bytes exchanged per second shed."""
+    """Rows [start, end) of a piece, the seconds that its home sheds and its server
+    gets, and bytes exchanged per second shed.
+    """
 
     start: int
     end: int
@@ -146,7 +155,9 @@ class _Slice(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """A piece, the server that gets a slice of it, and how many first keys of the document the server needs then."""
+    """A piece, the server that gets a slice of it, and the number of first keys
+    of the document that the server then needs.
+    """
 
     piece: int
     server: int
@@ -154,11 +165,13 @@ class _Move(NamedTuple):
 
 
 def task_counts(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any]:
-    """Keys that tasks read, and query-key pairs that they compute: in whole kernel tiles, with the keys behind a row in its own.
+    """Count keys that tasks read, and query-key pairs that they compute: in whole
+    kernel tiles, with the keys behind a row in its own.
 
     Args:
-        rows: query rows; numbers or arrays, as what is returned.
-        keys: position after the last of them, which sees as many keys, or the last `window` of them.
+        rows: query rows; numbers or arrays, like the results.
+        keys: position after the last of them, which sees as many keys, or the last `window` of
+            them.
         tile: rows of a kernel tile.
         window: keys that a row sees, its own included; 2**62 for all.
     """
@@ -177,7 +190,7 @@ _task_counts = compiled(task_counts)
 
 @compiled
 def slice_seconds(price: Price, heads: float, start: int, end: int) -> float:
-    """Seconds of query rows [start, end) of a document, 0 if there are none."""
+    """Return the seconds of query rows [start, end) of a document, 0 if there are none."""
     if start >= end:
         return 0.0
     read, pairs = _task_counts(end - start, end, price.tile, price.window)
@@ -187,7 +200,9 @@ def slice_seconds(price: Price, heads: float, start: int, end: int) -> float:
 
 @compiled
 def tail_start(price: Price, heads: float, start: int, end: int, want: float, most: float) -> int:
-    """Where the tail of rows [start, end) begins that is nearest to `want` seconds, up to `most`, or the shortest."""
+    """Return the start of the tail of rows [start, end) that is nearest to
+    `want` seconds, up to `most`, or the shortest.
+    """
     grid = price.grid
     first, last = start // grid + 1, (end - 1) // grid  # at last, `first` takes no more than `want`
     if first > last:
@@ -227,7 +242,7 @@ def _spare(loads: Loads, rank: int, place: int) -> float:
 
 @inner
 def _emptiest(loads: Loads, first: int, last: int) -> int:
-    """Of ranks [first, last) the emptiest that lacks work; -1 if none does."""
+    """Find the emptiest of ranks [first, last) that lack work; -1 if none does."""
     emptiest = -1
     for rank in range(first, last):
         emptier = emptiest < 0 or loads.seconds[rank] < loads.seconds[emptiest]
@@ -248,9 +263,11 @@ def _server_for(loads: Loads, source: int, surplus: float) -> int:
 
 @inner
 def _slice(prices: Prices, heads: float, span: tuple[int, int], held: int, wish: _Wish) -> _Slice:
-    """The tail of rows [start, end) that fulfils a wish of a server with the first `held` keys, or else their first rows.
+    """Cut the tail of rows [start, end) that fulfils a wish of a server with the
+    first `held` keys, or else their first rows.
 
-    If neither does, the ratio is inf and the rest means nothing. First rows are what a tail leaves; more of them make plans slow.
+    If neither does, the ratio is inf and the rest means nothing. First rows are taken only if no
+    tail fits, because more of them make planning slow.
     """
     (start, end), served, kept = span, prices.served, prices.kept
     # What a server receives it does not compute meanwhile; its home sends it, and is rid of so much less.
@@ -284,11 +301,11 @@ def _slice(prices: Prices, heads: float, span: tuple[int, int], held: int, wish:
 def _best_move(
     pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, asked: tuple[int, int, int, float]
 ) -> tuple[_Move, _Slice]:
-    """The move with the fewest bytes per second; its piece is -1 if there is none.
+    """Find the move with the fewest bytes per second; its piece is -1 if there is none.
 
-    `asked` are the source, a server, the level that the source should come down to, and a leeway: the part of what both have
-    that the server may come up to, while the source may end below the band. A server that has keys of a document may get a slice
-    of it in place of the one that was asked.
+    `asked` holds the source, a server, the level that the source should come down to, and a leeway:
+    the part of the work of both that the server may come up to, while the source may end below the
+    band. Another server that has keys of a document may get a slice of it instead.
     """
     source, asked_server, aim, leeway = asked
     work, speed, level, holders = loads.seconds, loads.speed, loads.levels, ledger.holders
@@ -327,7 +344,11 @@ def _best_move(
 
 @inner
 def _moves_of_group(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, givers: tuple[IntArray, int, int]) -> int:
-    """Make all moves in a group; how many there are then, or -1. `givers` are its ranks, its number, and the moves so far."""
+    """Make all moves in a group.
+
+    Return the number of moves then, or -1. `givers` are its
+    ranks, its number, and the moves so far.
+    """
     order, group, count = givers
     work, speed, level, moves, holders = loads.seconds, loads.speed, loads.levels, ledger.moves, ledger.holders
     shed, grown = 0.0, 0.0
@@ -377,14 +398,16 @@ def _make_moves(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledge
     """Make all moves, in one group after another.
 
     Args:
-        pieces: of the layout; they shrink.
-        prices: of slices.
-        loads: what ranks have to do; brought up to date.
-        ledger: of earlier moves, with the homes of pieces of documents that lie on several ranks as holders.
-        begun: all ranks by groups, in each those that take longest first, and the number of earlier moves.
+        pieces: pieces of the layout; they shrink.
+        prices: prices of slices.
+        loads: work of the ranks; updated.
+        ledger: earlier moves, with the homes of pieces of documents that lie on several ranks as
+            holders.
+        begun: all ranks by groups, in each group the slowest first, and the number of earlier
+            moves.
 
     Returns:
-        How many there are then; -1 if the ledger has no room for them.
+        The number of moves; -1 if the ledger has no room for them.
     """
     order, count = begun
     for group in range(len(loads.surplus)):

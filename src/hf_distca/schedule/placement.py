@@ -1,4 +1,4 @@
-"""Placements in files: which documents lie on which rank, as the command line and the benchmarks read them."""
+"""Placements in files: documents on ranks, as the command line and the benchmarks read them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read_placement(path: Path) -> Layout:
     """Read a placement from a JSON file.
 
     Raises:
-        LayoutError: if the file holds no placement; the message names the file and what is wrong.
+        LayoutError: if the file holds no placement; the message names the file and the mistake.
         OSError: if the file cannot be read.
     """
     return parse_placement(path.read_bytes(), str(path))
@@ -28,10 +28,10 @@ def parse_placement(text: bytes, name: str) -> Layout:
 
     Args:
         text: the JSON, in UTF-8.
-        name: where it comes from, for errors.
+        name: source of the text, for errors.
 
     Raises:
-        LayoutError: if it is no placement; the message says what is wrong.
+        LayoutError: if it is no placement; the message names the mistake.
     """
     try:
         data = json.loads(text.decode("utf-8"))
@@ -41,7 +41,9 @@ def parse_placement(text: bytes, name: str) -> Layout:
 
 
 def layout_of(data: Any, name: str) -> Layout:
-    """The layout of a placement that was read from JSON; `name` and errors as in `parse_placement`."""
+    """Make the layout of a placement that was read from JSON; `name`
+    and errors as in `parse_placement`.
+    """
     keys = [key for key in ("rank_segments", "lengths") if isinstance(data, dict) and key in data]
     if len(keys) != 1:
         raise LayoutError(f"{name} must be a JSON object with either 'rank_segments' or 'lengths', it has {keys or 'neither'}.")
@@ -66,7 +68,7 @@ def _segment(row: Any) -> tuple[int, int, int]:
 
 
 def whole_number(value: Any) -> int:
-    """A number of a file, if it is one that 64 bits hold.
+    """Check that a number of a file is an integer that 64 bits hold, and return it.
 
     Raises:
         LayoutError: if it is not.

@@ -1,4 +1,6 @@
-"""Which server computes which query tokens: `CATask` and `Plan`, with invariants, JSON and a digest."""
+"""Assignment of query tokens to servers: `CATask` and
+`Plan`, with invariants, JSON and a digest.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ class CATask(NamedTuple):
 
 
 class KeyTransfers(NamedTuple):
-    """K/V tokens that servers need: tokens [start, end) of a document, held by `source`. One row per run and server."""
+    """K/V tokens that servers need: tokens [start, end) of a document, held by `source`.
+
+    One row per run and server.
+    """
 
     document: IntArray
     start: IntArray
@@ -43,7 +48,8 @@ class KeyTransfers(NamedTuple):
 
 
 class Relays(NamedTuple):
-    """Runs of keys that a server, its relay, gets first and passes on to the others that need them; see `schedule.relays`.
+    """Runs of keys that a server, its relay, gets first and forwards to the
+    others that need them; see `schedule.relays`.
 
     Ordered by document and start. The runs of a document follow each other from position 0, each with another relay.
     """
@@ -58,18 +64,22 @@ class Relays(NamedTuple):
 class Plan:
     """The tasks of all ranks for one micro-batch, in five columns, ordered by document and start.
 
-    Building a plan checks it: every query token of the layout is computed exactly once, each task lies in one segment of its
-    home rank, and every server exists. Keys need no check of their own: a layout holds its documents from 0 to their end.
+    Building a plan checks it: every query token of the layout is computed exactly once, each task
+    lies in one segment of its home rank, and every server exists. Keys need no check of their own:
+    a layout holds its documents from 0 to their end.
 
     Attributes:
         layout: the placement that the plan is for.
         document, start, end, home, server: the columns of `CATask`.
-        window: keys that a query position sees, its own included, in the layers that the plan is for; None if it sees all.
-        relays: keys that are passed on; None if every server gets all from the ranks that hold them. Not in the JSON, for they
-            follow from the rest and from a cost model (`schedule.relays`).
-        segment: of each task, the row of the layout that it lies in.
-        moved: whether anything is exchanged: a query is moved, or the keys of a document do not lie in one run. A window that
-            ends at every border between runs would need no exchange, and is not looked for.
+        window: keys that a query position sees, its own included, in the layers that the plan is
+            for; None if it sees all.
+        relays: keys that are forwarded; None if every server gets all from the ranks that hold
+            them. Not in the JSON, for they follow from the rest and from a cost model
+            (`schedule.relays`).
+        segment: for each task, its row of the layout.
+        moved: whether anything is exchanged: a query is moved, or the keys of a document do not lie
+            in one run. The rare case of a window that ends at every border between runs, which
+            would need no exchange, is ignored.
     """
 
     layout: Layout
@@ -97,7 +107,10 @@ class Plan:
         vars(self).update(segment=self._segment(), moved=self.layout.scattered or bool((self.home != self.server).any()))
 
     def _segment(self) -> IntArray:
-        """The row of the layout that each task lies in. Refuses tasks that do not compute every query token once."""
+        """Find the row of the layout that each task lies in.
+
+        Raise unless tasks compute every query token once.
+        """
         layout = self.layout
         self._refuse(
             (self.server < 0) | (self.server >= layout.world_size),
@@ -121,13 +134,13 @@ class Plan:
         return segment
 
     def _refuse(self, wrong: BoolArray, what: str) -> None:
-        """Say what is wrong with the first of some tasks."""
+        """Raise an error about the first of some wrong tasks."""
         if wrong.any():
             raise PlanError(f"{self.tasks[int(wrong.argmax())]} {what}.")
 
     @classmethod
     def local(cls, layout: Layout, window: int | None = None) -> Plan:
-        """The plan that moves nothing: every rank computes its own segments."""
+        """Make the plan that moves nothing: every rank computes its own segments."""
         rows = layout.by_document[layout.queries[layout.by_document]]
         rank = layout.rank[rows]
         return cls(layout, layout.document[rows], layout.start[rows], layout.end[rows], rank, rank, window)
@@ -136,7 +149,7 @@ class Plan:
     def from_tasks(
         cls, layout: Layout, tasks: Sequence[CATask | tuple[int, int, int, int, int]], window: int | None = None
     ) -> Plan:
-        """Build from rows, as hand-written plans do."""
+        """Build a plan from rows, as for hand-written plans."""
         if window is not None and type(window) is not int:
             raise PlanError(f"window={window!r} must be a whole number or None.")
         rows = as_integers(tasks, "tasks as (document, start, end, home, server)", (-1, 5), PlanError)
@@ -144,14 +157,16 @@ class Plan:
         return cls(layout, document, start, end, home, server, window)
 
     def split(self, apart: BoolArray, groups: int) -> Plan:
-        """The same tasks on a layout in which some documents with all heads are split; see `Layout.split`."""
+        """Split some documents with all heads into head groups, with
+        the same tasks; see `Layout.split`.
+        """
         numbers = self.document if self.layout.groups == groups else self.document * (groups + 1)
         row, part = repeated(apart[self.place], groups)
         layout = self.layout.split(apart, groups)
         return Plan(layout, numbers[row] + part, self.start[row], self.end[row], self.home[row], self.server[row], self.window)
 
     def with_relays(self, relays: Relays | None) -> Plan:
-        """The plan with these relays. They are taken as they are."""
+        """Return the plan with these relays, which are not checked."""
         plan = object.__new__(Plan)
         vars(plan).update({**vars(self), "relays": relays})
         vars(plan).pop("digest", None)
@@ -165,33 +180,38 @@ class Plan:
 
     @cached_property
     def place(self) -> IntArray:
-        """Of each task, the place of its document among those of the layout."""
+        """Place of the document of each task among those of the layout."""
         return self.layout.place[self.segment]
 
     @cached_property
     def heads(self) -> npt.NDArray[np.float64]:
-        """What part of the heads each task computes: 1, or that of a head group."""
+        """Part of the heads that each task computes: 1, or that of a head group."""
         return self.layout.heads_of(self.document)
 
     @cached_property
     def first_key(self) -> IntArray:
-        """The first key that each task needs."""
+        """First key that each task needs."""
         return np.zeros_like(self.start) if self.window is None else np.maximum(self.start - (self.window - 1), 0)
 
     @cached_property
     def travels(self) -> BoolArray:
-        """Of each task, whether another rank than its home runs it, or its keys do not lie in one run of its home's tokens."""
+        """True for each task that runs on another rank than its home, or whose keys
+        do not lie in one run of its home's tokens.
+        """
         return np.asarray((self.home != self.server) | (self.first_key < self.layout.run[self.segment]))
 
     def key_transfers(self, tasks: IntArray | None = None, server: IntArray | None = None) -> KeyTransfers:
-        """K/V runs each server needs, each token once, cut where segments end. Runs the server holds itself included.
+        """List the K/V runs that each server needs, each token once, cut where segments end.
 
-        Of a document, that is its longest prefix or, in a plan with a window, the union of what its tasks need. Rows of one
-        server are in order of document and start.
+        Runs the server holds itself included.
+
+        Per document, these are its longest prefix or, in a plan with a window, the union of the
+        ranges that its tasks need. Rows of one server are in order of document and start.
 
         Args:
             tasks: rows of the plan, in order, that keys are for; all if not given.
-            server: what counts as the server of each of them, so that keys are told apart by wave as well, for example.
+            server: number to use as the server of each task, for example to tell keys apart by wave
+                as well.
         """
         tasks = np.arange(len(self.document)) if tasks is None else tasks
         server = self.server[tasks] if server is None else server
@@ -209,7 +229,8 @@ class Plan:
         return KeyTransfers(layout.document[row], first, end, layout.rank[row], server[run])
 
     def to_json(self) -> str:
-        """The plan and its layout as JSON: ``{"tasks": [[document, start, end, home, server], ...], "rank_segments": ...}``.
+        """Return the plan and its layout as JSON: ``{"tasks": [[document, start, end,
+        home, server], ...], "rank_segments": ...}``.
 
         The keys ``"window"``, ``"context"`` and ``"groups"`` are there if the plan has them.
         """
@@ -242,7 +263,10 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of layout, tasks and window. Ranks that hold equal digests carry out the same plan."""
+        """Hash of layout, tasks and window (SHA-256).
+
+        Ranks with equal digests carry out the same plan.
+        """
         layout = self.layout
         columns = [layout.document, layout.start, layout.length, layout.offsets, layout.context]
         columns += [getattr(self, column) for column in CATask._fields]

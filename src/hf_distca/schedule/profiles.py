@@ -1,8 +1,10 @@
-"""`Profile`: what was measured of a kind of device and its links, for many attention shapes. ``hf-distca profile`` writes them.
+"""`Profile`: measurements of a kind of device and its links, for many attention shapes.
 
-A profile holds the rates of the attention kernel for each element size and head width that was timed, each with its errors on
-shapes that were kept aside, and the rates of exchanges, inside a node and between nodes. `Profile.cost_model` makes of it the
-cost model of one shape, which is what the scheduler reads.
+``hf-distca profile`` writes them.
+
+A profile holds the rates of the attention kernel for each element size and head width that was
+timed, each with its errors on shapes that were held out, and the rates of exchanges, inside a node
+and between nodes. `Profile.cost_model` derives the cost model of one shape, for the scheduler.
 """
 
 from __future__ import annotations
@@ -38,14 +40,17 @@ _KERNELS = {"cuda": "flash_attn_2", "flash_attn": "flash_attn_2", "flash_attn_4"
 
 @dataclass(frozen=True, slots=True)
 class KernelRates:
-    """The rates of a kernel for one element size and pair of widths. They hold for any number of heads.
+    """The rates of a kernel for one element size and pair of widths.
+
+    They hold for any number of heads.
 
     Attributes:
         kernel: name of the kernel.
-        element_bytes, head_dim, value_head_dim: as in `AttentionShape`.
+        element_bytes, head_dim, value_head_dim: see `AttentionShape`.
         forward, backward: fitted to batches of tasks with several numbers of heads.
-        errors: |estimate / measured - 1| of batches that were kept aside: median and largest of forward and of backward.
-        fitted, kept_aside: how many batches of each kind there were.
+        errors: |estimate / measured - 1| on batches that were held out: median and largest of
+            forward and of backward.
+        fitted, kept_aside: number of fitted batches, and of batches held out.
     """
 
     kernel: str
@@ -64,11 +69,11 @@ class ExchangeRates:
     """The rates of exchanges over one kind of link.
 
     Attributes:
-        bytes_per_second: what one rank sends while it also receives as much.
+        bytes_per_second: rate at which one rank sends while it also receives as much.
         seconds: fixed seconds of one exchange.
-        ranks: how many exchanged when it was measured.
-        errors: as in `KernelRates`: median and largest, of sizes that were kept aside.
-        peer_seconds: what each of the other ranks adds to the fixed seconds.
+        ranks: number of ranks in the measurement.
+        errors: see `KernelRates`; median and largest, on sizes that were held out.
+        peer_seconds: addition to the fixed seconds for each of the other ranks.
     """
 
     bytes_per_second: float
@@ -80,21 +85,21 @@ class ExchangeRates:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured of a kind of device and its links.
+    """Measurements of a kind of device and its links.
 
     Attributes:
         name: a short name; the shipped ones are found by it.
         device: type of the device, as torch names it.
-        processor: what the device is.
-        date: of the measurement, as YYYY-MM-DD.
-        versions: of the packages that took part.
+        processor: name of the device.
+        date: date of the measurement, as YYYY-MM-DD.
+        versions: versions of the packages that took part.
         made_by: the command that measured it.
         kernels: the kernel's rates, at least one.
         inside: exchanges inside a node; None if they were not measured.
         between: exchanges between nodes; None if they were not measured.
         threads: threads of the kernel's process, on a CPU.
         tile: query rows of a kernel tile.
-        sources: where figures come from that others measured, by what they are of.
+        sources: sources of figures that others measured, by their subject.
     """
 
     name: str
@@ -115,11 +120,13 @@ class Profile:
             raise ConfigError(f"profile {self.name!r} has no kernel rates: measure some with `hf-distca profile`.")
 
     def __repr__(self) -> str:
-        """Short: settings that hold a profile are printed, and ranks compare the cost models that come of it."""
+        """Short text, because settings that hold a profile are printed and compared by ranks."""
         return f"Profile({self.name!r}, {self.device!r}, {self.processor!r}, {self.date!r})"
 
     def rates(self, shape: AttentionShape) -> KernelRates:
-        """The rates whose element size and widths are nearest to those of a shape; the element size counts first."""
+        """Return the rates whose element size and widths are nearest to those of
+        a shape; the element size counts first.
+        """
 
         def distance(rates: KernelRates) -> tuple[float, float]:
             widths = (rates.head_dim, shape.head_dim), (rates.value_head_dim, shape.value_head_dim)
@@ -129,7 +136,8 @@ class Profile:
         return min(self.kernels, key=distance)
 
     def cost_model(self, shape: AttentionShape, window: int | None = None, *, tile: int | None = None) -> CostModel:
-        """The cost model of a shape: rates of the kernel with the nearest widths, and of the links.
+        """Make the cost model of a shape: rates of the kernel with the
+        nearest widths, and of the links.
 
         Without measured exchanges, those of the built-in figures for the type of device are taken. Where only one kind of link
         was measured, it stands for both.
@@ -158,7 +166,10 @@ class Profile:
         )
 
     def to_json(self) -> str:
-        """The profile as JSON, with the names of its attributes as keys. Infinite rates, which cost nothing, are null."""
+        """Return the profile as JSON, with the names of its attributes as keys.
+
+        Infinite rates, which cost nothing, are null.
+        """
         return json.dumps({"format": _FORMAT, **without_infinities(asdict(self))}, indent=1)
 
     @classmethod
@@ -166,7 +177,7 @@ class Profile:
         """Read what `to_json` wrote.
 
         Raises:
-            ConfigError: if the text is no profile; the message names what is wrong.
+            ConfigError: if the text is no profile; the message names the mistake.
         """
         try:
             data: Any = json.loads(text)
@@ -195,7 +206,7 @@ class Profile:
 
     @classmethod
     def load(cls, source: str | Path) -> Profile:
-        """The shipped profile of this name, or the one in a file.
+        """Load the shipped profile of this name, or the profile in a file.
 
         Raises:
             ConfigError: if there is neither, or it cannot be read as a profile.
@@ -211,7 +222,8 @@ class Profile:
 
     @staticmethod
     def of_gpu(device: str, kernel: str) -> str | None:
-        """The name of the shipped profile of a GPU and a kernel, both as torch and `DistCAConfig` name them; None if none is.
+        """Return the name of the shipped profile of a GPU and a kernel, both as torch and
+        `DistCAConfig` name them; None if there is none.
 
         Cards with fewer multiprocessors than those that were timed, as PCIe ones of Hopper, have none.
         """
@@ -222,7 +234,7 @@ class Profile:
 
     @staticmethod
     def shipped() -> list[str]:
-        """The names of the profiles that come with the package."""
+        """List the names of the profiles that come with the package."""
         files = (resources.files(__package__) / _SHIPPED).iterdir()
         return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
 

@@ -1,4 +1,4 @@
-"""What the ranks of an attention group are like: how fast each computes, and which of them are in one node."""
+"""Properties of the ranks of an attention group: their speeds and their nodes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ __all__ = ["ALIKE", "Ranks"]
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """What ranks are like, where they are not all alike. The same on every rank; it can be compared and hashed.
+    """Speeds and nodes of ranks that are not all alike.
+
+    The same on every rank; it can be compared and hashed.
 
     Attributes:
-        speeds: relative speed of the attention kernels of each rank, about 1 on average: what a cost model says takes a second
-            takes rank r ``1 / speeds[r]`` seconds. None if all are equally fast.
-        per_node: ranks [0, n), [n, 2n), ... are nodes, inside which exchanges take ``CostModel.node_bytes_per_second``; None if
-            nodes are not told apart, and every exchange takes ``exchange_bytes_per_second``.
+        speeds: relative speed of the attention kernels of each rank, about 1 on average: work that
+            a cost model estimates at a second takes rank r ``1 / speeds[r]`` seconds. None if all
+            are equally fast.
+        per_node: ranks [0, n), [n, 2n), ... are nodes, inside which exchanges take
+            ``CostModel.node_bytes_per_second``; None if nodes are not told apart, and every
+            exchange takes ``exchange_bytes_per_second``.
 
     Raises:
         ConfigError: if a speed is not a positive number, or a node without ranks.
@@ -40,14 +44,14 @@ class Ranks:
 
     @classmethod
     def of(cls, speeds: npt.ArrayLike | None, per_node: int | None = None) -> Ranks:
-        """Ranks with these speeds, as an array of shape (ranks,) or whatever makes one."""
+        """Make ranks with these speeds, an array of shape (ranks,) or array-like."""
         return cls(None if speeds is None else tuple(np.asarray(speeds, dtype=np.float64).reshape(-1).tolist()), per_node)
 
     def check(self, count: int) -> None:
-        """Refuse to speak of another number of ranks.
+        """Raise unless these properties are for so many ranks.
 
         Raises:
-            ConfigError: states both numbers.
+            ConfigError: if they are not; states both numbers.
         """
         if self.speeds is not None and len(self.speeds) != count:
             raise ConfigError(f"{len(self.speeds)} speeds were given for {count} ranks: give one for each rank, in rank order.")
@@ -55,31 +59,37 @@ class Ranks:
             raise ConfigError(f"{count} ranks cannot be nodes of {self.per_node}: per_node must divide the number of ranks.")
 
     def seen_by(self, cost: CostModel) -> Ranks:
-        """These ranks without nodes, if they make no difference to a cost model."""
+        """Drop nodes if they make no difference to a cost model."""
         same = self.per_node == 1 or cost.node_bytes_per_second is None
         return replace(self, per_node=None) if same and self.per_node is not None else self
 
     def in_nodes(self, cost: CostModel) -> bool:
-        """Whether exchanges inside nodes take another time than those between them."""
+        """Return whether exchanges inside nodes have another rate than those between them."""
         return self.per_node is not None and cost.node_bytes_per_second is not None
 
     def each(self, count: int) -> list[float]:
-        """The speed of each of so many ranks."""
+        """Return the speed of each of so many ranks."""
         return [1.0] * count if self.speeds is None else list(self.speeds)
 
     def taken(self, seconds: FloatArray) -> FloatArray:
-        """What each rank takes for work of so many seconds; arrays of shape (ranks,)."""
+        """Return the seconds that each rank takes for work of so many
+        seconds; arrays of shape (ranks,).
+        """
         return seconds if self.speeds is None else np.asarray(seconds / np.array(self.speeds))
 
     def work(self, taken: Sequence[float]) -> float:
-        """Seconds of all work together, on ranks of speed 1, where each rank takes so many seconds for its part."""
+        """Return the seconds of all work together, on ranks of speed 1, given the
+        seconds that each rank takes for its part.
+        """
         # fsum: what plain `sum` rounds to depends on the version of Python.
         if self.speeds is None:
             return math.fsum(taken)
         return math.fsum(seconds * speed for seconds, speed in zip(taken, self.each(len(taken)), strict=True))
 
     def level(self, taken: Sequence[float]) -> float:
-        """What every rank would take if the same work were spread by speed: the mean if all are equally fast."""
+        """Return the seconds of every rank if the same work were spread by
+        speed: the mean if all are equally fast.
+        """
         return self.work(taken) / (len(taken) if self.speeds is None else math.fsum(self.speeds))
 
 

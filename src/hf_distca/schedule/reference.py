@@ -1,15 +1,20 @@
-"""The scheduler in plain Python, to be read first. `schedule.balance` makes such plans, fast.
+"""The scheduler in plain Python, to be read first.
 
-Ranks hold documents, and in every layer all wait for the one whose attention takes longest. Attention of a slice of query rows
-can be computed by any rank that gets these rows and all keys before their end. So who sends which slices to whom?
+`schedule.balance` makes the same kind of plans, fast.
 
-**The formula.** Rows [a, b) of a document, of which a part `heads` of the heads is computed, take forward and backward together::
+Ranks hold documents, and in every layer all wait for the one whose attention takes longest.
+Attention of a slice of query rows can be computed by any rank that gets these rows and all keys
+before their end. So who sends which slices to whom?
+
+**The formula.** Rows [a, b) of a document, of which a part `heads` of the heads is computed, take
+forward and backward together::
 
     seconds = task + heads * (row * n + key * b + pair * tiled * (b - (n - tile) / 2))
 
-Here n = b - a, and `tiled` is n in whole kernel tiles. The last factor is the mean of keys that a row sees or has behind it in
-its tile. What travels is `query_bytes` for each moved row and, once to each server, `key_bytes` for each key before the end of
-its last slice. Rows at the end of a document see the most keys, so its *tail* takes the most seconds along for the fewest rows.
+Here n = b - a, and `tiled` is n in whole kernel tiles. The last factor is the mean of keys that a
+row sees or has behind it in its tile. The traffic is `query_bytes` for each moved row and, once to
+each server, `key_bytes` for each key before the end of its last slice. Rows at the end of a
+document see the most keys, so its *tail* takes the most seconds along for the fewest rows.
 
 **The steps.**
 
@@ -25,8 +30,8 @@ its last slice. Rows at the end of a document see the most keys, so its *tail* t
    with nodes for each node by itself, and again for all ranks as one group. The plan whose last rank ends first is taken; if it
    gains less than `min_gain`, nothing moves.
 
-Left out are windows, unequal speeds, a bound of transient bytes, moves of first rows, moves that even out nodes before their
-ranks, and the further plans of `balance`.
+Left out are windows, unequal speeds, a bound of transient bytes, moves of first rows, moves that
+even out nodes before their ranks, and the further plans of `balance`.
 """
 
 from __future__ import annotations
@@ -134,7 +139,10 @@ class Evening:
                 self.levels = Levels(*(scale * level for level in base))
 
     def next_move(self, source: int, pieces: list[QueryPiece], grid: int) -> TailMove | None:
-        """The move with the fewest bytes for a second. If none fits the levels, a server may get up to half of what both have."""
+        """Find the move with the fewest bytes per second.
+
+        If none fits the levels, a server may get up to half of the work of both.
+        """
         work, levels = self.work, self.levels
         above, aim = (levels.low, levels.floor) if self.filling else (levels.cap, levels.high)
         emptiest = min(self.group, key=lambda rank: work[rank])
@@ -155,7 +163,9 @@ class Evening:
         return None
 
     def tail(self, piece: QueryPiece, server: int, leeway: float, grid: int) -> TailMove | None:
-        """The tail of a piece that its home is to be rid of and a server lacks; None if none fits."""
+        """Cut off the tail of a piece that its home should lose and
+        a server lacks; None if none fits.
+        """
         kept, served, levels, heads, end = self.kept, self.served, self.levels, piece.heads, piece.end
         home, filled = self.work[piece.home], self.work[server]
         room = max(levels.cap, leeway * (home + filled)) - filled
@@ -184,7 +194,7 @@ class Evening:
 
 
 def unmoved_pieces(layout: Layout) -> list[QueryPiece]:
-    """What each rank computes if nothing moves, the deepest in their documents first."""
+    """List the pieces of all ranks if nothing moves, the deepest in their documents first."""
     rows = [(rank, *row) for rank in range(layout.world_size) for row in layout.segments(rank)[int(layout.context[rank]) :]]
     heads = layout.heads_of(np.array([document for _, document, _, _ in rows], dtype=np.int64)).tolist()
     pieces = [QueryPiece(row[1], part, row[2], row[2] + row[3], row[0]) for row, part in zip(rows, heads, strict=True)]
@@ -210,7 +220,9 @@ def plan_of(layout: Layout, groups: int, pieces: list[QueryPiece]) -> Plan:
 
 
 def ways_to_count(unmoved: PlanLoad, price: Price, config: DistCAConfig) -> list[tuple[list[float], float, Price]]:
-    """What ranks take, the tolerance, and what a slice costs its server: compute alone, and with exchanges if they take time."""
+    """List seconds of ranks, tolerance, and the price of a slice on its server: for compute
+    alone, and with exchanges if they take time.
+    """
     compute, rate = unmoved.compute_seconds, unmoved.cost.exchange_bytes_per_second
     ways = [(compute.tolist(), max(config.tolerance, _FINEST), price)]
     if not config.ping_pong and rate < math.inf:

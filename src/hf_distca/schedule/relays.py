@@ -1,13 +1,14 @@
-"""Keys that are passed on: who gets which keys of a document from whom, in two hops.
+"""Forwarded keys: routes of the keys of a document in two hops.
 
-Without relays, every server gets the keys it needs from the ranks that hold them, and a rank that holds a long document sends it
-once for every server. With relays, the first part of a document is cut in runs, one for each of its *relays*: servers that need
-the run anyway. In the first hop a run goes from the ranks that hold it to its relay, in the second from the relay to the other
-servers that need it. Nobody receives more or less than before; what is sent is shared. Gradients of keys go the same way back,
-and the relay adds them up.
+Without relays, every server gets the keys it needs from the ranks that hold them, and a rank that
+holds a long document sends it once for every server. With relays, the first part of a document is
+cut in runs, one for each of its *relays*: servers that need the run anyway. In the first hop a run
+goes from the ranks that hold it to its relay, in the second from the relay to the other servers
+that need it. No rank receives more or less than before; only the sending is shared. Gradients of
+keys go the same way back, and the relay adds them up.
 
-A rank may be the relay of keys that it holds itself: then they go to all servers in the first hop, as all keys do that have no
-relay.
+A rank may be the relay of keys that it holds itself: then they go to all servers in the first hop,
+as all keys do that have no relay.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ Array = TypeVar("Array", IntArray, FloatArray)
 
 
 def senders(keys: KeyTransfers, relays: Relays | None) -> KeyTransfers:
-    """What servers need from other ranks, with the rank that sends it as `source`: a relay, or one that holds it."""
+    """Return the keys that servers need from other ranks, with the sending rank as
+    `source`: a relay, or a rank that holds them.
+    """
     away = _only(keys, keys.source != keys.server)
     if relays is None:
         return away
@@ -38,7 +41,10 @@ def senders(keys: KeyTransfers, relays: Relays | None) -> KeyTransfers:
 
 
 def routed(keys: KeyTransfers, relays: Relays | None) -> tuple[KeyTransfers, IntArray]:
-    """Rows cut where the runs of relays begin and end, and the relay of each; -1 for keys without one."""
+    """Cut rows where the runs of relays begin and end.
+
+    Return the rows, and the relay of each; -1 for keys without one.
+    """
     if relays is None:
         return keys, np.full(len(keys.document), -1)
     # The keys of a document that have no relay are its last run. Positions count on from one document to the next.
@@ -54,21 +60,22 @@ def routed(keys: KeyTransfers, relays: Relays | None) -> tuple[KeyTransfers, Int
 
 
 def _only(rows: KeyTransfers, which: BoolArray) -> KeyTransfers:
-    """Some of the rows."""
+    """Select some of the rows."""
     # Five times faster than five masks.
     index = np.flatnonzero(which)
     return KeyTransfers(*(column[index] for column in rows))
 
 
 def relieve(load: PlanLoad, least: float = 0.0) -> PlanLoad:
-    """The load of the plan with relays, or as it is if they gain nothing.
+    """Return the load of the plan with relays, or unchanged if they gain nothing.
 
-    A rank is *late* if it ends after all that relays cannot change: what ranks compute and receive, or, where exchanges are
-    hidden behind compute, what they receive. Documents that late ranks send to several servers get relays.
+    A rank is *late* if it ends after everything that relays cannot change: compute and receiving of
+    all ranks or, if exchanges are hidden behind compute, receiving alone. Documents that late ranks
+    send to several servers get relays.
 
     Args:
-        load: of a plan without relays. One with a window is left as it is, for what a server needs is a window of keys then,
-            which few share; and so is one in waves.
+        load: load of a plan without relays. A plan with a window is left unchanged, because a
+            server then needs a window of keys, which few share; and so is a plan in waves.
         least: part of the seconds of the slowest rank that relays have to gain.
     """
     plan, waves, slowest = load.plan, load.waves, load.slowest_seconds
@@ -87,9 +94,9 @@ def relieve(load: PlanLoad, least: float = 0.0) -> PlanLoad:
 
 
 def _relays(load: PlanLoad, beside: FloatArray, unchanged: float) -> Relays | None:
-    """Relays of documents that late ranks send, if any of these has several servers.
+    """Choose relays of documents that late ranks send, if any of these has several servers.
 
-    Each passes on in proportion to the seconds that it has left before `unchanged`.
+    Each forwards in proportion to the seconds that it has left before `unchanged`.
     """
     layout, keys = load.plan.layout, load.needed_keys
     seconds, place, late = beside + load.wire_seconds[0], layout.place_of(keys.document), np.zeros_like(layout.spans)
@@ -112,11 +119,13 @@ def _relays(load: PlanLoad, beside: FloatArray, unchanged: float) -> Relays | No
 
 
 def _in_proportion(document: IntArray, server: IntArray, reach: IntArray, weight: FloatArray) -> Relays | None:
-    """Relays that pass on in proportion to weights, as far as each has the keys; those of weight 0 nothing.
+    """Choose relays that forward in proportion to weights, as far as each has the
+    keys; servers of weight 0 forward nothing.
 
     Args:
-        document, server, reach: which server needs which keys [0, reach), in order of document and reach.
-        weight: of each.
+        document, server, reach: servers and the keys [0, reach) that they need, in order of
+            document and reach.
+        weight: weight of each server.
     """
     able = np.flatnonzero(weight > 0)
     if not len(able):
@@ -146,18 +155,20 @@ def _in_proportion(document: IntArray, server: IntArray, reach: IntArray, weight
 
 
 def _before(place: IntArray, values: IntArray) -> IntArray:
-    """The value of the row before, 0 in the first row of a document."""
+    """Return the value of the row before, 0 in the first row of a document."""
     return np.where(changes(place), 0, np.append(0, values)[:-1])
 
 
 def _summed(place: IntArray, values: Array) -> Array:
-    """Sums of the rows of a document up to each of its rows."""
+    """Return the running sums of the rows of each document."""
     sums = np.cumsum(values)
     return sums - (sums - values)[np.searchsorted(place, place)]
 
 
 def _again(away: KeyTransfers, layout: Layout) -> FloatArray:
-    """K/V tokens that each rank sends beyond the first time; those of some of the heads count in part."""
+    """Count K/V tokens that each rank sends beyond the first time;
+    those of some of the heads count in part.
+    """
     tokens = away.end - away.start
     order = np.lexsort((-tokens, away.start, away.document))
     again = order[~changes(away.document[order], away.start[order])]

@@ -1,7 +1,7 @@
-"""What one rank does under a plan, in numbers: rows that it sends and gets, pools of keys, and the tasks that it runs.
+"""A rank's share of a plan, in numbers: rows to send and receive, pools of keys, and tasks to run.
 
-`runtime.route` makes objects of the numbers. All that travels between two ranks goes in order of document, head group and
-position, so that sender and receiver need not tell each other what comes.
+`runtime.route` makes objects of the numbers. All rows between two ranks travel in order of
+document, head group and position, so that messages need no description.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Passing(NamedTuple):
     """The second hop of keys.
 
     Attributes:
-        pieces: what is passed on of the first hop: section, first row, rows, row of the pool.
-        keys: rows of it, and keys that come from relays.
-        way_back: gradients of these keys, rows of the pool, and those that come.
+        pieces: forwarded runs of the first hop: section, first row, rows, row of the pool.
+        keys: rows of these runs to send, and keys that come from relays.
+        way_back: gradients of these keys, rows of the pool, and gradients that come.
     """
 
     pieces: Columns
@@ -37,14 +37,15 @@ class Passing(NamedTuple):
 
 
 class WaveShare(NamedTuple):
-    """One dispatch and one return of a rank.
+    """A dispatch and a return of one rank.
 
     Attributes:
-        queries: query rows of this rank, and those that come.
+        queries: query rows of this rank to send, and query rows that come.
         own_queries: query rows of this rank that run on its own pool: rank, first row, rows.
-        keys: keys of this rank, and those that come in the first hop.
-        pool: the keys that tasks need: section of what comes, or -1 for keys of this rank; first row, rows.
-        way_back: gradients of keys that came, rows of the pool, and those that come.
+        keys: keys of this rank to send, and keys that come in the first hop.
+        pool: the keys that tasks need: section of the received message, or -1 for keys of this
+            rank; first row, rows.
+        way_back: gradients of keys that came, rows of the pool, and gradients that come.
         arrived: tasks on the pool: first query row, query rows, first key, keys.
         passing: the second hop, if the plan has relays.
     """
@@ -61,17 +62,18 @@ class WaveShare(NamedTuple):
 def share_of(
     plan: Plan, rank: int, number: IntArray | None = None, count: int = 1
 ) -> tuple[Columns, list[WaveShare], WaveShare | None]:
-    """The share of one rank.
+    """Compute the share of one rank.
 
     Args:
-        plan: what is to be done.
-        rank: the one that does it.
-        number: of each task the wave in which it travels; None if there is one wave.
-        count: waves.
+        plan: the plan.
+        rank: the rank.
+        number: wave of each task; None if there is one wave.
+        count: number of waves.
 
     Returns:
-        Tasks on this rank's own tensors: first query row, query rows, first key, keys. All waves. And what is like a wave, but
-        needs nothing from others: head groups on keys of this rank alone, if it runs any.
+        Tasks on this rank's own tensors: first query row, query rows, first key, keys. All waves.
+        And a wave that needs nothing from other ranks: head groups on keys of this rank alone, if
+            it runs any.
     """
     layout = plan.layout
     concerned = np.zeros(len(layout.documents), dtype=np.bool_)
@@ -94,9 +96,9 @@ class _TokenRows(NamedTuple):
 
     Attributes:
         number, start: document and head group, and the document position.
-        row, rows: the first row in a tensor, of which head groups are rows; and how many.
-        source, server: who has them, and who needs them.
-        relay: who passes them on; the server if nobody does.
+        row, rows: the first row in a tensor whose rows are head groups, and the number of rows.
+        source, server: the rank that has them, and the rank that needs them.
+        relay: the rank that forwards them; the server if none does.
         first_key: position of the first key that they need.
     """
 
@@ -111,7 +113,7 @@ class _TokenRows(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, tokens: KeyTransfers, relay: IntArray, first_key: IntArray, groups: int) -> Self:
-        """Tokens of documents, with all of so many head groups or of one."""
+        """Select tokens of documents, with all of so many head groups or of one."""
         layout, (document, start, end, source, server) = plan.layout, tokens
         group = document % (groups + 1) if groups > 1 else np.ones_like(document)
         index, part = expanded(np.where(group > 0, group, 1), np.where(group > 0, group, groups) + 1)
@@ -123,13 +125,15 @@ class _TokenRows(NamedTuple):
 
     @classmethod
     def of_tasks(cls, plan: Plan, tasks: IntArray, groups: int) -> Self:
-        """The query rows of tasks."""
+        """Select the query rows of tasks."""
         server, columns = plan.server[tasks], (plan.document, plan.start, plan.end, plan.home, plan.server)
         return cls.of(plan, KeyTransfers(*(column[tasks] for column in columns)), server, plan.first_key[tasks], groups)
 
     @classmethod
     def of_keys(cls, plan: Plan, tasks: IntArray, rank: int, relays: Relays | None) -> Self:
-        """The keys that tasks need, as far as a rank sends them, passes them on, gets them, or has them for itself."""
+        """Select the keys that tasks need, as far as a rank sends,
+        forwards, gets, or holds them for itself.
+        """
         keys, relay = routed(plan.key_transfers(tasks), relays)
         # Relays get theirs in the first hop, and keys of their own go to all in it.
         relay = np.where((relay < 0) | (relay == keys.source) | (keys.source == keys.server), keys.server, relay)
@@ -138,12 +142,12 @@ class _TokenRows(NamedTuple):
         return cls.of(plan, keys, relay[some], keys.start, plan.layout.groups)
 
     def some(self, which: npt.NDArray[Any]) -> Self:
-        """Some of them."""
+        """Select some of the rows."""
         return type(self)(*(column[which] for column in self))
 
 
 def _wave(plan: Plan, rank: int, need: IntArray, run: IntArray, relays: Relays | None) -> WaveShare:
-    """A wave with which the keys of some tasks travel, and of which some run on pools."""
+    """Compute a wave that carries the keys of the tasks `need`; the tasks `run` run on pools."""
     layout, groups = plan.layout, plan.layout.groups
     queries = _TokenRows.of_tasks(plan, run[(plan.server[run] == rank) | (plan.home[run] == rank)], groups)
     queries = queries._replace(row=queries.row - layout.context_tokens[rank] * groups)
@@ -181,19 +185,19 @@ def _wave(plan: Plan, rank: int, need: IntArray, run: IntArray, relays: Relays |
 
 
 def _piece(pool: _TokenRows, number: IntArray, position: IntArray) -> IntArray:
-    """Which row of a pool has the key of such a position."""
+    """Find the row of a pool that holds the key of each position."""
     fresh, width = changes(pool.number), int(max(pool.start.max(initial=0), position.max(initial=0))) + 1
     wanted = np.searchsorted(pool.number[fresh], number) * width + position
     return np.searchsorted((np.cumsum(fresh) - 1) * width + pool.start, wanted, side="right") - 1
 
 
 def _batch(rows: _TokenRows, place: IntArray, query: IntArray) -> Columns:
-    """Tasks: first query row, query rows, first key, keys. Those that follow each other are one.
+    """Merge tasks that follow each other: first query row, query rows, first key, keys.
 
     Args:
         rows: the query rows.
-        place: where keys of position 0 would lie, if all keys lay in one run.
-        query: where the query rows lie.
+        place: place where keys of position 0 would lie, if all keys lay in one run.
+        query: place of the query rows.
     """
     end = rows.start + rows.rows
     fresh = changes(rows.number, place)
@@ -203,19 +207,21 @@ def _batch(rows: _TokenRows, place: IntArray, query: IntArray) -> Columns:
 
 
 def _exchange(sent: _TokenRows, comes: _TokenRows, step: int = 1) -> tuple[RankMessage, RankMessage]:
-    """The message of what is sent, rows so far apart, and of what comes; and that of the way back."""
+    """Describe a message of sent rows, `step` apart, and received
+    rows; and the message of the way back.
+    """
     there = _runs_to(sent.server, sent, step), _totals(comes.source, comes.rows)
     return there, (_runs_to(comes.source, comes, 1), _totals(sent.server, sent.rows))
 
 
 def _runs_to(rank: IntArray, rows: _TokenRows, step: int) -> Columns:
-    """Runs by the rank that they go to: rank, first row, rows."""
+    """Group runs by destination rank: rank, first row, rows."""
     order = np.argsort(rank, kind="stable")
     return _runs(rank[order], rows.row[order], rows.rows[order], step)
 
 
 def _runs(key: IntArray, first: IntArray, rows: IntArray, step: IntArray | int) -> Columns:
-    """Rows that are `step` apart, with those that follow each other joined: key of a run, first row, rows."""
+    """Join consecutive rows that are `step` apart: key of a run, first row, rows."""
     fresh = changes(key)
     fresh[1:] |= first[1:] != (first + step * rows)[:-1]
     begin = np.flatnonzero(fresh)
@@ -223,14 +229,16 @@ def _runs(key: IntArray, first: IntArray, rows: IntArray, step: IntArray | int) 
 
 
 def _totals(rank: IntArray, rows: IntArray) -> Columns:
-    """Rows by rank, of those that have any: rank, rows."""
+    """Sum rows by rank, of ranks that have any: rank, rows."""
     total = np.bincount(rank, weights=rows).astype(np.int64)
     ranks = np.flatnonzero(total)
     return _lists(ranks, total[ranks])
 
 
 def _sections(sender: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
-    """Of rows that come from senders one after another, the number of the sender and the row of what comes; -1 if it is none."""
+    """Number the senders of consecutive received rows, and the rows
+    within each section; -1 without a sender.
+    """
     section = np.unique(np.append(-1, sender), return_inverse=True)[1][1:] - 1
     order = np.argsort(section, kind="stable")
     before, row = _before(rows[order]), np.empty_like(rows)
@@ -239,7 +247,7 @@ def _sections(sender: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def _before(rows: IntArray) -> IntArray:
-    """Rows before each."""
+    """Return the number of rows before each."""
     return np.cumsum(rows) - rows
 
 

@@ -1,11 +1,13 @@
-"""Waves: the moved part of a plan in several exchanges, so that what travels fits a bound at every moment.
+"""Waves: the moved part of a plan in several exchanges, so that
+traffic fits a bound at every moment.
 
-The tasks that need something from elsewhere are cut into *units* that fit the bound alone: slices of one document on one server
-together, because they share one prefix of keys. A document that is more than fits is split by heads first: then each part needs
-its part of the keys, and all together exchange no more than before. What is still too much is cut on tiles of rows, and each
-part gets the keys it needs again. Servers take turns: each unit goes into the first wave in which no rank, as a server or as a
-home, passes the bound.
-Every rank computes the same waves from the same plan, so all take part in each.
+The tasks that need something from elsewhere are cut into *units* that fit the bound alone: slices
+of one document on one server together, because they share one prefix of keys. A document that does
+not fit is split by heads first: then each part needs its part of the keys, and all together
+exchange no more than before. A part that is still too large is cut on tiles of rows, and each piece
+gets the keys it needs again. Servers take turns: each unit goes into the first wave in which no
+rank, as a server or as a home, passes the bound. Every rank computes the same waves from the same
+plan, so all take part in each.
 """
 
 from __future__ import annotations
@@ -33,14 +35,17 @@ _OPEN = 64
 
 
 class TransientBytes(NamedTuple):
-    """Bytes that live during a call for each token that travels, the larger of forward and backward.
+    """Bytes that live during a call for each token that travels,
+    the larger of forward and backward.
 
-    Backward decides, with do, q, o, log-sum-exp for each query row and k, v for each key. A server holds them as received and as
-    pools first, then as pools and gradients; a home holds what it sends, then the gradients that come back.
+    Backward decides, with do, q, o, log-sum-exp for each query row and k, v for each key. A server
+    holds them as received and as pools first, then as pools and gradients; a home holds the rows
+    that it sends, then the gradients that come back.
 
     Attributes:
-        query, key: of a query row and of a key in a server's pools.
-        sent_query, sent_key: of a query row and of a key that a home sends, once for every server.
+        query, key: bytes of a query row and of a key in a server's pools.
+        sent_query, sent_key: bytes of a query row and of a key that a home sends, once for every
+            server.
     """
 
     query: int
@@ -50,7 +55,7 @@ class TransientBytes(NamedTuple):
 
     @classmethod
     def of(cls, shape: AttentionShape) -> TransientBytes:
-        """The figures of an attention shape."""
+        """Compute the bytes for an attention shape."""
         wide = max(4, shape.element_bytes)  # log-sum-exps and sums of key gradients
         row = shape.query_bytes + 2 * shape.output_bytes + shape.query_heads * wide
         key, wide_key = shape.key_value_bytes, shape.key_value_bytes * wide // shape.element_bytes
@@ -58,11 +63,14 @@ class TransientBytes(NamedTuple):
         return cls(2 * row, key + wide_key, row, key + (wide_key if wide > shape.element_bytes else 0))
 
     def of_group(self, groups: int) -> TransientBytes:
-        """Those of one of so many head groups, which divide the key/value heads."""
+        """Return the bytes of one of `groups` head groups, which divide the key/value heads."""
         return TransientBytes(*(count // groups for count in self))
 
     def last_row(self, most: int | None, price: Price, groups: int) -> int:
-        """Where rows of one of so many head groups end at most, for as many as the grid has to fit a bound with their keys."""
+        """Find the last row of a head group for which a grid cell of rows fits the bound with its keys.
+
+        `most` bytes bound one of `groups` head groups; None for no bound.
+        """
         if most is None or self.query * price.grid + self.key * (price.window + price.grid) <= most * groups:
             return ALL_KEYS
         return max(most * groups - self.query * price.grid, 0) // self.key // price.grid * price.grid
@@ -86,10 +94,12 @@ class Waves:
 
     @classmethod
     def of(cls, plan: Plan, shape: AttentionShape, tile: int, bound: int | None, head_groups: int = 1) -> Waves:
-        """Split `plan`, cut on tiles, so that no rank has more than `bound` transient bytes in a wave; None for no bound.
+        """Split `plan`, cut on tiles, so that no rank has more than `bound`
+        transient bytes in a wave; None for no bound.
 
-        Documents are split by heads in no more than so many groups, if the plan has not split some already.
-        A tile of rows with the keys it needs is never split: if it is more than the bound alone, so is its wave.
+        Documents are split by heads into at most `head_groups` groups, if the plan has not split
+        some already. A tile of rows with the keys it needs is never split: if it is more than the
+        bound alone, so is its wave.
 
         Raises:
             ConfigError: if one row and one key are more than the bound.
@@ -122,7 +132,7 @@ class Waves:
 
 
 def _by_heads(plan: Plan, transient: TransientBytes, possible: list[int], bound: int) -> Plan:
-    """The plan with documents split by heads of which a server would need more than the bound."""
+    """Split documents by heads of which a server would need more than the bound."""
     layout = plan.layout
     if plan.window is not None or layout.context.any() or possible == [1]:
         return plan
@@ -143,7 +153,8 @@ def _by_heads(plan: Plan, transient: TransientBytes, possible: list[int], bound:
 
 
 def _units(plan: Plan, transient: TransientBytes, tile: int, bound: int) -> list[tuple[int, int, int, int]]:
-    """Slices of the tasks that travel, each of which lies in one unit: the task, where it starts and ends, the unit.
+    """Cut the tasks that travel into slices, each of which lies in one
+    unit: the task, its start and end, the unit.
 
     Units are numbered in their order, with gaps: servers take turns, and each begins with the first of its own.
     """
@@ -164,7 +175,8 @@ def _units(plan: Plan, transient: TransientBytes, tile: int, bound: int) -> list
 def _fitting(
     slices: Sequence[tuple[int, int, int]], transient: TransientBytes, window: int, tile: int, bound: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Slices of a document on a server follow each other in a unit until it is full: task, start, end, number of the unit.
+    """Yield slices of a document on a server, which fill one unit after
+    another: task, start, end, number of the unit.
 
     Slices are given as start, end and task, in order.
     """
@@ -191,13 +203,14 @@ def _fitting(
 
 
 def _needs(plan: Plan, unit: IntArray, transient: TransientBytes) -> IntArray:
-    """Transient bytes of units: unit, rank, bytes of each rank that holds or sends anything for it, in order of units.
+    """Compute the transient bytes of units: unit, rank, bytes of each rank that holds
+    or sends anything for it, in order of units.
 
     Servers hold rows and keys; homes hold the rows that they send, holders the keys.
 
     Args:
-        plan: of which each task lies in one unit.
-        unit: the number of it, -1 if the task does not travel.
+        plan: plan in which each task lies in one unit.
+        unit: number of the unit of each task, -1 if the task does not travel.
         transient: bytes of a token, of all heads.
     """
     tasks, ranks, groups = np.flatnonzero(unit >= 0), plan.layout.world_size, plan.layout.groups
@@ -218,7 +231,10 @@ def _needs(plan: Plan, unit: IntArray, transient: TransientBytes) -> IntArray:
 
 
 def _first_fit(needs: IntArray, ranks: int, bound: int) -> tuple[IntArray, IntArray]:
-    """The wave of each unit, and bytes of each rank in each wave: shape (waves, ranks)."""
+    """Assign each unit to the first wave that fits.
+
+    Return the waves, and bytes of each rank in each wave: (waves, ranks).
+    """
     units, holder, bytes_ = needs
     # What a single unit needs cannot be avoided; a rank that passes the bound for one may use as much for others.
     limit, least = np.full(ranks, bound), np.full(ranks, np.iinfo(np.int64).max)

@@ -1,1 +1,3 @@
-"""Strategies at any scale, predicted from the scheduler and the cost model that train. numpy only: nothing is run."""
+"""Predictions of strategies at any scale, by the scheduler and the cost
+model that train. numpy only: nothing is run.
+"""

@@ -1,4 +1,4 @@
-"""What predictions mean for somebody who has these documents: whether hf-distca gains anything, and what that assumes."""
+"""Advice from predictions: the gain of hf-distca on given documents, and the assumptions."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ _CHECKPOINTING = {
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to do.
+    """Advice for a user.
 
     Attributes:
-        worthwhile: whether hf-distca is faster than anything else that fits and keeps documents whole, by more than predictions
-            err.
+        worthwhile: whether hf-distca is faster than anything else that fits and keeps documents
+            whole, by more than the error of predictions.
         ours, other: the fastest of hf-distca's ways and of all others; None if none fits.
         gain: seconds of a step of the other over ours; None if there is no pair.
-        text: why, in sentences.
-        settings: what to set, a line each.
+        text: the reasons, in sentences.
+        settings: the settings to use, a line each.
     """
 
     worthwhile: bool
@@ -60,7 +60,7 @@ class Advice:
 
 
 def advise(setting: Setting, predictions: Sequence[Prediction]) -> Advice:
-    """Advise by the predictions of all strategies, which `simulate` made for this setting."""
+    """Advise by the predictions of all strategies, made by `simulate` for this setting."""
     advice = _in_place(setting, predictions)
     place, pool = best_of(predictions, ["in-place"]), best_of(predictions, POOL)
     if place is None or pool is None:
@@ -129,7 +129,7 @@ def _between(setting: Setting, ours: Prediction, predictions: Sequence[Predictio
 def _instead(
     setting: Setting, ours: Prediction, other: Prediction, predictions: Sequence[Prediction]
 ) -> tuple[str, tuple[str, ...]]:
-    """What to do where another way is as fast, and what to set."""
+    """Name another way that is as fast, and its settings."""
     took = f"takes {{:.3g}} s a step, {ours.title} {ours.step_seconds:.3g} s"
     ready = [step for name in _HOW if (step := best_of(predictions, [name])) is not None]
     for step in ready:
@@ -147,7 +147,7 @@ def _instead(
 
 
 def _documents(loader: Prediction) -> str:
-    """What documents do to a step in which a loader balances whole ones."""
+    """Describe a step in which a loader balances whole documents."""
     if loader.idle_share > 0.5:
         return f"Some documents are longer than a fair share: balanced whole, ranks would wait {loader.idle_share:.0%} of a step."
     return f"Balanced whole in the loader, ranks wait {loader.idle_share:.0%} of a step for the slowest one."
@@ -165,7 +165,9 @@ def _why(setting: Setting, ours: Prediction, other: Prediction) -> str:
 
 
 def _settings(setting: Setting, ours: Prediction) -> tuple[str, ...]:
-    """Lines to paste into a script; where the Trainer can do it, also the command for a script that stays as it is."""
+    """Return lines to paste into a script; if the Trainer supports it,
+    also the command for an unchanged script.
+    """
     tokens, changes = setting.tokens_per_rank, ""
     lines = ['model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="distca")']
     if ours.strategy.endswith("ping-pong"):
@@ -184,7 +186,7 @@ def _settings(setting: Setting, ours: Prediction) -> tuple[str, ...]:
 def assumptions(
     setting: Setting, documents: DocumentSource, strategies: Iterable[str | Strategy] = STRATEGIES
 ) -> list[tuple[str, str]]:
-    """What predictions assume, with where it comes from: pairs of what it is about, and what."""
+    """List the assumptions of predictions, with sources: pairs of subject and text."""
     model = setting.model
     facts = [
         ("lengths", f"{documents.name}: {documents.source}"),

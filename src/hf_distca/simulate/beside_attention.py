@@ -1,8 +1,10 @@
-"""Everything of a step but core attention: linear layers, tensor parallelism, weights and gradients, and the optimizer.
+"""Everything of a step but core attention: linear layers, tensor
+parallelism, weights and gradients, and the optimizer.
 
-A matrix product takes the longer of its arithmetic at the rate of large products and of its reads and writes (the roofline
-model). What lies between products only reads and writes memory: per layer two norms, two residual additions, the rotary embedding
-and the gated activation. Backward takes twice as much of both.
+A matrix product takes the longer of its arithmetic at the rate of large products and of its reads
+and writes (the roofline model). Operations between products only read and write memory: per layer
+two norms, two residual additions, the rotary embedding and the gated activation. Backward takes
+twice as much of both.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def _products(setting: Setting, sizes: list[tuple[float, float]], tokens: FloatA
 
 
 def layer_seconds(setting: Setting, tokens: FloatArray) -> Directions:
-    """Seconds of the linear layers of one decoder layer for so many tokens of each rank, shape (ranks,)."""
+    """Return the seconds of the linear layers of one decoder layer for so
+    many tokens of each rank, shape (ranks,).
+    """
     model, tensor = setting.model, setting.tensor
     queries, keys, wide = model.attention_width / tensor, model.key_width / tensor, model.feed_forward / tensor
     sizes = [(model.hidden, queries + 2 * keys), (queries, model.hidden), (model.hidden, 2 * wide), (wide, model.hidden)]
@@ -57,7 +61,9 @@ def layer_seconds(setting: Setting, tokens: FloatArray) -> Directions:
 
 
 def head_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
-    """Forward and backward seconds of the output layer and the loss together on each rank, shape (ranks,)."""
+    """Return forward and backward seconds of the output layer and the loss
+    together on each rank, shape (ranks,).
+    """
     model = setting.model
     outer = model.vocabulary / setting.tensor
     # The loss reads the logits, and writes and reads them in float32 for the softmax and its gradient.
@@ -66,7 +72,9 @@ def head_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
 
 
 def tensor_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
-    """Seconds of one direction of a layer in which a tensor-parallel group exchanges hidden states, not hidden by anything."""
+    """Return the seconds in one direction of a layer for exchanges of hidden states in a
+    tensor-parallel group, not hidden by anything.
+    """
     if setting.tensor == 1:
         return np.zeros_like(tokens)
     hardware = setting.hardware
@@ -76,14 +84,15 @@ def tensor_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
 
 
 class Exchange(NamedTuple):
-    """Seconds on the wire, and those of them that ranks wait for."""
+    """Seconds on the wire, and the part of them that ranks wait for."""
 
     seconds: float
     exposed: float
 
 
 def gather_rate(setting: Setting, ranks: int) -> float:
-    """Bytes per second that each rank gets in an all-gather or gives in a reduce-scatter among neighbours of the group.
+    """Return the bytes per second that each rank gets in an all-gather, or gives in a
+    reduce-scatter, among neighbours of the group.
 
     Between nodes, a byte enters each node once: its ranks of the group share their links.
     """
@@ -95,7 +104,9 @@ def gather_rate(setting: Setting, ranks: int) -> float:
 
 
 def weight_exchange(setting: Setting, forward: float, backward: float) -> Exchange:
-    """What a step exchanges for weights and gradients, beside so many seconds of computing of a micro-batch in each direction."""
+    """Return the exchange of weights and gradients in a step, beside so many seconds of
+    computing of a micro-batch in each direction.
+    """
     group, count = setting.group, setting.micro_batches
     if group == 1:
         return Exchange(0.0, 0.0)
@@ -115,6 +126,6 @@ def weight_exchange(setting: Setting, forward: float, backward: float) -> Exchan
 
 
 def optimizer_seconds(setting: Setting) -> float:
-    """Seconds of the update of a rank's weights."""
+    """Return the seconds of the update of a rank's weights."""
     shards = 1 if setting.sharding == "ddp" else setting.group
     return setting.rank_parameters / shards * _UPDATE_BYTES / setting.hardware.memory_rate

@@ -1,4 +1,5 @@
-"""Context parallelism within groups of ranks: zigzag ring, all-gather, Ulysses, and WLB-LLM, which chooses its cut.
+"""Context parallelism within groups of ranks: zigzag ring, all-gather,
+Ulysses, and WLB-LLM, which chooses its cut.
 
 Gathered keys are kept for backward, as by the baseline of arXiv 2510.18121 (section 3.2, and PerDocumentCPAttention of
 hao-ai-lab/DistCA, commit 2afd219), or come a second time where there is no room for them.
@@ -35,10 +36,10 @@ __all__ = [
 
 
 class SharedRows(NamedTuple):
-    """Documents in rows, each of which some ranks share.
+    """Documents in rows, each of which several ranks share.
 
     Attributes:
-        length, row: tokens of each document, and the row that it is in.
+        length, row: number of tokens, and row, of each document.
         row_count: number of rows.
     """
 
@@ -47,22 +48,25 @@ class SharedRows(NamedTuple):
     row_count: int
 
     def sums(self, values: npt.NDArray[Any]) -> FloatArray:
-        """Sums of values of documents, by row: shape (row_count,), or (2, row_count) of both directions."""
+        """Sum values of documents by row: shape (row_count,), or
+        (2, row_count) for both directions.
+        """
         return sums(values, self.row, self.row_count)
 
     @property
     def tokens(self) -> FloatArray:
-        """Tokens of each row."""
+        """Number of tokens of each row."""
         return self.sums(self.length)
 
 
 def degrees(group: int) -> list[int]:
-    """Powers of two that divide the attention group."""
+    """List the powers of two that divide the attention group."""
     return [2**power for power in range(group.bit_length()) if group % 2**power == 0]
 
 
 def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int = 1) -> Directions:
-    """Seconds of each rank of a row whose documents are each cut into 2 * degree chunks, a head and a tail for each rank.
+    """Compute the seconds of each rank if each document is cut into 2 * degree
+    chunks, a head and a tail for each rank of its row.
 
     All ranks of a row take about as long. Chunks shorter than a tile still fill it. With `hops`, as many kernel calls see a part
     of the keys each, and read q and write o again. Shape (2, rows).
@@ -84,7 +88,9 @@ def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int
 
 
 def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
-    """Seconds of the slowest rank of each row that is cut as one sequence, a head and a tail chunk for each rank: (2, rows)."""
+    """Compute the seconds of the slowest rank of each row that is cut as one sequence, a
+    head and a tail chunk for each rank: (2, rows).
+    """
     order = np.argsort(rows.row, kind="stable")
     length, row = rows.length[order], rows.row[order]
     sizes = rows.tokens.astype(np.int64)
@@ -106,7 +112,9 @@ def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
 def _work(
     setting: Setting, rows: SharedRows, degree: int, of_rows: Callable[[CostModel], tuple[Directions, Directions]]
 ) -> MicroBatchWork:
-    """The work of rows that `degree` ranks share; in a layer, each row takes seconds of attention, and waits for messages."""
+    """Compute the work of rows that `degree` ranks share, from the seconds of
+    attention and of waiting of each row in a layer.
+    """
     tokens, nothing = np.repeat(rows.tokens / degree, degree), np.zeros(rows.row_count * degree)
 
     def of_layer(cost: CostModel) -> MicroBatchWork:
@@ -118,7 +126,9 @@ def _work(
 
 
 def comes_again(setting: Setting, degree: int) -> bool:
-    """Whether keys that are not kept have to be gathered again: a layer that is repeated in backward gathers them anyway."""
+    """Return whether keys that are not kept must be gathered again; a layer that
+    is repeated in backward gathers them anyway.
+    """
     return degree > 1 and setting.checkpointing != "full"
 
 
@@ -126,8 +136,9 @@ class KeyBytes(NamedTuple):
     """Bytes of gathered keys for each token of a rank.
 
     Attributes:
-        received: those of the layer at work, if they are not kept, their gradients in float32, and the kernel's own.
-        kept: those of all layers in flight, if they are.
+        received: keys of the current layer, if they are not kept, their gradients in float32, and
+            bytes inside the kernel.
+        kept: keys of all layers in flight, if they are kept.
     """
 
     received: float
@@ -135,7 +146,7 @@ class KeyBytes(NamedTuple):
 
 
 def key_bytes(setting: Setting, degree: int, *, again: bool) -> KeyBytes:
-    """Gathered keys, which come `again` in backward or are kept for it."""
+    """Compute the bytes of gathered keys, which are gathered `again` in backward or kept for it."""
     if degree == 1:
         return KeyBytes(0.0, 0.0)
     keys, gradients = (float(degree * setting.shape.key_value_bytes * times) for times in (1, 2))
@@ -147,18 +158,20 @@ def key_bytes(setting: Setting, degree: int, *, again: bool) -> KeyBytes:
 
 
 def _others_key_bytes(cost: CostModel, rows: SharedRows, degree: int) -> FloatArray:
-    """Bytes of a row's keys and values that lie on the other ranks, by row."""
+    """Compute the bytes of a row's keys and values that lie on the other ranks, by row."""
     return rows.tokens * cost.shape.key_value_bytes * (degree - 1) / degree
 
 
 def _neighbour_rate(setting: Setting, degree: int) -> float:
-    """Bytes per second from a rank to the next one of its row."""
+    """Return the bytes per second from a rank to the next one of its row."""
     inside = degree * setting.tensor <= setting.ranks_per_node
     return setting.hardware.node_rate if inside else setting.hardware.link_rate
 
 
 def _all_to_all_rate(setting: Setting, degree: int) -> float:
-    """Bytes per second from a rank to all others of its row, of which some may be in its node: both links carry at once."""
+    """Return the bytes per second from a rank to all others of its row, some of
+    them in its node: both links carry at once.
+    """
     beside = min(degree, max(setting.ranks_per_node // setting.tensor, 1))
     away, others = degree - beside, max(degree - 1, 1)
     seconds = max(away / others / setting.hardware.link_rate, (beside - 1) / others / setting.hardware.node_rate)
@@ -168,7 +181,8 @@ def _all_to_all_rate(setting: Setting, degree: int) -> float:
 def _gathering(
     setting: Setting, rows: SharedRows, degree: int, cut: Callable[[CostModel, SharedRows, int], Directions], *, again: bool
 ) -> MicroBatchWork:
-    """Keys and values of a row come to all its ranks, which keep them for backward, or get them `again` then.
+    """Compute the work if all ranks of a row gather its keys and values, and
+    keep them for backward or gather them `again`.
 
     Gradients of keys go back in backward, summed: those of heads and of tails are added before. What came is put in order, and so
     is what goes back. Heads and tails are a call each, which takes rows and keys one after another: they are copied there.
@@ -191,12 +205,16 @@ def _gathering(
 
 
 def all_gather(setting: Setting, rows: SharedRows, degree: int, *, again: bool = False) -> MicroBatchWork:
-    """Each rank gets all keys of its row before it computes its head and tail of every document."""
+    """Compute the work if each rank gets all keys of its row before it
+    computes its head and tail of every document.
+    """
     return _gathering(setting, rows, degree, shared_by_document, again=again)
 
 
 def wlb(setting: Setting, rows: SharedRows, degree: int, *, again: bool = False) -> MicroBatchWork:
-    """All-gather, where each row is cut by document or as one sequence, whichever is faster (arXiv 2503.17924, section 5)."""
+    """Compute the work of all-gather with each row cut by document or as one sequence,
+    whichever is faster (arXiv 2503.17924, section 5).
+    """
 
     def faster(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
         by_document, by_row = (cut(cost, rows, degree) for cut in (shared_by_document, shared_by_row))
@@ -206,7 +224,9 @@ def wlb(setting: Setting, rows: SharedRows, degree: int, *, again: bool = False)
 
 
 def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
-    """Keys travel from neighbour to neighbour beside the attention to those that came before."""
+    """Compute the work if keys travel from neighbour to neighbour, hidden
+    by the attention to the previous ones.
+    """
     shape = setting.shape
 
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
@@ -223,7 +243,9 @@ def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
 
 
 def ulysses(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
-    """Each rank of a row computes some heads of all its documents: q, k, v and o of all tokens change ranks."""
+    """Compute the work if each rank of a row computes some heads of all its
+    documents: q, k, v and o of all tokens change ranks.
+    """
     shape = setting.shape
     # Where there are fewer key/value heads than ranks, each is sent to several.
     keys = shape.key_value_bytes * max(degree / shape.key_value_heads, 1)

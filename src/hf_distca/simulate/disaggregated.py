@@ -1,4 +1,6 @@
-"""Core attention disaggregation: documents as given or dealt lie on ranks, a planner says what moves, and that becomes work."""
+"""Core attention disaggregation: placement of documents on ranks, as given or
+dealt, their plans, and the resulting work.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,15 @@ Planner = Callable[[Layout, CostModel, DistCAConfig, Ranks], Plan]
 
 
 def given(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
-    """Rows as a packing loader fills them: documents are cut at the end of a row, and each part is one of its own."""
+    """Fill rows like a packing loader: documents are cut at the end of a
+    row, and each part is a document of its own.
+    """
     layout = packed_rows(lengths, setting.group, setting.tokens_per_rank)
     return halved(layout) if ping_pong else (layout,)
 
 
 def dealt(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
-    """Documents dealt by hf-distca, those of a node if there is room."""
+    """Deal documents by hf-distca, to ranks of one node if there is room."""
     model = setting.dealing_cost
     arguments = (lengths, setting.group, setting.tokens_per_rank, model)
     nodes = setting.nodes.seen_by(model).per_node
@@ -45,7 +49,8 @@ def dealt(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
 
 
 def halved(layout: Layout) -> tuple[Layout, Layout]:
-    """The nano-batches of a layout in which every document lies on one rank: cut between documents near the middle of a rank.
+    """Split a layout in which every document lies on one rank into nano-batches,
+    between documents near the middle of a rank.
 
     Where no document begins near it, a document is cut, and the second nano-batch has its first part as context.
     """
@@ -74,7 +79,7 @@ def halved(layout: Layout) -> tuple[Layout, Layout]:
 
 
 def work_of(setting: Setting, placement: Placement, planner: Planner = balance) -> MicroBatchWork:
-    """The work of a micro-batch that lies so, all layers."""
+    """Compute the work of a micro-batch with this placement, in all layers."""
     config = DistCAConfig(ping_pong=len(placement) > 1)
 
     def of_layer(cost: CostModel) -> MicroBatchWork:
@@ -86,7 +91,9 @@ def work_of(setting: Setting, placement: Placement, planner: Planner = balance) 
 
 
 def candidates(setting: Setting, placements: Sequence[Placement], planner: Planner = balance) -> list[Candidate]:
-    """The one way to run micro-batches that lie so: in stages, idle ones serve."""
+    """Make the only candidate for micro-batches with these
+    placements; with stages, idle ones serve.
+    """
     staged = setting.stages > 1
     placements = _ticks(setting, placements) if staged else placements
     return [Candidate([work_of(setting, placement, planner) for placement in placements], ticks=staged)]
@@ -99,10 +106,11 @@ def in_groups(
     setting: Setting,
     batches: Sequence[IntArray],
 ) -> list[Candidate]:
-    """hf-distca: ranks of a large attention group share attention in smaller ones, each with documents of its own.
+    """Make the candidates of hf-distca: ranks of a large attention group share
+    attention in smaller ones, each with its own documents.
 
-    `place` says where documents of a micro-batch lie, as `given` does; `share` divides a micro-batch among so many groups, with
-    so many tokens each.
+    `place` places the documents of a micro-batch, as `given` does; `share` divides a micro-batch
+    among so many groups, with so many tokens each.
     """
     count = setting.group // setting.shared
     if count == 1:
@@ -115,7 +123,9 @@ def in_groups(
 
 
 def _ticks(setting: Setting, placements: Sequence[Placement]) -> list[Placement]:
-    """What lies on the ranks of all stages in each tick of one direction; stages without a micro-batch have nothing."""
+    """Return the placements on the ranks of all stages in each tick of one
+    direction; stages without a micro-batch have nothing.
+    """
     none = np.zeros(0, dtype=np.int64)
     empty = (Layout(none, none, none, np.zeros(setting.group + 1, dtype=np.int64)),) * len(placements[0])
     padded = [empty] * (setting.stages - 1) + [*placements] + [empty] * (setting.stages - 1)
@@ -125,7 +135,7 @@ def _ticks(setting: Setting, placements: Sequence[Placement]) -> list[Placement]
 
 
 def _side_by_side(layouts: Sequence[Layout]) -> Layout:
-    """The ranks of several layouts one after another; their documents are different ones."""
+    """Concatenate the ranks of several layouts, which have different documents."""
     documents, first = [], 0
     for layout in layouts:
         documents.append(layout.document + first)

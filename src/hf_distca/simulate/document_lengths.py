@@ -26,9 +26,9 @@ class DocumentSource:
     """A source of document lengths.
 
     Attributes:
-        name: what it is, in words.
-        stream: lengths without end, in pieces, that a generator decides.
-        source: where the figures come from.
+        name: description.
+        stream: draws an endless sequence of lengths, in pieces, from a generator.
+        source: source of the figures.
     """
 
     name: str
@@ -37,7 +37,9 @@ class DocumentSource:
 
     @classmethod
     def drawn(cls, name: str, draw: Callable[[np.random.Generator], FloatArray], longest: int, source: str) -> DocumentSource:
-        """Lengths of a distribution, rounded down to whole tokens from 1 to `longest`."""
+        """Make a source from a distribution; lengths are rounded down
+        to whole tokens from 1 to `longest`.
+        """
 
         def stream(generator: np.random.Generator) -> Iterator[IntArray]:
             while True:
@@ -46,7 +48,8 @@ class DocumentSource:
         return cls(name, stream, source)
 
     def batches(self, tokens: int, count: int, seed: int = 0) -> Iterator[IntArray]:
-        """`count` global batches of exactly so many tokens, in the order in which documents were drawn; the last one is cut.
+        """Yield `count` global batches of exactly so many tokens, in the order in
+        which documents were drawn; the last one is cut.
 
         Raises:
             LayoutError: if a document is longer than a batch.
@@ -73,10 +76,10 @@ class DocumentSource:
             rest = rest[last + 1 :]
 
     def steps(self, tokens: int, micro_batches: int, count: int, seed: int = 0) -> Iterator[list[IntArray]]:
-        """`count` steps of so many micro-batches of exactly so many tokens each.
+        """Yield `count` steps of so many micro-batches of exactly so many tokens each.
 
-        However many micro-batches share the tokens of a step, its documents are the same, but for short ones that are cut to
-        fill them up.
+        For any number of micro-batches that share the tokens of a step, its documents are the same,
+        except short ones that are cut to fill them up.
 
         Raises:
             LayoutError: if a document is longer than a micro-batch.
@@ -95,7 +98,9 @@ def _check_longest(lengths: IntArray, tokens: int, what: str) -> None:
 
 
 def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> DocumentSource:
-    """Documents of a list, shuffled, and again when it has ended. Longer ones than `longest` are cut off there.
+    """Make a source from a list, shuffled, and again when it has ended.
+
+    Longer documents than `longest` are cut off there.
 
     Raises:
         LayoutError: if they are not whole numbers of at least 1.
@@ -121,16 +126,18 @@ def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Mixture:
-    """Short and long documents, each lognormal: mean and standard deviation of the logarithm of a length.
+    """Short and long documents, each lognormal: mean and standard
+    deviation of the logarithm of a length.
 
-    Both are fitted to a list made for contexts of 65,536 tokens. For longer ones, long documents are stretched.
+    Both are fitted to a list made for contexts of 65,536 tokens. For longer ones, long documents
+    are stretched.
 
     Attributes:
-        name: of documents like these.
+        name: name of documents like these.
         short, long: both distributions.
         boundary: short documents are at most so long, and others longer, before they are stretched.
         long_tokens: part of all tokens that long documents hold, before the longest are cut off.
-        source: where the figures come from.
+        source: source of the figures.
     """
 
     name: str
@@ -141,7 +148,7 @@ class _Mixture:
     source: str
 
     def documents(self, longest: int) -> DocumentSource:
-        """Documents of at most so many tokens."""
+        """Make a source of documents of at most `longest` tokens."""
         stretch = longest / 65536
         short, long = self._mean(*self.short, side=-1), self._mean(*self.long, side=1) * stretch
         share = self.long_tokens / long / (self.long_tokens / long + (1 - self.long_tokens) / short)
@@ -157,7 +164,9 @@ class _Mixture:
         return DocumentSource.drawn(f"{self.name} up to {longest}", draw, longest, self.source)
 
     def _mean(self, mean: float, width: float, *, side: int) -> float:
-        """Mean of one of them, which is cut off at the boundary: with `side` 1 it lies above, with -1 below."""
+        """Compute the mean of a distribution cut off at the boundary: with
+        `side` 1 it lies above, with -1 below.
+        """
         distance = side * (mean - math.log(self.boundary)) / width
 
         def below(value: float) -> float:
@@ -184,7 +193,8 @@ DISTRIBUTIONS = {
 
 
 def distribution(text: str, longest: int) -> DocumentSource:
-    """A distribution by name: ``pretrain``, ``prolong``, ``equal:TOKENS`` or ``lognormal:MEDIAN:SIGMA``.
+    """Find a distribution by name: ``pretrain``, ``prolong``,
+    ``equal:TOKENS`` or ``lognormal:MEDIAN:SIGMA``.
 
     Raises:
         ConfigError: if there is none of this name, or its numbers are out of range.

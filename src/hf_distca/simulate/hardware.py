@@ -1,4 +1,4 @@
-"""What devices and networks reach, with where each figure comes from."""
+"""Measured rates of devices and networks, with the source of each figure."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ _REORDERED = 0.545 / REACHED
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One device and its links. Rates are those reached, not those of data sheets.
+    """A device and its links. Rates are those reached, not those of data sheets.
 
     Attributes:
-        name: what it is called.
+        name: its name.
         matmul_flops: floating-point operations per second of a large matrix product.
         memory_rate: bytes per second of operations that only read and write memory.
         memory_bytes: memory of the device.
-        gather_rate: bytes per second of an all-gather or a reduce-scatter on each device, within a node.
+        gather_rate: bytes per second of an all-gather or a reduce-scatter on each device, within a
+            node.
         node_rate: bytes per second that a device sends, while it receives as much, within a node.
         link_gbps: gigabits per second of a device's share of the network between nodes.
         link_share: part of `link_gbps` that messages reach.
-        exchange_seconds, peer_seconds: fixed seconds of one exchange, and what each other rank in it adds.
+        exchange_seconds, peer_seconds: fixed seconds of one exchange, and the addition for each
+            other rank in it.
         forward, backward: coefficients of the attention kernel.
         element_bytes: bytes of one element of weights and activations.
-        sources: where each figure comes from, by name.
+        sources: source of each figure, by name.
         ranks_per_node: devices that share a fast link.
         host_bytes: a device's share of the memory of its host.
         host_rate: bytes per second of a copy to the host, or from it.
@@ -76,7 +78,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class _Device:
-    """A device without its attention kernel and links, which a shipped profile has."""
+    """A device without its attention kernel and links, which are in a shipped profile."""
 
     matmul_flops: float
     memory_rate: float  # of the data sheet
@@ -163,7 +165,8 @@ KNOWN_HARDWARE = {name: device.with_kernel(name, device.kernel) for name, device
 
 
 def find_hardware(name: str, kernel: str | None = None) -> Hardware:
-    """Known hardware by name, with an attention kernel: flash-attention 2 if none is named, and 4 on Blackwell.
+    """Find known hardware by name, with an attention kernel: flash-attention
+    2 if none is named, and 4 on Blackwell.
 
     Raises:
         ConfigError: if there is none of this name, or no published timings of the kernel on it.

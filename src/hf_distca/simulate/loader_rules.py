@@ -1,4 +1,4 @@
-"""Strategies of the loader: which rank gets which documents, and nothing is exchanged in layers."""
+"""Strategies of the loader: documents are assigned to ranks, and nothing is exchanged in layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ _SQUARE = 0.001
 
 
 def packed_rows(lengths: IntArray, ranks: int, tokens: int) -> Layout:
-    """Documents one after another in rows of so many tokens. What follows the end of a row is a document of its own.
+    """Fill rows of so many tokens with documents in order.
+
+    The part after the end of a row is a document of its own.
 
     Raises:
         LayoutError: if the documents do not fill the rows to the token.
@@ -41,13 +43,17 @@ def packed_rows(lengths: IntArray, ranks: int, tokens: int) -> Layout:
 
 
 def cut_into_batches(lengths: IntArray, count: int, tokens: int) -> list[IntArray]:
-    """Documents one after another in `count` batches of so many tokens. What follows the end of one is a document of its own."""
+    """Fill `count` batches of so many tokens with documents in order.
+
+    The part after the end of a batch is a document of its own.
+    """
     rows = packed_rows(lengths, count, tokens)
     return np.split(rows.length, rows.offsets[1:-1])
 
 
 def shared_out(lengths: IntArray, count: int, tokens: int) -> list[IntArray]:
-    """Documents in `count` batches of so many tokens: longest first, each where most room is left. What fits nowhere is cut.
+    """Distribute documents to `count` batches of so many tokens: longest first,
+    each where most room is left. The rest is cut.
 
     Batches keep the order of documents.
     """
@@ -75,7 +81,7 @@ def shared_out(lengths: IntArray, count: int, tokens: int) -> list[IntArray]:
 
 
 def document_seconds(setting: Setting, lengths: IntArray) -> FloatArray:
-    """Seconds that each document adds to its rank, all layers, both directions."""
+    """Compute the seconds that each document adds to its rank, all layers, both directions."""
     # A long row's seconds a token: alone, a short document would read all weights by itself.
     row = layer_seconds(setting, np.full(1, float(setting.tokens_per_rank)))
     token_seconds = float(row.sum()) / setting.tokens_per_rank
@@ -86,7 +92,8 @@ def document_seconds(setting: Setting, lengths: IntArray) -> FloatArray:
 
 
 def longest_first(seconds: FloatArray, lengths: IntArray, bins: int, cap: int | None = None) -> IntArray:
-    """Each document, longest first, to the bin with the least seconds, of those where its tokens fit under a cap.
+    """Assign each document, longest first, to the bin with the least seconds,
+    of those where its tokens fit under a cap.
 
     Returns:
         The bin of each document. Where nothing fits, it is the bin with the fewest tokens.
@@ -116,17 +123,17 @@ def longest_first(seconds: FloatArray, lengths: IntArray, bins: int, cap: int | 
 
 
 def batch_rebalance(lengths: IntArray, bins: int) -> IntArray:
-    """The bin of each document by transformers' rule: sorted by length, in runs of equal cost.
+    """Assign documents to bins by transformers' rule: sorted by length, in runs of equal cost.
 
-    A run of n documents costs n * (longest + 0.001 * longest ** 2). transformers climbs towards equal costs; here runs have the
-    smallest largest cost that there is.
+    A run of n documents costs n * (longest + 0.001 * longest ** 2). transformers climbs towards
+    equal costs; here runs minimize the largest cost.
     """
     order = np.argsort(-lengths, kind="stable")
     falling = lengths[order].astype(np.float64)
     sample_costs = falling + _SQUARE * falling**2
 
     def runs(cap: float) -> list[int]:
-        """Where runs begin if none costs more than the cap."""
+        """Find the beginnings of runs if none costs more than the cap."""
         starts: list[int] = []
         start = 0
         while start < len(sample_costs) and len(starts) <= bins:

@@ -38,9 +38,9 @@ class LongestDocument:
 
     Attributes:
         way: its name in `WAYS`.
-        tokens: of the document, the same number on each rank; 0 if none fits.
+        tokens: number of tokens of the document, equally many on each rank; 0 if none fits.
         step: its step; None if none fits.
-        limit: whose memory a longer one would not fit, ``"device"`` or ``"host"``.
+        limit: memory that a longer one would exceed, ``"device"`` or ``"host"``.
     """
 
     way: str
@@ -50,7 +50,8 @@ class LongestDocument:
 
 
 def longest_documents(setting: Setting, strategies: tuple[str, ...] = DEALT) -> list[LongestDocument]:
-    """The longest document of each way, to within 1024 tokens a rank, by the fastest of these strategies that fits.
+    """Find the longest document of each way, to within 1024 tokens a rank, by
+    the fastest of these strategies that fits.
 
     Every micro-batch is one document, dealt to all ranks.
 
@@ -69,7 +70,7 @@ def longest_documents(setting: Setting, strategies: tuple[str, ...] = DEALT) -> 
 
 
 def _largest(step: Prediction) -> str:
-    """The largest term of a step's memory."""
+    """Name the largest term of a step's memory."""
     name = max(TERMS, key=lambda term: float(getattr(step.memory, term)))
     return f"{float(getattr(step.memory, name)) / 1e9:.0f} GB are {name}"
 
@@ -93,7 +94,9 @@ def _longest(setting: Setting, way: str, strategies: tuple[str, ...]) -> Longest
 
 
 def _step(setting: Setting, strategies: tuple[str, ...]) -> Prediction | None:
-    """The step of a document that fills all ranks: the fastest that fits, or else the one that needs the least."""
+    """Predict the step of a document that fills all ranks: the fastest that
+    fits, or else the one that needs the least.
+    """
     batches = [np.array([setting.tokens])] * setting.micro_batches
     steps = [step for name in strategies if (step := predict_step(setting, batches, find_strategy(name))) is not None]
     return best_of(steps, strategies) or min(steps, key=lambda step: step.peak_bytes, default=None)

@@ -1,11 +1,13 @@
 """Peak memory of a rank, by term: the largest of a few moments of a step.
 
-Counted is what torch allocates for modules of transformers, operation by operation: what autograd saves for backward, and what is
-there beside it at the moment that counts. `benchmarks/peak_memory.py` compares it with allocations of CPU processes.
+The count covers torch's allocations for modules of transformers, operation by operation: tensors
+that autograd saves for backward, and others alive at the same moment. `benchmarks/peak_memory.py`
+compares it with allocations of CPU processes.
 
-Three moments can be the fullest: the loss, whose logits are as wide as the vocabulary; the backward of a feed-forward layer; and
-that of attention, beside what an exchange holds. The latter two are counted for the last layer, when all others still wait and no
-layer has gradients, and for the first, when no other waits and all have them.
+Three moments can be the fullest: the loss, whose logits are as wide as the vocabulary; the backward
+of a feed-forward layer; and that of attention, beside what an exchange holds. The latter two are
+counted for the last layer, when all others still wait and no layer has gradients, and for the
+first, when no other waits and all have them.
 """
 
 from __future__ import annotations
@@ -45,13 +47,16 @@ class RankMemory:
     """Bytes on a rank at one moment of a step; numbers, or arrays of shape (ranks,).
 
     Attributes:
-        weights, gradients, optimizer: what stays of them on the rank between layers.
-        gathered: whole weights and gradients under FSDP2 and ZeRO-3: of the embedding and the output layer, which FSDP2 keeps in
-            the root's group, of the layer at work, and of its neighbours, of which one is gathered ahead and one is reduced.
-        checkpoints: what waits for backward: inputs of layers, or without checkpointing everything that layers save.
-        outputs: o and the log-sum-exp of attention, which checkpointing keeps if attention is not repeated.
-        layer: what the layer at work holds.
-        exchange: what an exchange of attention holds for other ranks, and from them.
+        weights, gradients, optimizer: their bytes that stay on the rank between layers.
+        gathered: whole weights and gradients under FSDP2 and ZeRO-3: of the embedding and the
+            output layer, which FSDP2 keeps in the root's group, of the current layer, and of its
+            neighbours, of which one is gathered ahead and one is reduced.
+        checkpoints: tensors that wait for backward: inputs of layers, or without checkpointing
+            everything that layers save.
+        outputs: o and the log-sum-exp of attention, which checkpointing keeps if attention is not
+            repeated.
+        layer: tensors of the current layer.
+        exchange: tensors that an exchange of attention holds for other ranks, and from them.
         loss: logits, and the hidden states and gradients beside them.
         host: checkpoints and outputs that were offloaded to the host. They do not count in `total`.
     """
@@ -73,7 +78,7 @@ class RankMemory:
         return np.asarray(sum(getattr(self, term) for term in TERMS))
 
     def of_rank(self, rank: int) -> RankMemory:
-        """The figures of one rank, as numbers."""
+        """Return the figures of one rank, as numbers."""
         values = (np.atleast_1d(getattr(self, part.name)) for part in fields(self))
         return RankMemory(*(float(value[rank if len(value) > 1 else 0]) for value in values))
 
@@ -83,7 +88,7 @@ TERMS = tuple(part.name for part in fields(RankMemory) if part.name != "host")
 
 
 def state_of(setting: Setting) -> RankMemory:
-    """Weights, gradients and optimizer, which is Adam's.
+    """Compute the bytes of weights, gradients and optimizer, which is Adam's.
 
     Under FSDP2 all are sharded and in float32, as accelerate has them in mixed precision. Otherwise gradients are whole and in
     float32, and weights of two bytes have a copy in float32, which ``"zero1"`` shards with the optimizer.
@@ -96,7 +101,7 @@ def state_of(setting: Setting) -> RankMemory:
 
 
 class KernelBytes(NamedTuple):
-    """What a kernel's backward needs inside, for each row and for each key.
+    """Bytes that a kernel's backward needs inside, for each row and for each key.
 
     Flash-attention 2 sums gradients of rows in float32 and writes those of keys for every query head (`mha_varlen_bwd` in
     flash_api.cpp: dq_accum, dk_expanded, dv_expanded); torch's kernel for CPUs needs about as much.
@@ -107,7 +112,7 @@ class KernelBytes(NamedTuple):
 
     @classmethod
     def of(cls, shape: AttentionShape) -> KernelBytes:
-        """Those of an attention shape."""
+        """Compute the bytes for an attention shape."""
         return cls(shape.query_bytes / shape.element_bytes * _WIDE, shape.query_bytes + shape.output_bytes)
 
 
@@ -117,9 +122,10 @@ class _LayerBytes:
 
     Attributes:
         input: its input.
-        attention, feed_forward: what autograd saves in its two halves, inputs of norms included.
-        attention_work, feed_forward_work: what is there beside it in their backward.
-        outputs: o, which is among what attention saves, and the log-sum-exp.
+        attention, feed_forward: bytes that autograd saves in its two halves, inputs of norms
+            included.
+        attention_work, feed_forward_work: other bytes in their backward.
+        outputs: o, which attention saves anyway, and the log-sum-exp.
     """
 
     input: float
@@ -131,7 +137,8 @@ class _LayerBytes:
 
     @classmethod
     def of(cls, setting: Setting) -> _LayerBytes:
-        """Those of transformers' decoder layers, or of layers with fused norms and gated activations.
+        """Compute the bytes of transformers' decoder layers, or of layers
+        with fused norms and gated activations.
 
         A norm of transformers saves its input in float32, what it makes of it, and its output (`LlamaRMSNorm`); a fused one saves
         its input and its output (`LigerRMSNorm`). The gated activation saves gate, silu, up and their product, and in backward
@@ -154,32 +161,40 @@ class _LayerBytes:
         )
 
     def waiting(self, setting: Setting) -> float:
-        """What a layer leaves for backward, without attention's outputs where checkpointing keeps them."""
+        """Return the bytes that a layer keeps for backward, without attention's
+        outputs where checkpointing keeps them.
+        """
         return self.attention + self.feed_forward if setting.checkpointing == "none" else self.input
 
     def kept(self, setting: Setting) -> float:
-        """Attention's outputs, if checkpointing keeps them."""
+        """Return the bytes of attention's outputs, if checkpointing keeps them."""
         return self.outputs if setting.checkpointing == "selective" else 0.0
 
 
 def activation_bytes(setting: Setting) -> float:
-    """What each token of a micro-batch leaves for the backward of a rank's layers, on the device or on the host."""
+    """Return the bytes that each token of a micro-batch keeps for the backward of a
+    rank's layers, on the device or on the host.
+    """
     layer = _LayerBytes.of(setting)
     return setting.stage_layers * (layer.waiting(setting) + layer.kept(setting))
 
 
 def host_bytes(setting: Setting) -> float:
-    """What of it goes to the host."""
+    """Return the activation bytes that are offloaded to the host."""
     return activation_bytes(setting) if setting.offload else 0.0
 
 
 def in_flight(setting: Setting, *, same_phase: bool = False) -> int:
-    """Micro-batches that wait for backward on the first of p stages: p in 1F1B, and 2 p - 1 where all run the same phase."""
+    """Return the micro-batches that wait for backward on the first of p stages: p in
+    1F1B, and 2 p - 1 if all run the same phase.
+    """
     return min(2 * setting.stages - 1 if same_phase else setting.stages, setting.micro_batches)
 
 
 def _gathered(setting: Setting, layers: int) -> float:
-    """Weights that are whole beside those of so many layers, and gradients of the output layer and of a layer."""
+    """Return the bytes of whole weights beside those of so many layers, and
+    gradients of the output layer and of a layer.
+    """
     if setting.sharding != "fsdp" or setting.group == 1:
         return 0.0
     model, head = setting.model, setting.model.hidden * setting.model.vocabulary
@@ -188,7 +203,8 @@ def _gathered(setting: Setting, layers: int) -> float:
 
 
 def _loss_bytes(setting: Setting, tokens: FloatArray) -> FloatArray:
-    """The last norm, logits and their gradients, of all tokens or of a chunk.
+    """Return the bytes of the last norm, and of logits and their
+    gradients for all tokens or a chunk.
 
     In chunks, gradients of hidden states and of the output layer's weights are summed in float32 (TRL's ChunkedLogProbFunction).
     """
@@ -205,7 +221,7 @@ def _loss_bytes(setting: Setting, tokens: FloatArray) -> FloatArray:
 def _moments(
     setting: Setting, tokens: npt.ArrayLike, received: npt.ArrayLike, kept: npt.ArrayLike, flying: int
 ) -> Iterator[RankMemory]:
-    """What may be the fullest moments of a rank; arguments are those of `fullest`."""
+    """Yield moments that may be the fullest of a rank; for the arguments see `fullest`."""
     count, layer, state = np.asarray(tokens, dtype=np.float64), _LayerBytes.of(setting), state_of(setting)
     repeated, all_layers = setting.checkpointing != "none", flying * setting.stage_layers
     before, after = replace(state, gradients=0.0), state
@@ -244,13 +260,13 @@ def fullest(
     *,
     same_phase: bool = False,
 ) -> RankMemory:
-    """The fullest rank at its fullest moment.
+    """Return the memory of the fullest rank at its fullest moment.
 
     Args:
-        setting: what is simulated.
+        setting: the simulated setting.
         tokens: tokens of a micro-batch, of each rank or of all.
-        received: bytes that the exchange of a layer holds while it is at work.
-        kept: bytes that exchanges leave there for backward.
+        received: bytes that the exchange of a layer holds while it runs.
+        kept: bytes that exchanges keep for backward.
         same_phase: whether all stages run the same phase.
     """
     moments = list(_moments(setting, tokens, received, kept, in_flight(setting, same_phase=same_phase)))
@@ -259,7 +275,9 @@ def fullest(
 
 
 def most_tokens(setting: Setting, received: float = 0.0, kept: float = 0.0) -> int:
-    """Tokens of a micro-batch with which a rank's memory is full, if exchanges hold so many bytes for each."""
+    """Return the tokens of a micro-batch that fill a rank's memory, if
+    exchanges hold so many bytes for each.
+    """
     limit = int(setting.hardware.memory_bytes / _LayerBytes.of(setting).input) + 1  # a token has at least a layer's input
     room = setting.hardware.memory_bytes
     return max(bisect_right(range(limit), room, key=lambda n: float(fullest(setting, n, n * received, n * kept).total)) - 1, 0)

@@ -14,16 +14,16 @@ class ModelShape:
     """A decoder: dense with gated feed-forward layers, unless its weights were counted.
 
     Attributes:
-        name: what it is called, and where its figures come from.
+        name: its name, and the source of its figures.
         hidden, layers, query_heads, key_value_heads, head_dim, feed_forward, vocabulary: its sizes.
         tied: whether the output layer shares the embedding's weights.
         window: keys that a position sees in layers with a sliding window, if there are any.
-        windowed_layers: how many layers have it.
+        windowed_layers: number of layers that have it.
         head_norms: whether q and k go through norms.
-        attention_layers: how often core attention is computed; None for once in each layer. What other layers have instead is
-            taken for a part of their feed-forward.
-        weights: all of them; None for those of dense layers with the sizes above.
-        active: those of all layers that a token meets, if they are others.
+        attention_layers: number of computations of core attention; None for once in each layer.
+            Layers without it are counted as larger feed-forward layers.
+        weights: number of weights; None for those of dense layers with the sizes above.
+        active: number of weights in all layers that a token meets, if different.
     """
 
     name: str
@@ -54,45 +54,47 @@ class ModelShape:
 
     @property
     def attention_width(self) -> int:
-        """Elements of one token's q."""
+        """Number of elements of one token's q."""
         return self.query_heads * self.head_dim
 
     @property
     def key_width(self) -> int:
-        """Elements of one token's k."""
+        """Number of elements of one token's k."""
         return self.key_value_heads * self.head_dim
 
     @property
     def attending(self) -> int:
-        """How often core attention is computed."""
+        """Number of computations of core attention."""
         return self.layers if self.attention_layers is None else self.attention_layers
 
     @property
     def attention_share(self) -> float:
-        """How often core attention is computed in the mean layer."""
+        """Number of computations of core attention in the mean layer."""
         return self.attending / self.layers
 
     @property
     def dense_parameters(self) -> int:
-        """Weights of the matrices of a dense layer with these sizes."""
+        """Number of weights of the matrices of a dense layer with these sizes."""
         attention = self.hidden * (2 * self.attention_width + 2 * self.key_width)
         return attention + 3 * self.hidden * self.feed_forward
 
     @property
     def active_share(self) -> float:
-        """Weights of the layers that a token meets, to those of dense layers with these sizes."""
+        """Weights of the layers that a token meets, relative to those
+        of dense layers with these sizes.
+        """
         return 1.0 if self.active is None else self.active / (self.layers * self.dense_parameters)
 
     @property
     def layer_parameters(self) -> float:
-        """Weights of the mean layer."""
+        """Number of weights of the mean layer."""
         if self.weights is None:
             return self.dense_parameters
         return max(self.weights - self._outside_layers, 0) / self.layers
 
     @property
     def parameters(self) -> int:
-        """Weights of all matrices, embedding and output layer included."""
+        """Number of weights of all matrices, embedding and output layer included."""
         return self.layers * self.dense_parameters + self._outside_layers if self.weights is None else self.weights
 
     @property
@@ -101,7 +103,9 @@ class ModelShape:
 
     @property
     def kinds(self) -> tuple[tuple[int | None, int], ...]:
-        """Sliding window (None without) and number of the layers of each kind that compute core attention."""
+        """Sliding window (None without) and number of the layers of
+        each kind that compute core attention.
+        """
         kinds = ((None, self.attending - self.windowed_layers), (self.window, self.windowed_layers))
         return tuple((window, count) for window, count in kinds if count)
 
@@ -124,7 +128,7 @@ KNOWN_MODELS = {
 
 
 def find_model(name: str) -> ModelShape:
-    """A known shape by name.
+    """Find a known shape by name.
 
     Raises:
         ConfigError: if there is none.

@@ -1,8 +1,10 @@
-"""A pool of attention servers: ranks that own no tokens and serve those that train, and other ranks that are not all alike.
+"""A pool of attention servers: ranks that own no tokens and serve those
+that train, and other groups of unlike ranks.
 
-The ranks that train hold all tokens. Servers compute attention only. In one stream they stand still while linear layers run; in
-ping-pong they compute the attention of one nano-batch beside the linear layers of the other. So a micro-batch may take longer
-than its busiest rank computes, and is simulated layer by layer.
+The ranks that train hold all tokens. Servers compute attention only. In one stream they are idle
+while linear layers run; in ping-pong they compute the attention of one nano-batch beside the linear
+layers of the other. So a micro-batch may take longer than its busiest rank computes, and is
+simulated layer by layer.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ _LEAST_SPEED = 0.02  # of a rank whose linear layers leave no time for attention
 
 @dataclass(frozen=True)
 class Devices:
-    """What the ranks of an attention group are like; arrays have shape (ranks,).
+    """Properties of the ranks of an attention group; arrays have shape (ranks,).
 
     Attributes:
-        tokens: how many tokens each holds, in proportion to the others; 0 for a server.
-        linear_speed, attention_speed: how fast each is, 1 for the hardware of the setting.
+        tokens: tokens of each, in proportion to the others; 0 for a server.
+        linear_speed, attention_speed: speeds of each, 1 for the hardware of the setting.
     """
 
     tokens: FloatArray
@@ -48,19 +50,19 @@ class Devices:
 
     @classmethod
     def with_servers(cls, setting: Setting) -> Devices | None:
-        """Those of a setting with a pool, all equally fast; None without one."""
+        """Make the devices of a setting with a pool, all equally fast; None without a pool."""
         ones = np.ones(setting.group)
         return cls(setting.trains.astype(np.float64), ones, ones) if setting.servers else None
 
     @classmethod
     def beside_servers(cls, setting: Setting) -> Devices | None:
-        """The same devices all training; None without servers, too."""
+        """Make the same devices, all training; None without servers, too."""
         ones = np.ones(setting.group)
         return cls(ones, ones, ones) if setting.servers else None
 
     @property
     def trains(self) -> IntArray:
-        """The ranks that hold tokens."""
+        """Ranks that hold tokens."""
         return np.flatnonzero(self.tokens)
 
 
@@ -71,7 +73,9 @@ def pooled(
     batches: Sequence[IntArray],
     counted: Sequence[float] = COUNTED,
 ) -> list[Candidate]:
-    """Whole documents, dealt to the ranks that train; a candidate for each part of their linear layers that plans count."""
+    """Make a candidate for each part of the training ranks' linear layers that plans
+    count; whole documents are dealt to these ranks.
+    """
     devices = devices_of(setting)
     if devices is None:
         return []
@@ -85,7 +89,7 @@ def pooled(
 
 
 def _dealt(setting: Setting, devices: Devices, lengths: IntArray, ping_pong: bool) -> tuple[Layout, ...]:
-    """Documents dealt to the ranks that train, in the layouts of all ranks."""
+    """Deal documents to the ranks that train, in layouts of all ranks."""
     cost, trains = setting.dealing_cost, devices.trains
     ends = (lengths.sum() * np.cumsum(devices.tokens[trains]) / devices.tokens.sum()).round().astype(np.int64)
     tokens = np.diff(ends, prepend=0).tolist()
@@ -127,13 +131,14 @@ def _work(setting: Setting, devices: Devices, placement: Sequence[Layout], count
 
 
 def _time_left(devices: Devices, linear: FloatArray, attention: float) -> Ranks:
-    """Ranks that a plan takes for slower the less time their own linear layers leave for attention.
+    """Make ranks that a plan treats as slower, the less time their
+    own linear layers leave for attention.
 
-    All ranks should end together, after s seconds. A rank with l seconds of linear layers ends then with its attention, too, if
-    the plan takes it for one that computes (s - l) / s times as fast.
+    All ranks should end together, after s seconds. A rank with l seconds of linear layers does so
+    with its attention, too, if the plan takes its speed for (s - l) / s of the true one.
 
     Args:
-        devices: what ranks are like.
+        devices: properties of the ranks.
         linear: seconds of each rank's linear layers, as far as they count.
         attention: seconds of the attention of all ranks together, at speed 1.
     """
@@ -145,9 +150,10 @@ def _time_left(devices: Devices, linear: FloatArray, attention: float) -> Ranks:
 def _followed(
     devices: Devices, linear: Sequence[Directions], moves: Sequence[Moves], layers: int
 ) -> tuple[Directions, Directions, Directions]:
-    """Seconds of a layer: of attention, of waiting for messages, and of having nothing to do.
+    """Compute the seconds of a layer for attention, for waiting for
+    messages, and without anything to do.
 
-    What ranks wait for messages is what these add to the seconds of all.
+    The time of waiting for messages is their addition to the seconds of all.
     """
     attention = np.sum([layer.attention for layer in moves], axis=0) / devices.attention_speed
     exposed, idle = np.zeros((2, *attention.shape))

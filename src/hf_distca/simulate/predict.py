@@ -27,23 +27,27 @@ _SKIPPED = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A strategy's step; over several batches, the mean of each figure but memory, whose largest counts.
+    """Predicted step of a strategy; over several batches, the mean of each
+    figure except memory, where the largest counts.
 
     Attributes:
-        strategy, title: its name, and what tables call it.
+        strategy, title: its name, and its name in tables.
         step_seconds: seconds of a step.
-        idle_share: part of the step in which the mean rank waits for others: stragglers and pipeline bubbles.
+        idle_share: part of the step in which the mean rank waits for others: stragglers and
+            pipeline bubbles.
         exposed_share: part of the step in which the mean rank waits for messages of core attention.
-        hidden_seconds, exposed_seconds: seconds of such messages beside computing, and not, of the mean rank.
+        hidden_seconds, exposed_seconds: seconds of such messages beside computing, and not, of the
+            mean rank.
         weight_exposed_seconds: seconds in which ranks wait for weights and gradients.
         peak_bytes: largest memory of a rank.
-        memory: what it is made of, and what is offloaded.
-        fits: whether that is no more than the device and its host have.
+        memory: its terms, and offloaded bytes.
+        fits: whether the device and its host have so much.
         attention_share: query-key pairs computed, of those of whole documents.
         most_tokens: tokens of a micro-batch on the fullest rank.
-        degree: ranks that share a row, where a strategy chooses that; the most frequent one.
+        degree: ranks that share a row, if a strategy chooses that; the most frequent number.
         tokens_per_second: of all ranks together.
-        between_bytes: bytes of core attention that cross between nodes in a step; None of strategies without plans.
+        between_bytes: bytes of core attention that cross between nodes in a step; None for
+            strategies without plans.
     """
 
     strategy: str
@@ -65,12 +69,14 @@ class Prediction:
 
     @property
     def comparable(self) -> bool:
-        """Whether it fits, and computes the attention of whole documents."""
+        """True if it fits, and computes the attention of whole documents."""
         return self.fits and self.attention_share >= 1 - _SKIPPED
 
 
 def predict_step(setting: Setting, batches: Sequence[IntArray], strategy: Strategy) -> Prediction | None:
-    """The step of these micro-batches of the attention group, each its document lengths; None if a strategy cannot run them."""
+    """Predict the step of these micro-batches of the attention group, each its
+    document lengths; None if a strategy cannot run them.
+    """
     if strategy.disaggregated and setting.checkpointing == "full":  # hf-distca keeps attention's output
         setting = replace(setting, checkpointing="selective")
     predictions = [_of_candidate(setting, candidate, strategy, batches) for candidate in strategy.candidates(setting, batches)]
@@ -130,14 +136,15 @@ def simulate(
 
     Args:
         setting: model, devices and their arrangement.
-        documents: where lengths come from.
+        documents: source of lengths.
         strategies: names of `STRATEGIES`, or strategies.
-        batches: global batches.
-        seed: of the generator that draws them.
+        batches: number of global batches.
+        seed: seed of the generator that draws them.
         told: called after each strategy of each batch.
 
     Raises:
-        ConfigError: if a strategy is not known, none can run, or `batches` or `seed` is out of its range.
+        ConfigError: if a strategy is not known, none can run, or `batches` or `seed` is out of its
+            range.
         LayoutError: if a document is longer than a global batch.
     """
     chosen = list({strategy.name: strategy for strategy in map(find_strategy, strategies)}.values())
@@ -179,7 +186,9 @@ def _mean(steps: list[Prediction]) -> Prediction:
 
 
 def ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:
-    """Seconds of a step in which every rank has an equal part of all work, and waits for no rank and no message of attention."""
+    """Return the seconds of a step in which every rank has an equal
+    part of all work, and never waits.
+    """
     parts = setting.group * setting.stages
     total = 0.0
     for lengths in batches:
@@ -190,12 +199,14 @@ def ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:
 
 
 def best_of(predictions: Iterable[Prediction], names: Iterable[str]) -> Prediction | None:
-    """The fastest of these strategies that fits and computes the attention of whole documents; None if none does."""
+    """Return the fastest of these strategies that fits and computes the
+    attention of whole documents; None if none does.
+    """
     chosen = set(names)
     able = [prediction for prediction in predictions if prediction.strategy in chosen and prediction.comparable]
     return min(able, key=lambda prediction: prediction.step_seconds, default=None)
 
 
 def best_alternative(predictions: Iterable[Prediction]) -> Prediction | None:
-    """The fastest strategy that does not disaggregate attention."""
+    """Return the fastest strategy that does not disaggregate attention."""
     return best_of(predictions, [name for name, strategy in STRATEGIES.items() if not strategy.disaggregated])

@@ -1,4 +1,4 @@
-"""`Setting`: model, devices, and how ranks are arranged."""
+"""`Setting`: model, devices, and the arrangement of ranks."""
 
 from __future__ import annotations
 
@@ -30,28 +30,31 @@ _MOST_SECONDS = 1e30  # of a document: the longest possible one takes some 1e21 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is simulated: a step of `micro_batches` micro-batches on `ranks` devices.
+    """A setting to simulate: a step of `micro_batches` micro-batches on `ranks` devices.
 
     Attributes:
-        model, hardware: what runs, and on what.
-        ranks: devices.
-        tokens_per_rank: tokens of a micro-batch on a rank, before its tensor-parallel group shares them: all ranks of such a
-            group hold the same tokens.
-        tensor, stages: tensor-parallel degree and pipeline stages. What is left of `ranks` is the attention group, of
-            `group` ranks.
+        model, hardware: the model, and the device that runs it.
+        ranks: number of devices.
+        tokens_per_rank: tokens of a micro-batch on a rank, before its tensor-parallel group shares
+            them: all ranks of such a group hold the same tokens.
+        tensor, stages: tensor-parallel degree and pipeline stages. The rest of `ranks` is the
+            attention group, of `group` ranks.
         micro_batches: micro-batches of a step.
         ranks_per_node: devices that share a fast link.
-        sharding: how weights, gradients and the optimizer's state are kept: all sharded over the attention group
-            (``"fsdp"``), the optimizer's alone (``"zero1"``), or nothing (``"ddp"``).
-        checkpointing: ``"full"`` repeats a layer's forward in backward, attention included, as transformers does;
-            ``"selective"`` keeps attention's output; hf-distca always does.
+        sharding: of weights, gradients and the optimizer's state: all sharded over the attention
+            group (``"fsdp"``), only the optimizer's (``"zero1"``), or nothing (``"ddp"``).
+        checkpointing: ``"full"`` repeats a layer's forward in backward, attention included, as
+            transformers does; ``"selective"`` keeps attention's output; hf-distca always does.
         profile: rates of attention and exchange measured elsewhere, instead of the hardware's.
-        servers: how many of the devices own no tokens and only serve attention, under strategies with a pool; the others then
-            hold all tokens. Every other strategy trains on all devices.
-        servers_each_node: whether every node has equally many of them. Else they have nodes of their own.
-        offload: whether what checkpointing keeps waits in the host's memory.
-        loss_tokens: tokens whose logits are there at a time; None for those of all tokens.
-        fused: whether norms and gated activations are single kernels, as Liger's and Megatron's are, and transformers' are not.
+        servers: number of devices that own no tokens and only serve attention, under strategies
+            with a pool; the others then hold all tokens. Every other strategy trains on all
+            devices.
+        servers_each_node: whether every node has equally many of them. Else they have nodes of
+            their own.
+        offload: whether tensors that checkpointing keeps wait in the host's memory.
+        loss_tokens: tokens whose logits exist at a time; None for all tokens.
+        fused: whether norms and gated activations are single kernels, as Liger's and Megatron's
+            are, and transformers' are not.
     """
 
     model: ModelShape
@@ -101,10 +104,10 @@ class Setting:
             self._check_rates(self.cost())
 
     def _check_servers(self) -> None:
-        """Refuse a pool that cannot be laid out.
+        """Raise if a pool cannot be laid out.
 
         Raises:
-            ConfigError: says which numbers do not go together.
+            ConfigError: names the numbers that do not go together.
         """
         wanted, per_node = self.servers, self.ranks_per_node
         if type(wanted) is not int or not 1 <= wanted < self.ranks:
@@ -121,7 +124,7 @@ class Setting:
             raise ConfigError(f"servers={wanted} in {place}, with tensor={self.tensor}, must be a multiple of {unit}.")
 
     def _check_rates(self, cost: CostModel) -> None:
-        """Refuse rates with which sums of seconds are no numbers.
+        """Raise if rates make sums of seconds too large to compute with.
 
         Raises:
             ConfigError: if one document of all tokens takes longer than any device would, or no number of seconds.
@@ -138,28 +141,33 @@ class Setting:
 
     @property
     def group(self) -> int:
-        """Ranks of the attention group, all with other tokens: data-parallel and context-parallel ranks together."""
+        """Number of ranks of the attention group, all with other tokens:
+        data-parallel and context-parallel ranks together.
+        """
         return self.ranks // (self.tensor * self.stages)
 
     @property
     def shared(self) -> int:
-        """Ranks that share core attention under hf-distca: training cuts large groups. In stages, all ranks are one group."""
+        """Number of ranks that share core attention under hf-distca: training cuts large groups.
+
+        In stages, all ranks are one group.
+        """
         return self.group if self.stages > 1 else DistCAConfig().group_ranks(self.group)
 
     @property
     def nodes(self) -> Ranks:
-        """Which ranks of a group that shares core attention are in one node, as training tells them apart."""
+        """Nodes of the ranks of a group that shares core attention, as in training."""
         per_node = min(self.ranks_per_node // self.tensor, self.shared)
         return Ranks(per_node=per_node if per_node > 1 and self.shared % per_node == 0 else None)
 
     @property
     def dealing_cost(self) -> CostModel:
-        """The cost model of the layers whose rows see the most keys, for which documents are dealt."""
+        """Cost model of the layers whose rows see the most keys, used to deal documents."""
         return self.cost(None if None in dict(self.model.kinds) else self.model.window)
 
     @property
     def trains(self) -> npt.NDArray[np.bool_]:
-        """Which ranks of the attention group train, if `servers` do not; shape (group,)."""
+        """True for ranks of the attention group that train, if `servers` do not; shape (group,)."""
         ranks, servers, per_node = np.arange(self.group), self.servers // self.tensor, self.nodes.per_node
         if self.servers_each_node and per_node is not None:
             return np.asarray(ranks % per_node < per_node - servers * per_node // self.group)
@@ -167,17 +175,17 @@ class Setting:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch of the attention group."""
+        """Number of tokens of one micro-batch of the attention group."""
         return self.group * self.tokens_per_rank
 
     @property
     def stage_layers(self) -> int:
-        """Layers of a pipeline stage."""
+        """Number of layers of a pipeline stage."""
         return self.model.layers // self.stages
 
     @property
     def rank_parameters(self) -> float:
-        """Weights of a rank before they are sharded."""
+        """Number of weights of a rank before they are sharded."""
         return self.model.parameters / (self.tensor * self.stages)
 
     @cached_property
@@ -190,7 +198,7 @@ class Setting:
         return AttentionShape(heads, keys, model.head_dim, model.head_dim, self.hardware.element_bytes)
 
     def cost(self, window: int | None = None) -> CostModel:
-        """The cost model that the scheduler gets."""
+        """Return the cost model that the scheduler gets."""
         if isinstance(self.profile, Profile):
             return self.profile.cost_model(self.shape, window, tile=TILE)
         if self.profile is not None:

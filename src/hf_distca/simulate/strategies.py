@@ -28,10 +28,11 @@ class Strategy:
     """A way to place documents and share attention.
 
     Attributes:
-        name, title: for options, and for tables.
-        candidates: the ways to run the micro-batches of a step.
-        about: how it is modelled.
-        disaggregated: whether attention servers compute attention, and keep its output: full checkpointing repeats none.
+        name, title: name in options, and in tables.
+        candidates: makes the ways to run the micro-batches of a step.
+        about: description of the model.
+        disaggregated: whether attention servers compute attention and homes keep its output, so
+            that full checkpointing repeats none.
     """
 
     name: str
@@ -59,7 +60,9 @@ def _batch_rebalance(setting: Setting, batches: Batches) -> list[Candidate]:
 def _context(
     work_of_rows: Callable[[Setting, context.SharedRows, int], MicroBatchWork], setting: Setting, batches: Batches
 ) -> list[Candidate]:
-    """Rows of equally many tokens, each shared by as many ranks; documents are cut at the end of a row."""
+    """Make candidates of rows with equally many tokens, each shared by as many
+    ranks; documents are cut at the end of a row.
+    """
     candidates = []
     for degree in context.degrees(setting.group):
         if work_of_rows is context.ulysses and setting.shape.query_heads % degree:
@@ -75,7 +78,9 @@ def _context(
 
 
 def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
-    """Rows of about equal seconds, as many tokens as memory allows, over all micro-batches of a step."""
+    """Make candidates of rows with about equal seconds, as many tokens as memory
+    allows, over all micro-batches of a step.
+    """
     lengths = np.concatenate(batches)
     seconds = loader_rules.document_seconds(setting, lengths)
     candidates = []
@@ -98,7 +103,9 @@ def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
 
 
 def _in_place(setting: Setting, batches: Batches) -> list[Candidate]:
-    """Documents dealt to all ranks, in one stream and in ping-pong, beside a pool."""
+    """Make candidates of documents dealt to all ranks, in one stream and in
+    ping-pong, for comparison with a pool.
+    """
     return [step for ping_pong in (False, True) for step in pooled(Devices.beside_servers, ping_pong, setting, batches)]
 
 
@@ -166,7 +173,7 @@ OURS = tuple(strategy.name for strategy in STRATEGIES.values() if strategy.disag
 
 
 def find_strategy(strategy: str | Strategy) -> Strategy:
-    """A strategy by name, or one of the caller's own.
+    """Find a strategy by name; return a strategy of the caller unchanged.
 
     Raises:
         ConfigError: if there is none of this name.

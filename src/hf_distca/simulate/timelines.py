@@ -1,6 +1,7 @@
-"""Seconds of a step from the work of its micro-batches: data parallel, 1F1B, and ticks in which all stages do the same.
+"""Seconds of a step from the work of its micro-batches: data parallel, 1F1B,
+and ticks in which all stages do the same.
 
-And of layers, event by event, where ranks that do different things take turns.
+Also seconds of layers, event by event, where unlike ranks take turns.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ __all__ = [
 
 
 class Timeline(NamedTuple):
-    """A step, without what is exchanged for weights.
+    """A step, without exchanges of weights.
 
     Attributes:
-        seconds: until the last rank is done.
+        seconds: seconds until the last rank is done.
         busy: seconds of each rank in which it computes or exchanges.
     """
 
@@ -41,7 +42,8 @@ class Timeline(NamedTuple):
 
 
 def linear_seconds(setting: Setting, tokens: FloatArray) -> Directions:
-    """Seconds of the linear layers of all layers of the model for so many tokens of each rank, shape (ranks,).
+    """Return the seconds of the linear layers of the whole model for so
+    many tokens of each rank, shape (ranks,).
 
     With checkpointing, backward runs their forward once more.
     """
@@ -50,9 +52,10 @@ def linear_seconds(setting: Setting, tokens: FloatArray) -> Directions:
 
 
 def rank_seconds(setting: Setting, work: MicroBatchWork) -> Directions:
-    """Seconds of each rank for a micro-batch, all layers of the model, without the output layer.
+    """Return the seconds of each rank for a micro-batch, all layers of
+    the model, without the output layer.
 
-    What is offloaded is copied beside nothing, as transformers does it (`activation_checkpointing_kwargs`).
+    Nothing hides the copies of offloading, as in transformers (`activation_checkpointing_kwargs`).
     """
     copies = setting.stages * host_bytes(setting) * work.tokens / setting.hardware.host_rate
     seconds = linear_seconds(setting, work.tokens) / work.linear_speed + work.attention + work.exposed + copies
@@ -62,7 +65,8 @@ def rank_seconds(setting: Setting, work: MicroBatchWork) -> Directions:
 
 
 def data_parallel(setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]) -> Timeline:
-    """Every rank runs its micro-batches, of which `parts` are the `rank_seconds`; all wait for the last one at the end.
+    """Run the micro-batches of every rank, with `parts` from
+    `rank_seconds`; all wait for the last one at the end.
 
     Ranks that exchange something in every layer wait for each other in each direction of a micro-batch, too.
     """
@@ -77,16 +81,18 @@ def data_parallel(setting: Setting, works: Sequence[MicroBatchWork], parts: Sequ
 
 
 def _hop_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
-    """Seconds in which a stage's outputs travel to the next one."""
+    """Return the seconds that a stage's outputs travel to the next one."""
     bytes_ = tokens * setting.model.hidden * setting.hardware.element_bytes / setting.tensor
     return np.asarray(bytes_ / setting.hardware.link_rate + setting.hardware.exchange_seconds)
 
 
 def one_forward_one_backward(setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]) -> Timeline:
-    """1F1B: each rank of the group stands for a pipeline, whose stages have equally many layers.
+    """Run 1F1B: each rank of the group stands for a pipeline,
+    whose stages have equally many layers.
 
-    If all calls took one tick, stage s of p would run the forward of micro-batch m in tick 2 m + s or before, and its backward
-    in tick 2 (m + p) - 1 - s. In the order of these ticks every call follows what it waits for.
+    If all calls took one tick, stage s of p would run the forward of micro-batch m in tick 2 m + s
+    or before, and its backward in tick 2 (m + p) - 1 - s. In the order of these ticks every call
+    follows the calls that it waits for.
     """
     stages, count = setting.stages, len(works)
     calls = [(2 * m + s, m, s, 0) for m in range(count) for s in range(stages)]
@@ -107,10 +113,11 @@ def one_forward_one_backward(setting: Setting, works: Sequence[MicroBatchWork], 
 
 
 def same_phase(setting: Setting, ticks: Sequence[MicroBatchWork], parts: Sequence[Directions]) -> Timeline:
-    """All stages in a forward or all in a backward tick, in which those without a micro-batch serve.
+    """Run ticks: all stages in forward or all in backward, where
+    stages without a micro-batch serve.
 
-    `ticks` has, of each tick of one direction, the work of all stages' ranks, stage after stage, of all layers of the model. The
-    ticks of the other direction are the same.
+    `ticks` has, for each tick of one direction, the work of all stages' ranks, stage after stage,
+    in all layers of the model. The ticks of the other direction are the same.
     """
     seconds, busy = 0.0, np.zeros(len(ticks[0].tokens))
     last = np.arange(len(busy)) >= len(busy) - setting.group
@@ -125,7 +132,9 @@ def same_phase(setting: Setting, ticks: Sequence[MicroBatchWork], parts: Sequenc
 
 
 class Turn(NamedTuple):
-    """One direction of a layer for a nano-batch, or for a whole micro-batch in one stream: seconds of each rank."""
+    """Seconds of each rank in one direction of a layer, for a nano-batch,
+    or for a whole micro-batch in one stream.
+    """
 
     linear: FloatArray
     attention: FloatArray
@@ -135,10 +144,11 @@ class Turn(NamedTuple):
 
 
 def in_turns(turns: Sequence[Turn], layers: int) -> float:
-    """Seconds of so many layers: linear layers of each nano-batch, then attention of each, and messages one after another.
+    """Return the seconds of so many layers: linear layers of each nano-batch, then
+    attention of each, and messages one after another.
 
-    A message leaves when the last rank has what it sends, and linear layers wait for the outputs of the layer before. A server
-    has no linear layers to wait for, and runs ahead.
+    A message leaves when the last rank is ready to send, and linear layers wait for the outputs of
+    the layer before. A server has no linear layers to wait for, and runs ahead.
     """
     free, wire = np.zeros((2, len(turns[0].linear)))
     returned = [free] * len(turns)
@@ -158,7 +168,9 @@ def in_turns(turns: Sequence[Turn], layers: int) -> float:
 
 
 def _sent(wire: FloatArray, free: FloatArray, seconds: FloatArray, last: float) -> tuple[FloatArray, FloatArray]:
-    """When each rank's wire is free again and its message there; without messages nobody waits."""
+    """Return the times when each rank's wire is free again and its
+    message there; without messages nobody waits.
+    """
     if not seconds.any():
         return wire, free
     there = np.maximum(wire, last) + seconds

@@ -1,4 +1,6 @@
-"""`MicroBatchWork`: what a micro-batch asks of every rank under a strategy, and how plans become it."""
+"""`MicroBatchWork`: the work of every rank for a micro-batch under
+a strategy, also derived from plans.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +39,27 @@ __all__ = [
 
 @dataclass(frozen=True)
 class MicroBatchWork:
-    """One micro-batch. Seconds are those of all layers of the model together, or of one where a function says so.
+    """Work of a micro-batch.
+
+    Seconds are those of all layers of the model together, or of one where a function says so.
 
     Attributes:
         tokens: tokens that the linear layers of each rank run on, shape (ranks,).
         attention: seconds of core attention.
         exposed: seconds that each rank waits for messages of core attention.
-        wire: seconds that such messages take, hidden or not, both directions together, shape (ranks,).
+        wire: seconds that such messages take, hidden or not, both directions together, shape
+            (ranks,).
         received: bytes that one layer's exchange holds on each rank, shape (ranks,).
         pairs: query-key pairs computed, of one layer of each kind.
-        meeting: how many neighbours wait for each other's messages in every layer; 1 for ranks that wait for nobody, or whose
-            neighbours take as long as they do.
-        kept: bytes of it that stay until backward, of all layers and micro-batches in flight.
-        between: bytes of plans that cross between nodes, both directions together; None of strategies without plans.
-        idle: seconds in which a rank has nothing to do, as in a pool a server before anything was sent.
-        linear_speed: how fast ranks run linear layers, 1 for the setting's hardware; shape (ranks,), or (1,) if all are alike.
+        meeting: number of neighbours that wait for each other's messages in every layer; 1 for
+            ranks that wait for nobody, or whose neighbours take equally long.
+        kept: bytes of exchanges that stay until backward, in all layers and micro-batches in
+            flight.
+        between: bytes of plans that cross between nodes, both directions together; None for
+            strategies without plans.
+        idle: seconds in which a rank has nothing to do, as a pool's server before it gets any rows.
+        linear_speed: speed of linear layers, 1 for the setting's hardware; shape (ranks,), or (1,)
+            if all are alike.
     """
 
     tokens: FloatArray
@@ -69,13 +77,13 @@ class MicroBatchWork:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way in which a strategy can run a step; of several, the fastest that fits in memory counts.
+    """A way in which a strategy can run a step; of several, the fastest that fits in memory counts.
 
     Attributes:
         works: the work of each micro-batch, or, with `ticks`, of each tick of all stages' ranks.
-        degree: ranks that share a document or a row, where that is chosen.
+        degree: ranks that share a document or a row, if the strategy chooses that.
         ticks: whether stages run the same phase, and idle ones serve.
-        holders: the setting of those ranks alone that hold weights, if not all do.
+        holders: the setting with only the ranks that hold weights, if not all do.
     """
 
     works: list[MicroBatchWork]
@@ -85,28 +93,32 @@ class Candidate:
 
 
 def sums(values: npt.NDArray[Any], index: IntArray, count: int) -> FloatArray:
-    """Sums of those values that have the same index, along the last axis, which then has `count` places."""
+    """Sum values that have the same index, along the last axis, which then has `count` places."""
     rows = [np.bincount(index, weights=row, minlength=count) for row in np.atleast_2d(values)]
     return np.reshape(rows, (*values.shape[:-1], count)).astype(np.float64)
 
 
 def in_calls(cost: CostModel, seconds: Directions, calls: int = 1) -> Directions:
-    """Seconds of tasks, shape (2, ranks), in so many calls of the kernel."""
+    """Return the seconds of tasks, shape (2, ranks), in so many calls of the kernel."""
     return np.stack([cost.forward.of_call(seconds[0], calls), cost.backward.of_call(seconds[1], calls)])
 
 
 def copy_seconds(setting: Setting, bytes_: npt.ArrayLike) -> FloatArray:
-    """Seconds of packing what is sent, or of putting what came where it belongs: each byte is read and written."""
+    """Return the seconds of packing rows to send, or of unpacking
+    received ones: each byte is read and written.
+    """
     return np.asarray(2 * np.asarray(bytes_) / setting.hardware.copy_rate)
 
 
 def fixed_seconds(cost: CostModel, peers: int) -> float:
-    """The fixed seconds of an exchange with so many other ranks."""
+    """Return the fixed seconds of an exchange with so many other ranks."""
     return cost.exchange_seconds + cost.peer_seconds * peers if peers else 0.0
 
 
 def all_layers(setting: Setting, of_layer: Callable[[CostModel], MicroBatchWork]) -> MicroBatchWork:
-    """The work of all layers of the model, from that of a layer of each kind, which differ in their cost models."""
+    """Combine the work of all layers of the model, from that of a layer of
+    each kind; kinds differ in their cost models.
+    """
     kinds = [(layers, of_layer(setting.cost(window))) for window, layers in setting.model.kinds]
     works = [work for _, work in kinds]
 
@@ -127,7 +139,7 @@ def all_layers(setting: Setting, of_layer: Callable[[CostModel], MicroBatchWork]
 
 
 def side_by_side(groups: Sequence[MicroBatchWork]) -> MicroBatchWork:
-    """The work of several groups of ranks, one after another."""
+    """Concatenate the work of several groups of ranks."""
     names = ("tokens", "attention", "exposed", "wire", "received")
     joined = {name: np.concatenate([getattr(group, name) for group in groups], axis=-1) for name in names}
     meeting = len(groups[0].tokens) if joined["wire"].any() else 1
@@ -136,7 +148,9 @@ def side_by_side(groups: Sequence[MicroBatchWork]) -> MicroBatchWork:
 
 
 def of_documents(setting: Setting, length: IntArray, rank: IntArray) -> MicroBatchWork:
-    """Whole documents, each on one rank of the attention group, and nothing exchanged."""
+    """Compute the work of whole documents, each on one rank of the
+    attention group, without exchanges.
+    """
     ranks = setting.group
     nothing = np.zeros((2, ranks))
 
@@ -149,7 +163,7 @@ def of_documents(setting: Setting, length: IntArray, rank: IntArray) -> MicroBat
 
 
 class Moves(NamedTuple):
-    """One layer of a plan: seconds of each rank."""
+    """Seconds of each rank in one layer of a plan."""
 
     attention: Directions
     unblocked: Directions  # of tasks that wait for nothing
@@ -165,7 +179,7 @@ class Moves(NamedTuple):
 
 
 def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Moves:
-    """One layer of a plan, on ranks that compute equally fast."""
+    """Compute one layer of a plan, on ranks that compute equally fast."""
     load = PlanLoad(plan, cost, ranks=nodes)
     cost, shape, ranks = load.cost, load.cost.shape, plan.layout.world_size
     rows = plan.end - plan.start
@@ -207,7 +221,9 @@ def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Mov
 
 
 def of_plan(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
-    """One layer of a plan, single-stream: a rank computes its own tasks while messages come, and waits for outputs."""
+    """Compute one layer of a plan in one stream: a rank computes its own tasks
+    while messages arrive, and waits for outputs.
+    """
     layer = moves_of(setting, plan, cost, nodes)
     exposed = np.maximum(layer.dispatch - layer.unblocked, 0) + layer.back
     tokens = plan.layout.query_tokens.astype(np.float64)
@@ -218,10 +234,11 @@ def of_plan(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks = ALIKE)
 
 
 def of_nano_batches(setting: Setting, plans: Sequence[Plan], cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
-    """One layer of the plans of two nano-batches in ping-pong.
+    """Compute one layer of the plans of two nano-batches in ping-pong.
 
-    In turns: linear layers of A beside the return of B, those of B beside the dispatch of A, attention of A beside the dispatch
-    of B, attention of B beside the return of A. What of a message is longer than what runs beside it is waited for.
+    In turns: linear layers of A beside the return of B, those of B beside the dispatch of A,
+    attention of A beside the dispatch of B, attention of B beside the return of A. A rank waits for
+    the part of a message that is longer than the computation beside it.
     """
     first, second = (moves_of(setting, plan, cost, nodes) for plan in plans)
     tokens = [plan.layout.query_tokens.astype(np.float64) for plan in plans]

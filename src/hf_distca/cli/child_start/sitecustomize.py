@@ -1,4 +1,6 @@
-"""Begins the Python processes that ``hf-distca run`` starts: this folder is in front of their ``PYTHONPATH``."""
+"""Start-up of Python processes that ``hf-distca run`` starts: this
+folder is in front of their ``PYTHONPATH``.
+"""
 
 import os
 import sys

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import forks
 from hf_distca.errors import DistCADesyncError
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.meeting import Meeting
-from hf_distca.runtime.watch import Watch
+from hf_distca.runtime.monitor import FailureMonitor
+from hf_distca.runtime.rendezvous import Rendezvous
 from ranks import join_world
 
 LIMIT = 60.0
@@ -42,23 +42,23 @@ class NcclLink:
         self.aborted += 1
 
 
-def watches(ranks: int) -> tuple[list[Watch], list[NcclLink]]:
+def watches(ranks: int) -> tuple[list[FailureMonitor], list[NcclLink]]:
     store = dist.PrefixStore("a group", dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     links = [NcclLink(store) for _ in range(ranks)]
     every = tuple(range(ranks))
-    return [Watch(every, rank, 1.0, (link,)) for rank, link in enumerate(links)], links  # type: ignore[arg-type]
+    return [FailureMonitor(every, rank, 1.0, (link,)) for rank, link in enumerate(links)], links  # type: ignore[arg-type]
 
 
-def raises(watch: Watch) -> None:
-    with pytest.raises(MemoryError), watch.reporting("computing layer 3 of micro-batch 7"):
+def raises(monitor: FailureMonitor) -> None:
+    with pytest.raises(MemoryError), monitor.reporting("computing layer 3 of micro-batch 7"):
         raise MemoryError("no room")
 
 
 def test_the_first_word_is_shown_once_and_wakes_who_waits_over_nccl(capsys: pytest.CaptureFixture[str]) -> None:
     (first, second, third), links = watches(3)
-    assert [watch.look() for watch in (first, second, third)] == [True] * 3
+    assert [monitor.poll() for monitor in (first, second, third)] == [True] * 3
     raises(second)
-    assert [watch.look() for watch in (first, second, third)] == [False] * 3
+    assert [monitor.poll() for monitor in (first, second, third)] == [False] * 3
     line = (
         "hf_distca: rank 1 has left the attention group of ranks (0, 1, 2): it raised MemoryError while computing layer 3 of "
         "micro-batch 7: no room\n"
@@ -69,9 +69,9 @@ def test_the_first_word_is_shown_once_and_wakes_who_waits_over_nccl(capsys: pyte
 
 def test_a_rank_that_ends_well_is_no_news(capsys: pytest.CaptureFixture[str]) -> None:
     (first, second, third), links = watches(3)
-    first.say_farewell()
-    second.say_farewell()
-    assert not third.look()
+    first.announce_exit()
+    second.announce_exit()
+    assert not third.poll()
     assert capsys.readouterr().err == ""
     assert [link.aborted for link in links] == [0, 0, 0]
 
@@ -79,14 +79,14 @@ def test_a_rank_that_ends_well_is_no_news(capsys: pytest.CaptureFixture[str]) ->
 def test_a_word_goes_before_a_farewell(capsys: pytest.CaptureFixture[str]) -> None:
     (first, second, third), _ = watches(3)
     raises(second)
-    first.say_farewell()
-    assert not third.look()
+    first.announce_exit()
+    assert not third.poll()
     assert "rank 1 has left" in capsys.readouterr().err
 
 
 def test_what_is_found_behind_the_back_of_a_rank_is_shown_and_wakes_it(capsys: pytest.CaptureFixture[str]) -> None:
     (first, _), links = watches(2)
-    first.fail_with(DistCADesyncError("ranks have different numbers of plans"))
+    first.abort_with(DistCADesyncError("ranks have different numbers of plans"))
     assert capsys.readouterr().err == "hf_distca: ranks have different numbers of plans\n"
     assert links[0].aborted == 1
     with pytest.raises(DistCADesyncError, match="different numbers of plans"):
@@ -102,7 +102,7 @@ class Lost:
 
 def test_ranks_that_do_not_come_to_a_meeting_are_told_of_at_once_over_nccl(capsys: pytest.CaptureFixture[str]) -> None:
     (first, _), links = watches(2)
-    meeting = Meeting(torch.zeros(2, 1, dtype=torch.int64), Lost(), lambda rows: None, first, "comparing shares")  # type: ignore[arg-type]
+    meeting = Rendezvous(torch.zeros(2, 1, dtype=torch.int64), Lost(), lambda rows: None, first, "comparing shares")  # type: ignore[arg-type]
     wait_until(lambda: links[0].aborted)
     with pytest.raises(DistCADesyncError, match="while comparing shares, and not all came"):
         meeting.wait()

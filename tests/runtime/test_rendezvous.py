@@ -30,8 +30,8 @@ def attend(rank: int) -> tuple[float, bool, list[list[int]], list[list[int]]]:
     if rank == 1:
         time.sleep(LATE)
     began = time.perf_counter()
-    meeting = group.gather_async(np.arange(rank + 1), doing="meeting", agree=lambda _: None)
-    seconds, done = time.perf_counter() - began, meeting.done
+    meeting = group.gather_async(np.arange(rank + 1), doing="meeting", on_arrival=lambda _: None)
+    seconds, done = time.perf_counter() - began, meeting.is_done
     between = group.gather(np.array([10 * rank]), doing="gathering")
     meeting.wait()
     group.raise_pending()
@@ -55,7 +55,7 @@ def disagree(rank: int) -> tuple[str, str, float]:
         raise DistCADesyncError(f"ranks have {[int(row[0]) for row in rows]}")
 
     began = time.monotonic()
-    meeting = group.gather_async(np.array([rank]), doing="meeting", agree=agree)
+    meeting = group.gather_async(np.array([rank]), doing="meeting", on_arrival=agree)
     received, peer = torch.empty(8, dtype=torch.uint8), 1 - rank
     found: list[Any] = []
     with pytest.raises(DistCADesyncError) as caught:
@@ -99,7 +99,7 @@ class NcclData:
 def disagree_over_nccl(rank: int, host_waits_for_gpu: bool) -> tuple[str, str]:
     """The error of a rank that waits over NCCL while the ranks turn out to disagree, and what it showed before."""
     group, data, shown = AttentionGroup.create(timeout_seconds=60), NcclData(), StringIO()
-    watch = group.watch
+    watch = group.monitor
     watch._links = (data, group.control)
     channel = Channel(data, watch, 60).at("layer 3 of micro-batch 7", 2)  # type: ignore[arg-type]
 
@@ -113,7 +113,7 @@ def disagree_over_nccl(rank: int, host_waits_for_gpu: bool) -> tuple[str, str]:
         transfer = channel.start(empty, empty, {}, {})
         patch.undo()
         patch.setattr(sys, "stderr", shown)
-        group.gather_async(np.array([rank + 4]), doing="meeting", agree=agree)
+        group.gather_async(np.array([rank + 4]), doing="meeting", on_arrival=agree)
         if host_waits_for_gpu:  # which goes on when the exchange is aborted, and raises nothing
             assert data.aborted.wait(30)
         with pytest.raises(DistCADesyncError) as caught:
@@ -134,9 +134,9 @@ def crash(error: Exception, group: AttentionGroup) -> list[str]:
     def agree(rows: Sequence[IntArray]) -> None:
         raise error
 
-    meeting = group.gather_async(np.array([1]), doing="meeting", agree=agree)
+    meeting = group.gather_async(np.array([1]), doing="meeting", on_arrival=agree)
     found = []
-    for learn in (meeting.wait, lambda: meeting.done):
+    for learn in (meeting.wait, lambda: meeting.is_done):
         with pytest.raises(type(error)) as caught:
             learn()
         found.append(str(caught.value))

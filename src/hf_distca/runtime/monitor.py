@@ -1,17 +1,22 @@
-"""How a rank that gives up tells the others, and how those that wait hear of it.
+"""Failure propagation between ranks: a rank that gives up tells the
+others, and wakes those that wait for it.
 
-Words travel through the key-value store of a process group, which asks nobody to take part. A rank that gives up writes its
-word and breaks its connections, so that ranks which wait for it wake up, read the word and write theirs. A rank that is
-silent has died, hangs or runs something else. Words are text and are only shown.
+Messages of failure, here called words, travel through the key-value store of a process group, where
+no other rank needs to take part. A rank that gives up writes its word and breaks its connections,
+so that ranks which wait for it wake up, read the word and write theirs. A rank that is silent has
+died, hangs or runs something else. Words are text and are only shown.
 
-A rank that waits in somebody else's collective meanwhile, such as DDP's reduction of gradients, is not told of it: it hears later
-that a connection was closed, or nothing until a timeout. So a thread looks for the first word and shows it on this rank's stderr.
+A rank that meanwhile waits in a foreign collective, such as DDP's reduction of gradients, would
+only hear later that a connection was closed, or nothing until a timeout. So a thread polls for the
+first word and prints it on this rank's stderr.
 
-gloo does not wake a wait for a message that is half-way when the connection breaks: it lasts until its timeout. So a rank that
-gives up sees the messages under way through before; a rank that dies cannot.
+gloo does not wake a wait for a message that is half-way when the connection breaks: it lasts until
+its timeout. So a rank that gives up first completes the messages under way; a rank that dies
+cannot.
 
-If the store was on a node that is lost, or whose link is, calls of it last until TCP gives up, a quarter of an hour. So whoever
-is in a hurry makes them in a thread that it need not wait for.
+If the store was on a node that is lost, or whose link is, calls of it last until TCP gives up, a
+quarter of an hour. So calls that must not take that long run in a thread that nobody needs to wait
+for.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ import torch.distributed as dist
 
 from hf_distca.errors import DistCADesyncError
 
-__all__ = ["BREAK_TAG", "NO_NAMES", "AwaitedThread", "Watch", "listen", "patience"]
+__all__ = ["BREAK_TAG", "NO_NAMES", "AwaitedThread", "FailureMonitor", "start_polling", "reserved_seconds"]
 
 NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
@@ -54,13 +59,14 @@ _SERVER_SILENT = "is silent (dead or stuck: look at its log, and start it again 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-def patience(timeout_seconds: float) -> float:
-    """Seconds of the timeout that are left for the words of other ranks."""
+def reserved_seconds(timeout_seconds: float) -> float:
+    """Return the seconds of the timeout that are reserved for reading the words of other ranks."""
     return min(timeout_seconds / 10, 5.0)
 
 
 class AwaitedThread(threading.Thread):
-    """A thread that starts at once, and that the end of the interpreter waits for: half a second, for it may wait for ever.
+    """A thread that starts at once, and that the interpreter waits
+    for at its end, half a second at most.
 
     torch and compiled code release the GIL, and abort the process if they want it back while the interpreter ends.
     """
@@ -71,22 +77,25 @@ class AwaitedThread(threading.Thread):
 
 
 class Message(Protocol):
-    """Something under way between ranks; `works` is what is not waited for yet."""
+    """An exchange under way between ranks; `works` are those of its
+    parts that were not waited for yet.
+    """
 
     works: list[dist.Work | None]
 
-    def see_through(self, deadline: float) -> None:
+    def drain(self, deadline: float) -> None:
         """Wait until it has arrived, or until `time.monotonic()` reaches the deadline. Never raises."""
 
 
-class Watch:
-    """What one rank knows of how far the ranks of its group came together.
+class FailureMonitor:
+    """A rank's record of the last point that all ranks of its group reached
+    together, and its reports of failures.
 
     Attributes:
-        met: what all ranks did together last.
+        last_collective: the last thing that all ranks did together.
         ranks: global ranks of the group.
-        under_way: messages that may still travel.
-        lookers: how many ranks ask its store for words, those of other groups among them.
+        under_way: messages that may still be under way.
+        pollers: number of ranks that poll its store for words, those of other groups included.
     """
 
     def __init__(
@@ -97,9 +106,9 @@ class Watch:
         links: tuple[dist.ProcessGroup, ...],
         names: Mapping[int, str] = NO_NAMES,
     ) -> None:
-        self.met = "making the attention group"
+        self.last_collective = "making the attention group"
         self.under_way: WeakSet[Message] = WeakSet()
-        self.lookers = max(len(ranks), dist.get_world_size() if dist.is_initialized() else 1)
+        self.pollers = max(len(ranks), dist.get_world_size() if dist.is_initialized() else 1)
         self.ranks, self._rank, self._timeout_seconds, self._links = ranks, rank, timeout_seconds, links
         self._names, self._servers = {rank: names.get(rank, f"rank {rank}") for rank in ranks}, frozenset(names)
         self._store = links[-1].get_group_store()
@@ -108,8 +117,8 @@ class Watch:
         self._told = 0
 
     @contextmanager
-    def together(self, doing: str) -> Iterator[None]:
-        """A context for a collective of all ranks.
+    def collective(self, doing: str) -> Iterator[None]:
+        """Return a context manager for a collective of all ranks.
 
         Raises:
             DistCADesyncError: if not all of them come in time.
@@ -118,11 +127,11 @@ class Watch:
             yield
         except RuntimeError as error:
             raise self.give_up(doing, error) from error
-        self.met = doing
+        self.last_collective = doing
 
     @contextmanager
     def reporting(self, doing: str) -> Iterator[None]:
-        """Tell the other ranks of an exception inside, which nobody else would tell them of."""
+        """Report an exception inside to the other ranks, which nothing else would do."""
         try:
             yield
         except DistCADesyncError:
@@ -132,29 +141,31 @@ class Watch:
             raise
 
     def deadline(self) -> float:
-        """When `patience` that begins now ends, as `time.monotonic()` counts."""
-        return time.monotonic() + patience(self._timeout_seconds)
+        """Return the end of a `reserved_seconds` that begins now, in the time of `time.monotonic()`."""
+        return time.monotonic() + reserved_seconds(self._timeout_seconds)
 
     @property
-    def left(self) -> bool:
-        """Whether this rank has left the group."""
+    def has_left(self) -> bool:
+        """True if this rank has left the group."""
         return self._word is not None
 
     def leave(self, word: str) -> None:
-        """Leave the group for a reason that the others are told: "was told to end"; unless this rank has left."""
+        """Leave the group for a reason that the others read, such as "was told
+        to end"; do nothing if this rank has left.
+        """
         self._leave(word, self.deadline())
 
-    def follow(self) -> bool:
-        """Leave the group if another rank has left it, as far as is known now. Returns whether that is so."""
+    def leave_after_others(self) -> bool:
+        """Leave the group if another rank is known to have left it. Return whether that is so."""
         counts: list[int] = []
-        _ask(lambda: counts.append(self._store.add(_COUNT, 0)), self.deadline())
+        _query_store(lambda: counts.append(self._store.add(_COUNT, 0)), self.deadline())
         if counts == [0]:
             return False
         self._leave("left because another rank had", self.deadline())
         return True
 
     def give_up(self, doing: str, error: Exception) -> DistCADesyncError:
-        """Leave the group because others did not come. Takes up to `patience` seconds.
+        """Leave the group because others did not come. Takes up to `reserved_seconds` seconds.
 
         Returns:
             The error to raise, with what each rank was doing.
@@ -167,7 +178,7 @@ class Watch:
         deadline = self.deadline()
         self._leave(f"waited in vain while {doing}", deadline)
         words: dict[int, tuple[int, str]] = {}
-        _ask(partial(self._read_words, words, deadline - _LATE_SECONDS), deadline)
+        _query_store(partial(self._read_words, words, deadline - _LATE_SECONDS), deadline)
         said = dict(tuple(words.values()))
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         others = "; ".join(
@@ -177,21 +188,23 @@ class Watch:
         )
         return DistCADesyncError(
             f"{self._names[rank_here]} waited up to {self._timeout_seconds:g} s for ranks {self.ranks} while {doing}, and not "
-            f"all came.{before} The others: {others}. All ranks were last together when {self.met}. Every rank must run the same "
-            "number of training forwards and backwards through the same layers: look at the other ranks' logs for one that "
-            f"failed, stopped early or is still in another step. ({first_line})"
+            f"all came.{before} The others: {others}. All ranks were last together when {self.last_collective}. "
+            "Every rank must run the same number of training forwards and backwards through the same layers: look at the "
+            f"other ranks' logs for one that failed, stopped early or is still in another step. ({first_line})"
         )
 
-    def fail_with(self, error: DistCADesyncError) -> None:
-        """Wake this rank where it waits for others in vain, to raise an error that another thread has found on every rank."""
+    def abort_with(self, error: DistCADesyncError) -> None:
+        """Wake this rank from a wait for others, to raise an error that
+        another thread has found on every rank.
+        """
         self._found = error
-        _show(str(error))  # nobody may ask for long: the host may wait for its GPU
+        _print_error(str(error))  # nobody may ask for long: the host may wait for its GPU
         time.sleep(_WOKEN_SECONDS)  # for messages of ranks that do belong together: a wait for half of one would not wake up
         for link in self._links:
-            _break(link)
+            _break_link(link)
 
     def raise_pending(self) -> None:
-        """Raise the error that this rank is to be woken for: what a `Meeting` has found.
+        """Raise the error that this rank was to be woken for: one that a `Rendezvous` has found.
 
         Raises:
             DistCADesyncError: if there is one.
@@ -200,11 +213,13 @@ class Watch:
             raise self.give_up("", self._found)
 
     def gather_text(self, text: str) -> list[str]:
-        """What every rank says, in rank order, each time that all do; empty for those that say nothing in time. No collective."""
+        """Gather a text from every rank, in rank order, each time that all call it; empty
+        for ranks that give none in time. No collective.
+        """
         self._told += 1
         keys = [f"distca said {self._told} {rank}" for rank in range(len(self.ranks))]
         self._store.set(keys[self._rank], text)
-        deadline, said = time.monotonic() + self._timeout_seconds - patience(self._timeout_seconds), [""] * len(keys)
+        deadline, said = time.monotonic() + self._timeout_seconds - reserved_seconds(self._timeout_seconds), [""] * len(keys)
         for rank, key in enumerate(keys):
             with suppress(RuntimeError):
                 # Not `Store.wait`: no other thread could use the store meanwhile.
@@ -215,16 +230,21 @@ class Watch:
         return said
 
     @property
-    def first_word(self) -> str:
-        """What the first rank said that left, with its name; empty if none has, all ended as they should, or it is not known."""
+    def first_failure(self) -> str:
+        """First word of a rank that left, prefixed by its name; "" if none has, if all
+        ended as they should, or if it is unknown.
+        """
         said: list[tuple[int, str] | None] = []
-        _ask(lambda: said.append(self._read(1)), self.deadline())
+        _query_store(lambda: said.append(self._read(1)), self.deadline())
         rank, word = next(iter(said), None) or (0, "")
         return f"{self._names[rank]} {word}" if word else ""
 
-    def look(self) -> bool:
-        """Show the first word of another rank, once it is there. Returns whether there may be one later."""
-        if self.left:
+    def poll(self) -> bool:
+        """Print the first word of another rank, once there is one.
+
+        Return whether one may still come.
+        """
+        if self.has_left:
             return False
         try:
             first = self._read(1)
@@ -233,30 +253,39 @@ class Watch:
         if first is None:
             return True
         rank, word = first
-        if word and rank != self.ranks[self._rank] and not self.left:
-            _show(f"{self._names[rank]} has left the attention group of ranks {self.ranks}: it {word}")
+        if word and rank != self.ranks[self._rank] and not self.has_left:
+            _print_error(f"{self._names[rank]} has left the attention group of ranks {self.ranks}: it {word}")
             self._abort()
         return False
 
-    def lose(self, doing: str, error: Exception) -> None:
-        """Others did not come, which this rank may ask for long after: over NCCL its host waits for its GPU. Wake it."""
+    def report_timeout(self, doing: str, error: Exception) -> None:
+        """Report that others did not come in time.
+
+        Over NCCL, also wake this rank's host from its wait for the GPU.
+        """
         if self._abort():
-            _show(f"not all of ranks {self.ranks} came while {doing} ({str(error).partition(chr(10))[0]})")
+            _print_error(f"not all of ranks {self.ranks} came while {doing} ({str(error).partition(chr(10))[0]})")
 
     def _abort(self) -> bool:
-        """Break links over which nothing else ends a wait; over gloo, who leaves does it. Returns whether there are any."""
+        """Break links whose waits nothing else ends; over gloo, the leaving rank breaks them.
+
+        Return whether there are any.
+        """
         links = [link for link in self._links if link.name() != "gloo"]
         for link in links:
-            _break(link)
+            _break_link(link)
         return bool(links)
 
-    def say_farewell(self) -> bool:
-        """Let the others stop looking for a first word, if the store may end with a process. Returns whether that was so."""
-        if self.left or not _served_by_a_process(self._store):
+    def announce_exit(self) -> bool:
+        """Let the others stop polling for a first word, if the store may end with a process.
+
+        Return whether that was done.
+        """
+        if self.has_left or not _served_by_a_process(self._store):
             return False
         with suppress(RuntimeError):
-            if not self._store.check([_entry(1)]):
-                self._store.set(_entry(1), f"{self.ranks[self._rank]} ")
+            if not self._store.check([_failure_key(1)]):
+                self._store.set(_failure_key(1), f"{self.ranks[self._rank]} ")
         return True
 
     def _leave(self, word: str, deadline: float) -> None:
@@ -264,14 +293,16 @@ class Watch:
             return
         self._word = word if len(word) <= _LONGEST_WORD else word[:_LONGEST_WORD] + "..."
         entry = f"{self.ranks[self._rank]} {self._word}"
-        _ask(lambda: self._store.set(_entry(self._store.add(_COUNT, 1)), entry), deadline)
+        _query_store(lambda: self._store.set(_failure_key(self._store.add(_COUNT, 1)), entry), deadline)
         for message in tuple(self.under_way):
-            message.see_through(deadline)
+            message.drain(deadline)
         for link in self._links:
-            _break(link)
+            _break_link(link)
 
     def _read_words(self, words: dict[int, tuple[int, str]], deadline: float) -> None:
-        """Fill in the words of the ranks that have left, this one's among them: of all ranks, or those known at the deadline."""
+        """Collect the words of the ranks that have left, this one included,
+        until all have or the deadline passes.
+        """
         pause = 0.02
         while True:
             for number in set(range(1, self._store.add(_COUNT, 0) + 1)) - words.keys():
@@ -283,16 +314,18 @@ class Watch:
             pause = min(1.5 * pause, 0.25)
 
     def _read(self, number: int) -> tuple[int, str] | None:
-        """The word that is the number-th to be written, and its rank; None if it is not there."""
-        key = _entry(number)
+        """Return the number-th word and its rank; None if it is not there."""
+        key = _failure_key(number)
         if not self._store.check([key]):
             return None
         rank, word = self._store.get(key).decode(errors="replace").split(" ", 1)
         return int(rank), word
 
 
-def _ask(question: Callable[[], None], deadline: float) -> None:
-    """Ask a store, and wait until the deadline at most; nothing comes of it if the store was on a rank or a node that is lost."""
+def _query_store(question: Callable[[], None], deadline: float) -> None:
+    """Query a store, and wait until the deadline at most; without
+    result if the store's rank or node is lost.
+    """
 
     def ask() -> None:
         with suppress(RuntimeError):
@@ -302,18 +335,23 @@ def _ask(question: Callable[[], None], deadline: float) -> None:
 
 
 def _served_by_a_process(store: Any) -> bool:
-    """Whether a store ends with one of the processes: one over TCP, under whatever prefixes."""
+    """Return whether a store ends with one of the processes: a
+    store over TCP, under any prefixes.
+    """
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     return type(store).__name__ == "TCPStore"
 
 
-def _entry(number: int) -> str:
+def _failure_key(number: int) -> str:
     return f"distca word {number}"
 
 
-def _break(link: dist.ProcessGroup) -> None:
-    """Wake whoever waits for messages of a group. A gloo group closes its connections where a wait times out, and only there."""
+def _break_link(link: dist.ProcessGroup) -> None:
+    """Wake all waits for messages of a group.
+
+    A gloo group closes its connections only where a wait times out.
+    """
     if link.name() != "gloo":
         with suppress(RuntimeError):
             link.abort()
@@ -328,25 +366,27 @@ def _break(link: dist.ProcessGroup) -> None:
                 return
 
 
-class _Listener:
-    """Asks all watches of a process whether a rank has left, in a thread of its own."""
+class _MonitorPoller:
+    """A thread that polls all monitors of a process for ranks that have left."""
 
     def __init__(self) -> None:
-        self._watches: WeakSet[Watch] = WeakSet()
+        self._monitors: WeakSet[FailureMonitor] = WeakSet()
         self._ended = threading.Event()
         self._process = 0
         self._thread: AwaitedThread | None = None
         self._last_pause = _LATE_SECONDS
 
-    def add(self, watch: Watch) -> None:
-        """Look for this one, too."""
-        self._watches.add(watch)
+    def add(self, monitor: FailureMonitor) -> None:
+        """Poll this monitor, too."""
+        self._monitors.add(monitor)
         if self._process != os.getpid():  # a fork has no threads
             self._process = os.getpid()
             self._thread = AwaitedThread(self._run, "listener")
 
     def end(self) -> None:
-        """Stop, as all threads, when the interpreter ends. A rank whose process may hold the store waits until others have, too.
+        """Stop at the end of the interpreter, like all threads.
+
+        A rank whose process may hold the store waits until others have stopped.
 
         Every rank of a group lets gloo's threads drop the tensors of the last collective, ours or the user's: one that does it
         later aborts the process, under any attention (https://github.com/pytorch/pytorch/issues/190489), and the Trainer's own
@@ -362,24 +402,26 @@ class _Listener:
             time.sleep(self._last_pause)
 
     def _run(self) -> None:
-        while not self._ended.wait(max(map(_pause, tuple(self._watches)), default=_LOOK_SECONDS)):
-            for watch in tuple(self._watches):
-                if not self._ended.is_set() and not watch.look():
-                    self._watches.discard(watch)
+        while not self._ended.wait(max(map(_poll_pause, tuple(self._monitors)), default=_LOOK_SECONDS)):
+            for monitor in tuple(self._monitors):
+                if not self._ended.is_set() and not monitor.poll():
+                    self._monitors.discard(monitor)
         # Not in `end`: what asks a store does it in a thread, and Python 3.12 starts none any more.
-        self._last_pause = max([_LATE_SECONDS, *(_pause(watch) for watch in tuple(self._watches) if watch.say_farewell())])
+        self._last_pause = max(
+            [_LATE_SECONDS, *(_poll_pause(monitor) for monitor in tuple(self._monitors) if monitor.announce_exit())]
+        )
 
 
-def _pause(watch: Watch) -> float:
-    return _LOOK_SECONDS * max(1.0, watch.lookers / _MANY)
+def _poll_pause(monitor: FailureMonitor) -> float:
+    return _LOOK_SECONDS * max(1.0, monitor.pollers / _MANY)
 
 
-def _show(text: str) -> None:
-    """Write a line to this rank's stderr at once, whatever is set up for logging."""
+def _print_error(text: str) -> None:
+    """Write a line to this rank's stderr at once, whatever the logging configuration."""
     sys.stderr.write(f"hf_distca: {text}\n")
     sys.stderr.flush()
 
 
-_listener = _Listener()
-listen = _listener.add
+_listener = _MonitorPoller()
+start_polling = _listener.add
 atexit.register(_listener.end)
