@@ -50,13 +50,6 @@ class Scale:
     link_gbps: Annotated[
         float | None, typer.Option(help="Gigabits per second of a device between nodes, instead of the hardware's.")
     ] = None
-    servers: Annotated[
-        int,
-        typer.Option(help="Devices of --ranks that train nothing and serve attention, in nodes of their own; adds strategies."),
-    ] = 0
-    servers_each_node: Annotated[
-        bool, typer.Option("--servers-each-node", help="Every node has equally many of the servers.")
-    ] = False
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -98,8 +91,6 @@ class Scale:
             by_degrees if self.sharding == "auto" else self.sharding,
             "none" if self.checkpointing == "auto" else self.checkpointing,
             None if self.profile is None else _measured(self.profile),
-            self.servers,
-            self.servers_each_node,
         )
         _ = setting.shape  # says which degrees heads do not allow
         full = self.checkpointing == "auto" and fullest(setting, self.tokens_per_rank).total > device.memory_bytes
