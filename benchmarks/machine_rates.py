@@ -24,12 +24,13 @@ import torch.distributed as dist
 import hf_distca
 from dealt_step_time import WAYS, Steps
 from hf_distca.integration.session import current_session
+from hf_distca.model_shape import ModelShape
 from hf_distca.runtime import meter
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from hf_distca.schedule.plan import Plan
 from hf_distca.simulate.hardware import Hardware, find_hardware
-from hf_distca.simulate.models import ModelShape, find_model
+from hf_distca.simulate.models import find_model
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import of_plan
 

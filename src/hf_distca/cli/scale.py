@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,10 +11,10 @@ import typer
 from hf_distca.cli.files import name_of, read
 
 if TYPE_CHECKING:
+    from hf_distca.model_shape import ModelShape
     from hf_distca.schedule.cost import CostModel
     from hf_distca.schedule.profiles import Profile as MeasuredProfile
     from hf_distca.simulate.document_lengths import DocumentSource
-    from hf_distca.simulate.models import ModelShape
     from hf_distca.simulate.predict import Prediction
     from hf_distca.simulate.setting import Setting
 
@@ -117,14 +117,14 @@ class Scale:
 
 def _shape_of(model: str) -> ModelShape:
     """Return a known shape by name, or that of a config.json, given as the file or its folder."""
-    from hf_distca.simulate.models import KNOWN_MODELS, ModelShape, find_model
+    from hf_distca.simulate.models import KNOWN_MODELS, find_model
 
     path = Path(model)
     if model.lower() in KNOWN_MODELS or not (path.is_file() or (path / "config.json").is_file()):
         return find_model(model)
     from hf_distca.doctor.counting import count_model  # imports transformers, in seconds
 
-    return ModelShape(**asdict(count_model(path)))
+    return count_model(path)
 
 
 def _measured(source: Path) -> CostModel | MeasuredProfile:

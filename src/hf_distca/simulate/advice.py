@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hf_distca.model_shape import ModelShape
 from hf_distca.simulate.document_lengths import DocumentSource
-from hf_distca.simulate.models import ModelShape
 from hf_distca.simulate.predict import Prediction, best_alternative, best_of
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import OURS, STRATEGIES, Strategy, find_strategy

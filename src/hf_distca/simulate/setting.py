@@ -11,11 +11,11 @@ import numpy as np
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
+from hf_distca.model_shape import ModelShape
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.profiles import Profile
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.simulate.hardware import Hardware
-from hf_distca.simulate.models import ModelShape
 
 __all__ = ["MOST_TOKENS", "TILE", "Checkpointing", "Setting", "Sharding"]
 
