@@ -20,16 +20,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from scipy.optimize import nnls
 
 import hf_distca
 from dealt_step_time import WAYS, Steps
 from hf_distca.integration.session import current_session
+from hf_distca.model_shape import ModelShape
 from hf_distca.runtime import meter
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from hf_distca.schedule.plan import Plan
 from hf_distca.simulate.hardware import Hardware, find_hardware
-from hf_distca.simulate.models import ModelShape, find_model
+from hf_distca.simulate.models import find_model
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import of_plan
 
@@ -142,18 +144,9 @@ class Sampler:
         asked = np.array([[sum(of_plan(setting, plan, unit).wire for plan in step) for unit in (one, byte)] for step in plans])
         asked = (asked * depths[:, None, None]).transpose(0, 2, 1).reshape(-1, 2)  # (samples * ranks, 2)
         moving = asked[:, 1] > 0
-        latency, per_byte = _not_negative(asked[moving], seconds.ravel()[moving])
-        return latency, max(per_byte, 1e-12)
-
-
-def _not_negative(asked: Array, seconds: Array) -> tuple[float, float]:
-    """Least squares with two coefficients that are not negative."""
-    both, *_ = np.linalg.lstsq(asked, seconds, rcond=None)
-    if both.min() >= 0:
-        return float(both[0]), float(both[1])
-    alone = np.maximum(asked.T @ seconds / np.square(asked).sum(axis=0), 0)
-    better = int(np.square(asked * alone - seconds[:, None]).sum(axis=0).argmin())
-    return (float(alone[0]), 0.0) if better == 0 else (0.0, float(alone[1]))
+        sizes = np.linalg.norm(asked[moving], axis=0)  # seconds and bytes are of unlike sizes, and nnls has one tolerance
+        latency, per_byte = nnls(asked[moving] / sizes, seconds.ravel()[moving])[0] / sizes
+        return float(latency), max(float(per_byte), 1e-12)
 
 
 def _parts(steps: Steps, way: str) -> tuple[float, float, float]:

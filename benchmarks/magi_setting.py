@@ -23,12 +23,12 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from hf_distca.model_shape import ModelShape
 from hf_distca.schedule.cost import causal_pairs
 from hf_distca.schedule.deal import in_order
 from hf_distca.simulate import context
 from hf_distca.simulate.disaggregated import dealt, work_of
 from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.models import ModelShape
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import MicroBatchWork
 from machine import describe

@@ -34,9 +34,10 @@ from hf_distca.simulate.document_lengths import DISTRIBUTIONS, DocumentSource, d
 from hf_distca.simulate.hardware import find_hardware
 from hf_distca.simulate.memory import fullest
 from hf_distca.simulate.models import find_model
-from hf_distca.simulate.predict import Prediction, ideal_seconds, simulate
+from hf_distca.simulate.predict import Prediction, simulate
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.timelines import linear_seconds
+from ideal import ideal_seconds
 from machine import describe
 from output import add_json_option, put_out
 from published_planner import PUBLISHED as PUBLISHED_PLANNER

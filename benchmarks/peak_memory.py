@@ -37,9 +37,9 @@ import hf_distca
 from dealt_step_time import share_of
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.integration.families import known_cost, layer_keys
+from hf_distca.model_shape import ModelShape
 from hf_distca.schedule.cost import CostModel
 from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.models import ModelShape
 from hf_distca.simulate.predict import predict_step
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import find_strategy

@@ -3,7 +3,7 @@
     python benchmarks/pool.py --json
 
 Every row compares steps with the same documents. In place, all devices train and serve. In a pool, some devices only serve, and
-the others hold all tokens. Both are simulated layer by layer (`hf_distca.simulate.pool`), in one stream and in ping-pong, the
+the others hold all tokens. Both are simulated layer by layer (`simulated_pool`), in one stream and in ping-pong, the
 pool with plans that count none, a quarter, half or three quarters of the trainers' linear layers. What is fastest and fits in
 memory counts. Between nodes a device sends 37 GB/s. Five tables:
 
@@ -36,14 +36,15 @@ from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.document_lengths import DocumentSource, distribution, from_list
 from hf_distca.simulate.hardware import Hardware, find_hardware
 from hf_distca.simulate.models import find_model
-from hf_distca.simulate.pool import COUNTED, Devices, pooled
-from hf_distca.simulate.predict import ideal_seconds, predict_step
+from hf_distca.simulate.predict import predict_step
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import Strategy
 from hf_distca.simulate.timelines import linear_seconds
+from ideal import ideal_seconds
 from machine import describe
 from output import add_json_option, put_out
 from paper_table import PAPER, arrangements
+from simulated_pool import COUNTED, Devices, Servers, pooled
 
 K = 1024
 RANKS = 64
@@ -52,7 +53,7 @@ WEB = "lognormal:2449:1.06"
 LENGTHS = {"pretrain": "pretrain", "prolong": "prolong", "web": WEB}
 KERNELS = {"h100 FA2": ("h100", "flash_attn_2"), "h100 FA3": ("h100", "flash_attn_3"), "b200 FA4": ("b200", None)}
 CONTEXTS = ((128 * K, 32 * K), (512 * K, 64 * K))  # longest document, and tokens of a rank
-POOLS = ((8, False), (8, True), (16, False), (32, False))  # servers, and whether every node has some
+POOLS = (Servers(8), Servers(8, each_node=True), Servers(16), Servers(32))
 SPARE = (8, 16, 32, 64)
 UNLIKE = (("h100 FA3", "a100", 8), ("h100 FA3", "a100", 32), ("b200 FA4", "h100 FA3", 8), ("b200 FA4", "h100 FA3", 32))
 Batches = Sequence[Sequence[IntArray]]
@@ -98,17 +99,6 @@ def _way(setting: Setting, steps: Batches, devices_of: Callable[[Setting], Devic
     )
 
 
-def all_train(setting: Setting) -> Devices:
-    ones = np.ones(setting.group)
-    return Devices(ones, ones, ones)
-
-
-def some_serve(setting: Setting) -> Devices:
-    devices = Devices.with_servers(setting)
-    assert devices is not None
-    return devices
-
-
 def attention_share(setting: Setting, steps: Batches) -> tuple[float, float]:
     """Seconds of a step in which all devices have equal parts of all work, and the part of them that is attention."""
     ideal = float(np.mean([ideal_seconds(setting, batches) for batches in steps]))
@@ -116,31 +106,31 @@ def attention_share(setting: Setting, steps: Batches) -> tuple[float, float]:
     return ideal, float(np.mean(seconds)) * setting.model.layers / (setting.group * setting.stages) / ideal
 
 
-def compared(settings: Sequence[Setting], documents: DocumentSource, batches: int, pools: Any) -> dict[str, Any]:
+def compared(settings: Sequence[Setting], documents: DocumentSource, batches: int, pools: Sequence[Servers]) -> dict[str, Any]:
     """A setting in place, and with each pool."""
 
     def steps(setting: Setting) -> Batches:
         return list(documents.steps(setting.tokens, setting.micro_batches, batches))
 
-    def best(devices_of: Callable[[Setting], Devices], **change: Any) -> Way:
-        found = [way([replace(one, **change)], steps(one), devices_of) for one in settings]
+    def best(devices_of: Callable[[Setting], Devices]) -> Way:
+        found = [way([one], steps(one), devices_of) for one in settings]
         return min(found, key=lambda one: (not one.fits, one.step_seconds))
 
     # With and without checkpointing; the lesser ideal is the one that counts.
     ideal, share = min(attention_share(setting, steps(setting)) for setting in settings)
-    place = best(all_train)
+    place = best(Devices.all_training)
     return {
         "attention_share": share,
         "ideal_seconds": ideal,
         "in_place": place._asdict(),
         "pools": [
             {
-                "servers": servers,
-                "each_node": each,
-                **(found := best(some_serve, servers=servers, servers_each_node=each))._asdict(),
+                "servers": servers.count,
+                "each_node": servers.each_node,
+                **(found := best(partial(Devices.with_servers, servers)))._asdict(),
                 "over_in_place": found.step_seconds / place.step_seconds,
             }
-            for servers, each in pools
+            for servers in pools
         ],
     }
 
@@ -152,7 +142,7 @@ def alike(kernel: str, lengths: str, longest: int, tokens: int, batches: int) ->
 
 def paper(number: int, lengths: str, batches: int) -> dict[str, Any]:
     row = PAPER[number]
-    pools = [(part, False) for part in (row.gpus // 8, row.gpus // 4)]
+    pools = [Servers(part) for part in (row.gpus // 8, row.gpus // 4)]
     found = compared(arrangements(row, stages=False), distribution(LENGTHS[lengths], row.longest), batches, pools)
     return {"table": "paper", **row._asdict(), "lengths": lengths, **found}
 
@@ -168,10 +158,10 @@ def spare(kernel: str, lengths: str, longest: int, tokens: int, batches: int) ->
     """As many documents as the devices that train hold, on more devices."""
     setting = arranged(hardware(kernel), tokens)
     steps = list(distribution(LENGTHS[lengths], longest).steps(setting.tokens, 1, batches))
-    alone, rows = way([setting], steps, all_train).step_seconds, []
+    alone, rows = way([setting], steps, Devices.all_training).step_seconds, []
     for more in SPARE:
-        wider = replace(setting, ranks=RANKS + more, servers=more)
-        serving, training = (way([wider], steps, devices_of).step_seconds for devices_of in (some_serve, all_train))
+        wider, serve = replace(setting, ranks=RANKS + more), partial(Devices.with_servers, Servers(more))
+        serving, training = (way([wider], steps, devices_of).step_seconds for devices_of in (serve, Devices.all_training))
         rows.append({"more": more, "serving_speedup": alone / serving, "training_speedup": alone / training})
     return {"table": "spare", "kernel": kernel, "lengths": lengths, "longest": longest, "alone_seconds": alone, "devices": rows}
 
@@ -192,7 +182,7 @@ def unlike(names: tuple[str, str, int], lengths: str, longest: int, tokens: int,
         return Devices(np.where(slower, tokens_of_slower, 1.0), np.where(slower, linear, 1.0), np.where(slower, attention, 1.0))
 
     ways = {
-        "left_out": ([replace(setting, ranks=RANKS - many)], all_train, COUNTED),
+        "left_out": ([replace(setting, ranks=RANKS - many)], Devices.all_training, COUNTED),
         "equal_tokens": ([setting], partial(devices, 1.0), (0.0,)),
         "equal_tokens_counted": ([setting], partial(devices, 1.0), COUNTED),
         "tokens_by_speed": ([setting], partial(devices, linear), COUNTED),

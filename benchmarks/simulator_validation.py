@@ -40,10 +40,10 @@ from tqdm import tqdm
 import hf_distca
 from dealt_step_time import WAYS, Steps, lengths_of
 from hf_distca.integration.session import current_session
+from hf_distca.model_shape import ModelShape
 from hf_distca.schedule.cost import CostModel
 from hf_distca.simulate.beside_attention import weight_exchange
 from hf_distca.simulate.disaggregated import work_of
-from hf_distca.simulate.models import ModelShape
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.timelines import rank_seconds
 from machine import describe

@@ -12,7 +12,7 @@ trap 'rm -rf "$environment"' EXIT
 oldest="$(sed -n '/^install_requires/,/^\[/s/^ *\([a-z]*\)>=\([0-9.]*\)$/\1==\2/p' setup.cfg | grep -v '^torch==')"
 oldest="$oldest $(grep '^torch==' constraints.txt)"
 echo $oldest
-"$environment/bin/pip" install --quiet $oldest -e . datasets hypothesis matplotlib packaging parameterized peft pytest pytest-timeout pytest-xdist rich scipy
+"$environment/bin/pip" install --quiet $oldest -e . datasets hypothesis matplotlib packaging parameterized peft pytest pytest-timeout pytest-xdist
 
 # Not here: what has other names in the Trainer's arguments; a rotary embedding that these versions of transformers do not reset
 # after a long row; what needs names of newer versions (overlays of masks that they do not have), and a resume on CPUs, where

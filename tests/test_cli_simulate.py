@@ -292,11 +292,6 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for words in (
         words_of("hf-distca advise --lengths prolong --ranks 64"),
         words_of("hf-distca advise --lengths lognormal:1000:0.5 --ranks 64"),
-        words_of("hf-distca advise --lengths prolong --ranks 16 --tokens-per-rank 32768 --servers 2 --servers-each-node"),
-        words_of(
-            "hf-distca simulate --lengths pretrain --ranks 64 --tokens-per-rank 32768 --kernel flash_attn_3 --checkpointing "
-            "selective --servers 8"
-        ),
         words_of("hf-distca simulate --lengths lengths.json --ranks 64 --hardware h200"),
         words_of("hf-distca simulate --lengths lengths.json --ranks 64 --hardware h100 --kernel flash_attn_3"),
         words_of(
@@ -327,20 +322,3 @@ def one_line(result: Result, message: str) -> None:
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert "Traceback" not in result.output
-
-
-def test_a_pool_of_servers_beside_the_same_devices_in_place(tmp_path: Path) -> None:
-    file = lengths(tmp_path, [6000, *[500] * 20])
-    pool = (*SMALL, "--strategy", "pool", "--strategy", "pool-ping-pong", "--servers", 2)
-    table = run("simulate", "--lengths", file, *pool)
-    assert table.exit_code == 0, table.output
-    for text in ("pool of servers, ping-pong", "in a pool, 2 serve", "servers hold none"):
-        assert text in " ".join(table.stdout.split())
-    found = json.loads(run("simulate", "--lengths", file, *pool, "--json").stdout)
-    assert found["setting"]["servers"] == 2
-    steps = {step["strategy"]: step for step in found["strategies"]}
-    assert steps["pool"]["most_tokens"] > steps["dealt"]["most_tokens"]
-    assert steps["plain"]["between_bytes"] is None
-    advised = run("advise", "--lengths", file, *SMALL[:6], "--servers", 2)
-    assert "If 2 of the 8 devices only served attention" in " ".join(advised.stdout.split())
-    one_line(run("simulate", "--lengths", file, "--ranks", 32, "--servers", 6, "--servers-each-node"), "must be a multiple of 4")

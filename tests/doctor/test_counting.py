@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from hf_distca.doctor.counting import count_model
 from hf_distca.errors import ConfigError
 from hf_distca.simulate.beside_attention import layer_seconds
 from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.models import KNOWN_MODELS, ModelShape
+from hf_distca.simulate.models import KNOWN_MODELS
 from hf_distca.simulate.setting import Setting
 from turns import in_turn
 
@@ -73,7 +72,7 @@ def test_weights_and_layers_of_attention_are_the_models(
 
 
 def test_the_counts_of_a_dense_model_are_its_known_shape(tmp_path: Path) -> None:
-    counted = ModelShape(**asdict(count_model(write(tmp_path, "llama", **LLAMA))))
+    counted = count_model(write(tmp_path, "llama", **LLAMA))
     known = KNOWN_MODELS["llama-3-8b"]
     names = ("hidden", "layers", "query_heads", "key_value_heads", "head_dim", "feed_forward", "vocabulary", "tied", "kinds")
     assert [getattr(counted, name) for name in names] == [getattr(known, name) for name in names]
@@ -106,7 +105,7 @@ def test_what_a_config_does_not_say_is_that_of_its_family(
 def test_the_text_of_a_larger_model_is_counted(tmp_path: Path) -> None:
     text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
-    found = ModelShape(**asdict(count_model(tmp_path)))
+    found = count_model(tmp_path)
     assert (found.query_heads, found.key_value_heads, found.head_dim, found.tied, found.head_norms) == (8, 4, 256, True, True)
     assert found.kinds == ((None, 5), (1024, 29))
 
@@ -124,6 +123,7 @@ def test_numbers_that_json_does_not_have_are_read(tmp_path: Path) -> None:
         ({}, "must be an object with the key 'model_type'"),
         ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "is no config that 'gemma3_text' models take"),
         ({"model_type": "llama", "num_attention_heads": 0}, "division|modulo|no config"),
+        ({"model_type": "mistral", "sliding_window": 0}, "^[^ ]*: a sliding window of 0 keys hides everything"),
         ({"model_type": "t5"}, "distca does not support t5 models"),
         ({"model_type": "mamba"}, "distca does not support mamba models|causal attention in no layer"),
         ({"model_type": "bert"}, "causal attention in no layer.* need is_decoder=True"),
@@ -142,7 +142,7 @@ def test_experts_take_the_time_of_those_that_are_used(tmp_path: Path) -> None:
     """Of eight experts two are used: the time of two, and the weights of all."""
     sizes = {**LLAMA, "vocab_size": 32000}
     shapes = [
-        ModelShape(**asdict(count_model(write(tmp_path / kind, kind, **{**sizes, **changes}))))
+        count_model(write(tmp_path / kind, kind, **{**sizes, **changes}))
         for kind, changes in (("mixtral", {"sliding_window": None}), ("llama", {"intermediate_size": 2 * 14336}))
     ]
     tokens = torch.full((1,), 65536.0).numpy()

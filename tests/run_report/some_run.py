@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -99,9 +98,3 @@ def write_trace(folder: Path, rank: int, travelled: float, waited: float) -> Non
     spans = [("dispatch", travelled), ("wait", waited), ("server", 1.0)]
     events = [{"ph": "X", "name": name, "ts": 0.0, "dur": seconds * 1e6, "pid": rank} for name, seconds in spans]
     (folder / f"rank_{rank}.json").write_text(json.dumps({"traceEvents": [{"ph": "M", "name": "process_name"}, *events]}))
-
-
-def write_state(folder: Path, *rows: dict[str, Any]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "trainer_state.json").write_text(json.dumps({"log_history": list(rows), "global_step": 4}))
-    return folder

@@ -28,7 +28,7 @@ def test_a_page_and_what_it_says(tmp_path: Path) -> None:
     result = run("report", write_record(tmp_path / "run", some_rows()), "--output", page)
     assert result.exit_code == 0, result.output
     first, second, last = result.stdout.splitlines()
-    assert first.startswith("The slowest rank had")
+    assert first.startswith("A step took ")
     assert second.startswith("Not on the page: The share of messages that was hidden")
     assert last == f"The page: {page}"
     assert page.read_text().startswith("<!DOCTYPE html>")
@@ -50,8 +50,8 @@ def test_the_figures_behind_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, options: tuple[str, ...]) -> None:
-    one_line(run("report", tmp_path / "none", *options), "there is no folder")
-    one_line(run("report", tmp_path, *options), "holds neither _distca_run.jsonl nor trainer_state.json")
+    one_line(run("report", tmp_path / "none", *options), "is no folder with _distca_run.jsonl")
+    one_line(run("report", tmp_path, *options), "is no folder with _distca_run.jsonl")
     folder = write_record(tmp_path / "run", some_rows())
     one_line(run("report", folder, "--step", 9, *options), "Plans of these steps were kept: 1, 2, 3, 4.")
     (folder / "_distca_run.jsonl").write_text("{\n")

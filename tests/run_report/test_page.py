@@ -101,7 +101,6 @@ def test_what_can_be_read(browser: Any, found: Figures, tmp_path: Path, size: st
 @pytest.mark.parametrize(("size", "scheme"), VIEWS)
 def test_marks_are_as_large_as_their_figures(browser: Any, found: Figures, tmp_path: Path, size: str, scheme: str) -> None:
     """Every figure has its mark, and bars are in proportion, by the pixels that they take."""
-    assert found.per_rank is not None
     assert found.plan is not None
     with shown(browser, found, tmp_path, size, scheme) as page:
         widths = "all => all.map(e => e.getBoundingClientRect().width)"

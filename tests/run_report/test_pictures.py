@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from some_run import plan_row, some_rows, write_record, write_state, write_trace
+from some_run import plan_row, some_rows, write_record, write_trace
 
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.page import Picture, pictures, render
@@ -29,27 +29,24 @@ def by_name(found: Figures) -> dict[str, Picture]:
 def test_seconds_by_rank_are_in_proportion(tmp_path: Path) -> None:
     found = figures(tmp_path)
     assert list(by_name(found)) == ["ranks", "plan"]
-    assert found.per_rank is not None
-    (side,) = by_name(found)["ranks"].sides
+    (rows,) = by_name(found)["ranks"].sides.values()
     longest = max(found.per_rank.measured_before)
-    for row in side.rows:
-        (before,), (after,) = row.lines
-        assert before.length == pytest.approx(found.per_rank.measured_before[row.rank] / longest)
-        assert after.length == pytest.approx(found.per_rank.measured_after[row.rank] / longest)
+    for rank, ((before,), (after,)) in rows.items():
+        assert before.length == pytest.approx(found.per_rank.measured_before[rank] / longest)
+        assert after.length == pytest.approx(found.per_rank.measured_after[rank] / longest)
     assert by_name(found)["ranks"].width == f"{longest:.3g} s"
 
 
 def test_pieces_of_a_plan_lie_one_behind_the_other(tmp_path: Path) -> None:
     seconds = plan_row(4).per_rank
     longest = max(seconds.estimated_before)
-    sides = by_name(figures(tmp_path))["plan"].sides
+    sides = by_name(figures(tmp_path))["plan"].sides.values()
     for side, expected in zip(sides, (seconds.estimated_before, seconds.estimated_after), strict=True):
-        for row in side.rows:
-            (bars,) = row.lines
+        for rank, (bars,) in side.items():
             ends = np.cumsum([bar.length for bar in bars])
             np.testing.assert_allclose([bar.start for bar in bars], [0.0, *ends[:-1]], atol=1e-9)
-            assert ends[-1] == pytest.approx(expected[row.rank] / longest, rel=1e-3)
-    before, after = ([bar for row in side.rows for bar in row.lines[0]] for side in sides)
+            assert ends[-1] == pytest.approx(expected[rank] / longest, rel=1e-3)
+    before, after = ([bar for (bars,) in side.values() for bar in bars] for side in sides)
     assert not any(bar.moved for bar in before)
     moved = [bar for bar in after if bar.moved]
     assert moved
@@ -71,7 +68,7 @@ def test_of_many_ranks_those_are_drawn_whose_work_changes_most(tmp_path: Path) -
     drawn = by_name(figures(tmp_path, ranks=80))
     for picture in drawn.values():
         assert "32 of 80 ranks are drawn" in picture.text
-        ranks = [row.rank for row in picture.sides[-1].rows]
+        ranks = list([*picture.sides.values()][-1])
         assert len(ranks) == 32
         assert ranks[-1] == 79, "the one with the long document"
 
@@ -94,10 +91,3 @@ def test_the_page_is_one_file(tmp_path: Path) -> None:
     assert references.found == ["data:,"]
     assert "<script" not in page
     assert len(page) < 100_000
-
-
-def test_the_log_alone_makes_a_page(tmp_path: Path) -> None:
-    write_state(tmp_path, {"step": 1, "distca/imbalance_estimated_after": 1.0, "distca/imbalance_estimated_before": 2.0})
-    found = collect(RunFolder.read(tmp_path))
-    assert not by_name(found)
-    assert "Not on this page" in render(found)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, Price, causal_pairs
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, Price, causal_pairs, fit_coefficients
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.moves import slice_seconds
@@ -99,6 +99,21 @@ def test_fit_is_never_negative() -> None:
     assert fitted.task_seconds >= 0
     assert fitted.bytes_per_second > 0
     assert fitted.flops_per_second > 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_coefficients_fit_better(seed: int) -> None:
+    """Of three, the best are those of some columns alone: without bounds, and not negative by themselves."""
+    generator = np.random.default_rng(seed)
+    counts = generator.random((12, 3)) ** 3 * [1.0, 1e9, 1e13]
+    seconds = np.abs(counts @ (generator.normal(0.3, 1, 3) / [1e4, 1e13, 1e16])) + 1e-6
+    scaled, errors = counts / seconds[:, None], []
+    for columns in ([0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]):
+        sizes = np.linalg.norm(scaled[:, columns], axis=0)
+        some = np.linalg.lstsq(scaled[:, columns] / sizes, np.ones(12), rcond=None)[0]
+        if some.min() >= 0:
+            errors.append(np.square(scaled[:, columns] / sizes @ some - 1).sum())
+    assert np.square(scaled @ fit_coefficients(counts, seconds) - 1).sum() == pytest.approx(min(errors))
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)

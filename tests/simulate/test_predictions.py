@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmark_modules import import_benchmark
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import causal_pairs
 from hf_distca.simulate.advice import advise, assumptions
@@ -18,16 +19,18 @@ from hf_distca.simulate.document_lengths import distribution, from_list
 from hf_distca.simulate.hardware import KNOWN_HARDWARE
 from hf_distca.simulate.memory import activation_bytes, fullest
 from hf_distca.simulate.models import KNOWN_MODELS, find_model
-from hf_distca.simulate.predict import Prediction, best_alternative, best_of, ideal_seconds, predict_step, simulate
+from hf_distca.simulate.predict import Prediction, best_alternative, best_of, predict_step, simulate
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import OURS, POOL, STRATEGIES, WITH_SERVERS, Strategy
+from hf_distca.simulate.strategies import OURS, STRATEGIES, Strategy
 from hf_distca.simulate.timelines import data_parallel, one_forward_one_backward, rank_seconds, same_phase
 from hf_distca.simulate.work import MicroBatchWork
 from turns import in_turn
 
+ideal_seconds = import_benchmark("ideal").ideal_seconds
+
 # Attention in a quarter of the layers, and experts of which a token meets a few.
 HYBRID = replace(find_model("llama-3-8b"), attention_layers=8, weights=40 * 10**9, active=5 * 10**9)
-SINGLE = [name for name in STRATEGIES if name not in ("given-ping-pong", "dealt-ping-pong", *WITH_SERVERS)]
+SINGLE = [name for name in STRATEGIES if name not in ("given-ping-pong", "dealt-ping-pong")]
 
 
 def test_equal_documents_leave_nothing_to_gain(setting: Setting) -> None:
@@ -66,19 +69,17 @@ def test_a_long_document_is_what_only_sharing_attention_helps(setting: Setting) 
             {"checkpointing": "full"},
             {"ranks": 16, "stages": 2, "micro_batches": 3, "sharding": "zero1"},
             {"model": replace(find_model("llama-3-8b"), window=2048, windowed_layers=16)},
-            {"model": HYBRID, "servers": 2},
+            {"model": HYBRID},
         ],
         3,
-        [{"model": HYBRID, "servers": 2}],
+        [{"model": HYBRID}],
     ),
 )
 def test_no_strategy_is_faster_than_the_ideal(setting: Setting, change: dict[str, object]) -> None:
     arranged = replace(setting, **change)
     documents = distribution("prolong", 65536)
     found = simulate(arranged, documents, batches=2, seed=3)
-    assert {one.strategy for one in found} >= {*OURS, "plain", "lpt", "wlb", "all-gather"} | (
-        {*POOL} if arranged.servers else set()
-    )
+    assert {one.strategy for one in found} >= {*OURS, "plain", "lpt", "wlb", "all-gather"}
     ideal = [ideal_seconds(arranged, step) for step in documents.steps(arranged.tokens, arranged.micro_batches, 2, 3)]
     for one in found:
         assert math.isfinite(one.step_seconds)

@@ -108,7 +108,7 @@ def _count_column(path: Path, tables: list[Path], column: str) -> Any:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise UnsupportedError(
-            f"reading {path} needs pyarrow: pip install pyarrow, or write the lengths to a JSON file."
+            f'reading {path} needs pyarrow: pip install "hf-distca[tables]", or write the lengths to a JSON file.'
         ) from error
     if not tables:
         raise LayoutError(f"{path} has no {' or '.join(_TABLES)} files: name a data set saved by save_to_disk, or one such file.")

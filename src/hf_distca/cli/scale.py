@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,10 +11,10 @@ import typer
 from hf_distca.cli.files import input_name, read
 
 if TYPE_CHECKING:
+    from hf_distca.model_shape import ModelShape
     from hf_distca.schedule.cost import CostModel
     from hf_distca.schedule.profiles import Profile as MeasuredProfile
     from hf_distca.simulate.document_lengths import DocumentSource
-    from hf_distca.simulate.models import ModelShape
     from hf_distca.simulate.predict import Prediction
     from hf_distca.simulate.setting import Setting
 
@@ -50,13 +50,6 @@ class Scale:
     link_gbps: Annotated[
         float | None, typer.Option(help="Gigabits per second of a device between nodes, instead of the hardware's.")
     ] = None
-    servers: Annotated[
-        int,
-        typer.Option(help="Devices of --ranks that train nothing and serve attention, in nodes of their own; adds strategies."),
-    ] = 0
-    servers_each_node: Annotated[
-        bool, typer.Option("--servers-each-node", help="Every node has equally many of the servers.")
-    ] = False
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -98,8 +91,6 @@ class Scale:
             by_degrees if self.sharding == "auto" else self.sharding,
             "none" if self.checkpointing == "auto" else self.checkpointing,
             None if self.profile is None else _read_profile(self.profile),
-            self.servers,
-            self.servers_each_node,
         )
         _ = setting.shape  # says which degrees heads do not allow
         full = self.checkpointing == "auto" and fullest(setting, self.tokens_per_rank).total > device.memory_bytes
@@ -126,14 +117,14 @@ class Scale:
 
 def _find_shape(model: str) -> ModelShape:
     """Return a known shape by name, or that of a config.json, given as the file or its folder."""
-    from hf_distca.simulate.models import KNOWN_MODELS, ModelShape, find_model
+    from hf_distca.simulate.models import KNOWN_MODELS, find_model
 
     path = Path(model)
     if model.lower() in KNOWN_MODELS or not (path.is_file() or (path / "config.json").is_file()):
         return find_model(model)
     from hf_distca.doctor.counting import count_model  # imports transformers, in seconds
 
-    return ModelShape(**asdict(count_model(path)))
+    return count_model(path)
 
 
 def _read_profile(source: Path) -> CostModel | MeasuredProfile:

@@ -39,7 +39,6 @@ _SHOWN = (
     "ranks_per_node",
     "sharding",
     "checkpointing",
-    "servers",
 )
 
 
@@ -166,8 +165,7 @@ def _show_predictions(setting: Setting, documents: DocumentSource, predictions: 
 
     best = best_alternative(predictions)
     about = (
-        f"{setting.model.name} on {setting.ranks} {setting.hardware.name}, {setting.tokens_per_rank} tokens a rank"
-        + (f"; in a pool, {setting.servers} serve" if setting.servers else ""),
+        f"{setting.model.name} on {setting.ranks} {setting.hardware.name}, {setting.tokens_per_rank} tokens a rank",
         f"{documents.name}, {batches} batch{'es' if batches > 1 else ''}, checkpointing {setting.checkpointing}",
     )
     console, table = _make_table("\n".join(about))

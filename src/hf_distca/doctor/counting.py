@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,52 +13,16 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from hf_distca.doctor.model import read_config
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.families import check_family, layer_keys
+from hf_distca.model_shape import ModelShape
 
-__all__ = ["ModelCounts", "count_model"]
+__all__ = ["count_model"]
 
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
 _CALLS = {"diffllama": 2}  # of core attention in a layer, if not one
 _WINDOWS = ("sliding_window", "attention_window_size")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCounts:
-    """Figures of a model that predictions need.
-
-    Attributes:
-        name: the file that describes it.
-        hidden, layers, vocabulary: its sizes.
-        query_heads, key_value_heads, head_dim: of layers without a window, if there are any; the
-            width is the mean of those of keys and values.
-        feed_forward: width of a gated feed-forward layer with as many weights as a token meets
-            beside attention in the mean layer.
-        tied: whether the output layer shares the embedding's weights.
-        window, windowed_layers: keys that a position sees in layers with a sliding window, and how
-            many have it.
-        head_norms: whether q and k go through norms.
-        attention_layers: number of computations of core attention.
-        weights: number of all weights.
-        active: number of weights of the layers' matrices that a token meets.
-    """
-
-    name: str
-    hidden: int
-    layers: int
-    query_heads: int
-    key_value_heads: int
-    head_dim: int
-    feed_forward: int
-    vocabulary: int
-    tied: bool
-    window: int | None
-    windowed_layers: int
-    head_norms: bool
-    attention_layers: int
-    weights: int
-    active: int
-
-
-def count_model(path: Path) -> ModelCounts:
+def count_model(path: Path) -> ModelShape:
     """Count the weights and layers of the model of a config.json; of a composite
     model, those of the part that writes text.
 
@@ -72,10 +35,10 @@ def count_model(path: Path) -> ModelCounts:
         check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
         return _count_model(str(path), config)
     except (ConfigError, UnsupportedError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
 
 
-def _count_model(name: str, config: PreTrainedConfig) -> ModelCounts:
+def _count_model(name: str, config: PreTrainedConfig) -> ModelShape:
     text = config.get_text_config(decoder=True)
     model = _build_on_meta(config, text)
     layers, attention = _find_layers(model, text)
@@ -86,7 +49,7 @@ def _count_model(name: str, config: PreTrainedConfig) -> ModelCounts:
     active = sum(_count_met_weights(layer, text) for layer in layers)
     beside = active - sum(_count_met_weights(module, text) for _, module in attention)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return ModelCounts(
+    return ModelShape(
         *(name, text.hidden_size, len(layers)),
         *(shape.query_heads, shape.key_value_heads, (shape.head_dim + shape.value_head_dim) // 2),
         feed_forward=max(round(beside / (3 * text.hidden_size * len(layers))), 1),

@@ -28,7 +28,7 @@ from hf_distca.kernels import Case, Scores, select_kernel
 from hf_distca.measure.calibrate import BATCHES, Documents, timed
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.members import node_number
-from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
+from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost, fit_coefficients
 from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
 
 __all__ = [
@@ -221,7 +221,7 @@ def _link(wanted: ProfileRequest, group: AttentionGroup, peers: list[int], kind:
             say(f"{size} bytes to {len(to)} rank{'s' if len(to) > 1 else ''} {kind} node{'s' if kind == 'between' else ''}")
         return np.array([[1.0, size] for size, _ in cases]).reshape(-1, 2), np.array(taken)
 
-    fixed, byte = _fit_two(*times(_FITTED_BYTES))
+    fixed, byte = fit_coefficients(*times(_FITTED_BYTES)).tolist()
     others, measured = times(_KEPT_ASIDE_BYTES)
     errors = _errors("exchange", others @ np.array([fixed, byte]), measured) if len(others) else {}
     return ExchangeRates(1 / byte if byte else math.inf, fixed, group.size, errors)
@@ -245,17 +245,6 @@ def _exchange(device: torch.device, group: AttentionGroup, size: int, to: list[i
         nanoseconds.append(int((time.perf_counter() - started) * 1e9))
     rows = np.stack(group.gather(np.array(nanoseconds, dtype=np.int64), doing="timing exchanges"))
     return float(rows.max(axis=0).min()) / 1e9
-
-
-def _fit_two(counts: FloatArray, seconds: FloatArray) -> tuple[float, float]:
-    """Fit two coefficients >= 0 by least squares on relative errors."""
-    scaled = counts / seconds[:, None]
-    first, second = np.linalg.lstsq(scaled, np.ones(len(scaled)), rcond=None)[0].tolist()
-    if min(first, second) >= 0:
-        return first, second
-    alone = [float(column.sum() / (column @ column)) for column in scaled.T]
-    errors = [float(np.square(column * coefficient - 1).sum()) for column, coefficient in zip(scaled.T, alone, strict=True)]
-    return (alone[0], 0.0) if errors[0] < errors[1] else (0.0, alone[1])
 
 
 def _processor(device: torch.device) -> str:

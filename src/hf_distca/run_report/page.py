@@ -14,11 +14,13 @@ from typing import NamedTuple
 
 from jinja2 import Environment
 
+from hf_distca.run_report.rows import PerRank
 from hf_distca.run_report.run_figures import Figures, PlanFigures, PlanPiece
 
-__all__ = ["AFTER", "BEFORE", "DOCUMENTS", "Bar", "Picture", "RankRow", "Side", "pictures", "render"]
+__all__ = ["AFTER", "BEFORE", "DOCUMENTS", "Bar", "Picture", "pictures", "render"]
 
 _TILES = (
+    ("step_seconds", "s a step", "{:.3g}"),
     ("imbalance_measured_before", "imbalance before, measured", "{:.2f}"),
     ("imbalance_measured_after", "imbalance after, measured", "{:.2f}"),
     ("imbalance_estimated_before", "imbalance before, estimated", "{:.2f}"),
@@ -32,6 +34,7 @@ _TILES = (
     ("planning_ms", "ms of planning a micro-batch", "{:.3g}"),
     ("moved_micro_batches", "micro-batches with moved work", "{:.0f}"),
     ("micro_batches", "micro-batches in all", "{:.0f}"),
+    ("hidden_share", "of the messages' time hidden, mean of the traced ranks", "{:.0%}"),
 )
 
 BEFORE, AFTER = "#d97706", "#2f74c0"
@@ -56,18 +59,7 @@ class Bar(NamedTuple):
     moved: bool = False
 
 
-class RankRow(NamedTuple):
-    """Bars of a rank: one behind another on one line, or on a line each."""
-
-    rank: int
-    lines: list[list[Bar]]
-
-
-class Side(NamedTuple):
-    """A half of a picture, or all of it."""
-
-    caption: str
-    rows: list[RankRow]
+Rows = dict[int, list[list[Bar]]]  # lines of bars of each drawn rank
 
 
 class Picture(NamedTuple):
@@ -77,7 +69,7 @@ class Picture(NamedTuple):
         name: name of the element.
         title, text: text above it.
         width: meaning of its whole width.
-        sides: one, or two beside each other.
+        sides: rows by caption, one side or two beside each other.
         legend: colours by their meaning.
     """
 
@@ -85,7 +77,7 @@ class Picture(NamedTuple):
     title: str
     text: str
     width: str
-    sides: list[Side]
+    sides: dict[str, Rows]
     legend: dict[str, str]
 
 
@@ -93,53 +85,41 @@ def render(figures: Figures) -> str:
     """Render the page."""
     text = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
-    page = template.render(figures=figures, pictures=pictures(figures), tiles=_tiles(figures), version=version("hf-distca"))
-    return page.encode(errors="replace").decode()  # names of folders need not be text
-
-
-def _tiles(figures: Figures) -> list[tuple[str, str]]:
     tiles = [(text.format(figures.total[name]), label) for name, label, text in _TILES if name in figures.total]
-    shares = [trace.share for trace in figures.hidden if trace.share is not None]
-    if shares:
-        tiles.append((f"{sum(shares) / len(shares):.0%}", "of the messages' time hidden, mean of the traced ranks"))
-    return tiles
+    page = template.render(figures=figures, pictures=pictures(figures), tiles=tiles, version=version("hf-distca"))
+    return page.encode(errors="replace").decode()  # names of folders need not be text
 
 
 def pictures(figures: Figures) -> list[Picture]:
     """Draw all pictures for which there are data."""
-    drawn = []
-    if figures.per_rank is not None:
-        drawn.append(_seconds_by_rank(figures.per_rank.measured_before, figures.per_rank.measured_after))
-    if figures.plan is not None:
-        drawn.append(_plan(figures.plan))
-    return drawn
+    return [_seconds_by_rank(figures.per_rank), *([] if figures.plan is None else [_plan(figures.plan)])]
 
 
-def _seconds_by_rank(before: Sequence[float], after: Sequence[float]) -> Picture:
-    longest = max(*before, *after) or 1.0
-
-    def line(rank: int, seconds: float, when: str, colour: str) -> list[Bar]:
-        return [Bar(0.0, seconds / longest, colour, f"rank {rank}, {when}: {_time(seconds)}")]
-
-    rows = [
-        RankRow(rank, [line(rank, before[rank], "before", BEFORE), line(rank, after[rank], "after", AFTER)])
+def _seconds_by_rank(figures: PerRank) -> Picture:
+    before, after = figures.measured_before, figures.measured_after
+    longest, sides = max(*before, *after) or 1.0, {"before": (before, BEFORE), "after": (after, AFTER)}
+    rows = {
+        rank: [
+            [Bar(0.0, seconds[rank] / longest, colour, f"rank {rank}, {when}: {_time(seconds[rank])}")]
+            for when, (seconds, colour) in sides.items()
+        ]
         for rank in _changed_most(before, after)
-    ]
+    }
     text = (
         "Measured seconds in attention kernels, forward and backward, over the whole run. Before: seconds given back to the rank "
         f"whose documents they were spent on.{_not_drawn(len(before))}"
     )
     legend = {"before": BEFORE, "after": AFTER}
-    return Picture("ranks", "Attention seconds by rank", text, _time(longest), [Side("", rows)], legend)
+    return Picture("ranks", "Attention seconds by rank", text, _time(longest), {"": rows}, legend)
 
 
 def _plan(plan: PlanFigures) -> Picture:
     before, after = plan.per_rank.estimated_before, plan.per_rank.estimated_after
     longest, ranks = max(*before, *after) or 1.0, _changed_most(before, after)
-    sides = [
-        Side("as the documents lie", _stacked(plan.before, ranks, longest)),
-        Side("as planned", _stacked(plan.after, ranks, longest)),
-    ]
+    sides = {
+        "as the documents lie": _stacked(plan.before, ranks, longest),
+        "as planned": _stacked(plan.after, ranks, longest),
+    }
     text = (
         f"Micro-batch {plan.micro_batch}, step {plan.step}: estimated seconds of one layer by rank, in pieces of documents, with "
         f"the document's number. What a rank computes for another one is hatched.{_not_drawn(len(before))}"
@@ -153,27 +133,22 @@ def _time(seconds: float) -> str:
 
 def _changed_most(before: Sequence[float], after: Sequence[float]) -> list[int]:
     """Choose the ranks to draw, in order: those whose work changes most."""
-    order = sorted(range(len(before)), key=lambda rank: -abs(before[rank] - after[rank]))
-    return sorted(order[:_MOST_DRAWN])
+    return sorted(sorted(range(len(before)), key=lambda rank: -abs(before[rank] - after[rank]))[:_MOST_DRAWN])
 
 
 def _not_drawn(ranks: int) -> str:
     return f" {_MOST_DRAWN} of {ranks} ranks are drawn: those whose work changes most." if ranks > _MOST_DRAWN else ""
 
 
-def _stacked(pieces: Sequence[PlanPiece], ranks: Sequence[int], longest: float) -> list[RankRow]:
-    lines: dict[int, list[Bar]] = {rank: [] for rank in ranks}
-    ends = dict.fromkeys(ranks, 0.0)
+def _stacked(pieces: Sequence[PlanPiece], ranks: Sequence[int], longest: float) -> Rows:
+    rows: Rows = {rank: [[]] for rank in ranks}
     for piece in pieces:
-        if piece.rank not in lines:
-            continue
-        length = piece.seconds / longest
-        tip = (
-            f"rank {piece.rank}: document {piece.document} of {piece.length} tokens, {piece.tokens} queries of rank "
-            f"{piece.home}, {_time(piece.seconds)}"
-        )
-        label = str(piece.document) if length >= _LABELLED else ""
-        colour = DOCUMENTS[piece.document % len(DOCUMENTS)]
-        lines[piece.rank].append(Bar(ends[piece.rank], length, colour, tip, label, piece.rank != piece.home))
-        ends[piece.rank] += length
-    return [RankRow(rank, [bars]) for rank, bars in lines.items()]
+        for bars in rows.get(piece.rank, []):
+            tip = (
+                f"rank {piece.rank}: document {piece.document} of {piece.length} tokens, {piece.tokens} queries of rank "
+                f"{piece.home}, {_time(piece.seconds)}"
+            )
+            start, length = sum(bars[-1][:2]) if bars else 0.0, piece.seconds / longest
+            label, colour = str(piece.document) * (length >= _LABELLED), DOCUMENTS[piece.document % len(DOCUMENTS)]
+            bars.append(Bar(start, length, colour, tip, label, piece.rank != piece.home))
+    return rows

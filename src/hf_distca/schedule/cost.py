@@ -20,7 +20,6 @@ and of the keys only the last n + w - 1 are read.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from dataclasses import asdict, dataclass, field, replace
@@ -39,6 +38,7 @@ __all__ = [
     "KernelCost",
     "Price",
     "causal_pairs",
+    "fit_coefficients",
     "rate_or_infinity",
     "without_infinities",
 ]
@@ -178,23 +178,32 @@ class KernelCost:
 
     @classmethod
     def fit(cls, counts: FloatArray, seconds: FloatArray) -> KernelCost:
-        """Fit coefficients >= 0 by least squares on relative errors.
+        """Fit a kernel's coefficients to measured seconds.
 
         Args:
             counts: (measurements, 3) columns tasks, bytes, flops.
             seconds: (measurements,) measured seconds.
         """
-        scaled = counts / seconds[:, None]
-        best, residual = np.zeros(3), np.inf
-        # Three coefficients: the non-negative optimum is the best of the seven unconstrained ones that are non-negative.
-        for columns in itertools.chain.from_iterable(itertools.combinations(range(3), n) for n in (1, 2, 3)):
-            solution = np.linalg.lstsq(scaled[:, columns], np.ones(len(scaled)), rcond=None)[0]
-            error = float(np.square(scaled[:, columns] @ solution - 1).sum())
-            if solution.min() >= 0 and error < residual:
-                best, residual = np.zeros(3), error
-                best[list(columns)] = solution
-        task, byte, flop = best.tolist()
+        task, byte, flop = fit_coefficients(counts, seconds).tolist()
         return cls(task, 1 / byte if byte else math.inf, 1 / flop if flop else math.inf)
+
+
+def fit_coefficients(counts: FloatArray, seconds: FloatArray) -> FloatArray:
+    """Fit coefficients >= 0 by least squares on relative errors.
+
+    Args:
+        counts: (measurements, coefficients), a column for what each is multiplied with.
+        seconds: (measurements,) measured seconds, above 0.
+
+    Returns:
+        The coefficients, in the order of columns.
+    """
+    from scipy.optimize import nnls  # scipy takes long to import, and few processes fit anything
+
+    scaled = counts / seconds[:, None]
+    sizes = np.linalg.norm(scaled, axis=0)  # tasks, bytes and flops are of unlike sizes, and nnls has one tolerance for all
+    sizes[sizes == 0] = 1
+    return np.asarray(nnls(scaled / sizes, np.ones(len(scaled)))[0] / sizes)
 
 
 # Round figures, good enough to decide what is worth moving; calibrate where the decision is close.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from hf_distca.model_shape import ModelShape
 from hf_distca.simulate.document_lengths import DocumentSource
-from hf_distca.simulate.models import ModelShape
 from hf_distca.simulate.predict import Prediction, best_alternative, best_of
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import OURS, POOL, STRATEGIES, WITH_SERVERS, Strategy, find_strategy
+from hf_distca.simulate.strategies import OURS, STRATEGIES, Strategy, find_strategy
 
 __all__ = ["Advice", "advise", "assumptions"]
 
@@ -61,18 +61,6 @@ class Advice:
 
 def advise(setting: Setting, predictions: Sequence[Prediction]) -> Advice:
     """Advise by the predictions of all strategies, made by `simulate` for this setting."""
-    advice = _in_place(setting, predictions)
-    place, pool = best_of(predictions, ["in-place"]), best_of(predictions, POOL)
-    if place is None or pool is None:
-        return advice
-    text = (
-        f" If {setting.servers} of the {setting.ranks} devices only served attention, a step would take {pool.step_seconds:.3g} "
-        f"s, {pool.step_seconds / place.step_seconds:.2f} times as long as with all devices training."
-    )
-    return replace(advice, text=advice.text + text)
-
-
-def _in_place(setting: Setting, predictions: Sequence[Prediction]) -> Advice:
     ours, other = best_of(predictions, OURS), best_alternative(predictions)
     names = ours.strategy if ours else None, other.strategy if other else None
     if ours is None:
@@ -220,11 +208,7 @@ def assumptions(
     return [
         *facts,
         ("all", "nothing but what is said here takes time: no host overhead, no fragmentation, no noise, no data loading"),
-        *(
-            (strategy.title, strategy.about)
-            for strategy in map(find_strategy, strategies)
-            if setting.servers or strategy.name not in WITH_SERVERS
-        ),
+        *((strategy.title, strategy.about) for strategy in map(find_strategy, strategies)),
     ]
 
 

@@ -1,114 +1,11 @@
-"""Shapes of models: a few known ones by name. Others are counted where transformers may be imported (`doctor.counting`)."""
+"""Shapes of a few known models, by name. Others are counted where transformers may be imported (`doctor.counting`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from hf_distca.errors import ConfigError
+from hf_distca.model_shape import ModelShape
 
-__all__ = ["KNOWN_MODELS", "ModelShape", "find_model"]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """A decoder: dense with gated feed-forward layers, unless its weights were counted.
-
-    Attributes:
-        name: its name, and the source of its figures.
-        hidden, layers, query_heads, key_value_heads, head_dim, feed_forward, vocabulary: its sizes.
-        tied: whether the output layer shares the embedding's weights.
-        window: keys that a position sees in layers with a sliding window, if there are any.
-        windowed_layers: number of layers that have it.
-        head_norms: whether q and k go through norms.
-        attention_layers: number of computations of core attention; None for once in each layer.
-            Layers without it are counted as larger feed-forward layers.
-        weights: number of weights; None for those of dense layers with the sizes above.
-        active: number of weights in all layers that a token meets, if different.
-    """
-
-    name: str
-    hidden: int
-    layers: int
-    query_heads: int
-    key_value_heads: int
-    head_dim: int
-    feed_forward: int
-    vocabulary: int
-    tied: bool = False
-    window: int | None = None
-    windowed_layers: int = 0
-    head_norms: bool = False
-    attention_layers: int | None = None
-    weights: int | None = None
-    active: int | None = None
-
-    def __post_init__(self) -> None:
-        sizes = (self.hidden, self.layers, self.query_heads, self.key_value_heads, self.head_dim, self.feed_forward)
-        for size in (*sizes, self.vocabulary):
-            if type(size) is not int or not 1 <= size < 2**31:
-                raise ConfigError(f"{self.name}: {size!r} in {self} must be a whole number between 1 and 2**31.")
-        if self.query_heads % self.key_value_heads or not 0 <= self.windowed_layers <= self.attending:
-            raise ConfigError(f"{self}: query heads must be a multiple of key/value heads, and no more layers have a window.")
-        if self.window is not None and self.window < 1:
-            raise ConfigError(f"{self.name}: a sliding window of {self.window} keys hides everything: it must be at least 1.")
-
-    @property
-    def attention_width(self) -> int:
-        """Number of elements of one token's q."""
-        return self.query_heads * self.head_dim
-
-    @property
-    def key_width(self) -> int:
-        """Number of elements of one token's k."""
-        return self.key_value_heads * self.head_dim
-
-    @property
-    def attending(self) -> int:
-        """Number of computations of core attention."""
-        return self.layers if self.attention_layers is None else self.attention_layers
-
-    @property
-    def attention_share(self) -> float:
-        """Number of computations of core attention in the mean layer."""
-        return self.attending / self.layers
-
-    @property
-    def dense_parameters(self) -> int:
-        """Number of weights of the matrices of a dense layer with these sizes."""
-        attention = self.hidden * (2 * self.attention_width + 2 * self.key_width)
-        return attention + 3 * self.hidden * self.feed_forward
-
-    @property
-    def active_share(self) -> float:
-        """Weights of the layers that a token meets, relative to those
-        of dense layers with these sizes.
-        """
-        return 1.0 if self.active is None else self.active / (self.layers * self.dense_parameters)
-
-    @property
-    def layer_parameters(self) -> float:
-        """Number of weights of the mean layer."""
-        if self.weights is None:
-            return self.dense_parameters
-        return max(self.weights - self._outside_layers, 0) / self.layers
-
-    @property
-    def parameters(self) -> int:
-        """Number of weights of all matrices, embedding and output layer included."""
-        return self.layers * self.dense_parameters + self._outside_layers if self.weights is None else self.weights
-
-    @property
-    def _outside_layers(self) -> int:
-        return (1 if self.tied else 2) * self.hidden * self.vocabulary
-
-    @property
-    def kinds(self) -> tuple[tuple[int | None, int], ...]:
-        """Sliding window (None without) and number of the layers of
-        each kind that compute core attention.
-        """
-        kinds = ((None, self.attending - self.windowed_layers), (self.window, self.windowed_layers))
-        return tuple((window, count) for window, count in kinds if count)
-
+__all__ = ["KNOWN_MODELS", "find_model"]
 
 # Sizes are those of the published config.json files. Llama-34B is table 2 of arXiv 2510.18121, which names no width of the
 # feed-forward layers and no vocabulary: those are CodeLlama-34B's.

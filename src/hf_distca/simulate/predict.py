@@ -11,15 +11,15 @@ import numpy as np
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import causal_pairs
 from hf_distca.schedule.layout import IntArray
-from hf_distca.simulate.beside_attention import head_seconds, optimizer_seconds, weight_exchange
+from hf_distca.simulate.beside_attention import optimizer_seconds, weight_exchange
 from hf_distca.simulate.document_lengths import DocumentSource
 from hf_distca.simulate.memory import RankMemory, fullest
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import STRATEGIES, Strategy, find_strategy
-from hf_distca.simulate.timelines import data_parallel, linear_seconds, one_forward_one_backward, rank_seconds, same_phase
+from hf_distca.simulate.timelines import data_parallel, one_forward_one_backward, rank_seconds, same_phase
 from hf_distca.simulate.work import Candidate
 
-__all__ = ["Prediction", "best_alternative", "best_of", "ideal_seconds", "predict_step", "simulate"]
+__all__ = ["Prediction", "best_alternative", "best_of", "predict_step", "simulate"]
 
 # A strategy that skips more than this part of the attention trains on other documents: it is shown, and not compared.
 _SKIPPED = 0.01
@@ -162,7 +162,7 @@ def simulate(
     if not able:
         raise ConfigError(
             f"none of {', '.join(predicted) or 'no strategies'} can run {batches} such batch{'es' if batches > 1 else ''}: name "
-            "another one of the strategies; a pool needs --servers."
+            "another one of the strategies."
         )
     return able
 
@@ -183,19 +183,6 @@ def _mean(steps: list[Prediction]) -> Prediction:
         between_bytes=None if steps[0].between_bytes is None else float(np.mean([step.between_bytes for step in steps])),
         tokens_per_second=sum(step.tokens_per_second * step.step_seconds for step in steps) / sum(s.step_seconds for s in steps),
     )
-
-
-def ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:
-    """Return the seconds of a step in which every rank has an equal
-    part of all work, and never waits.
-    """
-    parts = setting.group * setting.stages
-    total = 0.0
-    for lengths in batches:
-        tokens = np.full(1, float(lengths.sum()) / setting.group)
-        total += float(linear_seconds(setting, tokens).sum() + head_seconds(setting, tokens)[0]) / setting.stages
-        total += sum(layers * float(setting.cost(w).seconds(lengths, lengths).sum()) for w, layers in setting.model.kinds) / parts
-    return total
 
 
 def best_of(predictions: Iterable[Prediction], names: Iterable[str]) -> Prediction | None:

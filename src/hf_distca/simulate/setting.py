@@ -8,15 +8,14 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
+from hf_distca.model_shape import ModelShape
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.profiles import Profile
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.simulate.hardware import Hardware
-from hf_distca.simulate.models import ModelShape
 
 __all__ = ["MOST_TOKENS", "TILE", "Checkpointing", "Setting", "Sharding"]
 
@@ -46,11 +45,6 @@ class Setting:
         checkpointing: ``"full"`` repeats a layer's forward in backward, attention included, as
             transformers does; ``"selective"`` keeps attention's output; hf-distca always does.
         profile: rates of attention and exchange measured elsewhere, instead of the hardware's.
-        servers: number of devices that own no tokens and only serve attention, under strategies
-            with a pool; the others then hold all tokens. Every other strategy trains on all
-            devices.
-        servers_each_node: whether every node has equally many of them. Else they have nodes of
-            their own.
         offload: whether tensors that checkpointing keeps wait in the host's memory.
         loss_tokens: tokens whose logits exist at a time; None for all tokens.
         fused: whether norms and gated activations are single kernels, as Liger's and Megatron's
@@ -68,8 +62,6 @@ class Setting:
     sharding: Sharding = "fsdp"
     checkpointing: Checkpointing = "none"
     profile: CostModel | Profile | None = None
-    servers: int = 0
-    servers_each_node: bool = False
     offload: bool = False
     loss_tokens: int | None = 4096
     fused: bool = True
@@ -98,30 +90,8 @@ class Setting:
             raise ConfigError("offload=True moves what checkpointing keeps, and checkpointing='none' keeps nothing.")
         if self.model.layers % self.stages:
             raise ConfigError(f"stages={self.stages} must divide the {self.model.layers} layers of {self.model.name}.")
-        if self.servers:
-            self._check_servers()
         if self.profile is not None:
             self._check_rates(self.cost())
-
-    def _check_servers(self) -> None:
-        """Raise if a pool cannot be laid out.
-
-        Raises:
-            ConfigError: names the numbers that do not go together.
-        """
-        wanted, per_node = self.servers, self.ranks_per_node
-        if type(wanted) is not int or not 1 <= wanted < self.ranks:
-            raise ConfigError(f"servers={wanted!r} must be a whole number below ranks={self.ranks}: somebody has to train.")
-        if self.stages > 1 or self.shared < self.group:
-            raise ConfigError(
-                f"servers={wanted} need one attention group without stages (--pp), of at most {self.shared} ranks: in stages, "
-                "those without a micro-batch serve."
-            )
-        nodes = -(-self.ranks // per_node)
-        unit = self.tensor if nodes == 1 else self.tensor * nodes if self.servers_each_node else max(per_node, self.tensor)
-        if wanted % unit:
-            place = f"each of {nodes} nodes" if self.servers_each_node else f"nodes of {per_node} of their own"
-            raise ConfigError(f"servers={wanted} in {place}, with tensor={self.tensor}, must be a multiple of {unit}.")
 
     def _check_rates(self, cost: CostModel) -> None:
         """Raise if rates make sums of seconds too large to compute with.
@@ -164,14 +134,6 @@ class Setting:
     def dealing_cost(self) -> CostModel:
         """Cost model of the layers whose rows see the most keys, used to deal documents."""
         return self.cost(None if None in dict(self.model.kinds) else self.model.window)
-
-    @property
-    def trains(self) -> npt.NDArray[np.bool_]:
-        """True for ranks of the attention group that train, if `servers` do not; shape (group,)."""
-        ranks, servers, per_node = np.arange(self.group), self.servers // self.tensor, self.nodes.per_node
-        if self.servers_each_node and per_node is not None:
-            return np.asarray(ranks % per_node < per_node - servers * per_node // self.group)
-        return np.asarray(ranks < self.group - servers)
 
     @property
     def tokens(self) -> int:

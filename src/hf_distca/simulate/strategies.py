@@ -14,11 +14,10 @@ from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate import context, loader_rules
 from hf_distca.simulate.disaggregated import dealt, given, in_groups
 from hf_distca.simulate.memory import most_tokens
-from hf_distca.simulate.pool import Devices, pooled
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import Candidate, MicroBatchWork, of_documents
 
-__all__ = ["OURS", "POOL", "STRATEGIES", "WITH_SERVERS", "Strategy", "find_strategy"]
+__all__ = ["OURS", "STRATEGIES", "Strategy", "find_strategy"]
 
 Batches = Sequence[IntArray]
 
@@ -102,21 +101,12 @@ def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
     return candidates
 
 
-def _in_place(setting: Setting, batches: Batches) -> list[Candidate]:
-    """Make candidates of documents dealt to all ranks, in one stream and in
-    ping-pong, for comparison with a pool.
-    """
-    return [step for ping_pong in (False, True) for step in pooled(Devices.beside_servers, ping_pong, setting, batches)]
-
-
 _CUT = "a row's end cuts documents, and each part attends to itself alone"
 _BEST = "the fastest degree that fits in memory, for each batch anew"
 _KEPT = "gathered keys are kept for backward if that fits, or come again"
 _GIVEN = partial(in_groups, given, loader_rules.cut_into_batches)
 _DEALT = partial(in_groups, dealt, loader_rules.shared_out)
 _ONE_STREAM, _IN_TURNS = "; one stream", "; two nano-batches in turns"
-_POOL = partial(pooled, Devices.with_servers)
-_SERVED = "whole documents dealt to the devices that train, which hold the tokens of all; servers hold none"
 _AS_GIVEN, _AS_DEALT = f"rows as packed; {_CUT}", "whole documents dealt with equal tokens"
 
 STRATEGIES = {
@@ -156,20 +146,9 @@ STRATEGIES = {
         Strategy(
             "dealt-ping-pong", "hf-distca, dealt, ping-pong", partial(_DEALT, True), _AS_DEALT + _IN_TURNS, disaggregated=True
         ),
-        Strategy(
-            "in-place",
-            "hf-distca, layer by layer",
-            _in_place,
-            "whole documents dealt to all devices, in one stream or in ping-pong, simulated as a pool is",
-            disaggregated=True,
-        ),
-        Strategy("pool", "pool of servers", partial(_POOL, False), _SERVED + _ONE_STREAM, disaggregated=True),
-        Strategy("pool-ping-pong", "pool of servers, ping-pong", partial(_POOL, True), _SERVED + _IN_TURNS, disaggregated=True),
     )
 }
-POOL = ("pool", "pool-ping-pong")  # simulated only: hf-distca trains in place
-WITH_SERVERS = ("in-place", *POOL)  # for settings with servers alone
-OURS = tuple(strategy.name for strategy in STRATEGIES.values() if strategy.disaggregated and strategy.name not in WITH_SERVERS)
+OURS = tuple(strategy.name for strategy in STRATEGIES.values() if strategy.disaggregated)
 
 
 def find_strategy(strategy: str | Strategy) -> Strategy:

@@ -1,7 +1,5 @@
 """Seconds of a step from the work of its micro-batches: data parallel, 1F1B,
 and ticks in which all stages do the same.
-
-Also seconds of layers, event by event, where unlike ranks take turns.
 """
 
 from __future__ import annotations
@@ -19,9 +17,7 @@ from hf_distca.simulate.work import MicroBatchWork
 
 __all__ = [
     "Timeline",
-    "Turn",
     "data_parallel",
-    "in_turns",
     "linear_seconds",
     "one_forward_one_backward",
     "rank_seconds",
@@ -129,49 +125,3 @@ def same_phase(setting: Setting, ticks: Sequence[MicroBatchWork], parts: Sequenc
             busy += taken
             seconds += float(taken.max() + hop)
     return Timeline(seconds, busy)
-
-
-class Turn(NamedTuple):
-    """Seconds of each rank in one direction of a layer, for a nano-batch,
-    or for a whole micro-batch in one stream.
-    """
-
-    linear: FloatArray
-    attention: FloatArray
-    unblocked: FloatArray  # of the attention, what waits for no message
-    dispatch: FloatArray
-    back: FloatArray
-
-
-def in_turns(turns: Sequence[Turn], layers: int) -> float:
-    """Return the seconds of so many layers: linear layers of each nano-batch, then
-    attention of each, and messages one after another.
-
-    A message leaves when the last rank is ready to send, and linear layers wait for the outputs of
-    the layer before. A server has no linear layers to wait for, and runs ahead.
-    """
-    free, wire = np.zeros((2, len(turns[0].linear)))
-    returned = [free] * len(turns)
-    for _ in range(layers):
-        arrived = []
-        for turn, back in zip(turns, returned, strict=True):
-            owns = turn.linear > 0
-            free = np.where(owns, np.maximum(free, back), free) + turn.linear
-            wire, here = _sent(wire, free, turn.dispatch, float(free[owns].max(initial=0)))
-            arrived.append(here)
-        returned = []
-        for turn, there in zip(turns, arrived, strict=True):
-            free = np.maximum(free + turn.unblocked, there) + turn.attention - turn.unblocked
-            wire, here = _sent(wire, free, turn.back, float(free.max()))
-            returned.append(here)
-    return float(np.max([free, *returned]))
-
-
-def _sent(wire: FloatArray, free: FloatArray, seconds: FloatArray, last: float) -> tuple[FloatArray, FloatArray]:
-    """Return the times when each rank's wire is free again and its
-    message there; without messages nobody waits.
-    """
-    if not seconds.any():
-        return wire, free
-    there = np.maximum(wire, last) + seconds
-    return there, there

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
@@ -22,10 +24,8 @@ from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.simulate.beside_attention import Directions
 from hf_distca.simulate.setting import TILE, Setting
-from hf_distca.simulate.timelines import Turn, in_turns, linear_seconds
+from hf_distca.simulate.timelines import linear_seconds
 from hf_distca.simulate.work import Candidate, MicroBatchWork, Moves, all_layers, moves_of
-
-__all__ = ["COUNTED", "Devices", "pooled"]
 
 # In ping-pong, parts of the seconds of a rank's own linear layers that plans count as its work. With none, all ranks end their
 # attention together, as in training. All of them would be right if servers never waited. In 24 pools of 64 devices, none alone
@@ -33,6 +33,31 @@ __all__ = ["COUNTED", "Devices", "pooled"]
 COUNTED = (0.0, 0.25, 0.5, 0.75)
 _SAME = 1e-3  # part of a speed that makes no difference
 _LEAST_SPEED = 0.02  # of a rank whose linear layers leave no time for attention; a plan wants speeds above 0
+
+
+class Servers(NamedTuple):
+    """Devices of a setting that own no tokens and only serve: equally many of each node, or nodes of their own."""
+
+    count: int
+    each_node: bool = False
+
+    def training(self, setting: Setting) -> npt.NDArray[np.bool_]:
+        """True for ranks of the attention group that train, shape (group,).
+
+        Raises:
+            ValueError: if so many devices cannot be laid out so.
+        """
+        nodes, per_node = -(-setting.ranks // setting.ranks_per_node), max(setting.ranks_per_node, setting.tensor)
+        unit = setting.tensor * nodes if self.each_node else setting.tensor if nodes == 1 else per_node
+        if self.count % unit or not 0 < self.count < setting.ranks or setting.shared < setting.group or setting.stages > 1:
+            raise ValueError(
+                f"{self} of {setting.ranks} ranks: there must be a multiple of {unit}, somebody has to train, and all are one "
+                f"attention group without stages, of at most {setting.shared} ranks."
+            )
+        ranks, servers, inside = np.arange(setting.group), self.count // setting.tensor, setting.nodes.per_node
+        if self.each_node and inside is not None:
+            return np.asarray(ranks % inside < inside - servers * inside // setting.group)
+        return np.asarray(ranks < setting.group - servers)
 
 
 @dataclass(frozen=True)
@@ -49,16 +74,15 @@ class Devices:
     attention_speed: FloatArray
 
     @classmethod
-    def with_servers(cls, setting: Setting) -> Devices | None:
-        """Make the devices of a setting with a pool, all equally fast; None without a pool."""
+    def all_training(cls, setting: Setting) -> Devices:
+        """Make equally fast devices that hold equally many tokens."""
         ones = np.ones(setting.group)
-        return cls(setting.trains.astype(np.float64), ones, ones) if setting.servers else None
+        return cls(ones, ones, ones)
 
     @classmethod
-    def beside_servers(cls, setting: Setting) -> Devices | None:
-        """Make the same devices, all training; None without servers, too."""
-        ones = np.ones(setting.group)
-        return cls(ones, ones, ones) if setting.servers else None
+    def with_servers(cls, servers: Servers, setting: Setting) -> Devices:
+        """Make equally fast devices of which some hold no tokens."""
+        return replace(cls.all_training(setting), tokens=servers.training(setting).astype(np.float64))
 
     @property
     def trains(self) -> IntArray:
@@ -67,7 +91,7 @@ class Devices:
 
 
 def pooled(
-    devices_of: Callable[[Setting], Devices | None],
+    devices_of: Callable[[Setting], Devices],
     ping_pong: bool,
     setting: Setting,
     batches: Sequence[IntArray],
@@ -77,11 +101,9 @@ def pooled(
     count; whole documents are dealt to these ranks.
     """
     devices = devices_of(setting)
-    if devices is None:
-        return []
     if not ping_pong or np.ptp(devices.tokens / devices.linear_speed) == 0:
         counted = (0.0,)
-    holders = replace(setting, ranks=len(devices.trains) * setting.tensor, servers=0)
+    holders = replace(setting, ranks=len(devices.trains) * setting.tensor)
     placements = [_dealt(setting, devices, lengths, ping_pong) for lengths in batches]
     return [
         Candidate([_work(setting, devices, placement, part) for placement in placements], holders=holders) for part in counted
@@ -173,3 +195,49 @@ def _followed(
         exposed[direction] = taken - without
         idle[direction] = without - attention[direction] - sum(turn.linear for turn in turns)
     return attention, exposed, idle
+
+
+class Turn(NamedTuple):
+    """Seconds of each rank in one direction of a layer, for a nano-batch,
+    or for a whole micro-batch in one stream.
+    """
+
+    linear: FloatArray
+    attention: FloatArray
+    unblocked: FloatArray  # of the attention, what waits for no message
+    dispatch: FloatArray
+    back: FloatArray
+
+
+def in_turns(turns: Sequence[Turn], layers: int) -> float:
+    """Return the seconds of so many layers: linear layers of each nano-batch, then
+    attention of each, and messages one after another.
+
+    A message leaves when the last rank is ready to send, and linear layers wait for the outputs of
+    the layer before. A server has no linear layers to wait for, and runs ahead.
+    """
+    free, wire = np.zeros((2, len(turns[0].linear)))
+    returned = [free] * len(turns)
+    for _ in range(layers):
+        arrived = []
+        for turn, back in zip(turns, returned, strict=True):
+            owns = turn.linear > 0
+            free = np.where(owns, np.maximum(free, back), free) + turn.linear
+            wire, here = _sent(wire, free, turn.dispatch, float(free[owns].max(initial=0)))
+            arrived.append(here)
+        returned = []
+        for turn, there in zip(turns, arrived, strict=True):
+            free = np.maximum(free + turn.unblocked, there) + turn.attention - turn.unblocked
+            wire, here = _sent(wire, free, turn.back, float(free.max()))
+            returned.append(here)
+    return float(np.max([free, *returned]))
+
+
+def _sent(wire: FloatArray, free: FloatArray, seconds: FloatArray, last: float) -> tuple[FloatArray, FloatArray]:
+    """Return the times when each rank's wire is free again and its
+    message there; without messages nobody waits.
+    """
+    if not seconds.any():
+        return wire, free
+    there = np.maximum(wire, last) + seconds
+    return there, there

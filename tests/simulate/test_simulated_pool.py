@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,81 +10,90 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hf_distca.errors import ConfigError
+from benchmark_modules import import_benchmark
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray
-from hf_distca.simulate.advice import advise, assumptions
 from hf_distca.simulate.beside_attention import optimizer_seconds
 from hf_distca.simulate.document_lengths import distribution, from_list
 from hf_distca.simulate.memory import fullest
 from hf_distca.simulate.models import find_model
-from hf_distca.simulate.pool import COUNTED, Devices, pooled
-from hf_distca.simulate.predict import Prediction, best_of, ideal_seconds, predict_step, simulate
+from hf_distca.simulate.predict import Prediction, predict_step, simulate
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import OURS, POOL, STRATEGIES, WITH_SERVERS, Strategy
-from hf_distca.simulate.timelines import Turn, data_parallel, in_turns, linear_seconds
+from hf_distca.simulate.strategies import STRATEGIES, Strategy
+from hf_distca.simulate.timelines import data_parallel, linear_seconds
 from hf_distca.simulate.work import MicroBatchWork
 
+simulated_pool = import_benchmark("simulated_pool")
+COUNTED, Devices, Servers = simulated_pool.COUNTED, simulated_pool.Devices, simulated_pool.Servers
+Turn, in_turns, pooled = simulated_pool.Turn, simulated_pool.in_turns, simulated_pool.pooled
+ideal_seconds = import_benchmark("ideal").ideal_seconds
+
 DOCUMENTS = np.array([65536, 32768, *[2048] * 16, *[1024] * 31, 1000, 24], dtype=np.int64)
-RANKS = 4
 
 
 @pytest.fixture
-def pool(setting: Setting) -> Setting:
-    """Two of eight devices of a node serve."""
-    return replace(setting, tokens_per_rank=int(DOCUMENTS.sum()) // 8, servers=2, checkpointing="selective")
+def narrow(setting: Setting) -> Setting:
+    """Eight devices of a node, which hold `DOCUMENTS`."""
+    return replace(setting, tokens_per_rank=int(DOCUMENTS.sum()) // 8, checkpointing="selective")
 
 
 def work_of(setting: Setting, lengths: IntArray, *, ping_pong: bool, counted: float = 0.0) -> MicroBatchWork:
-    (candidate,) = pooled(Devices.with_servers, ping_pong, setting, [lengths], (counted,))
-    return candidate.works[0]
+    """Two of the devices serve."""
+    (candidate,) = pooled(partial(Devices.with_servers, Servers(2)), ping_pong, setting, [lengths], (counted,))
+    work: MicroBatchWork = candidate.works[0]
+    return work
 
 
-def predicted(devices: Devices, setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Prediction:
-    candidates = partial(pooled, lambda _: devices, ping_pong)
-    found = predict_step(setting, [lengths], Strategy("some", "some", candidates, "", disaggregated=True))
+def strategy(devices_of: Callable[[Setting], Any], *, ping_pong: bool) -> Strategy:
+    name = "ping-pong" if ping_pong else "one stream"
+    return Strategy(name, name, partial(pooled, devices_of, ping_pong), "", disaggregated=True)
+
+
+def pools(servers: int, *, each_node: bool = False) -> list[Strategy]:
+    """A pool in one stream, and in ping-pong."""
+    devices_of = partial(Devices.with_servers, Servers(servers, each_node))
+    return [strategy(devices_of, ping_pong=ping_pong) for ping_pong in (False, True)]
+
+
+def predicted(devices: Any, setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Prediction:
+    found = predict_step(setting, [lengths], strategy(lambda _: devices, ping_pong=ping_pong))
     assert found is not None
     return found
 
 
-def alike(setting: Setting) -> Devices:
-    ones = np.ones(setting.group)
-    return Devices(ones, ones, ones)
-
-
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_trainers_hold_all_tokens_and_every_pair_is_computed(pool: Setting, ping_pong: bool) -> None:
-    work = work_of(pool, DOCUMENTS, ping_pong=ping_pong)
+def test_trainers_hold_all_tokens_and_every_pair_is_computed(narrow: Setting, ping_pong: bool) -> None:
+    work = work_of(narrow, DOCUMENTS, ping_pong=ping_pong)
     assert work.tokens[-2:].tolist() == [0, 0]
     assert work.tokens.sum() == DOCUMENTS.sum()
     assert np.ptp(work.tokens[:-2]) <= 1
-    whole = pooled(alike, ping_pong, pool, [DOCUMENTS])[0].works[0]
+    whole = pooled(Devices.all_training, ping_pong, narrow, [DOCUMENTS])[0].works[0]
     assert work.pairs == pytest.approx(whole.pairs)
 
 
-def test_in_one_stream_servers_end_with_the_others(pool: Setting) -> None:
-    attention = work_of(pool, DOCUMENTS, ping_pong=False).attention.sum(axis=0)
+def test_in_one_stream_servers_end_with_the_others(narrow: Setting) -> None:
+    attention = work_of(narrow, DOCUMENTS, ping_pong=False).attention.sum(axis=0)
     assert attention[-2:].min() > 0.8 * attention.mean()
     assert attention.max() < 1.2 * attention.mean()
 
 
-def test_a_plan_that_counts_linear_layers_leaves_more_to_servers(pool: Setting) -> None:
+def test_a_plan_that_counts_linear_layers_leaves_more_to_servers(narrow: Setting) -> None:
     shares = []
     for counted in COUNTED:
-        attention = work_of(pool, DOCUMENTS, ping_pong=True, counted=counted).attention.sum(axis=0)
+        attention = work_of(narrow, DOCUMENTS, ping_pong=True, counted=counted).attention.sum(axis=0)
         shares.append(float(attention[-2:].sum() / attention.sum()))
     assert shares == sorted(shares)
     assert shares[0] == pytest.approx(2 / 8, rel=0.15)
     assert shares[-1] > 1.2 * shares[0]
 
 
-def turn(linear: list[float], attention: list[float], message: float) -> Turn:
+def turn(linear: list[float], attention: list[float], message: float) -> Any:
     seconds = np.full(len(linear), message)
     nothing = np.zeros(len(linear))
     return Turn(np.array(linear), np.array(attention), nothing, seconds, seconds)
 
 
-def seconds_of_layer(*turns: Turn) -> float:
+def seconds_of_layer(*turns: Any) -> float:
     """Of one of many, without what the first and the last wait for."""
     return (in_turns(turns, 1001) - in_turns(turns, 1)) / 1000
 
@@ -107,7 +117,7 @@ def seconds_of_layer(*turns: Turn) -> float:
         ([turn([1.0, 0.0], [0.5, 1.25], 0.25)] * 2, 3.0),
     ],
 )
-def test_ranks_take_turns(turns: list[Turn], seconds: float) -> None:
+def test_ranks_take_turns(turns: list[Any], seconds: float) -> None:
     assert seconds_of_layer(*turns) == pytest.approx(seconds, rel=1e-3)
 
 
@@ -120,33 +130,30 @@ def test_in_place_layer_by_layer_is_what_sums_of_ranks_say(setting: Setting, nam
     wide = replace(setting, ranks=16, tokens_per_rank=32768, checkpointing="selective")
     (lengths,) = distribution("pretrain", 131072).batches(wide.tokens, 1)
     summed = predict_step(wide, [lengths], STRATEGIES[name])
-    followed = predicted(alike(wide), wide, lengths, ping_pong=name.endswith("ping-pong"))
-    best = predict_step(replace(wide, servers=8), [lengths], STRATEGIES["in-place"])
+    followed = predicted(Devices.all_training(wide), wide, lengths, ping_pong=name.endswith("ping-pong"))
     assert summed is not None
     # One waits for the last rank of each message, the other for the last rank of all seconds.
     assert followed.step_seconds == pytest.approx(summed.step_seconds, rel=0.025)
     assert followed.step_seconds >= 0.999 * summed.step_seconds
-    assert best is not None
-    assert best.step_seconds <= followed.step_seconds
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("servers", "each_node", "change"),
     [
-        {"servers": 1},
-        {"servers": 7},
-        {"ranks": 16, "servers": 8},
-        {"ranks": 16, "servers": 4, "servers_each_node": True},
-        {"ranks": 16, "servers": 4, "tensor": 2, "ranks_per_node": 4, "sharding": "zero1", "micro_batches": 2},
-        {"servers": 2, "checkpointing": "full", "model": replace(find_model("llama-3-8b"), window=2048, windowed_layers=16)},
-        {"servers": 2, "model": replace(find_model("llama-3-8b"), window=64, windowed_layers=32)},
+        (1, False, {}),
+        (7, False, {}),
+        (8, False, {"ranks": 16}),
+        (4, True, {"ranks": 16}),
+        (4, False, {"ranks": 16, "tensor": 2, "ranks_per_node": 4, "sharding": "zero1", "micro_batches": 2}),
+        (2, False, {"checkpointing": "full", "model": replace(find_model("llama-3-8b"), window=2048, windowed_layers=16)}),
+        (2, False, {"model": replace(find_model("llama-3-8b"), window=64, windowed_layers=32)}),
     ],
 )
-def test_no_pool_is_faster_than_the_ideal_of_all_devices(setting: Setting, change: dict[str, Any]) -> None:
+def test_no_pool_is_faster_than_the_ideal(setting: Setting, servers: int, each_node: bool, change: dict[str, Any]) -> None:
     arranged = replace(setting, **change)
     documents = distribution("prolong", 65536)
-    found = simulate(arranged, documents, POOL, batches=2, seed=3)
-    assert {step.strategy for step in found} == set(POOL)
+    found = simulate(arranged, documents, pools(servers, each_node=each_node), batches=2, seed=3)
+    assert len(found) == 2
     ideal = np.mean([ideal_seconds(arranged, step) for step in documents.steps(arranged.tokens, arranged.micro_batches, 2, 3)])
     for step in found:
         assert step.step_seconds >= 0.999 * ideal
@@ -158,16 +165,16 @@ def test_no_pool_is_faster_than_the_ideal_of_all_devices(setting: Setting, chang
 
 @pytest.mark.parametrize("lengths", [[131072], [131071, 1], [1] * 64])
 def test_few_documents_and_few_tokens(setting: Setting, lengths: list[int]) -> None:
-    arranged = replace(setting, tokens_per_rank=sum(lengths) // 8, servers=6)
-    for step in simulate(arranged, from_list(lengths, "few"), POOL, batches=1):
+    arranged = replace(setting, tokens_per_rank=sum(lengths) // 8)
+    for step in simulate(arranged, from_list(lengths, "few"), pools(6), batches=1):
         assert np.isfinite(step.step_seconds)
         assert step.most_tokens >= sum(lengths) / 2
 
 
 def test_what_servers_do_not_train_others_do(setting: Setting) -> None:
     """Documents without much attention: half of the devices stand still, and the others have twice the linear layers."""
-    half = replace(setting, servers=4, sharding="ddp")
-    (step,) = simulate(half, distribution("equal:256", 256), ["pool"], batches=1)
+    half = replace(setting, sharding="ddp")
+    (step,) = simulate(half, distribution("equal:256", 256), pools(4)[:1], batches=1)
     assert step.step_seconds == pytest.approx(2 * ideal_seconds(half, [np.full(512, 256)]), rel=0.1)
     assert step.idle_share == pytest.approx(0.5, abs=0.1)
     (place,) = simulate(half, distribution("equal:256", 256), ["dealt"], batches=1)
@@ -176,7 +183,7 @@ def test_what_servers_do_not_train_others_do(setting: Setting) -> None:
 
 
 def test_weights_are_sharded_over_those_that_train(setting: Setting) -> None:
-    (step,) = simulate(replace(setting, servers=4), distribution("equal:256", 256), ["pool"], batches=1)
+    (step,) = simulate(setting, distribution("equal:256", 256), pools(4)[:1], batches=1)
     half = replace(setting, ranks=4, tokens_per_rank=2 * setting.tokens_per_rank)
     assert step.peak_bytes == fullest(half, half.tokens_per_rank).total
 
@@ -190,32 +197,31 @@ def test_seconds_without_work_make_a_step_longer_and_nobody_busy(setting: Settin
 
 
 def test_servers_have_nodes_of_their_own_or_places_in_each(setting: Setting) -> None:
-    wide = replace(setting, ranks=32, servers=8)
-    assert np.flatnonzero(~wide.trains).tolist() == list(range(24, 32))
-    each = replace(wide, servers_each_node=True)
-    assert np.flatnonzero(~each.trains).tolist() == [6, 7, 14, 15, 22, 23, 30, 31]
-    assert np.flatnonzero(~replace(wide, tensor=8).trains).tolist() == [3]
-    assert np.flatnonzero(~replace(wide, tensor=2, servers_each_node=True).trains).tolist() == [3, 7, 11, 15]
+    wide = replace(setting, ranks=32)
+    assert np.flatnonzero(~Servers(8).training(wide)).tolist() == list(range(24, 32))
+    assert np.flatnonzero(~Servers(8, each_node=True).training(wide)).tolist() == [6, 7, 14, 15, 22, 23, 30, 31]
+    assert np.flatnonzero(~Servers(8).training(replace(wide, tensor=8))).tolist() == [3]
+    assert np.flatnonzero(~Servers(8, each_node=True).training(replace(wide, tensor=2))).tolist() == [3, 7, 11, 15]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("servers", "change", "message"),
     [
-        ({"servers": 8}, "servers=8 must be a whole number below ranks=8: somebody has to train"),
-        ({"servers": -1}, "servers=-1"),
-        ({"servers": 3, "tensor": 2}, "must be a multiple of 2"),
-        ({"ranks": 32, "servers": 4}, "servers=4 in nodes of 8 of their own, with tensor=1, must be a multiple of 8"),
-        ({"ranks": 32, "servers": 6, "servers_each_node": True}, "each of 4 nodes, with tensor=1, must be a multiple of 4"),
-        ({"servers": 2, "stages": 2}, "without stages"),
-        ({"ranks": 1024, "servers": 8}, "of at most 512 ranks"),
+        (Servers(8), {}, "somebody has to train"),
+        (Servers(-1), {}, "somebody has to train"),
+        (Servers(3), {"tensor": 2}, "must be a multiple of 2"),
+        (Servers(4), {"ranks": 32}, "must be a multiple of 8"),
+        (Servers(6, each_node=True), {"ranks": 32}, "must be a multiple of 4"),
+        (Servers(2), {"stages": 2}, "without stages"),
+        (Servers(8), {"ranks": 1024}, "of at most 512 ranks"),
     ],
 )
-def test_pools_that_cannot_be_laid_out_are_refused(setting: Setting, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        replace(setting, **change)
+def test_pools_that_cannot_be_laid_out_are_refused(setting: Setting, servers: Any, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        servers.training(replace(setting, **change))
 
 
-def unlike(setting: Setting, tokens: FloatArray, speed: float) -> Devices:
+def unlike(setting: Setting, tokens: FloatArray, speed: float) -> Any:
     speeds = np.where(np.arange(setting.group) < setting.group // 2, 1.0, speed)
     return Devices(tokens, speeds, speeds)
 
@@ -224,7 +230,7 @@ def test_slow_devices_hold_a_step_up_unless_they_hold_fewer_tokens(setting: Sett
     wide = replace(setting, checkpointing="selective", sharding="ddp")
     (lengths,) = distribution("pretrain", 8192).batches(wide.tokens, 1)
     ones, slower = np.ones(8), np.where(np.arange(8) < 4, 1.0, 0.5)
-    even = predicted(alike(wide), wide, lengths, ping_pong=True).step_seconds
+    even = predicted(Devices.all_training(wide), wide, lengths, ping_pong=True).step_seconds
     equal, by_speed = (predicted(unlike(wide, tokens, 0.5), wide, lengths, ping_pong=True) for tokens in (ones, slower))
     assert 0.97 * even / 0.75 < by_speed.step_seconds < 0.85 * equal.step_seconds
     linear = linear_seconds(wide, np.full(1, float(wide.tokens_per_rank))).sum()
@@ -242,26 +248,3 @@ def test_devices_half_as_fast_take_twice_as_long(setting: Setting) -> None:
     assert slow.step_seconds - slow.weight_exposed_seconds - rest == pytest.approx(
         2 * (even.step_seconds - even.weight_exposed_seconds - rest), rel=0.01
     )
-
-
-def test_only_a_setting_with_servers_has_a_pool(setting: Setting, pool: Setting) -> None:
-    documents = distribution("equal:2048", 16384)
-    with pytest.raises(ConfigError, match="a pool needs --servers"):
-        simulate(setting, documents, WITH_SERVERS, batches=1)
-    assert not set(OURS) & set(WITH_SERVERS)
-    titles = {STRATEGIES[name].title for name in WITH_SERVERS}
-    assert not titles & set(dict(assumptions(setting, documents)))
-    assert titles <= set(dict(assumptions(pool, documents)))
-
-
-def test_advice_says_what_a_pool_takes_and_never_to_have_one(pool: Setting) -> None:
-    found = simulate(pool, from_list(DOCUMENTS, "some"), batches=1)
-    advice = advise(pool, found)
-    pooled_step, place = best_of(found, POOL), best_of(found, ["in-place"])
-    assert pooled_step is not None
-    assert place is not None
-    factor = pooled_step.step_seconds / place.step_seconds
-    assert "If 2 of the 8 devices only served attention, a step would take" in advice.text
-    assert f"{factor:.2f} times as long as with all devices training." in advice.text
-    assert advice.ours in OURS
-    assert advice.other not in WITH_SERVERS
