@@ -107,10 +107,10 @@ class NoWaits(NoHostSyncs):
 class Group(AttentionGroup):
     """Two ranks of which the other one announces the same as this one."""
 
-    def gather_async(self, row: IntArray, *, doing: str, agree: Callable[[Sequence[IntArray]], object]) -> Any:
+    def gather_async(self, row: IntArray, *, doing: str, on_arrival: Callable[[Sequence[IntArray]], object]) -> Any:
         """As `AttentionGroup.gather_async`; it is over at once."""
         rows = [row] * self.size
-        agree(rows)
+        on_arrival(rows)
         return Met(rows)
 
     def at(self, where: str, forward_exchanges: int) -> AttentionGroup:
@@ -120,10 +120,10 @@ class Group(AttentionGroup):
 
 @dataclass
 class Met:
-    """A meeting that is over."""
+    """A rendezvous that is over."""
 
     rows: list[IntArray]
-    done = True
+    is_done = True
 
     def wait(self) -> None:
         """Nothing to wait for."""
