@@ -248,6 +248,13 @@ def test_pytest_collects(command: str, tmp_path: Path) -> None:
     assert f"{COLLECTED[command]}::" in scripts.run([*words_of(command), *place, *options], tmp_path)
 
 
+def test_the_page_of_benchmarks_lists_every_script() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    scripts_of = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if "__main__" in path.read_text()]
+    assert scripts_of
+    assert not [path.name for path in scripts_of if f"| `benchmarks/{path.name}` | " not in page]
+
+
 def test_the_placements_are_what_their_script_writes(tmp_path: Path) -> None:
     scripts.run([*words_of("python benchmarks/placements/make.py"), "--out", str(tmp_path)], tmp_path, timeout=60)
     shipped = sorted((ROOT / "benchmarks/placements").glob("*.json"))
