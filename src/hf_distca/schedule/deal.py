@@ -210,14 +210,23 @@ def _change(coins: list[int], amount: int) -> list[int]:
     sums = [1]
     for coin in coins:
         sums.append(sums[-1] | sums[-1] << coin)
-    bits = np.frombuffer(sums[-1].to_bytes(sums[-1].bit_length() // 8 + 1, "little"), dtype=np.uint8)
-    totals = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
-    total, taken = int(totals[np.abs(totals - amount).argmin()]), []
+    total, taken = _nearest_bit(sums[-1], amount), []
     for coin_index in range(len(coins) - 1, -1, -1):
         if not sums[coin_index] >> total & 1:
             taken.append(coin_index)
             total -= coins[coin_index]
     return taken
+
+
+def _nearest_bit(bits: int, wanted: int) -> int:
+    """Find the set bit that is nearest to the wanted place, without looking at all of them."""
+    wanted = max(wanted, 0)
+    below = (bits & ((1 << (wanted + 1)) - 1)).bit_length() - 1
+    above = bits >> wanted
+    if not above:
+        return below
+    above = wanted + (above & -above).bit_length() - 1
+    return below if wanted - below <= above - wanted else above
 
 
 def _checked(
