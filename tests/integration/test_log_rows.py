@@ -130,7 +130,7 @@ def train(rank: int, accumulation: int, every: int, case: dict[str, bool]) -> tu
             (1, 4, {}),  # the last log is two steps before the end
             (1, 4, {"dealt": True}),
         ],
-        3,
+        5,
     ),
 )
 def test_a_row_is_about_the_micro_batches_since_the_row_before(

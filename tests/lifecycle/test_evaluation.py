@@ -182,11 +182,13 @@ def mean_over_targets(numbers: tuple[int, ...] = tuple(range(len(EVALUATED)))) -
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_loss_of_dealt_evaluation_is_the_mean_over_targets(rank_pool: Callable[[int], RankPool]) -> None:
+@pytest.mark.parametrize("counts", [(1, 2), pytest.param((1, 2, 3), marks=pytest.mark.slow)], ids=str)
+def test_loss_of_dealt_evaluation_is_the_mean_over_targets(rank_pool: Callable[[int], RankPool], counts: tuple[int, ...]) -> None:
     pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
     cases = list(product(KINDS, FORMS))
     plain = [case for case in cases if case[1] == "float32"]
-    by_ranks = {1: [evaluate(0, 1, plain)], 2: rank_pool(2)(evaluate, 2, cases), 3: rank_pool(3)(evaluate, 3, plain)}
+    by_ranks = {1: [evaluate(0, 1, plain)]}
+    by_ranks |= {ranks: rank_pool(ranks)(evaluate, ranks, cases if ranks == 2 else plain) for ranks in counts[1:]}
     print()  # noqa: T201
     for ranks, (kind, form) in ((ranks, case) for ranks, found in by_ranks.items() for case in found[0]):
         found = by_ranks[ranks]
