@@ -42,6 +42,7 @@ class Options(NamedTuple):
         instead_of: the attention that distca stands in for, None for none.
         tokens_per_rank: tokens with which every Trainer deals its documents, as `hf_distca.deal`
             does; None to leave them as they are.
+        collator: as for `hf_distca.deal`: ``"replace"`` to replace a collator of the script's own, too.
         settings: fields of `DistCAConfig` and their values, for `hf_distca.configure`; None to
             leave that to the script.
         servers: number of attention servers on each node: the last processes that a launcher starts
@@ -57,6 +58,7 @@ class Options(NamedTuple):
     summary: bool = True
     instead_of: str | None = None
     tokens_per_rank: int | None = None
+    collator: Literal["check", "replace"] = "check"
     settings: Mapping[str, Any] | None = None
     servers: int = 0
     server_address: Sequence[str] = ()
@@ -90,6 +92,8 @@ class Options(NamedTuple):
         """
         if self.attn_implementation not in (None, "distca"):
             raise ConfigError(f"attn_implementation={self.attn_implementation!r} must be 'distca'.")
+        if self.collator not in ("check", "replace"):
+            raise ConfigError(f"collator={self.collator!r} must be 'check' or 'replace'.")
         for name in ("summary", "spare_servers"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False.")
@@ -156,7 +160,7 @@ def begin(options: Options) -> None:
     if options.attn_implementation is not None:
         when_models_load(_make_default)
     if options.tokens_per_rank is not None:
-        when_imported("transformers.trainer", partial(_deal_before_training, options.tokens_per_rank))
+        when_imported("transformers.trainer", partial(_deal_before_training, options.tokens_per_rank, options.collator))
     if options.summary:
         import atexit
 
@@ -323,10 +327,10 @@ def _configure(options: Options) -> None:
     configure(DistCAConfig(**(options.settings or {})), instead_of=options.instead_of)
 
 
-def _deal_before_training(tokens_per_rank: int) -> None:
+def _deal_before_training(tokens_per_rank: int, collator: Literal["check", "replace"]) -> None:
     from hf_distca.integration.deal_trainer import deal_before_training
 
-    deal_before_training(tokens_per_rank)
+    deal_before_training(tokens_per_rank, collator)
 
 
 def _make_default() -> None:

@@ -26,12 +26,17 @@ from pages import ROOT, words_of
 SCRIPT = """
 import argparse, sys
 from neighbour import write
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator
+
+def collate(rows):
+    return default_data_collator(rows)
+
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--attn_implementation")
     parser.add_argument("--output")
+    parser.add_argument("--own_collator", action="store_true")
     options = parser.parse_args()
     config = LlamaConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=31,
@@ -41,7 +46,8 @@ if __name__ == "__main__":
         options.output, max_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to="none", save_strategy="no"
     )
     tokens = [{"input_ids": list(range(1, 9)), "labels": list(range(1, 9))} for _ in range(4)]
-    trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=tokens)
+    own = {"data_collator": collate} if options.own_collator else {}
+    trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=tokens, **own)
     trainer.train()
     seen = {"argv": sys.argv, "attention": trainer.model.config._attn_implementation, "world": arguments.world_size}
     seen["customized"] = hasattr(sys, "was_customized")
@@ -135,11 +141,13 @@ def test_a_file_has_settings_and_options_and_the_command_line_overrides_it(scrip
     """On two ranks of accelerate's, each of which reads the file."""
     command = words_of("hf-distca run --config distca.yaml --set balance=false --tokens-per-rank 8192 accelerate launch train.py")
     _, _, *ours, launcher, verb, _ = command
-    (script.parent / "distca.yaml").write_text("attn_implementation: distca\ntokens_per_rank: 3\ntolerance: 0.1\nbalance: true\n")
+    settings = ("attn_implementation: distca", "tokens_per_rank: 3", "collator: replace", "tolerance: 0.1", "balance: true")
+    (script.parent / "distca.yaml").write_text("\n".join(settings))
     ours[ours.index("8192")] = "4"
     config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
     launch = [launcher, verb, "--config_file", config, "-m", "hf_distca.run"]
-    said = scripts.run([*launch, *ours, script.name, "--output", str(tmp_path)], script.parent)
+    said = scripts.run([*launch, *ours, script.name, "--own_collator", "--output", str(tmp_path)], script.parent)
+    assert "hf_distca.deal puts PackingCollator in the place of collate" in said
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert (seen["world"], seen["attention"]) == (2, "distca")
     assert (seen["settings"], set(seen["tokens"])) == ([False, 0.1, None], {4})
@@ -157,6 +165,7 @@ def test_a_file_has_settings_and_options_and_the_command_line_overrides_it(scrip
         ("attn_implementation: sdpa", [], "distca.yaml: attn_implementation='sdpa' must be 'distca'."),
         ("instead_of: flex_attention", [], "distca.yaml: distca cannot stand in for 'flex_attention'"),
         ("summary: 3", [], "distca.yaml: summary=3 must be True or False."),
+        ("collator: mine", [], "distca.yaml: collator='mine' must be 'check' or 'replace'."),
         ("tile: 8", ["--set", "tile=0"], "--set: tile=0 must be at least 1"),
         ("tile: 8", ["--set", "tile"], "--set: 'tile' should be names and values"),
         ("tile: 0", ["--set", "tile=8"], "distca.yaml: tile=0 must be at least 1"),

@@ -125,7 +125,7 @@ def _deal_evaluation(trainer: Trainer, make: Callable[[Any], Any]) -> None:
     trainer.args.per_device_eval_batch_size = 1
 
 
-def deal_before_training(tokens_per_rank: int) -> None:
+def deal_before_training(tokens_per_rank: int, collator: Collators = "check") -> None:
     """Make every Trainer of this process deal its documents when its
     training begins, if they are not dealt by then.
     """
@@ -134,7 +134,7 @@ def deal_before_training(tokens_per_rank: int) -> None:
     @wraps(train)
     def deal_and_train(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
         if shares_of(trainer.train_dataset) is None:
-            deal(trainer, tokens_per_rank)
+            deal(trainer, tokens_per_rank, collator=collator)
         return train(trainer, *args, **kwargs)
 
     Trainer.train = deal_and_train  # type: ignore[method-assign, assignment]

@@ -62,7 +62,8 @@ def check_collator(trainer: Trainer, collator: Collators) -> None:
     raise UnsupportedError(
         f"hf_distca.deal replaces the data_collator, and {said} is none whose rows are read as it reads them: what it masks, "
         "drops or changes would be lost. Do in the data set what it does: rows may have labels with -100, completion_mask or "
-        'assistant_masks. If nothing is lost, say hf_distca.deal(..., collator="replace").'
+        'assistant_masks. If nothing is lost, say hf_distca.deal(..., collator="replace"), or '
+        "hf-distca run --set collator=replace."
     )
 
 
