@@ -42,9 +42,9 @@ class Options(NamedTuple):
         instead_of: the attention that distca stands in for, None for none.
         tokens_per_rank: tokens with which every Trainer deals its documents, as `hf_distca.deal`
             does; None to leave them as they are.
-        collator: as for `hf_distca.deal`: ``"replace"`` to replace a collator of the script's own, too.
         settings: fields of `DistCAConfig` and their values, for `hf_distca.configure`; None to
             leave that to the script.
+        collator: as for `hf_distca.deal`: ``"replace"`` to replace a collator of the script's own, too.
         servers: number of attention servers on each node: the last processes that a launcher starts
             there.
         server_address: ``HOST:PORT`` of servers that were started by themselves.
@@ -58,8 +58,8 @@ class Options(NamedTuple):
     summary: bool = True
     instead_of: str | None = None
     tokens_per_rank: int | None = None
-    collator: Literal["check", "replace"] = "check"
     settings: Mapping[str, Any] | None = None
+    collator: Literal["check", "replace"] = "check"
     servers: int = 0
     server_address: Sequence[str] = ()
     server_wait: float = 300.0
