@@ -15,7 +15,7 @@ from hf_distca.data.pieces import SAMPLED, Piece, digest_of
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray, as_integers
 
-__all__ = ["Reader", "as_row", "document_lengths", "is_of", "length_of"]
+__all__ = ["Reader", "as_row", "document_lengths", "is_of", "is_stored", "length_of"]
 
 _READ = COLUMNS | {"position_ids"}
 
@@ -32,8 +32,7 @@ class Reader:
 
     def __init__(self, documents: Any, column: str, inputs: ForwardInputs = NO_INPUTS) -> None:
         self.column, self._inputs = column, inputs
-        # A transform of the user's own makes tokens only when rows are asked for.
-        self._arrow = is_of("Dataset", documents) and documents.format["type"] != "custom"
+        self._arrow = is_stored(documents)
         if self._arrow:
             _check_stored_columns(documents, column, inputs)
             documents = documents.with_format("arrow", columns=[column, *_others(documents.column_names, column)])
@@ -132,6 +131,11 @@ def _row_views(column: Any) -> list[np.ndarray | None]:
         ends = np.cumsum(pc.fill_null(pc.list_value_length(chunk), 0).to_numpy(zero_copy_only=False))
         views += [None if gone else array[a:b] for gone, a, b in zip(missing, [0, *ends[:-1]], ends, strict=True)]
     return views
+
+
+def is_stored(documents: Any) -> bool:
+    """True for a `datasets.Dataset` whose columns can be read as Arrow stores them: no transform of the user's makes its rows."""
+    return is_of("Dataset", documents) and documents.format["type"] != "custom"
 
 
 def is_of(name: str, documents: object) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from hf_distca.data.reading import document_lengths, is_of
+from hf_distca.data.reading import document_lengths, is_stored
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
@@ -53,7 +53,7 @@ def documents_in_rows(rows: Any, end_of_document: int | None = None, *, quiet: b
 
 def _telling_column(rows: Any, end_of_document: int | None) -> str:
     """The column that says which documents rows have."""
-    if is_of("Dataset", rows) and rows.format["type"] != "custom":
+    if is_stored(rows):
         names: list[str] = list(rows.column_names)
     else:
         row = rows[0] if len(rows) else {"input_ids": []}
@@ -84,7 +84,7 @@ def _starts(values: IntArray, count: IntArray, end_of_document: int | None) -> I
 def _blocks(rows: Any, column: str, *, quiet: bool) -> Iterator[tuple[IntArray, IntArray]]:
     """Numbers of a column, row after row, and how many each row has; of documents, their lengths."""
     with tqdm(total=len(rows), desc=f"reading {column}", delay=1.0, disable=quiet, unit=" rows") as bar:
-        if is_of("Dataset", rows) and rows.format["type"] != "custom":
+        if is_stored(rows):
             stored = rows.with_format("arrow", columns=[column])
             for first in range(0, len(rows), _READ):
                 values = stored[first : first + _READ].column(column).combine_chunks()
