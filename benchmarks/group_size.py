@@ -16,7 +16,6 @@ the placements of a folder as given, in groups of a node and in one group.
 from __future__ import annotations
 
 import argparse
-import heapq
 import itertools
 import statistics
 import sys
@@ -31,6 +30,7 @@ from tqdm import tqdm
 
 from hf_distca.cli.lengths import open_documents
 from hf_distca.config import DistCAConfig
+from hf_distca.data.row_placement import StepPlaces
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
@@ -56,16 +56,10 @@ def packed(lengths: np.ndarray, ranks: int, tokens: int) -> list[list[int]]:
 
 
 def placed(rows: list[list[int]]) -> list[list[int]]:
-    """The rows in the order of nodes: the heaviest first, each to the node with the least to do."""
-    seconds = [float(CUDA.seconds(np.array(row), np.array(row)).sum()) for row in rows]
-    nodes: list[list[list[int]]] = [[] for _ in range(len(rows) // NODE)]
-    least = [(0.0, node) for node in range(len(nodes))]
-    for taken, row in sorted(zip(seconds, rows, strict=True), reverse=True):
-        work, node = heapq.heappop(least)
-        nodes[node].append(row)
-        if len(nodes[node]) < NODE:
-            heapq.heappush(least, (work + taken, node))
-    return [row for node in nodes for row in node]
+    """Order rows for even nodes, as `hf_distca.place_rows` does in a step of one micro-batch."""
+    seconds = np.array([CUDA.seconds(np.array(row), np.array(row)).sum() for row in rows])
+    order = StepPlaces(len(rows) // NODE, NODE).place(np.rint(seconds * 1e9).astype(np.int64))
+    return [rows[row] for row in order.tolist()]
 
 
 def groups_of(way: str, lengths: np.ndarray, ranks: int, tokens: int, size: int) -> list[Layout]:
