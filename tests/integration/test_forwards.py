@@ -181,7 +181,7 @@ def under_real_costs(rank: int) -> tuple[int, int, float]:
     return current_session().meter.dispatches, current_session().meter.sent_bytes, worst
 
 
-@pytest.mark.parametrize(("ranks", "hops"), in_turn([(2, 1), (6, 2)], 2))  # of six ranks, some pass keys on
+@pytest.mark.parametrize(("ranks", "hops"), in_turn([(2, 1), (6, 2)], 2, [(2, 1)]))  # of six ranks, some pass keys on
 def test_a_plan_of_the_built_in_costs_moves_work_and_is_exact(
     rank_pool: Callable[[int], RankPool], ranks: int, hops: int
 ) -> None:

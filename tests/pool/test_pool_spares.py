@@ -62,8 +62,8 @@ def launch() -> Iterator[Launch]:
         [
             Exact(documents="ahead", steps=8, changes={"ping_pong": True}),
             Exact(steps=8, checkpointing=True),
-            Exact("windows", "dealt", steps=16),
-            Exact("windows", "dealt", steps=16, checkpointing=True, changes={"ping_pong": True}),
+            Exact("windows", "dealt", steps=8),
+            Exact("windows", "dealt", steps=8, checkpointing=True, changes={"ping_pong": True}),
             Exact("sinks", "shared", steps=8),
             Exact(documents="spanning", steps=8, changes={"documents_span_ranks": True}),
         ],

@@ -274,7 +274,7 @@ def test_wrong_inputs_are_named() -> None:
 
 
 def one_stays_away(rank: int) -> str:
-    group = AttentionGroup.create(timeout_seconds=3)
+    group = AttentionGroup.create(timeout_seconds=2)
     if rank:
         return ""
     with pytest.raises(DistCADesyncError) as caught:

@@ -225,7 +225,7 @@ def test_nobody_waits_long_when_a_rank_raises_while_messages_travel(
 
 
 def one_stays_away(rank: int) -> str:
-    group = AttentionGroup.create(timeout_seconds=3)
+    group = AttentionGroup.create(timeout_seconds=2)
     if rank == 1:
         return ""
     with pytest.raises(DistCADesyncError) as caught:
@@ -239,4 +239,4 @@ def test_a_missing_rank_ends_in_an_error_that_says_what_was_awaited() -> None:
         message = pool(one_stays_away, timeout=60)[0]
     finally:
         pool.close()
-    assert "rank 0 waited up to 3 s for ranks (0, 1) while planning micro-batch 7" in message
+    assert "rank 0 waited up to 2 s for ranks (0, 1) while planning micro-batch 7" in message

@@ -94,7 +94,7 @@ def test_a_rank_alone_agrees_with_itself() -> None:
 
 
 def one_compares(rank: int) -> str:
-    group = AttentionGroup.create(timeout_seconds=3)
+    group = AttentionGroup.create(timeout_seconds=2)
     if rank == 1:
         return ""
     with pytest.raises(DistCADesyncError) as caught:
@@ -343,11 +343,11 @@ def test_no_rank_goes_on_before_all_have_made_the_group(rank_pool: Callable[[int
 
 
 def nobody_else_asks(rank: int) -> str:
-    AttentionGroup.of(timeout_seconds=3.5)
+    AttentionGroup.of(timeout_seconds=2)
     if rank == 1:
         return ""
     with pytest.raises(DistCADesyncError) as caught:
-        AttentionGroup.of(timeout_seconds=3.5)
+        AttentionGroup.of(timeout_seconds=2)
     return str(caught.value)
 
 
