@@ -19,21 +19,23 @@ are beside it: how many documents there are shows in distca's kernel.
 
 The *first layer* of a micro-batch makes the plan besides.
 
-*Calls*: Python calls, of functions and built-in ones (`cProfile`), that one more layer adds to a step of a small Llama on one
-rank, forward and backward, and those that a step of one layer has beyond that: with distca, with a bare call of torch's
-attention, and the difference. They do not depend on the machine.
+*Calls*: Python calls, of functions and built-in ones, that one more layer adds to a step of a small Llama on one rank, forward
+and backward, and those that a step of one layer has beyond that: with distca, with a bare call of torch's attention, and the
+difference. They do not depend on the machine (`host_calls.py`).
+
+With `--before FOLDER`, a checkout of an earlier commit, calls and microseconds of the same steps are shown of both, measured in
+turns in processes of their own. These times have the kernels in them.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import math
-import pstats
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -43,7 +45,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaModel
+from transformers import AttentionInterface, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_distca.agreement.announce import (
@@ -76,6 +78,7 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE
 from hf_distca.schedule.waves import Waves
+from host_calls import compare, measure_calls
 from machine import describe
 from output import add_json_option, put_out
 
@@ -322,45 +325,6 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
     return {**found, "beyond sdpa": ours - theirs}
 
 
-def bare(_module: torch.nn.Module, *states: torch.Tensor, scaling: float, **_: Any) -> tuple[torch.Tensor, None]:
-    """An attention function with nothing around torch's; it sees all tokens as one document."""
-    output = scaled_dot_product_attention(*states[:3], is_causal=True, scale=scaling, enable_gqa=True)
-    return output.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register("bare", bare)
-AttentionMaskInterface.register("bare", lambda **_: None)
-
-
-def calls_of_a_step(attention_name: str, layers: int, documents: tuple[int, ...]) -> int:
-    """Python calls of a forward and backward, in one thread, of a Llama with so many layers."""
-    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 8}
-    model = LlamaModel(LlamaConfig(**shape, num_hidden_layers=layers, attn_implementation=attention_name)).train()
-    positions = torch.cat([torch.arange(length) for length in documents])[None]
-    batch: dict[str, Any] = {"input_ids": torch.zeros_like(positions), "position_ids": positions, "use_cache": False}
-    if attention_name == "distca":
-        batch["distca_documents"] = PackedDocuments(documents)
-    with torch.autograd.set_multithreading_enabled(False):
-        for _ in range(3):  # the first ones fill caches
-            profile = cProfile.Profile()
-            profile.enable()
-            model(**batch).last_hidden_state.sum().backward()
-            profile.disable()
-    return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
-
-
-def calls(documents: int, tokens: int = 512) -> dict[str, float]:
-    """Python calls that attention adds to a step, by layer and besides."""
-    found: dict[str, float] = {}
-    for name in ("distca", "bare"):
-        one, few, many = (calls_of_a_step(name, layers, (tokens // documents,) * documents) for layers in (1, 2, 6))
-        found[f"{name}: a layer"] = (many - few) / 4
-        found[f"{name}: a step besides"] = one - found[f"{name}: a layer"]
-    for of in ("a layer", "a step besides"):
-        found[f"beyond bare: {of}"] = found[f"distca: {of}"] - found[f"bare: {of}"]
-    return found
-
-
 def in_rounds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Median microseconds of each of several runs. In a round each runs several times, so that its code and data are in cache."""
     milliseconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -395,6 +359,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=15, help="typical ranks that are measured (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=20, help="of each measurement; the median counts (default: %(default)s)")
     parser.add_argument("--documents", type=int, nargs="+", default=[1, 8, 64, 512], help="documents of the layer on one rank")
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="checkout of an earlier commit, to be measured beside this")
     parser.add_argument("--tokens-alone", type=int, default=512, help="tokens of the layer on one rank (default: %(default)s)")
     add_json_option(parser)
     arguments = parser.parse_args()
@@ -404,13 +369,15 @@ def main() -> None:
     by = partial(by_number, arguments.ranks)
     result: dict[str, Any] = {
         "machine": describe(),
-        "setting": {"threads": 1, **{name: value for name, value in vars(arguments).items() if name != "json"}},
+        "setting": {"threads": 1, **{name: value for name, value in vars(arguments).items() if name not in ("json", "before")}},
         "alone, us": by_number(arguments.documents, lambda n: alone(n, arguments.tokens_alone, arguments.repeats, session)),
-        "calls": by_number(arguments.documents, calls),
+        "calls": by_number(arguments.documents, measure_calls),
         "planning, ms": by(lambda ranks: planning(ranks, arguments)),
         "layers, ms": by(lambda ranks: layers(ranks, arguments, "long tail")),
         "layers of one by one, ms": by(lambda ranks: layers(ranks, arguments, "one by one")),
     }
+    if arguments.before:
+        result["calls and us, before and after"] = compare(arguments.before, arguments.documents, min(5, arguments.repeats))
     put_out(result, arguments.json, show)
 
 

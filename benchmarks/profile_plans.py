@@ -1,10 +1,15 @@
 """Plans of real placements under each shipped profile of a GPU, against those made with the built-in figures for any GPU.
 
     python benchmarks/profile_plans.py FOLDER --json
+    python benchmarks/profile_plans.py FOLDER --before PROFILES --json
 
 Each plan of the built-in figures is priced by the profile, too: what it would take on that GPU with that kernel. Of Llama-3-8B in
 bfloat16, a layer forward and backward, nodes of 8 ranks. *Whole to tasks* is what whole documents of as many pairs would take, as
 a part of what the tasks of all ranks take, by the rates of the profile: below 1, slices are slower than what they are cut from.
+
+With `--before`, the plans that are compared are those of earlier profiles: PROFILES is a folder of them, by their names of today,
+such as `src/hf_distca/schedule/profiles_data` of an earlier commit. Where a profile did not exist, plans were made with the
+built-in figures. All plans are made by the scheduler of today and priced by the rates of today.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ SHAPE = AttentionShape(32, 8, 128, 128, 2)
 NAMES = [name for name in Profile.shipped() if Profile.load(name).device == "cuda"]
 NODES = Ranks(per_node=8)
 CONFIG = DistCAConfig()
+BUILT_IN = CostModel.analytic(SHAPE)
 
 
 def figures(plan: Plan, cost: CostModel) -> dict[str, float]:
@@ -56,31 +62,38 @@ def whole_to_tasks(layout: Layout, plan: Plan, cost: CostModel) -> list[float]:
     return [float(ratio) for ratio in whole.sum(axis=1) / tasks.sum(axis=1)]
 
 
-def of_placement(layout: Layout) -> dict[str, Any]:
-    built_in = balance(layout, CostModel.analytic(SHAPE), CONFIG, NODES)
-    found: dict[str, Any] = {"built_in": figures(built_in, CostModel.analytic(SHAPE))}
+def costs_before(name: str, profiles: Path | None) -> CostModel:
+    """Costs by the profile of this name in the folder; without one, by the built-in figures."""
+    file = profiles / f"{name}.json" if profiles else None
+    return Profile.load(file).cost_model(SHAPE) if file and file.exists() else BUILT_IN
+
+
+def of_placement(layout: Layout, profiles: Path | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"built_in": figures(balance(layout, BUILT_IN, CONFIG, NODES), BUILT_IN)}
     for name in NAMES:
         cost = Profile.load(name).cost_model(SHAPE)
         local = PlanLoad(Plan.local(layout), cost, ranks=NODES)
-        plan = balance(layout, cost, CONFIG, NODES)
+        plan, before = (balance(layout, made_with, CONFIG, NODES) for made_with in (cost, costs_before(name, profiles)))
         found[name] = {
             "with_profile": figures(plan, cost),
             "whole_to_tasks": whole_to_tasks(layout, plan, cost),
-            "with_built_in": figures(built_in, cost),
+            "before": figures(before, cost),
+            "whole_to_tasks_before": whole_to_tasks(layout, before, cost),
             "unmoved_ms": local.slowest_seconds * 1e3,
         }
     return found
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title="plans made with a profile; in brackets those made with built-in figures, on that GPU")
+    other = "earlier profiles" if result["before"] else "built-in figures"
+    table = Table(title=f"plans made with a profile; in brackets those made with {other}, on that GPU")
     for column in ("placement", "built in", *NAMES):
         table.add_column(column)
     for placement, row in result["placements"].items():
         cells = [f"{row['built_in']['gigabytes']:.1f} GB"]
         for name in NAMES:
-            ours, other = row[name]["with_profile"], row[name]["with_built_in"]
-            cells.append(f"{ours['gigabytes']:.1f} GB\n{ours['slowest_ms']:.1f} ms ({other['slowest_ms']:.1f})")
+            ours, before = row[name]["with_profile"], row[name]["before"]
+            cells.append(f"{ours['gigabytes']:.1f} GB\n{ours['slowest_ms']:.1f} ms ({before['slowest_ms']:.1f})")
         table.add_row(placement, *cells)
     Console(width=150).print(table)
     for name, row in result["summary"].items():
@@ -88,20 +101,23 @@ def show(result: dict[str, Any]) -> None:
 
 
 def summary(placements: dict[str, Any]) -> dict[str, Any]:
-    """Medians over placements of plans made with a profile over those made with built-in figures."""
+    """Plans made with a profile, as a part of those before: over placements."""
     found = {}
     for name in NAMES:
-        pairs = [(row[name]["with_profile"], row[name]["with_built_in"]) for row in placements.values()]
+        pairs = [(row[name]["with_profile"], row[name]["before"]) for row in placements.values()]
         seconds = [ours["slowest_ms"] / other["slowest_ms"] for ours, other in pairs]
-        forward, backward = zip(*(row[name]["whole_to_tasks"] for row in placements.values()), strict=True)
         moved = [ours["gigabytes"] / other["gigabytes"] for ours, other in pairs if other["gigabytes"]]
+        whole, whole_before = (
+            np.mean([row[name][key] for row in placements.values()], axis=0).round(3).tolist()
+            for key in ("whole_to_tasks", "whole_to_tasks_before")
+        )
         found[name] = {
             "slowest_median": round(statistics.median(seconds), 3),
             "slowest_best": round(min(seconds), 3),
             "slowest_worst": round(max(seconds), 3),
             "bytes_median": round(statistics.median(moved), 3),
-            "whole_to_tasks_forward": round(statistics.fmean(forward), 3),
-            "whole_to_tasks_backward": round(statistics.fmean(backward), 3),
+            "whole_to_tasks_forward_backward": whole,
+            "whole_to_tasks_forward_backward_before": whole_before,
         }
     return found
 
@@ -109,11 +125,14 @@ def summary(placements: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="folder of placements, as `hf-distca plan` reads them")
+    parser.add_argument("--before", type=Path, metavar="PROFILES", help="folder of earlier profiles, whose plans are compared")
     add_json_option(parser)
     arguments = parser.parse_args()
     layouts = {path.stem: parse_placement(path.read_bytes(), path.name) for path in sorted(arguments.folder.glob("*.json"))}
-    placements = {name: of_placement(layout) for name, layout in layouts.items()}
-    put_out({"machine": describe(), "placements": placements, "summary": summary(placements)}, arguments.json, show)
+    placements = {name: of_placement(layout, arguments.before) for name, layout in layouts.items()}
+    before = arguments.before and str(arguments.before)
+    result = {"machine": describe(), "before": before, "placements": placements, "summary": summary(placements)}
+    put_out(result, arguments.json, show)
 
 
 if __name__ == "__main__":

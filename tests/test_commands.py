@@ -31,7 +31,7 @@ SMALL = {
     "python benchmarks/overlap.py": "--tokens 512 --layers 1 --heads 2 --rounds 1 --latencies 0 --json out.json",
     IN_STAGES: "--tokens 512 --layers 2 --heads 2 --rounds 1 --latencies 0 --json out.json",
     NODES: "--tokens 256 --layers 1 --heads 2 --rounds 1 --batches 1 --rates 200 --json out.json",
-    "python benchmarks/host_time.py": "--ranks 8 --tokens 4096 --sample 2 --repeats 2 --documents 2 --json out.json",
+    "python benchmarks/host_time.py": f"--ranks 8 --tokens 4096 --repeats 1 --documents 2 --before {ROOT} --json out.json",
     "python benchmarks/memory.py": "--tokens 512 --heads 2 --ranks 2 --rounds 1 --json out.json",
     "python benchmarks/peak_memory.py": "--cases 0 --json out.json",
     "python benchmarks/scheduler.py --placements benchmarks/placements": "--repeats 1 --json out.json",

@@ -21,15 +21,15 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], dict[str, float]]:
-    """The counter of `benchmarks/host_time.py`, by number of documents, not on the deep stack of pytest."""
+    """The counter of `benchmarks/host_calls.py`, by number of documents, not on the deep stack of pytest."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import host_time
+    import host_calls
 
     hf_distca.configure()
 
     def counter(documents: int) -> dict[str, float]:
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(host_time.calls, documents).result()
+            return thread.submit(host_calls.measure_calls, documents).result()
 
     return counter
 
