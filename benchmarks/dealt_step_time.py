@@ -31,7 +31,7 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 import hf_distca
 from deal import over_all_ranks
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.dealt import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.families import known_cost, layer_keys
 from hf_distca.schedule.layout import Layout
@@ -71,7 +71,7 @@ def hybrid_of(arguments: argparse.Namespace) -> torch.nn.parallel.DistributedDat
     return torch.nn.parallel.DistributedDataParallel(Qwen3NextForCausalLM(config).train())
 
 
-class OverAll(Dealing):
+class OverAll(DealSettings):
     """Every document head and tail over all ranks, as context parallelism does."""
 
     def layouts(self, lengths: np.ndarray) -> tuple[Layout, ...]:
@@ -122,7 +122,11 @@ class Steps:
         keys = layer_keys(self.model.module, None, "cpu")
         costs = {key: known_cost(key, config) for key in keys}
         place = (self.ranks, arguments.tokens, costs, config)
-        self.dealings = {"dealt": Dealing(*place), "in order": Dealing(*place, placement="in order"), "over all": OverAll(*place)}
+        self.dealings = {
+            "dealt": DealSettings(*place),
+            "in order": DealSettings(*place, placement="in order"),
+            "over all": OverAll(*place),
+        }
 
     def batch(self, way: str) -> dict[str, Any]:
         """This rank's share of the global batch."""

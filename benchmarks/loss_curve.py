@@ -25,7 +25,7 @@ from rich.table import Table
 
 import hf_distca
 from dealt_step_time import lengths_of, share_of
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.dealt import DealSettings
 from hf_distca.integration.families import known_cost, layer_keys
 from hf_distca.integration.session import current_session
 from machine import describe
@@ -66,7 +66,7 @@ class Training:
         config = hf_distca.configure(hf_distca.DistCAConfig(tile=16, min_gain=0.0))
         costs = {key: known_cost(key, config) for key in layer_keys(self.model, None, "cpu")}
         placement = "in order" if way.endswith("in order") else "dealt"
-        self.dealing = Dealing(RANKS, arguments.tokens, costs, config, placement=placement)
+        self.dealing = DealSettings(RANKS, arguments.tokens, costs, config, placement=placement)
 
     def batches(self, documents: list[torch.Tensor]) -> list[dict[str, Any]]:
         """What this rank computes in a step, a forward each."""

@@ -39,7 +39,7 @@ from rich.table import Table
 
 import hf_distca
 from dealt_step_time import share_of
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.dealt import DealSettings
 from hf_distca.cli.lengths import open_documents
 from hf_distca.integration.families import known_cost, layer_keys
 from hf_distca.integration.session import current_session
@@ -109,7 +109,7 @@ class Steps:
         seeds = range(arguments.batches)
         self.batches = [lengths_of(arguments.documents, arguments.tokens, seed) for seed in seeds]
 
-    def dealing(self, way: Way, cable: float) -> Dealing:
+    def dealing(self, way: Way, cable: float) -> DealSettings:
         """How batches are placed and planned, which the session is set to."""
         given, session = self.arguments, current_session()
         cost = cost_of(given.heads, given.slower, cable, nodes=way.nodes)
@@ -118,7 +118,7 @@ class Steps:
         for key, cost in costs.items():
             session.planner.progress.costs[key.shape, key.device] = cost
         per_node = PER_NODE if way.nodes else None
-        return Dealing(RANKS, given.tokens, costs, config, per_node, way.placement)
+        return DealSettings(RANKS, given.tokens, costs, config, per_node, way.placement)
 
     def step(self, way: Way, cable: float, number: int, *, timed: bool) -> Step:
         """Time a step, from one barrier of all ranks to the next.

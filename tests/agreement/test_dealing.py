@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hf_distca.agreement import dealt as dealt_module
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt import Dealing, PlanJob
+from hf_distca.agreement.dealt import DealSettings, PlanJob
 from hf_distca.agreement.documents import TokenBatch
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
@@ -28,9 +28,9 @@ KEY = PlanKey(SHAPE, "cpu")
 COST = CostModel.pairs(SHAPE)
 
 
-def dealing(ranks: int, tokens: int, placement: str = "dealt", **settings: object) -> Dealing:
+def dealing(ranks: int, tokens: int, placement: str = "dealt", **settings: object) -> DealSettings:
     config = DistCAConfig(**{"tile": 4, "min_gain": 0.0, **settings})
-    return Dealing(ranks, tokens, {KEY: COST}, config, placement=placement)
+    return DealSettings(ranks, tokens, {KEY: COST}, config, placement=placement)
 
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=12)
@@ -78,7 +78,7 @@ def test_a_dealing_with_another_placement_is_refused() -> None:
 def test_shares_are_planned_for_the_nodes_they_are_dealt_to() -> None:
     """Plans that a loader made are taken in the step, where ranks need not have found the same nodes."""
     cost = CostModel.analytic(SHAPE, device_type="cuda")
-    made = Dealing(4, 4096, {KEY: cost}, DistCAConfig(ping_pong=False), ranks_per_node=2)
+    made = DealSettings(4, 4096, {KEY: cost}, DistCAConfig(ping_pong=False), ranks_per_node=2)
     share = made.share(np.array([9000, 4000, 3384]), (0, 0), 1)
     assert share.dealt is not None
     nodes = Ranks(per_node=share.dealt.per_node)

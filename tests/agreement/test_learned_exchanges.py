@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.planned import Observation, Planned, observed
+from hf_distca.agreement.planned import BatchPlan, Observation, observe_plans
 from hf_distca.agreement.rates import Costs
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
@@ -87,10 +87,10 @@ def observation(plan: Plan, config: DistCAConfig, truth: Truth, world: str) -> O
     keys = [PlanKey(SHAPE, "cuda", nano=nano) for nano in ((1, 2) if config.ping_pong else (0,))]
     none, calls = np.zeros_like(truth.kernel), np.ones_like(truth.kernel)
     figures = np.stack([truth.kernel * 1e9, none, truth.waited(world) * 1e9, calls, none], axis=1).astype(np.int64)
-    plans = [Planned(key, plan, config, plan.layout.offsets, 1.0, figures=figures) for key in keys]
+    plans = [BatchPlan(key, plan, config, plan.layout.offsets, 1.0, figures=figures) for key in keys]
     for planned in plans:
         planned.begin(1, COST, ALIKE, Meter())
-    found = observed(plans, COST, config)
+    found = observe_plans(plans, COST, config)
     assert found is not None
     return found
 

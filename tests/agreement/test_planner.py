@@ -15,9 +15,9 @@ from stand_ins import MadeUpGroup
 from device_events import Device
 from hf_distca.agreement import history as history_module
 from hf_distca.agreement import planner as planner_module
-from hf_distca.agreement.announce import FIGURES, HEADER, PlanKey
+from hf_distca.agreement.announce import FIGURE_COUNT, HEADER_SIZE, PlanKey
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
-from hf_distca.agreement.planned import Planned
+from hf_distca.agreement.planned import BatchPlan
 from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
@@ -147,8 +147,8 @@ def test_of_micro_batches_that_nobody_gathers_some_are_kept(monkeypatch: pytest.
 
     def others(row: np.ndarray) -> list[np.ndarray]:
         other = row.copy()
-        if running and len(row) > HEADER + 2:
-            other[HEADER : HEADER + FIGURES * row[5] : FIGURES] = -1
+        if running and len(row) > HEADER_SIZE + 2:
+            other[HEADER_SIZE : HEADER_SIZE + FIGURE_COUNT * row[5] : FIGURE_COUNT] = -1
         return [row, other]
 
     ours, group = planner(), MadeUpGroup(2, others)
@@ -165,9 +165,9 @@ def test_a_measurement_with_kernels_that_still_run_is_left_out_on_all_ranks() ->
 
     def others(row: np.ndarray) -> list[np.ndarray]:
         other = row.copy()
-        if len(row) > HEADER + 2 and row[5]:  # one measured plan: this rank is done, the other is not
-            other[HEADER] = -1
-            unfinished.append(row[HEADER])
+        if len(row) > HEADER_SIZE + 2 and row[5]:  # one measured plan: this rank is done, the other is not
+            other[HEADER_SIZE] = -1
+            unfinished.append(row[HEADER_SIZE])
         return [row, other]
 
     ours, group = planner(), MadeUpGroup(2, others)
@@ -182,7 +182,7 @@ def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
     layout = Layout.from_lengths([[64, 64, 128]] * ranks)
     plan, cost = Plan.local(layout), CostModel.pairs(SHAPE)
     tracemalloc.start()
-    measured = Planned(KEY, plan, DistCAConfig(), layout.offsets, 1.0, figures=np.ones((ranks, 5), dtype=np.int64))
+    measured = BatchPlan(KEY, plan, DistCAConfig(), layout.offsets, 1.0, figures=np.ones((ranks, 5), dtype=np.int64))
     measured.begin(1, cost, ALIKE, Meter())
     _ = measured.measured_before
     peak = tracemalloc.get_traced_memory()[1]
@@ -196,7 +196,7 @@ def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
 def test_measured_seconds_go_home_in_proportion() -> None:
     layout = Layout.from_lengths([[8, 4], [4]])
     plan = Plan.from_tasks(layout, [(0, 0, 8, 0, 0), (1, 0, 4, 0, 1), (2, 0, 4, 1, 1)])
-    measured = Planned(KEY, plan, DistCAConfig(), layout.offsets, 1.0, seconds=np.array([2.0, 1.0, 1.0]))
+    measured = BatchPlan(KEY, plan, DistCAConfig(), layout.offsets, 1.0, seconds=np.array([2.0, 1.0, 1.0]))
     assert measured.estimated_before.tolist() == [3.0, 1.0]
     assert measured.estimated_after.tolist() == [2.0, 2.0]
     measured.figures = np.array([[2 * 10**9, 0, 0, 1, 0], [3 * 10**9, 0, 0, 1, 0]])

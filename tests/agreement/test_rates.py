@@ -14,8 +14,8 @@ import pytest
 from stand_ins import MadeUpGroup
 
 from hf_distca.agreement import dealt as dealt_module
-from hf_distca.agreement.announce import FIGURES, HEADER, PlanKey
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.announce import FIGURE_COUNT, HEADER_SIZE, PlanKey
+from hf_distca.agreement.dealt import DealSettings
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.agreement.planned import Observation
 from hf_distca.agreement.planner import Planner
@@ -78,13 +78,13 @@ class World:
         self.slowdown: list[float] = []  # what attention took / what it would have taken with nothing moved
 
     def _rows(self, row: np.ndarray) -> list[np.ndarray]:
-        if len(row) == FIGURES:
+        if len(row) == FIGURE_COUNT:
             return list(self.measured) if self.measured is not None else []
-        if len(row) < HEADER:
+        if len(row) < HEADER_SIZE:
             return [row] * RANKS
         made = []
         for rank in range(RANKS):
-            header, lengths = row[:HEADER].copy(), self.lengths[rank]
+            header, lengths = row[:HEADER_SIZE].copy(), self.lengths[rank]
             figures = self.measured[rank] if row[5] and self.measured is not None else []
             made.append(np.concatenate([header, figures, [0, 0, 0, len(lengths)], lengths]).astype(np.int64))
         return made
@@ -336,7 +336,7 @@ class Slow(MadeUpGroup):
         theirs = row.copy()
         theirs[-2] = 1  # its rank
         if theirs[5]:
-            theirs[HEADER] = row[HEADER] * 2
+            theirs[HEADER_SIZE] = row[HEADER_SIZE] * 2
         return theirs
 
 
@@ -346,7 +346,7 @@ def train_on_shares(over_at_once: bool) -> list[tuple[CostModel, tuple[float, ..
     planner.progress.costs[SHAPE, "cpu"] = TRUE
     group = Slow(2)
     object.__setattr__(group, "meetings", [])
-    dealing = pickle.loads(pickle.dumps(Dealing(2, 4096, {KEY: TRUE}, planner.config)))
+    dealing = pickle.loads(pickle.dumps(DealSettings(2, 4096, {KEY: TRUE}, planner.config)))
     made = []
     for number in range(24):
         share = dealing.share(np.array([5120, 1024, 2048]), (0, number), 0)
@@ -372,7 +372,7 @@ def test_rates_of_dealt_batches_change_at_one_micro_batch_whenever_a_rank_hears_
     assert soon[-1][2] != soon[0][2]  # planned again, with what was measured
 
 
-def train_on_fetched(planner: Planner, dealing: Dealing, steps: int, key: PlanKey = KEY) -> tuple[list[int], list[int]]:
+def train_on_fetched(planner: Planner, dealing: DealSettings, steps: int, key: PlanKey = KEY) -> tuple[list[int], list[int]]:
     """Train on shares that a worker made, each fetched while the one before it trains.
 
     Returns:
@@ -405,7 +405,7 @@ def train_on_fetched(planner: Planner, dealing: Dealing, steps: int, key: PlanKe
 def test_shares_of_workers_are_planned_with_learned_rates_while_they_are_fetched() -> None:
     planner = Planner(DistCAConfig(), Meter())
     planner.progress.costs[SHAPE, "cpu"] = TRUE
-    waited, changed = train_on_fetched(planner, Dealing(2, 4096, {KEY: TRUE}, planner.config), 40)
+    waited, changed = train_on_fetched(planner, DealSettings(2, 4096, {KEY: TRUE}, planner.config), 40)
     assert waited == changed
     assert 1 <= len(changed) <= 5
     planner.history.end()
@@ -426,7 +426,7 @@ def test_shares_that_were_planned_for_other_settings_are_told_of_once(
 ) -> None:
     planner = Planner(config, Meter())
     planner.progress.costs[key.shape, "cpu"] = replace(TRUE, shape=key.shape)
-    waited, _ = train_on_fetched(planner, Dealing(2, 4096, {KEY: TRUE}, DistCAConfig()), 6, key)
+    waited, _ = train_on_fetched(planner, DealSettings(2, 4096, {KEY: TRUE}, DistCAConfig()), 6, key)
     lines = [record.getMessage() for record in caplog.records if "shares were planned for other settings" in record.getMessage()]
     assert len(lines) == (said is not None)
     assert said is None or said in lines[0]

@@ -8,19 +8,19 @@ import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.dealt import DealSettings
 from hf_distca.config import DistCAConfig
-from hf_distca.data.global_batches import Pieces
+from hf_distca.data.global_batches import BatchPieces
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
 SHAPE = AttentionShape(4, 2, 16, 16, 4)
 ROWS = ("input_ids", "labels", "shift_labels", "position_ids")
 
 
-def dealing(ranks: int, tokens_per_rank: int, **settings: Any) -> Dealing:
+def dealing(ranks: int, tokens_per_rank: int, **settings: Any) -> DealSettings:
     key = PlanKey(SHAPE, "cpu")
     config = DistCAConfig(tile=8, min_gain=0.0, **settings)
-    return Dealing(ranks, tokens_per_rank, {key: CostModel.pairs(SHAPE)}, config)
+    return DealSettings(ranks, tokens_per_rank, {key: CostModel.pairs(SHAPE)}, config)
 
 
 def some_lengths(count: int = 60, longest: int = 700, seed: int = 0) -> list[int]:
@@ -37,7 +37,7 @@ def some_documents(lengths: list[int], *, labels: bool = False) -> list[dict[str
     return rows
 
 
-def whole(pieces: Pieces, rows: list[dict[str, list[int]]], pad: int = 0) -> dict[tuple[int, int], tuple[int, int, int]]:
+def whole(pieces: BatchPieces, rows: list[dict[str, list[int]]], pad: int = 0) -> dict[tuple[int, int], tuple[int, int, int]]:
     """(piece, position) -> (token, own label, label of the next token) of a global batch, as one process would have it."""
     found = {}
     columns = zip(pieces.documents.tolist(), pieces.starts.tolist(), pieces.ends.tolist(), strict=True)

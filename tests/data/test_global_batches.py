@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca import ConfigError
-from hf_distca.data.global_batches import GlobalBatches, Pieces
+from hf_distca.data.global_batches import BatchPieces, GlobalBatches
 from hf_distca.errors import LayoutError
 
 LENGTHS = st.lists(st.integers(0, 90), min_size=1, max_size=40).filter(any)
 
 
-def columns(pieces: Pieces) -> list[tuple[int, int, int]]:
+def columns(pieces: BatchPieces) -> list[tuple[int, int, int]]:
     return list(zip(pieces.documents.tolist(), pieces.starts.tolist(), pieces.ends.tolist(), strict=True))
 
 

@@ -15,9 +15,9 @@ import torch
 from some_documents import check_shares, dealing, some_documents, some_lengths, whole
 
 from hf_distca import PackingCollator
-from hf_distca.data.columns import NO_INPUTS, ForwardInputs
+from hf_distca.data.columns import UNKNOWN_INPUTS, ForwardInputs
 from hf_distca.data.global_batches import GlobalBatches
-from hf_distca.data.reading import document_lengths
+from hf_distca.data.reading import read_document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.errors import LayoutError
 
@@ -39,10 +39,10 @@ def make(
     *,
     ping_pong: bool = False,
     column: str = "input_ids",
-    inputs: ForwardInputs = NO_INPUTS,
+    inputs: ForwardInputs = UNKNOWN_INPUTS,
     **how: Any,
 ) -> Shares:
-    batches = GlobalBatches(document_lengths(documents, column), ranks * tokens, quiet=True, **how)
+    batches = GlobalBatches(read_document_lengths(documents, column), ranks * tokens, quiet=True, **how)
     deal = dealing(ranks, tokens, ping_pong=ping_pong)
     return Shares(documents, batches, deal, column=column, pad_token_id=77, inputs=inputs)
 
@@ -147,7 +147,7 @@ def test_inputs_that_only_later_rows_have_are_refused() -> None:
     """As where texts and images are mixed."""
     rows = [{"input_ids": [1] * 20, "pixel_values": None}, {"input_ids": [2] * 20, "pixel_values": [[1.0]]}]
     for documents in (rows, datasets.Dataset.from_list(rows)):
-        for inputs in (NO_INPUTS, ForwardInputs(("input_ids", "pixel_values"))):
+        for inputs in (UNKNOWN_INPUTS, ForwardInputs(("input_ids", "pixel_values"))):
             with pytest.raises(LayoutError, match="'pixel_values'"):
                 make(documents, 2, 10, inputs=inputs)
     texts = datasets.Dataset.from_list([{"input_ids": [1] * 20, "pixel_values": None}] * 2)

@@ -18,7 +18,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.dealt import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration.session import current_session
@@ -60,10 +60,10 @@ def settings(**changes: Any) -> hf_distca.DistCAConfig:
     return hf_distca.DistCAConfig(**{"tile": 8, "min_gain": 0.0, "cost_model": PAIRS, "timeout_seconds": 20.0, **changes})
 
 
-def dealing(ranks: int, kind: str, **changes: Any) -> Dealing:
+def dealing(ranks: int, kind: str, **changes: Any) -> DealSettings:
     windows = (None, WINDOW) if kind == "windows" else (None,)
     costs = {PlanKey(SHAPE, "cpu", window): replace(PAIRS, window=window) for window in windows}
-    return Dealing(ranks, TOKENS // ranks, costs, settings(**changes))
+    return DealSettings(ranks, TOKENS // ranks, costs, settings(**changes))
 
 
 def documents(number: int) -> list[torch.Tensor]:
@@ -71,7 +71,7 @@ def documents(number: int) -> list[torch.Tensor]:
     return [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in BATCHES[number]]
 
 
-def share(made: Dealing, number: int, rank: int) -> dict[str, Any]:
+def share(made: DealSettings, number: int, rank: int) -> dict[str, Any]:
     texts = documents(number)
     packed = made.share(np.array([len(one) for one in texts]), (0, number), rank, names=np.arange(len(texts)))
     shifted = [torch.cat([one[1:], torch.tensor([-100])]) for one in texts]
@@ -147,7 +147,7 @@ def test_shares_train_as_one_process_does(rank_pool: Callable[[int], RankPool], 
         assert measured, "what ranks measured is exchanged beside"
 
 
-def odd_share(made: Dealing, wrong: str) -> dict[str, Any]:
+def odd_share(made: DealSettings, wrong: str) -> dict[str, Any]:
     """What rank 1 of two gets as the second global batch, if something is wrong."""
     batch = share(made, 2 if wrong == "batch" else 1, 0 if wrong == "share" else 1)
     packed = batch["distca_documents"]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
 import hf_distca
-from hf_distca.agreement.planned import Planned
+from hf_distca.agreement.planned import BatchPlan
 from hf_distca.agreement.world_progress import Progress
 from hf_distca.integration.session import current_session
 from hf_distca.runtime.meter import Meter
@@ -56,7 +56,7 @@ def recorded() -> Iterator[list[Did]]:
     seen: list[Did] = []
     use = Progress.use
 
-    def spy(self: Progress, planned: Planned, *args: Any) -> Meter:
+    def spy(self: Progress, planned: BatchPlan, *args: Any) -> Meter:
         meter = use(self, planned, *args)
         cost, plan = self.costs.of(planned.key), planned.plan
         seconds = cost.seconds(plan.end - plan.start, plan.end, plan.heads)

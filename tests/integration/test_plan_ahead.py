@@ -24,7 +24,7 @@ from transformers import (
 
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.agreement.history import Tally
+from hf_distca.agreement.history import BalanceTotals
 from hf_distca.integration.mixin import plan_ahead
 from hf_distca.integration.session import current_session
 from ranks import RankPool
@@ -186,7 +186,7 @@ class PlanningTrainer(hf_distca.DistCATrainerMixin, Trainer):
     pass
 
 
-def train_with(rank: int, ahead: bool) -> tuple[list[dict[str, float]], Tally, int, int]:
+def train_with(rank: int, ahead: bool) -> tuple[list[dict[str, float]], BalanceTotals, int, int]:
     """Log history and balance of a Trainer's run, the number of its last micro-batch, and the rows exchanged for planning."""
     trainer = make_trainer(
         "distca",

@@ -15,7 +15,7 @@ import hf_distca
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.agreement.history import History
-from hf_distca.agreement.planned import Planned
+from hf_distca.agreement.planned import BatchPlan
 from hf_distca.errors import LayoutError
 from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape
@@ -128,7 +128,7 @@ def test_figures_of_a_tally() -> None:
     key = PlanKey(AttentionShape(4, 2, 16, 16, 4), "cpu")
     how: dict[str, Any] = {"config": hf_distca.DistCAConfig(), "rows": layout.offsets, "planning_ms": 5.0}
     tasks, node = np.array([2.0, 1.0, 1.0]), {1: None, 2: 1}  # only the second one knows of nodes, of a rank each
-    first, second = (Planned(key, plan, **how, seconds=tasks, per_node=node[n], number=n) for n in node)
+    first, second = (BatchPlan(key, plan, **how, seconds=tasks, per_node=node[n], number=n) for n in node)
     history.planned(first)
     first.figures = np.array([[2 * 10**9, 4_000_000, 0, 2, 4_000_000], [3 * 10**9, 1_000_000, 0, 2, 1_000_000]])
     first.meter.count(calls=2)

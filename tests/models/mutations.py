@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from hf_distca.agreement.announce import Stated
+from hf_distca.agreement.announce import AnnouncedBatch
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.integration.nano_batches import Handover
 from hf_distca.schedule.layout import Layout
@@ -47,7 +47,7 @@ def _one_document_a_row(original: Original) -> Original:
 def _one_document_over_ranks(original: Original) -> Original:
     """The first document of each rank continues the last of the rank before."""
 
-    def wrapped(stated: Stated) -> Layout:
+    def wrapped(stated: AnnouncedBatch) -> Layout:
         numbers, segments = itertools.count(), []
         document, end = next(numbers), 0
         for lengths in np.split(stated.numbers, np.cumsum(stated.counts)[:-1]):

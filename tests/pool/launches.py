@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 import forks
 import hf_distca
 from hf_distca.agreement.history import History
-from hf_distca.agreement.planned import Planned
+from hf_distca.agreement.planned import BatchPlan
 from hf_distca.integration.session import Session, current_session
 from hf_distca.pool import server as pool_server
 from hf_distca.pool.lead import PoolController
@@ -125,7 +125,7 @@ def pooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
         told[step] += 1
         tell(self, step, arguments)
 
-    def note(self: History, plan: Planned) -> None:
+    def note(self: History, plan: BatchPlan) -> None:
         seconds = plan.estimated_after
         computed.append((seconds[dist.get_world_size() :].sum(), seconds.sum()))  # of one node: servers come last
         planned(self, plan)

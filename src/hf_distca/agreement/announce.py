@@ -27,36 +27,36 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray, Layout
 
 __all__ = [
-    "FIGURES",
-    "HEADER",
+    "FIGURE_COUNT",
+    "HEADER_SIZE",
     "Announcement",
     "Announcements",
-    "Facts",
+    "SharedSettings",
     "Figures",
     "PlanKey",
     "Request",
-    "Stated",
-    "agree",
+    "AnnouncedBatch",
+    "check_agreement",
     "check_equal",
-    "check_facts",
+    "check_shared_settings",
     "check_shares",
-    "common_facts",
-    "fingerprint",
-    "layout_of",
+    "collect_shared_settings",
+    "hash_settings",
+    "build_layout",
 ]
 
 # A row holds these numbers, the figures of each measured plan, and then each plan that is asked for: (spans, nano-batch,
 # whether there is context, documents) and its documents. A document is its length, or its row where documents span ranks. Of
 # shares of dealt batches, only what tells whether they belong together: numbers of the batch, and digests of its plans.
-_COUNT, _SETTINGS, _EXCHANGES, _CHECKSUM, _REQUESTS, _MEASURED, _DEALT, _LEAVES = range(8)
-HEADER = 8
-_REQUEST = 4
+_COUNT, _SETTINGS, _EXCHANGES, _CHECKSUM, _REQUEST_COUNT, _FIGURE_ROWS, _SHARE_NUMBER_COUNT, _IS_LEAVING = range(8)
+HEADER_SIZE = 8
+_REQUEST_SIZE = 4
 # What a rank measured of a plan: kernel nanoseconds, sent bytes, nanoseconds of exchanging, calls,
 # bytes sent to other nodes; `Planned.own_figures` says more.
 Figures = tuple[int, int, int, int, int]
-FIGURES = 5
-Facts = Mapping[str, str]  # what ranks must have in common: names and values
-_LONGEST_VALUE = 80  # characters of a fact in an error
+FIGURE_COUNT = 5
+SharedSettings = Mapping[str, str]  # what ranks must have in common: names and values
+_MAX_VALUE_LENGTH = 80  # characters of a fact in an error
 
 
 class PlanKey(NamedTuple):
@@ -117,7 +117,7 @@ class Announcement:
 
 
 @dataclass(frozen=True, eq=False)
-class Stated:
+class AnnouncedBatch:
     """Documents of all ranks for one requested plan.
 
     Attributes:
@@ -135,7 +135,7 @@ class Stated:
     numbers: IntArray
 
     @classmethod
-    def of(cls, documents: Documents) -> Stated:
+    def of(cls, documents: Documents) -> AnnouncedBatch:
         """Make the announcement of a single rank."""
         spans, context, rows = (np.array([n]) for n in (int(documents.spans), int(documents.context > 0), len(documents.rows)))
         return cls(spans, np.zeros_like(rows), context, rows, documents.numbers)
@@ -161,7 +161,7 @@ class Announcements:
         numbers = np.concatenate(rows)
         sizes = np.fromiter(map(len, rows), np.int64, len(rows))
         offsets = np.cumsum(sizes) - sizes
-        return cls(numbers[offsets[:, None] + np.arange(HEADER)], numbers, offsets)
+        return cls(numbers[offsets[:, None] + np.arange(HEADER_SIZE)], numbers, offsets)
 
     @property
     def measured(self) -> IntArray:
@@ -169,15 +169,15 @@ class Announcements:
 
         Ranks must have announced equally many.
         """
-        plans = int(self.header[0, _MEASURED])
-        columns = self.offsets[:, None] + np.arange(HEADER, HEADER + FIGURES * plans)
-        measured: IntArray = self.numbers[columns].reshape(len(self.offsets), plans, FIGURES)
+        plans = int(self.header[0, _FIGURE_ROWS])
+        columns = self.offsets[:, None] + np.arange(HEADER_SIZE, HEADER_SIZE + FIGURE_COUNT * plans)
+        measured: IntArray = self.numbers[columns].reshape(len(self.offsets), plans, FIGURE_COUNT)
         return measured
 
     @property
     def leaving(self) -> list[int]:
         """Ranks that leave."""
-        leaving: list[int] = np.flatnonzero(self.header[:, _LEAVES]).tolist()
+        leaving: list[int] = np.flatnonzero(self.header[:, _IS_LEAVING]).tolist()
         return leaving
 
     @property
@@ -186,28 +186,28 @@ class Announcements:
 
         Ranks must have announced equally many.
         """
-        first = self.offsets + HEADER + FIGURES * self.header[:, _MEASURED]
-        dealt: IntArray = self.numbers[first[:, None] + np.arange(int(self.header[0, _DEALT]))]
+        first = self.offsets + HEADER_SIZE + FIGURE_COUNT * self.header[:, _FIGURE_ROWS]
+        dealt: IntArray = self.numbers[first[:, None] + np.arange(int(self.header[0, _SHARE_NUMBER_COUNT]))]
         return dealt
 
-    def stated(self) -> list[Stated]:
+    def stated(self) -> list[AnnouncedBatch]:
         """Return the documents for each plan that all ranks request."""
-        begin = self.offsets + HEADER + FIGURES * self.header[:, _MEASURED] + self.header[:, _DEALT]
+        begin = self.offsets + HEADER_SIZE + FIGURE_COUNT * self.header[:, _FIGURE_ROWS] + self.header[:, _SHARE_NUMBER_COUNT]
         requests = []
-        for _ in range(int(self.header[:, _REQUESTS].min())):
-            spans, nano, context, count = self.numbers[begin[:, None] + np.arange(_REQUEST)].T
+        for _ in range(int(self.header[:, _REQUEST_COUNT].min())):
+            spans, nano, context, count = self.numbers[begin[:, None] + np.arange(_REQUEST_SIZE)].T
             sizes = count * np.where(spans, 3, 1)
-            begin = begin + _REQUEST
+            begin = begin + _REQUEST_SIZE
             ragged = np.repeat(begin - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
             numbers = self.numbers[ragged]
-            requests.append(Stated(spans, nano, context, count, numbers.reshape(-1, 3) if spans.all() else numbers))
+            requests.append(AnnouncedBatch(spans, nano, context, count, numbers.reshape(-1, 3) if spans.all() else numbers))
             begin = begin + sizes
         return requests
 
 
-def agree(announced: Announcements, facts: Facts, group: AttentionGroup, place: str) -> list[Stated]:
+def check_agreement(announced: Announcements, facts: SharedSettings, group: AttentionGroup, place: str) -> list[AnnouncedBatch]:
     """Compare the announcements of ranks, in one order on all of them; if
-    `common_facts` differ, a further exchange finds their names.
+    `collect_shared_settings` differ, a further exchange finds their names.
 
     Returns:
         The documents for each requested plan; none for shares, of which only batches and plans are
@@ -218,22 +218,26 @@ def agree(announced: Announcements, facts: Facts, group: AttentionGroup, place: 
     """
     header, forwards = announced.header, "every rank must run the same number of training forwards"
     check_equal(group, header[:, _COUNT], "numbers of plans asked for", place, forwards)
-    some = np.any(header[:, [_REQUESTS, _DEALT]] > 0, axis=1).astype(np.int64)  # a rank without has no costs to compare either
+    some = np.any(header[:, [_REQUEST_COUNT, _SHARE_NUMBER_COUNT]] > 0, axis=1).astype(
+        np.int64
+    )  # a rank without has no costs to compare either
     check_equal(group, some, "batches to plan (0: none)", place, "give every rank as many micro-batches a step")
     settings = f"ranks have different settings (DistCAConfig, attention heads and widths, version) in {place}"
-    check_facts(group, header[:, _SETTINGS], facts, settings, "; give every rank the same ones.")
+    check_shared_settings(group, header[:, _SETTINGS], facts, settings, "; give every rank the same ones.")
     shares = "give every rank its share of one data set"
-    check_equal(group, header[:, _DEALT], "ways of loading batches (numbers that come with a share)", place, shares)
+    check_equal(group, header[:, _SHARE_NUMBER_COUNT], "ways of loading batches (numbers that come with a share)", place, shares)
     stated = announced.stated()
     for documents in stated:
         check_equal(group, documents.spans, "ways of giving documents", place, "use the same collator on every rank")
         check_equal(group, documents.nano, "nano-batches (0 is a whole batch)", place, "give every rank the same model")
-    check_equal(group, header[:, _REQUESTS], "numbers of plans at once", place, "give every rank as many micro-batches a step")
+    check_equal(
+        group, header[:, _REQUEST_COUNT], "numbers of plans at once", place, "give every rank as many micro-batches a step"
+    )
     layers = "run the same layers on every rank"
     check_equal(group, header[:, _EXCHANGES], "numbers of exchanges up to here", place, layers)
     check_equal(group, header[:, _CHECKSUM], "layers in their exchanges up to here (as checksums)", place, layers)
-    check_equal(group, header[:, _MEASURED], "numbers of measured micro-batches", place, forwards)
-    if header[0, _DEALT]:
+    check_equal(group, header[:, _FIGURE_ROWS], "numbers of measured micro-batches", place, forwards)
+    if header[0, _SHARE_NUMBER_COUNT]:
         check_shares(announced.dealt, group, place)
     return stated
 
@@ -275,7 +279,7 @@ def check_equal(group: AttentionGroup, values: IntArray, what: str, place: str, 
         raise DistCADesyncError(f"ranks have different {what} in {place}: {by_rank}; {remedy}.")
 
 
-def layout_of(stated: Stated) -> Layout:
+def build_layout(stated: AnnouncedBatch) -> Layout:
     """Build the layout of the ranks' requests.
 
     With context, the first row of a rank is the beginning of the document in its second.
@@ -294,13 +298,13 @@ def layout_of(stated: Stated) -> Layout:
     return Layout.from_runs([runs[begin:end] for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)])
 
 
-def fingerprint(facts: Facts) -> int:
+def hash_settings(facts: SharedSettings) -> int:
     """Return a 60-bit hash of facts."""
     return int(hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:15], 16)
 
 
 @lru_cache
-def common_facts(config: DistCAConfig, costs: tuple[CostModel, ...], dtypes: tuple[str, ...] = ()) -> Facts:
+def collect_shared_settings(config: DistCAConfig, costs: tuple[CostModel, ...], dtypes: tuple[str, ...] = ()) -> SharedSettings:
     """Return all that must be equal on all ranks: settings, cost models, and dtypes (of
     one size they would look the same in messages).
     """
@@ -312,7 +316,7 @@ def common_facts(config: DistCAConfig, costs: tuple[CostModel, ...], dtypes: tup
     return {name: ", ".join(dict.fromkeys(parts)) for name, parts in values.items()}
 
 
-def check_facts(group: AttentionGroup, fingerprints: IntArray, facts: Facts, what: str, remedy: str) -> None:
+def check_shared_settings(group: AttentionGroup, fingerprints: IntArray, facts: SharedSettings, what: str, remedy: str) -> None:
     """Compare facts by their fingerprints, one of each rank.
 
     If these differ, ranks exchange the facts themselves.
@@ -322,7 +326,7 @@ def check_facts(group: AttentionGroup, fingerprints: IntArray, facts: Facts, wha
     """
     if (fingerprints == fingerprints[0]).all():
         return
-    told: list[Facts] = [json.loads(text or "{}") for text in group.gather_text(json.dumps(facts))]
+    told: list[SharedSettings] = [json.loads(text or "{}") for text in group.gather_text(json.dumps(facts))]
     names = dict.fromkeys(name for rank_facts in told for name in rank_facts)
     by_name = []
     for name in names:

@@ -32,21 +32,21 @@ from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
 
-__all__ = ["Dealing", "Dealt", "Placement", "PlanJob", "plan_fetched"]
+__all__ = ["DealSettings", "DealtShare", "Placement", "PlanJob", "register_share_planner"]
 
 Placement = Literal["dealt", "in order"]
 
 
 # Who plans the shares that are fetched in a process, and the process: workers that are forked from it only make them.
-_fetching: tuple[WeakMethod[Callable[[Dealt], None]], int] | None = None
+_share_planner: tuple[WeakMethod[Callable[[DealtShare], None]], int] | None = None
 
 
-def plan_fetched(plan: Callable[[Dealt], None]) -> None:
+def register_share_planner(plan: Callable[[DealtShare], None]) -> None:
     """Call a bound method with every share that is fetched in this process, before
     its step, as long as the method's object lives.
     """
-    global _fetching
-    _fetching = WeakMethod(plan), os.getpid()
+    global _share_planner
+    _share_planner = WeakMethod(plan), os.getpid()
 
 
 class PlanJob(NamedTuple):
@@ -74,13 +74,13 @@ class PlanJob(NamedTuple):
         return cls(key, cost, replace(config, ping_pong=key.nano > 0), ranks.seen_by(cost), holds)
 
 
-class Dealt:
+class DealtShare:
     """A rank's share of a global batch, with the layout of the whole batch.
 
     This is no dataclass, because engines that move batches to a device, or cast their contents,
     rebuild dataclasses.
 
-    The arguments are those of `Dealing.share`.
+    The arguments are those of `DealSettings.share`.
 
     Attributes:
         layouts: tokens of each rank: one layout, or those of both nano-batches, which share no
@@ -91,7 +91,7 @@ class Dealt:
     """
 
     def __init__(
-        self, dealing: Dealing, batch: tuple[int, int], rank: int, lengths: IntArray, names: IntArray | None = None
+        self, dealing: DealSettings, batch: tuple[int, int], rank: int, lengths: IntArray, names: IntArray | None = None
     ) -> None:
         self.batch, self.rank, self.layouts = batch, rank, dealing.layouts(lengths)
         numbers = [np.asarray(column, dtype=np.int64).tobytes() for column in (lengths, names) if column is not None]
@@ -102,7 +102,7 @@ class Dealt:
         self._beside: tuple[AwaitedThread, ...] = ()
 
     @classmethod
-    def of_others(cls, layouts: tuple[Layout, ...], batch: tuple[int, int], documents: int, config: DistCAConfig) -> Dealt:
+    def of_others(cls, layouts: tuple[Layout, ...], batch: tuple[int, int], documents: int, config: DistCAConfig) -> DealtShare:
         """Make the view of a global batch for a server of a pool, which gets no
         share; for the arguments see the attributes.
         """
@@ -123,7 +123,7 @@ class Dealt:
 
         Return whether there is one.
         """
-        known, process = _fetching or (None, None)
+        known, process = _share_planner or (None, None)
         plan = known() if known is not None and process == os.getpid() else None
         if plan is not None:
             plan(self)
@@ -227,7 +227,7 @@ class Dealt:
 
 
 @dataclass(eq=False)
-class Dealing:
+class DealSettings:
     """Settings for dealing global batches, and for planning them where they are loaded.
 
     It can be pickled.
@@ -290,7 +290,7 @@ class Dealing:
             names: integers that identify the documents beyond their lengths, or None. If documents
                 differ between ranks, an error is raised.
         """
-        dealt = Dealt(self, batch, rank, lengths, names)
+        dealt = DealtShare(self, batch, rank, lengths, names)
         # Without workers the process that trains makes the shares, and knows by which rates it will plan.
         if self.ranks > 1 and not dealt.fetch():
             for key, cost in self.costs.items():

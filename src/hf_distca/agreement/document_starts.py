@@ -12,24 +12,24 @@ import torch
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.schedule.layout import BoolArray, IntArray
 
-__all__ = ["RowTokens", "as_mask", "is_whole", "read_tokens"]
+__all__ = ["RowTokens", "convert_mask", "is_integer_tensor", "read_positions"]
 
 
-def is_whole(tensor: torch.Tensor) -> bool:
+def is_integer_tensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor holds whole numbers."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-def as_mask(attention_mask: object) -> torch.Tensor | None:
+def convert_mask(attention_mask: object) -> torch.Tensor | None:
     """Convert a 2-D mask to the form of `RowTokens`: whole numbers, which may number
     documents, or bool; None for anything else.
     """
     if not isinstance(attention_mask, torch.Tensor):
         return None
-    return attention_mask if is_whole(attention_mask) else attention_mask.bool()
+    return attention_mask if is_integer_tensor(attention_mask) else attention_mask.bool()
 
 
-def read_tokens(
+def read_positions(
     position_ids: torch.Tensor | None, padding: torch.Tensor | None, shape: tuple[int, int]
 ) -> tuple[IntArray, IntArray | None]:
     """Copy flat positions and the padding mask of every token of a (batch, length) batch from the device, in one go.
@@ -44,7 +44,7 @@ def read_tokens(
             f"position_ids of shape {tuple(positions.shape)} for a {shape} batch: distca reads documents from (1 or batch, "
             "length) positions. For models with several position axes use PackingCollator, which says where documents lie."
         )
-    if not is_whole(positions):
+    if not is_integer_tensor(positions):
         raise LayoutError(f"position_ids are {positions.dtype}: positions are integers.")
     rows = positions.expand(shape).long()
     if padding is None:

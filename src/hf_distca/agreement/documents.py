@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_distca.agreement.document_starts import RowTokens, as_mask, is_whole, read_tokens
+from hf_distca.agreement.document_starts import RowTokens, convert_mask, is_integer_tensor, read_positions
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.schedule.layout import IntArray, as_integers, lengths_from_cu_seqlens
 
 if TYPE_CHECKING:
-    from hf_distca.agreement.dealt import Dealt
+    from hf_distca.agreement.dealt import DealtShare
 
-__all__ = ["Documents", "PackedDocuments", "TokenBatch", "unknown_documents"]
+__all__ = ["Documents", "PackedDocuments", "TokenBatch", "make_unknown_runs"]
 
 
-class _Explained(type):
+class _RemedyRepr(type):
     """Metaclass whose repr says where objects of its classes cannot
     go: libraries put it into their errors.
     """
@@ -33,7 +33,7 @@ class _Explained(type):
         )
 
 
-class PackedDocuments(metaclass=_Explained):
+class PackedDocuments(metaclass=_RemedyRepr):
     """Documents of one rank's micro-batch as a host-side object, so
     that no rank has to read a device tensor.
 
@@ -63,11 +63,11 @@ class PackedDocuments(metaclass=_Explained):
         lengths: Sequence[int],
         starts: Sequence[int] | None = None,
         documents: Sequence[int] | None = None,
-        dealt: Dealt | None = None,
+        dealt: DealtShare | None = None,
     ) -> None:
-        self.lengths = _counts(lengths, "lengths")
-        self.starts = None if starts is None else _counts(starts, "starts")
-        self.documents = None if documents is None else _counts(documents, "documents")
+        self.lengths = _check_counts(lengths, "lengths")
+        self.starts = None if starts is None else _check_counts(starts, "starts")
+        self.documents = None if documents is None else _check_counts(documents, "documents")
         self.ahead: dict[Any, Any] = {}
         self.dealt = dealt
         spans = (self.starts, self.documents)
@@ -98,13 +98,13 @@ class PackedDocuments(metaclass=_Explained):
 
 
 # Positions stay small enough to be added and multiplied.
-_LARGEST = {"lengths": 2**48, "starts": 2**48, "documents": 2**63 - 1}
+_MAX_COUNTS = {"lengths": 2**48, "starts": 2**48, "documents": 2**63 - 1}
 
 
-def _counts(values: Sequence[int], name: str) -> tuple[int, ...]:
+def _check_counts(values: Sequence[int], name: str) -> tuple[int, ...]:
     counts: list[int] = as_integers(values, f"{name} of PackedDocuments").tolist()
     for index, count in enumerate(counts):
-        if not 0 <= count <= _LARGEST[name]:
+        if not 0 <= count <= _MAX_COUNTS[name]:
             raise LayoutError(f"{name}[{index}] of PackedDocuments is {count}: it must be in 0..{_LARGEST[name]}.")
     return tuple(counts)
 
@@ -134,7 +134,7 @@ class Documents:
     keep: IntArray | None = None
     context: int = 0
     ahead: dict[Any, Any] = field(default_factory=dict)
-    dealt: Dealt | None = None
+    dealt: DealtShare | None = None
     holes: int = 0
     numbered: bool = False
 
@@ -164,7 +164,7 @@ class Documents:
                 "only where each lies on one rank."
             )
         lengths = [min(size, length - start) for length in self.rows[:, 2].tolist() for start in range(0, length, size)]
-        return replace(self, rows=unknown_documents(np.array(lengths, dtype=np.int64)))
+        return replace(self, rows=make_unknown_runs(np.array(lengths, dtype=np.int64)))
 
     def cut(self, index: int) -> tuple[Documents, Documents]:
         """Split the documents at an index among batch * sequence; documents
@@ -179,10 +179,10 @@ class Documents:
         rest = before < length
         context = before[rest & (before > 0)]  # of the document that the cut goes through, if there is one
         starts = np.concatenate([np.zeros_like(context), before[rest]])
-        second = unknown_documents(np.concatenate([context, (length - before)[rest]]), starts)
+        second = make_unknown_runs(np.concatenate([context, (length - before)[rest]]), starts)
         keeps = (None, None) if self.keep is None else (self.keep[:tokens], self.keep[tokens:] - index)
         return (
-            replace(self, rows=unknown_documents(before[before > 0]), keep=keeps[0]),
+            replace(self, rows=make_unknown_runs(before[before > 0]), keep=keeps[0]),
             replace(self, rows=second, keep=keeps[1], context=int(context.sum())),
         )
 
@@ -216,7 +216,7 @@ class Documents:
         return self.rows if self.spans else self.rows[:, 2]
 
 
-def unknown_documents(lengths: IntArray, starts: IntArray | None = None) -> IntArray:
+def make_unknown_runs(lengths: IntArray, starts: IntArray | None = None) -> IntArray:
     """Make rows as in `Documents`, for runs of tokens whose documents are not known."""
     return np.stack([np.full_like(lengths, -1), np.zeros_like(lengths) if starts is None else starts, lengths], axis=1)
 
@@ -247,7 +247,7 @@ class TokenBatch:
         """Read the arguments from a batch as it goes to a model."""
         batch_size, length = batch["input_ids"].shape
         packed, cu_seq_lens = batch.get("distca_documents"), batch.get("cu_seq_lens_q")
-        return cls(batch_size, length, packed, cu_seq_lens, batch.get("position_ids"), as_mask(batch.get("attention_mask")))
+        return cls(batch_size, length, packed, cu_seq_lens, batch.get("position_ids"), convert_mask(batch.get("attention_mask")))
 
     def documents(self, *, span_ranks: bool = False, training: bool = False) -> Documents:
         """Read the documents of the batch, with at most one copy from the device.
@@ -263,14 +263,14 @@ class TokenBatch:
         packed, padding, shape = self.packed, self.padding, (self.batch_size, self.length)
         if packed is not None and not isinstance(packed, PackedDocuments):
             raise LayoutError(f"distca_documents is of {type(packed)}: put a PackedDocuments into the batch.")
-        if padding is not None and (padding.shape != shape or not (is_whole(padding) or padding.dtype == torch.bool)):
+        if padding is not None and (padding.shape != shape or not (is_integer_tensor(padding) or padding.dtype == torch.bool)):
             raise LayoutError(
                 f"a padding mask of shape {tuple(padding.shape)} and {padding.dtype} for a {shape} batch: attention_mask must be "
                 "0 for padding and 1 for tokens, or the number of their document, one number for each token."
             )
         if packed is None and self.cu_seq_lens is not None and not span_ranks:
-            packed = PackedDocuments(_from_bounds(self.cu_seq_lens))
-        return self._by_positions(span_ranks, training) if packed is None else self._without_padding(_by_lengths(packed))
+            packed = PackedDocuments(_read_bounds(self.cu_seq_lens))
+        return self._by_positions(span_ranks, training) if packed is None else self._without_padding(_read_lengths(packed))
 
     def _without_padding(self, local: Documents) -> Documents:
         """Remove padding from `local`.
@@ -300,35 +300,37 @@ class TokenBatch:
             before = np.concatenate([[0], np.cumsum(valid)])  # tokens in front of each
             rows[:, 2] = np.diff(before[np.cumsum(rows[:, 2])], prepend=0)
         rows, keep = rows[rows[:, 2] > 0], np.flatnonzero(valid)
-        return replace(local, rows=rows, keep=keep, holes=_holes(rows[:, 2], keep))
+        return replace(local, rows=rows, keep=keep, holes=_find_longest_holed(rows[:, 2], keep))
 
     def _by_positions(self, span_ranks: bool, training: bool) -> Documents:
         first = 0 if self.position_ids is None else self.first_position
-        tokens = RowTokens.of(*read_tokens(self.position_ids, self.padding, (self.batch_size, self.length)), self.length, first)
+        tokens = RowTokens.of(
+            *read_positions(self.position_ids, self.padding, (self.batch_size, self.length)), self.length, first
+        )
         begin = tokens.run_starts() if span_ranks else tokens.document_starts(training=training)
         lengths = np.diff(np.append(begin, len(tokens.index)))
         keep = None if len(tokens.index) == self.batch_size * self.length else tokens.index
-        rows = unknown_documents(lengths, tokens.position[begin] if span_ranks else None)
-        holes = 0 if keep is None else _holes(lengths, keep)
+        rows = make_unknown_runs(lengths, tokens.position[begin] if span_ranks else None)
+        holes = 0 if keep is None else _find_longest_holed(lengths, keep)
         return Documents(rows, span_ranks, keep, holes=holes, numbered=tokens.number is not None)
 
 
-def _holes(lengths: IntArray, keep: IntArray) -> int:
+def _find_longest_holed(lengths: IntArray, keep: IntArray) -> int:
     """Compute `Documents.holes`."""
     ends = np.cumsum(lengths)
     places = keep[ends - 1] - keep[ends - lengths] + 1
     return int(places[places > lengths].max(initial=0))
 
 
-def _by_lengths(packed: PackedDocuments) -> Documents:
+def _read_lengths(packed: PackedDocuments) -> Documents:
     count = len(packed.lengths)
     documents, starts = packed.documents or (-1,) * count, packed.starts or (0,) * count
     rows = np.array([documents, starts, packed.lengths], dtype=np.int64).reshape(3, count).T
     return Documents(rows[rows[:, 2] > 0], packed.documents is not None, ahead=packed.ahead, dealt=packed.dealt)
 
 
-def _from_bounds(cu_seq_lens: torch.Tensor) -> list[int]:
-    if cu_seq_lens.dim() != 1 or not is_whole(cu_seq_lens):
+def _read_bounds(cu_seq_lens: torch.Tensor) -> list[int]:
+    if cu_seq_lens.dim() != 1 or not is_integer_tensor(cu_seq_lens):
         raise LayoutError(
             f"cu_seq_lens_q has shape {tuple(cu_seq_lens.shape)} and {cu_seq_lens.dtype}: it must be a flat tensor of integers."
         )

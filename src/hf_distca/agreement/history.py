@@ -14,13 +14,13 @@ from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # reports of runs read tallies without torch
-    from hf_distca.agreement.planned import Planned
+    from hf_distca.agreement.planned import BatchPlan
 
-__all__ = ["History", "PlannedMicroBatch", "Tally"]
+__all__ = ["History", "PlannedMicroBatch", "BalanceTotals"]
 
 
 @dataclass(frozen=True)
-class Tally:
+class BalanceTotals:
     """Sums over micro-batches.
 
     Seconds are attention seconds of one rank: the slowest, or the mean of all.
@@ -60,11 +60,11 @@ class Tally:
     between_bytes: float = 0.0
     node_layers: int = 0
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: BalanceTotals) -> BalanceTotals:
+        return BalanceTotals(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    def __sub__(self, other: Tally) -> Tally:
-        return Tally(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __sub__(self, other: BalanceTotals) -> BalanceTotals:
+        return BalanceTotals(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def figures(self) -> dict[str, float]:
         """Return the figures to log; those without data are left out."""
@@ -100,15 +100,15 @@ class PlannedMicroBatch:
     step: int
     began: float
     ended: float | None = None
-    plans: list[Planned] = field(default_factory=list)
+    plans: list[BatchPlan] = field(default_factory=list)
 
 
-def _tally_of(plan: Planned) -> Tally:
+def _compute_totals(plan: BatchPlan) -> BalanceTotals:
     """Compute the contribution of one plan of a micro-batch to its tally."""
     tokens, before, after = plan.plan.layout.query_tokens, plan.estimated_before, plan.estimated_after
     measured, servers, several = plan.measured_after, plan.servers, plan.on_several_nodes
     layers = 0 if plan.key.nano == 2 else plan.meter.calls  # both nano-batches go through each layer: one of them counts it
-    return Tally(
+    return BalanceTotals(
         largest_tokens=float(tokens.max()),
         mean_tokens=float(tokens[~servers].mean()),
         planning_ms=plan.planning_ms,
@@ -130,7 +130,7 @@ def _tally_of(plan: Planned) -> Tally:
     )
 
 
-_MOST_RUNNING = 1024  # micro-batches that are not measured everywhere, where nobody gathers; of older ones nothing is counted
+_MAX_RUNNING = 1024  # micro-batches that are not measured everywhere, where nobody gathers; of older ones nothing is counted
 
 
 @dataclass(eq=False)
@@ -146,12 +146,12 @@ class History:
         step: optimizer step of micro-batches from now on.
     """
 
-    total: Tally = field(default_factory=Tally)
-    observer: Callable[[PlannedMicroBatch, Tally], None] | None = None
+    total: BalanceTotals = field(default_factory=BalanceTotals)
+    observer: Callable[[PlannedMicroBatch, BalanceTotals], None] | None = None
     step: int = 0
     _running: dict[int, PlannedMicroBatch] = field(default_factory=dict)
 
-    def planned(self, plan: Planned) -> None:
+    def planned(self, plan: BatchPlan) -> None:
         """Record the use of a plan by a micro-batch.
 
         Several are used if kinds of layers or nano-batches have their own.
@@ -159,12 +159,12 @@ class History:
         if plan.number not in self._running:
             self.end()
             self._running[plan.number] = PlannedMicroBatch(plan.number, self.step, time.perf_counter())
-            if len(self._running) > _MOST_RUNNING:
+            if len(self._running) > _MAX_RUNNING:
                 del self._running[next(iter(self._running))]
         self._running[plan.number].plans.append(plan)
 
     @property
-    def unmeasured(self) -> list[Planned]:
+    def unmeasured(self) -> list[BatchPlan]:
         """Plans without measurements of all ranks, in the order of their use."""
         return [plan for micro_batch in self._running.values() for plan in micro_batch.plans if not plan.is_measured]
 
@@ -185,7 +185,9 @@ class History:
             return
         moves = any((plan.plan.home != plan.plan.server).any() for plan in micro_batch.plans)
         elapsed = micro_batch.ended - micro_batch.began
-        tally = sum(map(_tally_of, micro_batch.plans), Tally(micro_batches=1, moved=int(moves), elapsed_seconds=elapsed))
+        tally = sum(
+            map(_compute_totals, micro_batch.plans), BalanceTotals(micro_batches=1, moved=int(moves), elapsed_seconds=elapsed)
+        )
         self.total += tally
         del self._running[number]
         if self.observer is not None:

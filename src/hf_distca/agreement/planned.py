@@ -1,4 +1,4 @@
-"""`Planned`: a plan of a micro-batch, from its making to the measurements of all ranks.
+"""`BatchPlan`: a plan of a micro-batch, from its making to the measurements of all ranks.
 
 An `Observation` combines the plans of a micro-batch, per layer, as a sample from which rates are
 learned.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hf_distca.agreement.announce import FIGURES, Figures, PlanKey
+from hf_distca.agreement.announce import FIGURE_COUNT, Figures, PlanKey
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import CostModel, FloatArray
@@ -21,13 +21,13 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["Observation", "Planned", "observed"]
+__all__ = ["Observation", "BatchPlan", "observe_plans"]
 
-_HIDDEN = 0.05  # exchanges are hidden where attention takes at most this much longer than the kernels of the slowest rank
+_HIDDEN_MARGIN = 0.05  # exchanges are hidden where attention takes at most this much longer than the kernels of the slowest rank
 
 
 @dataclass(eq=False)
-class Planned:
+class BatchPlan:
     """A plan of a micro-batch, from its making to the measurements of all ranks.
 
     Attributes:
@@ -64,7 +64,7 @@ class Planned:
     seconds: FloatArray = field(default_factory=lambda: np.zeros(0))
     ranks: Ranks = ALIKE
     meter: Meter = field(default_factory=Meter)
-    figures: IntArray = field(default_factory=lambda: np.full((1, FIGURES), -1))
+    figures: IntArray = field(default_factory=lambda: np.full((1, FIGURE_COUNT), -1))
 
     def begin(self, number: int, cost: CostModel, ranks: Ranks, meter: Meter) -> None:
         """Begin the use of the plan by a micro-batch; the cost model now estimates its tasks."""
@@ -193,7 +193,7 @@ class Observation:
         kernel, estimated = self.kernel[exchanges], self.exchange[exchanges]
         taken = self.exchanging[exchanges] + (kernel if self.overlapped else 0)
         factor = float((taken / estimated).min())
-        hidden = self.overlapped and factor * float(estimated.max()) <= float(self.kernel.max()) * (1 + _HIDDEN)
+        hidden = self.overlapped and factor * float(estimated.max()) <= float(self.kernel.max()) * (1 + _HIDDEN_MARGIN)
         return None if hidden else factor
 
     def _slowest(self, kernel: FloatArray, exchange: FloatArray) -> float:
@@ -204,7 +204,7 @@ class Observation:
         return float((np.maximum(kernel, taken) if self.overlapped else kernel + taken).max())
 
 
-def observed(plans: Sequence[Planned], cost: CostModel, config: DistCAConfig) -> Observation | None:
+def observe_plans(plans: Sequence[BatchPlan], cost: CostModel, config: DistCAConfig) -> Observation | None:
     """Combine the measurements of the plans of one micro-batch, whole or in
     two nano-batches, for one kind of layer.
 
@@ -218,17 +218,19 @@ def observed(plans: Sequence[Planned], cost: CostModel, config: DistCAConfig) ->
         return None
     layers, unmoved = calls[0, 0], [Plan.local(plan.plan.layout, plan.plan.window) for plan in plans]
     return Observation(
-        parts=_summed(_parts(plan.plan, cost) for plan in plans),
+        parts=_sum_arrays(_sum_parts(plan.plan, cost) for plan in plans),
         kernel=figures[:, :, 0].sum(axis=0) / (1e9 * layers),
         exchanging=figures[:, :, 2].sum(axis=0) / (1e9 * layers),
-        exchange=_summed(_exchange(plan.plan, cost, config, plan.ranks) for plan in plans),
-        unmoved=_summed(plan.measured_before / layers for plan in plans),
-        unmoved_exchange=_summed(_exchange(local, cost, config, plan.ranks) for plan, local in zip(plans, unmoved, strict=True)),
+        exchange=_sum_arrays(_estimate_exchange(plan.plan, cost, config, plan.ranks) for plan in plans),
+        unmoved=_sum_arrays(plan.measured_before / layers for plan in plans),
+        unmoved_exchange=_sum_arrays(
+            _estimate_exchange(local, cost, config, plan.ranks) for plan, local in zip(plans, unmoved, strict=True)
+        ),
         overlapped=nano,
     )
 
 
-def _parts(plan: Plan, cost: CostModel) -> FloatArray:
+def _sum_parts(plan: Plan, cost: CostModel) -> FloatArray:
     """Sum the seconds of tasks, bytes and flops, forward and
     backward, of every server: (ranks, 3).
     """
@@ -237,7 +239,7 @@ def _parts(plan: Plan, cost: CostModel) -> FloatArray:
     return np.stack([column.astype(np.float64) for column in columns], axis=1)
 
 
-def _exchange(plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks) -> FloatArray:
+def _estimate_exchange(plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks) -> FloatArray:
     """Estimate the seconds of exchanges, (ranks,); 0 on ranks that send and
     receive nothing, which wait for nobody.
     """
@@ -248,5 +250,5 @@ def _exchange(plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks) -
     return np.where(load.wire_seconds.any(axis=0), load.exchange_seconds, 0.0)
 
 
-def _summed(arrays: Iterable[FloatArray]) -> FloatArray:
+def _sum_arrays(arrays: Iterable[FloatArray]) -> FloatArray:
     return np.asarray(sum(arrays), dtype=np.float64)

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch.distributed as dist
 
-from hf_distca.agreement.announce import PlanKey, Request, check_equal, layout_of
-from hf_distca.agreement.dealt import Dealt, PlanJob, plan_fetched
+from hf_distca.agreement.announce import PlanKey, Request, build_layout, check_equal
+from hf_distca.agreement.dealt import DealtShare, PlanJob, register_share_planner
 from hf_distca.agreement.history import History
-from hf_distca.agreement.planned import Planned
+from hf_distca.agreement.planned import BatchPlan
 from hf_distca.agreement.world_progress import Progress
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.group import AttentionGroup
@@ -29,13 +29,13 @@ from hf_distca.runtime.monitor import AwaitedThread
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.plan import Plan
 
-__all__ = ["Planner", "Planning", "current_world"]
+__all__ = ["Planner", "PendingPlans", "get_current_world"]
 
 _log = logging.getLogger("hf_distca")
 
 
 @dataclass(eq=False)
-class Planning:
+class PendingPlans:
     """Plans that are being made.
 
     Attributes:
@@ -47,7 +47,7 @@ class Planning:
 
     place: str
     group: AttentionGroup
-    plans: Future[list[Planned]] = field(default_factory=Future)
+    plans: Future[list[BatchPlan]] = field(default_factory=Future)
     serial: int = 0
 
 
@@ -67,14 +67,14 @@ class Planner:
         self.config = config
         self.history = History()
         self._meter = meter
-        self._world = current_world()
+        self._world = get_current_world()
         self._progress = Progress(meter, self.history)
         self._pooled: AttentionGroup | None = None  # a group with servers, once shares were planned for it
 
     @property
     def progress(self) -> Progress:
         """Progress of the ranks in the current world of torch.distributed, or in the last one."""
-        world = current_world()
+        world = get_current_world()
         if world is not None and world is not self._world:
             if self._world is not None:
                 self.begin_anew()
@@ -86,7 +86,7 @@ class Planner:
         self.history.begin_anew()
         self._progress = Progress(self._meter, self.history)
 
-    def plan(self, requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
+    def plan(self, requests: Sequence[Request], group: AttentionGroup) -> list[BatchPlan]:
         """Plan this rank's documents together with those of the other
         ranks, which must request the same plans.
 
@@ -99,7 +99,7 @@ class Planner:
         Raises:
             LayoutError: if a share is not for this rank of this group.
         """
-        plans: list[Planned | None] = [documents.ahead.pop(key, None) for documents, key in requests]
+        plans: list[BatchPlan | None] = [documents.ahead.pop(key, None) for documents, key in requests]
         ahead = [planned for planned in plans if planned is not None and planned.config == self.config]
         ahead = [planned for planned in ahead if planned.plan.layout.world_size == group.size]  # a server may have left since
         if len(ahead) == len(requests):
@@ -111,41 +111,44 @@ class Planner:
 
     def begin(
         self, requests: Sequence[Request], group: AttentionGroup, place: str | None = None, *, beside: bool = False
-    ) -> Planning:
+    ) -> PendingPlans:
         """Announce documents, with one collective, and plan them: before this thread
         continues, or in the background (`beside`).
         """
         started, config, keys = time.perf_counter(), self.config, [key for _, key in requests]
         place = place or f"micro-batch {self.progress.number_of(keys)}"
-        planning = Planning(place, group)
+        planning = PendingPlans(place, group)
         planning.serial = group.number(planning)
         group.notify_servers("begin_plans", planning=planning.serial, requests=requests, place=place, beside=beside)
-        layouts = [layout_of(stated) for stated in self.progress.announce(requests, group, place, config)]
+        layouts = [build_layout(stated) for stated in self.progress.announce(requests, group, place, config)]
         jobs = self._jobs(keys, group.size, group.per_node)
 
-        def make() -> list[Planned]:
+        def make() -> list[BatchPlan]:
             plans = [balance(layout, job.cost, job.config, job.ranks) for layout, job in zip(layouts, jobs, strict=True)]
             taken = (time.perf_counter() - started) * 1e3 / max(len(plans), 1)
             asked = zip(requests, plans, strict=True)
             return [
-                Planned(key, plan, config, documents.rows, taken, per_node=group.per_node, holds=group.holds)
+                BatchPlan(key, plan, config, documents.rows, taken, per_node=group.per_node, holds=group.holds)
                 for (documents, key), plan in asked
             ]
 
         if beside:
-            AwaitedThread(lambda: _fulfil(planning.plans, make), "plans")
+            AwaitedThread(lambda: _complete_plans(planning.plans, make), "plans")
         else:
-            _fulfil(planning.plans, make)
+            _complete_plans(planning.plans, make)
         return planning
 
-    def finish(self, planning: Planning) -> list[Planned]:
+    def finish(self, planning: PendingPlans) -> list[BatchPlan]:
         """Return the plans in the order of their requests, once they are made and
         all ranks have the same. One collective.
         """
         plans, group, place, started = planning.plans.result(), planning.group, planning.place, time.perf_counter()
-        group.notify_servers("finish_plans", planning=planning.serial, plans=_serials(plans, group))
+        group.notify_servers("finish_plans", planning=planning.serial, plans=_assign_serials(plans, group))
         # Plans come from equal inputs, but an exchange with unequal plans would hang.
-        digests, doing = np.array([_number(planned.plan) for planned in plans], dtype=np.int64), f"comparing plans of {place}"
+        digests, doing = (
+            np.array([_shorten_digest(planned.plan) for planned in plans], dtype=np.int64),
+            f"comparing plans of {place}",
+        )
         if not group.all_equal(digests, doing=doing):
             for column in np.stack(group.gather(digests, doing=doing)).T:
                 check_equal(group, column, "plans for the same documents", place, "use one version of hf_distca and numpy")
@@ -153,7 +156,7 @@ class Planner:
             planned.planning_ms += (time.perf_counter() - started) * 1e3 / len(plans)
         return plans
 
-    def _of_shares(self, shares: Sequence[Dealt], requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
+    def _of_shares(self, shares: Sequence[DealtShare], requests: Sequence[Request], group: AttentionGroup) -> list[BatchPlan]:
         """Make plans from shares, which need no other rank."""
         started, keys = time.perf_counter(), [key for _, key in requests]
         self._pooled = group if group.holds is not None else None
@@ -165,16 +168,16 @@ class Planner:
         taken = (time.perf_counter() - started) * 1e3 / len(plans)
         per_node = shares[0].per_node if self._pooled is None else group.per_node
         planned = [
-            Planned(key, plan, self.config, documents.rows, taken, str(dealt), per_node, group.holds, dealt.take_planned_here())
+            BatchPlan(key, plan, self.config, documents.rows, taken, str(dealt), per_node, group.holds, dealt.take_planned_here())
             for (documents, key), plan, dealt in zip(requests, plans, shares, strict=True)
         ]
-        group.notify_servers("plan_shares", plans=_serials(planned, group), shares=shares, requests=requests)
+        group.notify_servers("plan_shares", plans=_assign_serials(planned, group), shares=shares, requests=requests)
         place = f"micro-batch {self.progress.number_of(keys)} ({shares[0]})"
-        dealt_numbers = [*shares[0].batch, shares[0].documents, *map(_number, plans)]
+        dealt_numbers = [*shares[0].batch, shares[0].documents, *map(_shorten_digest, plans)]
         self.progress.announce_async(dealt_numbers, keys, group, place, self.config)
         return planned
 
-    def _meet_kind(self, dealt: Dealt, key: PlanKey, group: AttentionGroup) -> None:
+    def _meet_kind(self, dealt: DealtShare, key: PlanKey, group: AttentionGroup) -> None:
         """Note a kind of layer, so that fetched shares are planned for it, and
         warn if the loader's plans do not fit.
         """
@@ -189,9 +192,9 @@ class Planner:
                 other,
             )
         kinds[key] = None
-        plan_fetched(self._plan_fetched)
+        register_share_planner(self._plan_fetched)
 
-    def _plan_fetched(self, dealt: Dealt) -> None:
+    def _plan_fetched(self, dealt: DealtShare) -> None:
         """Start to plan a fetched share for the known kinds of layers, if its
         plans are for other rates or settings.
         """
@@ -199,7 +202,7 @@ class Planner:
         keys = dict.fromkeys(key._replace(nano=0) if whole else key for key in tuple(self.progress.kinds_of_shares))
         dealt.plan_beside(self._jobs_of_shares(keys, dealt))
 
-    def _jobs_of_shares(self, keys: Iterable[PlanKey], dealt: Dealt) -> list[PlanJob]:
+    def _jobs_of_shares(self, keys: Iterable[PlanKey], dealt: DealtShare) -> list[PlanJob]:
         """Return the current inputs of plans of a share, for the ranks it is dealt to
         and the servers of a pool, if there is one.
         """
@@ -216,12 +219,12 @@ class Planner:
         return [PlanJob.of(key, costs.of(key), self.config, ranks, holds) for key in keys]
 
 
-def current_world() -> object:
+def get_current_world() -> object:
     """Return the world of torch.distributed; None before it starts and after it has ended."""
     return dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-def _serials(plans: Iterable[Planned], group: AttentionGroup) -> list[int]:
+def _assign_serials(plans: Iterable[BatchPlan], group: AttentionGroup) -> list[int]:
     """Give plans numbers by which the servers of a pool identify them."""
     serials = []
     for planned in plans:
@@ -230,12 +233,12 @@ def _serials(plans: Iterable[Planned], group: AttentionGroup) -> list[int]:
     return serials
 
 
-def _number(plan: Plan) -> int:
+def _shorten_digest(plan: Plan) -> int:
     """Return the first 60 bits of a plan's digest as a number."""
     return int(plan.digest[:15], 16)
 
 
-def _fulfil(plans: Future[list[Planned]], make: Callable[[], list[Planned]]) -> None:
+def _complete_plans(plans: Future[list[BatchPlan]], make: Callable[[], list[BatchPlan]]) -> None:
     """Make plans, or store the exception for the thread that reads them."""
     try:
         plans.set_result(make())

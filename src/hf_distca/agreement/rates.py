@@ -29,26 +29,26 @@ import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.planned import Observation, Planned, observed
+from hf_distca.agreement.planned import BatchPlan, Observation, observe_plans
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
 from hf_distca.schedule.ranks import ALIKE, Ranks
 
-__all__ = ["Correction", "Costs", "is_corrected"]
+__all__ = ["Correction", "Costs", "can_correct_rates"]
 
 # Layers of one kind, by shape and type of device, have one cost model, whatever their windows are.
 Kind = tuple[AttentionShape, str]
 
-_WARM_UP = 2  # micro-batches that make buffers and caches
-_ENOUGH = 4  # micro-batches for a change
-_CLEAR = 2  # of those that take clearly longer for what was moved
-_WINDOW = 32
-_SELDOM = 8  # of so many micro-batches one is learned from, after the first window
-_OFF = 0.05  # error of the slowest rank's estimate that is worth a change, and of the estimate of exchanges beside it
-_SPEED_OFF = 0.07  # the same of a rank's speed
+_WARM_UP_SAMPLES = 2  # micro-batches that make buffers and caches
+_MIN_SAMPLES = 4  # micro-batches for a change
+_MIN_CLEAR_SAMPLES = 2  # of those that take clearly longer for what was moved
+_MAX_SAMPLES = 32
+_SAMPLE_INTERVAL = 8  # of so many micro-batches one is learned from, after the first window
+_TOLERANCE = 0.05  # error of the slowest rank's estimate that is worth a change, and of the estimate of exchanges beside it
+_SPEED_TOLERANCE = 0.07  # the same of a rank's speed
 _PULL = 0.01  # of each factor towards the common one, per measurement
-_SLOWER = 1.05  # times what moving nothing would take
-_FACTORS = 1e-3, 1e6
+_CLEAR_SLOWDOWN = 1.05  # times what moving nothing would take
+_FACTOR_RANGE = 1e-3, 1e6
 _FIRST_TRIAL, _LAST_TRIAL = 64, 4096  # micro-batches without a move until one is tried
 _TRIAL_SHARE = 0.01  # of the time, for trials
 
@@ -88,14 +88,14 @@ class Correction:
 
 
 @dataclass(eq=False)
-class _Fitted:
+class _KindRates:
     """Measurements of one kind of layer."""
 
     correction: Correction = field(default_factory=Correction)
     offered: int = 0
     seen: int = 0
     # Since the last change.
-    new: deque[Observation] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    new: deque[Observation] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
     slower: float | None = None  # what was lost by exchanges when they were given up
     still: int = 0  # micro-batches since then in which nothing was moved
     wait: int = _FIRST_TRIAL  # so many until a trial
@@ -114,12 +114,12 @@ class Costs(dict[Kind, CostModel]):
         super().__init__()
         self.measured: Ranks = ALIKE
         self.dtypes: dict[Kind, str] = {}
-        self._fitted: dict[Kind, _Fitted] = {}
+        self._fitted: dict[Kind, _KindRates] = {}
 
     def of(self, key: PlanKey) -> CostModel:
         """Return the current cost model for a plan, corrected by measurements."""
         kind = key.shape, key.device
-        fitted = self._fitted.get(kind, _Fitted())
+        fitted = self._fitted.get(kind, _KindRates())
         correction = replace(fitted.correction, exchange=1.0) if fitted.trying else fitted.correction
         return replace(correction.of(self[kind]), window=key.window)
 
@@ -135,7 +135,7 @@ class Costs(dict[Kind, CostModel]):
         """Measured corrections: factors on seconds by kind of layer in words, and
         speeds of ranks; empty before there are any.
         """
-        factors = {_said_of_kind(kind): fitted.correction for kind, fitted in self._fitted.items()}
+        factors = {_describe_kind(kind): fitted.correction for kind, fitted in self._fitted.items()}
         known: dict[str, object] = {kind: asdict(factor) for kind, factor in factors.items() if factor != Correction()}
         return known if self.measured.speeds is None else {**known, "speeds": list(self.measured.speeds)}
 
@@ -144,20 +144,20 @@ class Costs(dict[Kind, CostModel]):
         """Relative slowdown by exchanges, if exchanges were given up because of it; else None."""
         return max((fitted.slower for fitted in self._fitted.values() if fitted.slower is not None), default=None)
 
-    def learn(self, plans: Sequence[Planned], config: DistCAConfig) -> list[str]:
+    def learn(self, plans: Sequence[BatchPlan], config: DistCAConfig) -> list[str]:
         """Correct rates by the measurements of each micro-batch and kind of layer.
 
         Return the changes, as sentences.
         """
         changes: list[str] = []
-        if not is_corrected(config):
+        if not can_correct_rates(config):
             return changes
-        together: dict[tuple[int, PlanKey], list[Planned]] = {}
+        together: dict[tuple[int, PlanKey], list[BatchPlan]] = {}
         for plan in plans:
             together.setdefault((plan.number, plan.key._replace(nano=0)), []).append(plan)
         for (_, key), parts in together.items():
             kind = key.shape, key.device
-            if self.wants(kind) and (observation := observed(parts, self[kind], config)) is not None:
+            if self.wants(kind) and (observation := observe_plans(parts, self[kind], config)) is not None:
                 changes += self.correct(kind, observation)
         return changes
 
@@ -165,24 +165,24 @@ class Costs(dict[Kind, CostModel]):
         """Return whether to learn from the next micro-batch: of many, a few
         are enough, and observing takes time.
         """
-        fitted = self._fitted.setdefault(kind, _Fitted())
+        fitted = self._fitted.setdefault(kind, _KindRates())
         fitted.offered += 1
-        return fitted.offered <= _WINDOW or fitted.offered % _SELDOM == 0 or fitted.slower is not None
+        return fitted.offered <= _MAX_SAMPLES or fitted.offered % _SAMPLE_INTERVAL == 0 or fitted.slower is not None
 
     def correct(self, kind: Kind, sample: Observation) -> list[str]:
         """Learn from a sample, the same on all ranks and in the same order.
 
         Return the changes, as sentences.
         """
-        fitted, changes = self._fitted.setdefault(kind, _Fitted()), list[str]()
+        fitted, changes = self._fitted.setdefault(kind, _KindRates()), list[str]()
         fitted.seen += 1
-        if fitted.seen <= _WARM_UP:
+        if fitted.seen <= _WARM_UP_SAMPLES:
             return changes
         if self.measured.speeds is not None and len(self.measured.speeds) != len(sample.kernel):
             self.measured = ALIKE
         fitted.new.append(sample)
         alike = [other for other in fitted.new if len(other.kernel) == len(sample.kernel)]  # of as many ranks
-        if len(alike) >= _ENOUGH and self._off(fitted.correction, alike):
+        if len(alike) >= _MIN_SAMPLES and self._off(fitted.correction, alike):
             changes += self._fit(fitted, alike)
         return changes + self._learn_exchange(fitted, sample)
 
@@ -190,34 +190,34 @@ class Costs(dict[Kind, CostModel]):
         """Return whether estimates are so far from measurements that rates should change."""
         estimated = [self.measured.taken(sample.estimated(correction.kernel)) for sample in samples]
         ratios = [seconds.max() / max(sample.kernel.max(), 1e-12) for seconds, sample in zip(estimated, samples, strict=True)]
-        if abs(math.log(max(float(np.median(ratios)), 1e-12))) > _OFF:
+        if abs(math.log(max(float(np.median(ratios)), 1e-12))) > _TOLERANCE:
             return True
-        return bool(np.abs(np.log(_speeds(estimated, samples))).max() > _SPEED_OFF)
+        return bool(np.abs(np.log(_compute_speeds(estimated, samples))).max() > _SPEED_TOLERANCE)
 
-    def _fit(self, fitted: _Fitted, samples: Sequence[Observation]) -> list[str]:
+    def _fit(self, fitted: _KindRates, samples: Sequence[Observation]) -> list[str]:
         before, ranks_before, changes = fitted.correction, self.measured, []
         count = len(samples[0].kernel)
         speeds = np.array(self.measured.each(count))
         factors = before.kernel
         for _ in range(3):  # what is a rank's and what is the kernel's tell each other apart in turns
-            factors = _factors(samples, speeds)
-            speeds = _speeds([sample.estimated(factors) for sample in samples], samples)
-        alike = bool(np.abs(np.log(speeds)).max() <= _SPEED_OFF)
+            factors = _fit_factors(samples, speeds)
+            speeds = _compute_speeds([sample.estimated(factors) for sample in samples], samples)
+        alike = bool(np.abs(np.log(speeds)).max() <= _SPEED_TOLERANCE)
         if alike:
-            factors = _factors(samples, np.ones(count))
-        self.measured = ALIKE if alike else Ranks.of([_rounded(speed) for speed in speeds])
-        task, byte, flop = (_rounded(float(np.clip(factor, *_FACTORS))) for factor in factors)
+            factors = _fit_factors(samples, np.ones(count))
+        self.measured = ALIKE if alike else Ranks.of([_round_rate(speed) for speed in speeds])
+        task, byte, flop = (_round_rate(float(np.clip(factor, *_FACTOR_RANGE))) for factor in factors)
         fitted.correction = replace(before, task=task, byte=byte, flop=flop)
         fitted.new.clear()
         if fitted.correction != before:
             times = [sample.estimated(fitted.correction.kernel).max() / sample.parts.sum(axis=1).max() for sample in samples]
             changes.append(f"attention takes {np.median(times):.3g} times as long as the cost model says")
         if self.measured != ranks_before:
-            changes.append(_said_of(self.measured))
+            changes.append(_describe_ranks(self.measured))
         return changes
 
     @staticmethod
-    def _learn_exchange(fitted: _Fitted, sample: Observation) -> list[str]:
+    def _learn_exchange(fitted: _KindRates, sample: Observation) -> list[str]:
         changes: list[str] = []
         if not sample.moved:
             fitted.still += fitted.slower is not None
@@ -229,13 +229,13 @@ class Costs(dict[Kind, CostModel]):
             fitted.still = max(fitted.still - math.ceil(max(sample.loss, 0) / _TRIAL_SHARE), -_LAST_TRIAL)
         moved = [other for other in fitted.new if other.moved] or [sample]
         factors = [factor for other in moved if (factor := other.exchange_factor()) is not None]
-        clear = all(other.loss > _SLOWER - 1 for other in moved)
-        if not factors or len(moved) < (1 if tried else _CLEAR if clear else _ENOUGH):
+        clear = all(other.loss > _CLEAR_SLOWDOWN - 1 for other in moved)
+        if not factors or len(moved) < (1 if tried else _MIN_CLEAR_SAMPLES if clear else _MIN_SAMPLES):
             return changes
-        factor = _rounded(float(np.clip(np.median(factors), *_FACTORS)))
+        factor = _round_rate(float(np.clip(np.median(factors), *_FACTOR_RANGE)))
         loss = float(np.median([other.loss for other in moved]))
         change = abs(factor - fitted.correction.exchange) * float(sample.exchange.max())
-        if change > (_OFF if loss <= 0 else 0) * float(sample.kernel.max()):
+        if change > (_TOLERANCE if loss <= 0 else 0) * float(sample.kernel.max()):
             fitted.correction = replace(fitted.correction, exchange=factor)
             changes.append(f"exchanges take {factor:.3g} times as long as the cost model says")
             fitted.new.clear()
@@ -247,7 +247,7 @@ class Costs(dict[Kind, CostModel]):
         return changes
 
 
-def is_corrected(config: DistCAConfig) -> bool:
+def can_correct_rates(config: DistCAConfig) -> bool:
     """Return whether cost models are corrected: not a user's own model, and not in
     deterministic mode, because times do not repeat.
     """
@@ -255,7 +255,7 @@ def is_corrected(config: DistCAConfig) -> bool:
     return config.measured_rates and not given and not torch.are_deterministic_algorithms_enabled()
 
 
-def _speeds(estimated: Sequence[FloatArray], samples: Sequence[Observation]) -> FloatArray:
+def _compute_speeds(estimated: Sequence[FloatArray], samples: Sequence[Observation]) -> FloatArray:
     """Compute the relative speed of each rank, (ranks,): estimated
     seconds divided by measured ones.
 
@@ -273,7 +273,7 @@ def _speeds(estimated: Sequence[FloatArray], samples: Sequence[Observation]) -> 
     return speeds
 
 
-def _factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArray:
+def _fit_factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArray:
     """Fit factors >= 0 on the seconds of tasks, bytes and flops, on ranks of these speeds: (3,).
 
     This is least squares on relative errors, with a pull of each factor towards the common one. A
@@ -289,8 +289,8 @@ def _factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArray:
     common = float(np.median(1 / scaled.sum(axis=1)))
     scaled = scaled * common  # factors are about 1 from here on
     rows = len(scaled)
-    products = [[_sum(scaled[:, i] * scaled[:, j]) + _PULL * rows * (i == j) for j in range(3)] for i in range(3)]
-    wanted = [_sum(scaled[:, i]) + _PULL * rows for i in range(3)]
+    products = [[_sum_in_order(scaled[:, i] * scaled[:, j]) + _PULL * rows * (i == j) for j in range(3)] for i in range(3)]
+    wanted = [_sum_in_order(scaled[:, i]) + _PULL * rows for i in range(3)]
     factors = [1.0, 1.0, 1.0]
     for _ in range(100):
         for i in range(3):
@@ -299,27 +299,27 @@ def _factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArray:
     return np.array(factors) * common
 
 
-def _sum(values: FloatArray) -> float:
+def _sum_in_order(values: FloatArray) -> float:
     """Sum values in a fixed order."""
     return float(np.bincount(np.zeros(len(values), dtype=np.int64), weights=values)[0])
 
 
-def _rounded(value: float) -> float:
+def _round_rate(value: float) -> float:
     """Round to three digits: the last bits differ between processors,
     and ranks must have the same value.
     """
     return float(f"{value:.3g}")
 
 
-def _said_of_kind(kind: Kind) -> str:
+def _describe_kind(kind: Kind) -> str:
     shape, device = kind
     width = shape.head_dim if shape.head_dim == shape.value_head_dim else f"{shape.head_dim} and {shape.value_head_dim}"
     return f"{shape.query_heads}:{shape.key_value_heads} heads of {width}, {shape.element_bytes} bytes, {device}"
 
 
-def _said_of(ranks: Ranks) -> str:
+def _describe_ranks(ranks: Ranks) -> str:
     if ranks.speeds is None:
         return "all ranks are equally fast"
-    others = [(rank, speed) for rank, speed in enumerate(ranks.speeds) if abs(math.log(speed)) > _SPEED_OFF]
+    others = [(rank, speed) for rank, speed in enumerate(ranks.speeds) if abs(math.log(speed)) > _SPEED_TOLERANCE]
     listed = ", ".join(f"rank {rank} takes {1 / speed:.2f} times as long as others" for rank, speed in others[:8])
     return listed + (f", and {len(others) - 8} more differ" if len(others) > 8 else "")

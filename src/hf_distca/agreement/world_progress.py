@@ -17,21 +17,21 @@ from typing import ClassVar
 import numpy as np
 
 from hf_distca.agreement.announce import (
-    FIGURES,
-    HEADER,
+    FIGURE_COUNT,
+    HEADER_SIZE,
+    AnnouncedBatch,
     Announcement,
     Announcements,
-    Facts,
     PlanKey,
     Request,
-    Stated,
-    agree,
-    common_facts,
-    fingerprint,
+    SharedSettings,
+    check_agreement,
+    collect_shared_settings,
+    hash_settings,
 )
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.history import History
-from hf_distca.agreement.planned import Planned
+from hf_distca.agreement.planned import BatchPlan
 from hf_distca.agreement.rates import Costs
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import LayoutError
@@ -45,7 +45,7 @@ __all__ = ["Progress"]
 _log = logging.getLogger("hf_distca")
 
 # Meetings that may go on at once: as many micro-batches a rank can be ahead of the slowest.
-_MEETINGS = 8
+_MAX_MEETINGS = 8
 
 
 class Progress:
@@ -80,10 +80,10 @@ class Progress:
         self._recent: dict[PlanKey, None] = {}  # plans that were used since somebody asked
         self._used: set[PlanKey] = set()  # in this micro-batch
         self._over = True  # whether the next plan begins another one
-        self._unannounced: list[Planned] = []  # in the order of use; the same plans on all ranks
+        self._unannounced: list[BatchPlan] = []  # in the order of use; the same plans on all ranks
         # With the numbers of the announcements that told figures, and the ranks that left then.
-        self._measured: deque[tuple[int, Sequence[Planned], list[int]]] = deque()
-        self._meetings: deque[tuple[Rendezvous, list[Planned]]] = deque()  # with the plans whose measurements they tell
+        self._measured: deque[tuple[int, Sequence[BatchPlan], list[int]]] = deque()
+        self._meetings: deque[tuple[Rendezvous, list[BatchPlan]]] = deque()  # with the plans whose measurements they tell
 
     @property
     def next_number(self) -> int:
@@ -103,7 +103,7 @@ class Progress:
         """
         return self.number + (self._over or any(key in self._used for key in keys))
 
-    def use(self, planned: Planned, documents: Documents) -> Meter:
+    def use(self, planned: BatchPlan, documents: Documents) -> Meter:
         """Count a plan as part of the current micro-batch, and return the meter for its work.
 
         Raises:
@@ -126,7 +126,9 @@ class Progress:
         self._unannounced.append(planned)
         return planned.meter
 
-    def announce(self, requests: Sequence[Request], group: AttentionGroup, place: str, config: DistCAConfig) -> list[Stated]:
+    def announce(
+        self, requests: Sequence[Request], group: AttentionGroup, place: str, config: DistCAConfig
+    ) -> list[AnnouncedBatch]:
         """Exchange documents, settings and measurements.
 
         Return the announced documents of all ranks for each request. Collective.
@@ -136,7 +138,7 @@ class Progress:
         facts, plans, announcement = self._announcement([key for _, key in requests], group, config)
         row = replace(announcement, requests=requests).row()
         announced = Announcements.read(group.gather(row, doing=f"planning {place}"))
-        stated = agree(announced, facts, group, place)
+        stated = check_agreement(announced, facts, group, place)
         self._unannounced[:0] = self._take_figures(plans, announced.measured)
         self._measured.append((self._met, plans, announced.leaving))
         self._learn(self._met + 1, config)
@@ -150,13 +152,13 @@ class Progress:
 
         Raises the error of an earlier announcement if ranks did not agree.
         """
-        self.drain(at_most=_MEETINGS)
-        self._learn(self._met - _MEETINGS, config)
+        self.drain(at_most=_MAX_MEETINGS)
+        self._learn(self._met - _MAX_MEETINGS, config)
         self._met += 1
         facts, plans, announcement = self._announcement(keys, group, config, dealt)
         row, doing = announcement.row(), f"comparing shares of {place}"
         meeting = group.gather_async(
-            row, doing=doing, on_arrival=lambda rows: agree(Announcements.read(rows), facts, group, place)
+            row, doing=doing, on_arrival=lambda rows: check_agreement(Announcements.read(rows), facts, group, place)
         )
         self._meetings.append((meeting, plans))
 
@@ -190,13 +192,13 @@ class Progress:
         row = np.array([planned.own_figures for planned in plans], dtype=np.int64).reshape(-1)
         rows = group.gather(row, doing=f"gathering what ranks measured up to micro-batch {self.number}")
         if all(len(other) == len(row) for other in rows):
-            self._take_figures(plans, np.stack(rows).reshape(len(rows), -1, FIGURES))
+            self._take_figures(plans, np.stack(rows).reshape(len(rows), -1, FIGURE_COUNT))
             self._measured.append((self._met, [planned for planned in self._unannounced if planned.is_measured], []))
         self._unannounced = []
 
     def _announcement(
         self, keys: Sequence[PlanKey], group: AttentionGroup, config: DistCAConfig, dealt: Sequence[int] = ()
-    ) -> tuple[Facts, list[Planned], Announcement]:
+    ) -> tuple[SharedSettings, list[BatchPlan], Announcement]:
         """Return all that must be equal on all ranks for plans of these keys, the
         measured plans, and the announcement of both.
         """
@@ -204,21 +206,21 @@ class Progress:
         self._announced += 1
         kinds = dict.fromkeys((key.shape, key.device) for key in keys)
         dtypes = tuple(self.costs.dtypes[kind] for kind in kinds if kind in self.costs.dtypes)
-        facts = common_facts(config, tuple(dict.fromkeys(self.costs.of(key) for key in keys)), dtypes)
+        facts = collect_shared_settings(config, tuple(dict.fromkeys(self.costs.of(key) for key in keys)), dtypes)
         # All of a plan was launched before the next one of its key. On a GPU the kernels of the newest may still have to run.
         newest = {plan.key: plan for plan in self._unannounced if plan.key.device != "cpu"}
         plans = [plan for plan in self._unannounced if plan.key in keys and newest.get(plan.key) is not plan]
         self._unannounced = [plan for plan in self._unannounced if plan not in plans]
         if dealt:  # what does not fit is announced later; on all ranks the same
-            room = (group.inline_row_capacity - HEADER - len(dealt)) // FIGURES
+            room = (group.inline_row_capacity - HEADER_SIZE - len(dealt)) // FIGURE_COUNT
             self._unannounced[:0], plans = plans[room:], plans[:room]
         exchanges = self._meter.dispatches + self._meter.returns - self._exchanges_before
         exchanged = 0 if group.data is None else group.data.checksum
         figures = [planned.own_figures for planned in plans]
-        announced = Announcement(self._announced, fingerprint(facts), exchanges, exchanged, figures)
+        announced = Announcement(self._announced, hash_settings(facts), exchanges, exchanged, figures)
         return facts, plans, replace(announced, dealt=dealt, leaves=self.leaves)
 
-    def _take_figures(self, plans: Sequence[Planned], figures: IntArray) -> list[Planned]:
+    def _take_figures(self, plans: Sequence[BatchPlan], figures: IntArray) -> list[BatchPlan]:
         """Store the (ranks, plans, 5) figures of all ranks.
 
         Return the plans with a kernel that still runs on some rank.

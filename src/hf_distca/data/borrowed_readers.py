@@ -11,14 +11,14 @@ from typing import Any
 
 from torch.utils.data._utils import worker
 
-__all__ = ["in_no_worker", "kept_rows", "ranks_of_split"]
+__all__ = ["hide_worker_info", "get_row_indices", "count_split_ranks"]
 
 
 # ---- torch 2.13.0
 
 
 @contextmanager
-def in_no_worker() -> Iterator[None]:
+def hide_worker_info() -> Iterator[None]:
     """Make `torch.utils.data.get_worker_info` return None in a
     loader's worker; no public function can.
     """
@@ -33,7 +33,7 @@ def in_no_worker() -> Iterator[None]:
 # ---- datasets 5.2.0
 
 
-def ranks_of_split(stream: Any) -> int:
+def count_split_ranks(stream: Any) -> int:
     """Return the number of ranks among which
     `datasets.distributed.split_dataset_by_node` divided a stream; 1 if it did not.
     """
@@ -41,7 +41,7 @@ def ranks_of_split(stream: Any) -> int:
     return 1 if split is None else int(split.world_size)
 
 
-def kept_rows(documents: Any) -> Any:
+def get_row_indices(documents: Any) -> Any:
     """Return the table whose first column holds the numbers of stored rows
     that a data set has; None for all rows.
     """

@@ -12,19 +12,19 @@ import torch
 
 from hf_distca.agreement.document_starts import RowTokens
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.data.columns import COLUMNS, MASKS, NO_INPUTS, ForwardInputs, check_columns, flat
+from hf_distca.data.columns import ROW_COLUMNS, TARGET_MASKS, UNKNOWN_INPUTS, ForwardInputs, check_columns, convert_integers
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["IGNORED_LABEL", "PackingCollator", "TokenRow", "documents_of", "targets_of"]
+__all__ = ["IGNORED_LABEL", "PackingCollator", "DocumentTokens", "read_feature_documents", "make_labels"]
 
 _log = logging.getLogger("hf_distca")
 
 IGNORED_LABEL = -100
-_READ = COLUMNS | {"seq_lengths", "position_ids"}
+_READ_COLUMNS = ROW_COLUMNS | {"seq_lengths", "position_ids"}
 
 
-class TokenRow(NamedTuple):
+class DocumentTokens(NamedTuple):
     """A document of a row: tokens, labels and positions, each (tokens,) int64."""
 
     tokens: IntArray
@@ -43,7 +43,7 @@ class TokenRow(NamedTuple):
             )
 
 
-def targets_of(tokens: IntArray, masks: Collection[IntArray]) -> IntArray:
+def make_labels(tokens: IntArray, masks: Collection[IntArray]) -> IntArray:
     """Return the labels of tokens without labels of their own: the
     tokens, where all masks are 1, as in TRL.
     """
@@ -81,7 +81,7 @@ class PackingCollator:
     """
 
     model: InitVar[Any] = None
-    _inputs: ForwardInputs = field(init=False, repr=False, default=NO_INPUTS)
+    _inputs: ForwardInputs = field(init=False, repr=False, default=UNKNOWN_INPUTS)
 
     def __post_init__(self, model: Any) -> None:
         object.__setattr__(self, "_inputs", ForwardInputs.of(model))
@@ -94,8 +94,8 @@ class PackingCollator:
                 would change what is trained, or are several shares.
         """
         if any(map(_is_share, features)):
-            return _batch_of_share(features)
-        documents = [row for feature in features for row in documents_of(feature, self._inputs) if len(row.tokens)]
+            return _make_share_batch(features)
+        documents = [row for feature in features for row in read_feature_documents(feature, self._inputs) if len(row.tokens)]
         if not documents:
             raise LayoutError(f"{len(features)} features hold no tokens: drop empty documents before batching.")
         ids, labels, positions = (np.concatenate(parts) for parts in zip(*documents, strict=True))
@@ -107,13 +107,13 @@ class PackingCollator:
         return {**{name: torch.from_numpy(row)[None] for name, row in rows.items()}, "distca_documents": packed}
 
 
-_said: set[str] = set()
+_warnings_given: set[str] = set()
 
 
 def _warn_of_no_targets(tokens: int) -> None:
     """Warn once a process that a batch has no targets: its loss is no number, or trains nothing."""
-    if not _said:
-        _said.add("no targets")
+    if not _warnings_given:
+        _warnings_given.add("no targets")
         _log.warning(
             "none of the %d tokens of a batch is a target: labels are %d, or completion_mask and assistant_masks 0, throughout. "
             "Its loss is nan, or trains nothing. This is said once.",
@@ -126,7 +126,7 @@ def _is_share(feature: object) -> bool:
     return isinstance(packed, PackedDocuments) and packed.dealt is not None
 
 
-def _batch_of_share(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _make_share_batch(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if len(features) != 1:
         raise LayoutError(
             f"a batch of {len(features)} shares: a share is all that a rank gets of a global batch, and tokens_per_rank sets its "
@@ -136,37 +136,43 @@ def _batch_of_share(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: row[None] if isinstance(row, torch.Tensor) else row for name, row in share.items()}
 
 
-def documents_of(feature: Mapping[str, Any], inputs: ForwardInputs = NO_INPUTS) -> list[TokenRow]:
+def read_feature_documents(feature: Mapping[str, Any], inputs: ForwardInputs = UNKNOWN_INPUTS) -> list[DocumentTokens]:
     """Read the documents of a feature, as `PackingCollator` does for a model with these inputs."""
     if not isinstance(feature, Mapping):
         raise LayoutError(f"a feature is of {type(feature)}; it must be a mapping with 'input_ids' or 'documents'.")
     if "documents" in feature:
-        beside = sorted(_READ & feature.keys())
+        beside = sorted(_READ_COLUMNS & feature.keys())
         if beside:
             raise LayoutError(f"a feature has 'documents' and {beside[0]!r}, which would not be read: give rows of 'input_ids'.")
         check_columns(feature, 0, {"documents"}, inputs)
-        documents = [flat(tokens, "input_ids") for tokens in feature["documents"]]
-        return [TokenRow(tokens, tokens, np.arange(len(tokens))) for tokens in documents]
+        documents = [convert_integers(tokens, "input_ids") for tokens in feature["documents"]]
+        return [DocumentTokens(tokens, tokens, np.arange(len(tokens))) for tokens in documents]
     if "input_ids" not in feature:
         raise LayoutError(f"a feature has the keys {sorted(feature)}; it needs 'input_ids' or 'documents'.")
-    row = {name: flat(feature[name], name, "iub" if "mask" in name else "iu") for name in _READ if feature.get(name) is not None}
+    row = {
+        name: convert_integers(feature[name], name, "iub" if "mask" in name else "iu")
+        for name in _READ_COLUMNS
+        if feature.get(name) is not None
+    }
     count, lengths = len(row["input_ids"]), row.pop("seq_lengths", None)
-    check_columns(feature, count, _READ, inputs)
+    check_columns(feature, count, _READ_COLUMNS, inputs)
     for name, column in row.items():
         if len(column) != count:
             raise LayoutError(f"a row has {count} input_ids and {len(column)} numbers in its {name}: they must match.")
     mask = row.pop("attention_mask", None)
-    kept = _tokens_kept(mask, count)
+    kept = _find_real_tokens(mask, count)
     row = {name: column[kept] for name, column in row.items()}
-    labels = row["labels"] if "labels" in row else targets_of(row["input_ids"], [row[name] for name in MASKS if name in row])
+    labels = (
+        row["labels"] if "labels" in row else make_labels(row["input_ids"], [row[name] for name in TARGET_MASKS if name in row])
+    )
     numbers = None if mask is None else mask[kept]
-    starts = _starts(len(labels), lengths, _read_starts(row.get("position_ids"), numbers))
+    starts = _choose_starts(len(labels), lengths, _find_starts(row.get("position_ids"), numbers))
     columns = row["input_ids"], labels, row.get("position_ids", np.arange(len(labels)))
     parts = zip(*(np.split(column, starts[1:]) for column in columns), strict=True)
-    return [TokenRow(ids, targets, place - place[:1]) for ids, targets, place in parts]
+    return [DocumentTokens(ids, targets, place - place[:1]) for ids, targets, place in parts]
 
 
-def _read_starts(positions: IntArray | None, numbers: IntArray | None) -> IntArray | None:
+def _find_starts(positions: IntArray | None, numbers: IntArray | None) -> IntArray | None:
     """Find the beginnings of documents among the tokens of a row, by its positions
     and the numbers in its mask; None without both.
     """
@@ -183,7 +189,7 @@ def _read_starts(positions: IntArray | None, numbers: IntArray | None) -> IntArr
     return RowTokens.of(np.arange(count) if positions is None else positions, numbers, count).document_starts(training=True)
 
 
-def _starts(tokens: int, lengths: IntArray | None, read: IntArray | None) -> IntArray:
+def _choose_starts(tokens: int, lengths: IntArray | None, read: IntArray | None) -> IntArray:
     """Find the beginnings of documents in a row: by its lengths, or as read
     from positions and mask, or one document.
     """
@@ -204,7 +210,7 @@ def _starts(tokens: int, lengths: IntArray | None, read: IntArray | None) -> Int
     return starts
 
 
-def _tokens_kept(mask: IntArray | None, count: int) -> IntArray:
+def _find_real_tokens(mask: IntArray | None, count: int) -> IntArray:
     """Return the tokens of a padded row that are not padding."""
     if mask is None:
         return np.arange(count)

@@ -18,15 +18,15 @@ import torch
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["COLUMNS", "MASKS", "NO_INPUTS", "ForwardInputs", "check_column", "check_columns", "flat"]
+__all__ = ["ROW_COLUMNS", "TARGET_MASKS", "UNKNOWN_INPUTS", "ForwardInputs", "check_column", "check_columns", "convert_integers"]
 
 _log = logging.getLogger("hf_distca")
 
-MASKS = ("completion_mask", "assistant_masks")  # 1 for tokens that are targets, where a row has no labels
-COLUMNS = frozenset({"input_ids", "labels", "attention_mask", *MASKS})  # what is read of a row
+TARGET_MASKS = ("completion_mask", "assistant_masks")  # 1 for tokens that are targets, where a row has no labels
+ROW_COLUMNS = frozenset({"input_ids", "labels", "attention_mask", *TARGET_MASKS})  # what is read of a row
 # Columns that say what documents and targets a row has, in a way that is not read here: without them it would be trained on as
 # something else, whatever the model takes.
-_TELLING = frozenset({"shift_labels", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "distca_documents"})
+_DOCUMENT_COLUMNS = frozenset({"shift_labels", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "distca_documents"})
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ForwardInputs:
         wrapper; they are unknown for a config or None.
         """
         if not isinstance(model, torch.nn.Module):
-            return NO_INPUTS
+            return UNKNOWN_INPUTS
         if callable(unwrap := getattr(model, "get_base_model", None)):  # of adapters
             return cls.of(unwrap())
         if isinstance(inner := getattr(model, "module", None), torch.nn.Module):  # of engines
@@ -55,7 +55,7 @@ class ForwardInputs:
         return cls(names or None)
 
 
-NO_INPUTS = ForwardInputs()
+UNKNOWN_INPUTS = ForwardInputs()
 
 
 def check_columns(row: Mapping[str, Any], tokens: int, read: Collection[str], inputs: ForwardInputs) -> None:
@@ -77,7 +77,7 @@ def check_columns(row: Mapping[str, Any], tokens: int, read: Collection[str], in
         numbers = _has_numbers(value)
         check_column(name, read, inputs, numbers=numbers)
         if inputs.names is not None and numbers and len(value) == tokens > 1:
-            _warn_of_column(name, tuple(sorted(read)))
+            _warn_of_unread_column(name, tuple(sorted(read)))
 
 
 def check_column(name: str, read: Collection[str], inputs: ForwardInputs, *, numbers: bool) -> None:
@@ -88,7 +88,7 @@ def check_column(name: str, read: Collection[str], inputs: ForwardInputs, *, num
         LayoutError: names it.
     """
     only = f"only {', '.join(sorted(read))} are read"
-    if name in _TELLING:
+    if name in _DOCUMENT_COLUMNS:
         raise LayoutError(
             f"a row has a column {name!r}, which says what its documents or targets are, and would be lost here: {only}. Give "
             "documents with labels of their own, and remove the column, or use another collator."
@@ -121,7 +121,7 @@ def _has_numbers(value: Any) -> bool:
 
 
 @cache
-def _warn_of_column(name: str, read: tuple[str, ...]) -> None:
+def _warn_of_unread_column(name: str, read: tuple[str, ...]) -> None:
     _log.warning(
         "column %r has a number for each token, and is not read: only %s are. Remove it if it does not matter.",
         name,
@@ -129,7 +129,7 @@ def _warn_of_column(name: str, read: tuple[str, ...]) -> None:
     )
 
 
-def flat(values: Any, name: str, kinds: str = "iu") -> IntArray:
+def convert_integers(values: Any, name: str, kinds: str = "iu") -> IntArray:
     """Convert integers of a document, a list, array or tensor, to int64;
     `kinds` are the accepted numpy kinds of dtype.
 

@@ -18,21 +18,21 @@ from tqdm.auto import tqdm
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.layout import IntArray, as_integers
 
-__all__ = ["Fill", "GlobalBatches", "Longer", "Pieces"]
+__all__ = ["FillRule", "GlobalBatches", "LongerRule", "BatchPieces"]
 
 _log = logging.getLogger("hf_distca")
 
-Fill = Literal["cut", "whole"]
-Longer = Literal["cut", "refuse"]
+FillRule = Literal["cut", "whole"]
+LongerRule = Literal["cut", "refuse"]
 
 # Padding is documents of so many tokens at most: one long document of it would cost attention.
-_PADDING = 128
+_MAX_PADDING_TOKENS = 128
 # Batches that are not full yet, at most. More of them fill a little better and take longer.
-_OPEN = 64
+_MAX_OPEN_BATCHES = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
+class BatchPieces:
     """Contents of a global batch: tokens [starts[i], ends[i]) of document
     ``documents[i]``, each piece a document of its own.
 
@@ -83,8 +83,8 @@ class GlobalBatches:
         lengths: npt.ArrayLike,
         tokens: int,
         seed: int | None = 0,
-        fill: Fill = "cut",
-        longer: Longer = "cut",
+        fill: FillRule = "cut",
+        longer: LongerRule = "cut",
         *,
         quiet: bool = False,
     ) -> None:
@@ -104,7 +104,9 @@ class GlobalBatches:
             )
         self._count = total // tokens
         if self._whole:
-            self._packed, self._offsets = _packed_whole(self._length, self._shuffled(len(self._length), 0), tokens, quiet=quiet)
+            self._packed, self._offsets = _pack_whole_documents(
+                self._length, self._shuffled(len(self._length), 0), tokens, quiet=quiet
+            )
             self._count = len(self._offsets) - 1
             if not quiet:
                 padding = 100 * (1 - total / (self._count * tokens))
@@ -117,7 +119,7 @@ class GlobalBatches:
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_epoch": None}  # it is made faster than it travels
 
-    def pieces(self, epoch: int, number: int) -> Pieces:
+    def pieces(self, epoch: int, number: int) -> BatchPieces:
         """Return the pieces of a global batch; raise `IndexError` if there is no such batch."""
         if not 0 <= number < len(self):
             raise IndexError(f"global batch {number} of {len(self)}")
@@ -135,7 +137,7 @@ class GlobalBatches:
         bits = np.random.PCG64([self.seed, stream]).random_raw(count)
         return np.argsort(bits, kind="stable")
 
-    def _cut_pieces(self, order: IntArray, ends: IntArray, number: int) -> Pieces:
+    def _cut_pieces(self, order: IntArray, ends: IntArray, number: int) -> BatchPieces:
         begin, end = number * self.tokens, (number + 1) * self.tokens
         first, last = int(np.searchsorted(ends, begin, side="right")), int(np.searchsorted(ends, end, side="left"))
         rows = order[first : last + 1]
@@ -143,18 +145,18 @@ class GlobalBatches:
         starts = np.zeros_like(stops)
         stops[-1] -= ends[last] - end  # before starts: there may be one piece only
         starts[0] = begin - (ends[first] - self._length[rows[0]])
-        return Pieces(self._document[rows], starts, stops)
+        return BatchPieces(self._document[rows], starts, stops)
 
-    def _whole_pieces(self, batch: int) -> Pieces:
+    def _whole_pieces(self, batch: int) -> BatchPieces:
         rows = self._packed[self._offsets[batch] : self._offsets[batch + 1]]
         length, start = self._length[rows], self._start[rows]
         free = self.tokens - int(length.sum())
-        padding = np.diff(np.append(np.arange(0, free, _PADDING), free))
+        padding = np.diff(np.append(np.arange(0, free, _MAX_PADDING_TOKENS), free))
         documents = np.concatenate([self._document[rows], np.full_like(padding, -1)])
         starts = np.concatenate([start, np.zeros_like(padding)])
-        return Pieces(documents, starts, np.concatenate([start + length, padding]))
+        return BatchPieces(documents, starts, np.concatenate([start + length, padding]))
 
-    def _meet_longer(self, longer: Longer, quiet: bool) -> None:
+    def _meet_longer(self, longer: LongerRule, quiet: bool) -> None:
         """Raise for documents that are longer than a global batch, or cut them."""
         long = np.flatnonzero(self._length > self.tokens)
         if not len(long):
@@ -183,12 +185,12 @@ def _check_arguments(tokens: int, seed: int | None, fill: str, longer: str) -> N
         raise ConfigError(f"tokens={tokens!r} of a global batch must be a whole number of at least 1.")
     if seed is not None and (type(seed) is not int or seed < 0):
         raise ConfigError(f"seed={seed!r} must be a whole number of at least 0, or None for no shuffling.")
-    for name, value, choices in (("fill", fill, get_args(Fill)), ("longer", longer, get_args(Longer))):
+    for name, value, choices in (("fill", fill, get_args(FillRule)), ("longer", longer, get_args(LongerRule))):
         if value not in choices:
             raise ConfigError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
 
 
-def _packed_whole(length: IntArray, order: IntArray, tokens: int, *, quiet: bool) -> tuple[IntArray, IntArray]:
+def _pack_whole_documents(length: IntArray, order: IntArray, tokens: int, *, quiet: bool) -> tuple[IntArray, IntArray]:
     """Pack documents into batches in an order, each into the
     fullest open batch that has room for it.
 
@@ -206,7 +208,7 @@ def _packed_whole(length: IntArray, order: IntArray, tokens: int, *, quiet: bool
         else:
             room, batch = tokens - n, count
             count += 1
-            if len(rooms) == _OPEN:
+            if len(rooms) == _MAX_OPEN_BATCHES:
                 del rooms[0], opened[0]  # the fullest one
         batch_of.append(batch)
         if room:

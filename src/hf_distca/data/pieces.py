@@ -9,23 +9,23 @@ from typing import Any
 
 import numpy as np
 
-from hf_distca.data.collator import targets_of
-from hf_distca.data.columns import MASKS, flat
+from hf_distca.data.collator import make_labels
+from hf_distca.data.columns import TARGET_MASKS, convert_integers
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["SAMPLED", "Piece", "digest_of"]
+__all__ = ["SAMPLE_COUNT", "DocumentPiece", "hash_pieces"]
 
 # Of so many documents at most, and of so many tokens at their beginning, middle and end, ranks compare what they read.
-SAMPLED, _TOKENS = 64, 64
-_PACKED_MASK = (
+SAMPLE_COUNT, _SAMPLE_TOKENS = 64, 64
+_PACKED_MASK_REMEDY = (
     "it numbers the documents of a row that was packed already, which would be dealt as one. Give them one by one, as "
     "PackingCollator takes such a row."
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class DocumentPiece:
     """Tokens [start, end) of a document, which are a document of their own in their global batch.
 
     Attributes:
@@ -49,7 +49,11 @@ class Piece:
             place, value = int(wrong.argmax()), int(mask[wrong.argmax()])
             raise LayoutError(
                 f"attention_mask of a document is {value} at token {first + place}: "
-                + ("documents over ranks come without padding. Tokenize with padding=False." if value == 0 else _PACKED_MASK)
+                + (
+                    "documents over ranks come without padding. Tokenize with padding=False."
+                    if value == 0
+                    else _PACKED_MASK_REMEDY
+                )
             )
         expected = np.arange(first, self.start + end)
         if self._has("position_ids") and (wrong := self._slice("position_ids", begin, end) != expected).any():
@@ -64,24 +68,24 @@ class Piece:
     def sample(self) -> IntArray:
         """Return tokens at the beginning, in the middle and at the end of the piece, unchecked."""
         count = self.end - self.start
-        middle, last = (max(0, begin) for begin in ((count - _TOKENS) // 2, count - _TOKENS))
-        slices = [self._slice("input_ids", begin, min(begin + _TOKENS, count)) for begin in (0, middle, last)]
+        middle, last = (max(0, begin) for begin in ((count - _SAMPLE_TOKENS) // 2, count - _SAMPLE_TOKENS))
+        slices = [self._slice("input_ids", begin, min(begin + _SAMPLE_TOKENS, count)) for begin in (0, middle, last)]
         return np.concatenate(slices)
 
     def labels(self, begin: int, end: int) -> IntArray:
         """Return the labels of the tokens [begin, end) of the piece; see
-        `targets_of` for a document without labels.
+        `make_labels` for a document without labels.
         """
         if self._has("labels"):
             return self._slice("labels", begin, end)
-        masks = [self._slice(name, begin, end, "iub") for name in MASKS if self._has(name)]
-        return targets_of(self._slice("input_ids", begin, end), masks)
+        masks = [self._slice(name, begin, end, "iub") for name in TARGET_MASKS if self._has(name)]
+        return make_labels(self._slice("input_ids", begin, end), masks)
 
     def _has(self, name: str) -> bool:
         return self.row.get(name) is not None
 
     def _slice(self, name: str, begin: int, end: int, kinds: str = "iu") -> IntArray:
-        values = flat(self.row[name][self.start + begin : self.start + end], name, kinds)
+        values = convert_integers(self.row[name][self.start + begin : self.start + end], name, kinds)
         if len(values) != end - begin:
             raise LayoutError(
                 f"the {name} of a document end before token {self.start + end}: they are fewer than its lengths or its other "
@@ -90,9 +94,9 @@ class Piece:
         return values
 
 
-def digest_of(pieces: Sequence[Piece]) -> int:
+def hash_pieces(pieces: Sequence[DocumentPiece]) -> int:
     """Return a hash below 2**56 of some of the tokens of pieces, which may be any integers."""
-    chosen = np.unique(np.linspace(0, max(len(pieces) - 1, 0), SAMPLED).astype(np.int64))
+    chosen = np.unique(np.linspace(0, max(len(pieces) - 1, 0), SAMPLE_COUNT).astype(np.int64))
     samples = [pieces[index].sample() for index in chosen if index < len(pieces)]
     parts = [part.tobytes() for sample in samples for part in (np.array([len(sample)]), sample)]
     return int.from_bytes(hashlib.sha256(b"".join(parts)).digest()[:7], "big")

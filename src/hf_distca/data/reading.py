@@ -9,18 +9,25 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from hf_distca.data.borrowed_readers import kept_rows
-from hf_distca.data.columns import COLUMNS, NO_INPUTS, ForwardInputs, check_column, check_columns
-from hf_distca.data.pieces import SAMPLED, Piece, digest_of
+from hf_distca.data.borrowed_readers import get_row_indices
+from hf_distca.data.columns import ROW_COLUMNS, UNKNOWN_INPUTS, ForwardInputs, check_column, check_columns
+from hf_distca.data.pieces import SAMPLE_COUNT, DocumentPiece, hash_pieces
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray, as_integers
 
-__all__ = ["Reader", "as_row", "document_lengths", "is_of", "is_stored", "length_of"]
+__all__ = [
+    "DocumentReader",
+    "convert_document",
+    "read_document_lengths",
+    "is_datasets_class",
+    "is_stored_dataset",
+    "count_tokens",
+]
 
-_READ = COLUMNS | {"position_ids"}
+_READ_COLUMNS = ROW_COLUMNS | {"position_ids"}
 
 
-class Reader:
+class DocumentReader:
     """Reads some of many documents.
 
     Args:
@@ -30,71 +37,71 @@ class Reader:
         inputs: inputs of the model that trains on them.
     """
 
-    def __init__(self, documents: Any, column: str, inputs: ForwardInputs = NO_INPUTS) -> None:
+    def __init__(self, documents: Any, column: str, inputs: ForwardInputs = UNKNOWN_INPUTS) -> None:
         self.column, self._inputs = column, inputs
-        self._arrow = is_stored(documents)
+        self._arrow = is_stored_dataset(documents)
         if self._arrow:
             _check_stored_columns(documents, column, inputs)
-            documents = documents.with_format("arrow", columns=[column, *_others(documents.column_names, column)])
+            documents = documents.with_format("arrow", columns=[column, *_list_other_columns(documents.column_names, column)])
         self._documents = documents
 
     def rows(self, numbers: IntArray) -> list[Mapping[str, Any]]:
-        """Return the documents of these numbers, as rows for `Piece`."""
+        """Return the documents of these numbers, as rows for `DocumentPiece`."""
         if not len(numbers):
             return []
         if not self._arrow:
-            return [as_row(self._documents[number], self.column, number, self._inputs) for number in numbers.tolist()]
+            return [convert_document(self._documents[number], self.column, number, self._inputs) for number in numbers.tolist()]
         table = self._documents[numbers.tolist()]
         names = {name: "input_ids" if name == self.column else name for name in table.column_names}
-        columns = [_row_views(table.column(name)) for name in names]
+        columns = [_view_rows(table.column(name)) for name in names]
         return [dict(zip(names.values(), row, strict=True)) for row in zip(*columns, strict=True)]
 
     def digest(self) -> int:
         """Return a hash of some tokens of some documents, the same ones on all ranks."""
         count = len(self._documents)
-        chosen = np.random.PCG64(count).random_raw(SAMPLED) % np.uint64(count) if count > SAMPLED else np.arange(count)
+        chosen = np.random.PCG64(count).random_raw(SAMPLE_COUNT) % np.uint64(count) if count > SAMPLE_COUNT else np.arange(count)
         numbers = np.unique(np.append(chosen.astype(np.int64), [0, count - 1][:count]))
         read = zip(numbers.tolist(), self.rows(numbers), strict=True)
-        lengths = [(row, length_of(row["input_ids"], "input_ids", number)) for number, row in read]
-        return digest_of([Piece(row, 0, length) for row, length in lengths if length])
+        lengths = [(row, count_tokens(row["input_ids"], "input_ids", number)) for number, row in read]
+        return hash_pieces([DocumentPiece(row, 0, length) for row, length in lengths if length])
 
 
-def as_row(document: Any, column: str, number: int, inputs: ForwardInputs = NO_INPUTS) -> Mapping[str, Any]:
+def convert_document(document: Any, column: str, number: int, inputs: ForwardInputs = UNKNOWN_INPUTS) -> Mapping[str, Any]:
     """Convert a document, which is its tokens or a row with them in a column, to
-    a row for `Piece`; `number` is for errors.
+    a row for `DocumentPiece`; `number` is for errors.
     """
     if not hasattr(document, "keys"):
         return {"input_ids": document}
-    tokens = length_of(document, column, number)
+    tokens = count_tokens(document, column, number)
     row = {"input_ids": document[column], **{name: document[name] for name in document if name != column}}
     if row.get("seq_lengths") is not None:
-        raise LayoutError(_PACKED_ROW)
-    check_columns(row, tokens, _READ, inputs)
-    return {"input_ids": row["input_ids"], **{name: row[name] for name in _others(row, column)}}
+        raise LayoutError(_PACKED_ROW_ERROR)
+    check_columns(row, tokens, _READ_COLUMNS, inputs)
+    return {"input_ids": row["input_ids"], **{name: row[name] for name in _list_other_columns(row, column)}}
 
 
-_PACKED_ROW = (
+_PACKED_ROW_ERROR = (
     "a row has a column 'seq_lengths': it was packed already, and would be dealt as one document. Give its documents one by one."
 )
 
 
 def _check_stored_columns(documents: Any, column: str, inputs: ForwardInputs) -> None:
-    """Check the columns of a `datasets.Dataset` as `as_row` checks a row, by their
+    """Check the columns of a `datasets.Dataset` as `convert_document` checks a row, by their
     stored types: rows are read in slices later.
     """
-    names = [name for name in documents.column_names if name != column and name not in _READ]
+    names = [name for name in documents.column_names if name != column and name not in _READ_COLUMNS]
     for name in names:
         stored = documents.data.column(name)
         if stored.null_count == len(stored):
             continue
         if name == "seq_lengths":
-            raise LayoutError(_PACKED_ROW)
-        check_column(name, _READ, inputs, numbers=_stores_numbers(stored.type))
+            raise LayoutError(_PACKED_ROW_ERROR)
+        check_column(name, _READ_COLUMNS, inputs, numbers=_is_list_of_numbers(stored.type))
     if inputs.names is not None and len(documents):
-        as_row(documents.with_format(None)[0], column, 0, inputs)  # warns of numbers for each token
+        convert_document(documents.with_format(None)[0], column, 0, inputs)  # warns of numbers for each token
 
 
-def _stores_numbers(kind: Any) -> bool:
+def _is_list_of_numbers(kind: Any) -> bool:
     """Return whether an Arrow type is one of lists of numbers."""
     import pyarrow as pa
 
@@ -105,12 +112,12 @@ def _stores_numbers(kind: Any) -> bool:
     return depth > 0 and (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
-def _others(names: Collection[str], column: str) -> list[str]:
+def _list_other_columns(names: Collection[str], column: str) -> list[str]:
     """List the columns of a row that are read beside that of its tokens."""
-    return [name for name in (*sorted(COLUMNS - {"input_ids"}), "position_ids") if name in names and name != column]
+    return [name for name in (*sorted(ROW_COLUMNS - {"input_ids"}), "position_ids") if name in names and name != column]
 
 
-def _row_views(column: Any) -> list[np.ndarray | None]:
+def _view_rows(column: Any) -> list[np.ndarray | None]:
     """Return each list of an Arrow column as an array: a view where no value is missing.
 
     None for a missing list.
@@ -133,18 +140,18 @@ def _row_views(column: Any) -> list[np.ndarray | None]:
     return views
 
 
-def is_stored(documents: Any) -> bool:
+def is_stored_dataset(documents: Any) -> bool:
     """True for a `datasets.Dataset` whose columns can be read as Arrow stores them: no transform of the user's makes its rows."""
-    return is_of("Dataset", documents) and documents.format["type"] != "custom"
+    return is_datasets_class("Dataset", documents) and documents.format["type"] != "custom"
 
 
-def is_of(name: str, documents: object) -> bool:
+def is_datasets_class(name: str, documents: object) -> bool:
     """Return whether documents are of a class of `datasets`, such as ``"Dataset"``."""
     datasets = sys.modules.get("datasets")  # nothing is of a package that was never imported
     return datasets is not None and isinstance(documents, getattr(datasets, name, ()))
 
 
-def document_lengths(documents: Any, column: str = "input_ids", lengths: Any = None, *, quiet: bool = False) -> IntArray:
+def read_document_lengths(documents: Any, column: str = "input_ids", lengths: Any = None, *, quiet: bool = False) -> IntArray:
     """Return the number of tokens of each document: int64, as many as there are documents.
 
     A missing (null) document has 0.
@@ -162,14 +169,14 @@ def document_lengths(documents: Any, column: str = "input_ids", lengths: Any = N
             lengths are not one whole number of at least 0 a document.
     """
     if isinstance(lengths, str):
-        counts = _column_of_counts(documents, lengths)
+        counts = _read_length_column(documents, lengths)
     elif lengths is not None:
         counts = as_integers(lengths, "lengths of documents")
-    elif is_of("Dataset", documents):
-        counts = _from_offsets(documents, column)
+    elif is_datasets_class("Dataset", documents):
+        counts = _read_offsets(documents, column)
     else:
         bar = tqdm(documents, "reading lengths of documents", delay=1.0, disable=quiet, unit=" documents")
-        numbered = (length_of(document, column, number) for number, document in enumerate(bar))
+        numbered = (count_tokens(document, column, number) for number, document in enumerate(bar))
         counts = np.fromiter(numbered, dtype=np.int64)
     if len(counts) != len(documents):
         raise LayoutError(f"{len(counts)} lengths for {len(documents)} documents: give one for each.")
@@ -178,12 +185,12 @@ def document_lengths(documents: Any, column: str = "input_ids", lengths: Any = N
     return counts
 
 
-def _column_of_counts(documents: Any, name: str) -> IntArray:
-    if not is_of("Dataset", documents):
+def _read_length_column(documents: Any, name: str) -> IntArray:
+    if not is_datasets_class("Dataset", documents):
         return as_integers([row[name] for row in documents], f"lengths in column {name!r}")
     import pyarrow as pa
 
-    values = _in_order(documents, _arrow_column(documents, name))
+    values = _select_rows(documents, _get_stored_column(documents, name))
     if not pa.types.is_integer(values.type) or values.null_count:
         raise LayoutError(
             f"column {name!r} of the documents holds {values.type} with {values.null_count} missing values: lengths are whole "
@@ -192,12 +199,12 @@ def _column_of_counts(documents: Any, name: str) -> IntArray:
     return np.asarray(values.to_numpy()).astype(np.int64)
 
 
-def _from_offsets(documents: Any, column: str) -> IntArray:
+def _read_offsets(documents: Any, column: str) -> IntArray:
     """Read lengths from the offsets that Arrow keeps for each list beside the tokens."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    values = _arrow_column(documents, column)
+    values = _get_stored_column(documents, column)
     kind = values.type
     if pa.types.is_null(kind):  # nothing but missing documents
         return np.zeros(len(documents), dtype=np.int64)
@@ -207,11 +214,11 @@ def _from_offsets(documents: Any, column: str) -> IntArray:
             f"column {column!r} of the documents holds {kind}: it must be a flat list of integers for each document. Tokenize "
             "first, or name the column that holds the tokens."
         )
-    return np.asarray(_in_order(documents, pc.fill_null(pc.list_value_length(values), 0)).to_numpy()).astype(np.int64)
+    return np.asarray(_select_rows(documents, pc.fill_null(pc.list_value_length(values), 0)).to_numpy()).astype(np.int64)
 
 
-def _arrow_column(documents: Any, name: str) -> Any:
-    """Return the stored column; the data set has some of its rows, see `_in_order`."""
+def _get_stored_column(documents: Any, name: str) -> Any:
+    """Return the stored column; the data set has some of its rows, see `_select_rows`."""
     if name not in documents.column_names:
         raise LayoutError(
             f"the documents have no column {name!r}, only {', '.join(map(repr, documents.column_names)) or 'none'}."
@@ -219,15 +226,15 @@ def _arrow_column(documents: Any, name: str) -> Any:
     return documents.data.column(name)
 
 
-def _in_order(documents: Any, values: Any) -> Any:
+def _select_rows(documents: Any, values: Any) -> Any:
     """Pick the values of the data set's rows from those of stored rows: `filter`,
     `shuffle` and `select` only note which they keep.
     """
-    indices = kept_rows(documents)
+    indices = get_row_indices(documents)
     return values if indices is None else values.take(indices.column(0))
 
 
-def length_of(document: Any, column: str, number: int) -> int:
+def count_tokens(document: Any, column: str, number: int) -> int:
     """Return the number of tokens of a document, a row with the column or
     the tokens themselves; 0 if it is missing.
     """

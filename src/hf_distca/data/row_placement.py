@@ -17,7 +17,7 @@ from hf_distca.schedule.layout import IntArray
 __all__ = ["RowPlacement", "StepPlaces"]
 
 # Work is compared in whole numbers of at most this: sums of them are the same on every machine.
-_HEAVIEST = 2**32
+_MAX_WORK = 2**32
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class StepPlaces:
         Returns:
             (rows,) int64 index of the row for each place.
         """
-        parts = _even_parts(work, len(work) // (self.ranks_per_node * self.rows_per_rank))
+        parts = _make_even_parts(work, len(work) // (self.ranks_per_node * self.rows_per_rank))
         parts = parts[np.argsort(-work[parts].sum(axis=1), kind="stable")]
-        ranks = [part[_even_parts(work[part], self.ranks_per_node)] for part in parts]
+        ranks = [part[_make_even_parts(work[part], self.ranks_per_node)] for part in parts]
         order = np.concatenate(ranks, axis=None)
         better = self.busiest(work[order]).sum() < self.busiest(work).sum()
         return order if better else np.arange(len(work))
@@ -125,7 +125,7 @@ class RowPlacement(BatchSampler):
             )
         self.batch_sampler, self.places, self.batch_size = batch_sampler, places, size
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
-        self.work: IntArray = np.rint(weights * (_HEAVIEST / max(weights.max(initial=0), 1e-300))).astype(np.int64)
+        self.work: IntArray = np.rint(weights * (_MAX_WORK / max(weights.max(initial=0), 1e-300))).astype(np.int64)
         self._fills = even_batches and not self.drop_last and places.ranks > 1
 
     def __getattr__(self, name: str) -> Any:
@@ -175,7 +175,7 @@ class RowPlacement(BatchSampler):
             yield placed[begin : begin + self.batch_size]
 
 
-def _even_parts(work: IntArray, parts: int) -> IntArray:
+def _make_even_parts(work: IntArray, parts: int) -> IntArray:
     """Rows in parts of equally many: each, from the heaviest on, in the part with the least work that has room.
 
     Returns:

@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.dealt import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.data.collator import IGNORED_LABEL
-from hf_distca.data.columns import NO_INPUTS, ForwardInputs
+from hf_distca.data.columns import UNKNOWN_INPUTS, ForwardInputs
 from hf_distca.data.global_batches import GlobalBatches
-from hf_distca.data.pieces import Piece
-from hf_distca.data.reading import Reader
+from hf_distca.data.pieces import DocumentPiece
+from hf_distca.data.reading import DocumentReader
 
-__all__ = ["InEpochs", "Shares", "cut_share"]
+__all__ = ["EpochMixin", "Shares", "cut_share"]
 
 
-class InEpochs:
+class EpochMixin:
     """An epoch number in memory that loader workers share: they see changes after they started."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class InEpochs:
         self._epoch.fill_(epoch)
 
 
-class Shares(InEpochs):
+class Shares(EpochMixin):
     """Shares of all global batches: item ``k * ranks + r`` is the
     share of rank r in global batch k.
 
@@ -59,7 +59,7 @@ class Shares(InEpochs):
     compare their tokens.
 
     Args:
-        documents: see `Reader`.
+        documents: see `DocumentReader`.
         batches: the pieces of each global batch.
         dealing: settings for dealing global batches of as many tokens.
         column: column of the tokens.
@@ -71,15 +71,15 @@ class Shares(InEpochs):
         self,
         documents: Any,
         batches: GlobalBatches,
-        dealing: Dealing,
+        dealing: DealSettings,
         *,
         column: str = "input_ids",
         pad_token_id: int = 0,
-        inputs: ForwardInputs = NO_INPUTS,
+        inputs: ForwardInputs = UNKNOWN_INPUTS,
     ) -> None:
         super().__init__()
         self.batches, self.dealing, self.pad_token_id = batches, dealing, pad_token_id
-        self._reader = Reader(documents, column, inputs)
+        self._reader = DocumentReader(documents, column, inputs)
         self._digest = self._reader.digest()
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class Shares(InEpochs):
         numbers = numbers[numbers >= 0]  # others are padding
         rows = dict(zip(numbers.tolist(), self._reader.rows(numbers), strict=True))
         overlapping = {
-            index: Piece(rows.get(int(pieces.documents[index]), {}), int(pieces.starts[index]), int(pieces.ends[index]))
+            index: DocumentPiece(rows.get(int(pieces.documents[index]), {}), int(pieces.starts[index]), int(pieces.ends[index]))
             for index in here.tolist()
         }
         return cut_share(packed, overlapping, self.pad_token_id)
@@ -111,7 +111,7 @@ class Shares(InEpochs):
         return self
 
 
-def cut_share(packed: PackedDocuments, pieces: Mapping[int, Piece], pad_token_id: int = 0) -> dict[str, Any]:
+def cut_share(packed: PackedDocuments, pieces: Mapping[int, DocumentPiece], pad_token_id: int = 0) -> dict[str, Any]:
     """Cut out the share of one rank, as `Shares` describes it.
 
     Args:

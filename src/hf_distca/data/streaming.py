@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from hf_distca.agreement.dealt import Dealing
-from hf_distca.data.borrowed_readers import in_no_worker, ranks_of_split
-from hf_distca.data.columns import NO_INPUTS, ForwardInputs
-from hf_distca.data.pieces import Piece, digest_of
-from hf_distca.data.reading import as_row, is_of, length_of
-from hf_distca.data.shares import InEpochs, cut_share
+from hf_distca.agreement.dealt import DealSettings
+from hf_distca.data.borrowed_readers import count_split_ranks, hide_worker_info
+from hf_distca.data.columns import UNKNOWN_INPUTS, ForwardInputs
+from hf_distca.data.pieces import DocumentPiece, hash_pieces
+from hf_distca.data.reading import convert_document, count_tokens, is_datasets_class
+from hf_distca.data.shares import EpochMixin, cut_share
 from hf_distca.errors import ConfigError
 
 __all__ = ["StreamedShares"]
 
 
-class StreamedShares(InEpochs, torch.utils.data.IterableDataset[Mapping[str, Any]]):
+class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, Any]]):
     """Shares of documents without a length: global batches are filled to the
     token in the order in which documents come.
 
@@ -49,14 +49,19 @@ class StreamedShares(InEpochs, torch.utils.data.IterableDataset[Mapping[str, Any
     """
 
     def __init__(
-        self, documents: Iterable[Any], dealing: Dealing, *, column: str = "input_ids", inputs: ForwardInputs = NO_INPUTS
+        self,
+        documents: Iterable[Any],
+        dealing: DealSettings,
+        *,
+        column: str = "input_ids",
+        inputs: ForwardInputs = UNKNOWN_INPUTS,
     ) -> None:
         if isinstance(documents, Iterator):
             raise ConfigError(
                 f"documents are a {type(documents).__name__}, which can be read once: give something that every epoch and every "
                 "worker can iterate from its beginning, such as datasets.IterableDataset.from_generator(...)."
             )
-        if is_of("IterableDataset", documents) and (parts := ranks_of_split(documents)) > 1:
+        if is_datasets_class("IterableDataset", documents) and (parts := count_split_ranks(documents)) > 1:
             raise ConfigError(
                 f"documents are one of {parts} parts of a stream that is divided by rank (split_dataset_by_node): each rank "
                 "reads the whole stream, and dealing leaves it its share. Give the stream as it was."
@@ -76,7 +81,7 @@ class StreamedShares(InEpochs, torch.utils.data.IterableDataset[Mapping[str, Any
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        divided = is_of("IterableDataset", self.documents)  # each worker reads other files of one
+        divided = is_datasets_class("IterableDataset", self.documents)  # each worker reads other files of one
         epoch = self.epoch
         if info is not None:  # the documents of a worker that runs already are a copy, which was told nothing
             self._tell_documents(epoch)
@@ -84,20 +89,20 @@ class StreamedShares(InEpochs, torch.utils.data.IterableDataset[Mapping[str, Any
             if not divided and number % workers != worker:
                 continue
             batch = epoch, number * workers + worker if divided else number
-            yield from (_LateShare(self, batch, rank, pieces) for rank in range(self.dealing.ranks))
+            yield from (_LazyShare(self, batch, rank, pieces) for rank in range(self.dealing.ranks))
 
-    def _global_batches(self) -> Iterator[list[Piece]]:
+    def _global_batches(self) -> Iterator[list[DocumentPiece]]:
         tokens = self.dealing.tokens
-        pieces: list[Piece] = []
+        pieces: list[DocumentPiece] = []
         free = tokens
         documents: Iterable[Any] = self.documents
-        if not is_of("IterableDataset", documents):
-            documents = _undivided(documents)
+        if not is_datasets_class("IterableDataset", documents):
+            documents = _iterate_undivided(documents)
         for number, document in enumerate(documents):
-            begin, count = 0, length_of(document, self.column, number)
+            begin, count = 0, count_tokens(document, self.column, number)
             while begin < count:
                 end = min(count, begin + free)
-                pieces.append(Piece(as_row(document, self.column, number, self.inputs), begin, end))
+                pieces.append(DocumentPiece(convert_document(document, self.column, number, self.inputs), begin, end))
                 free -= end - begin
                 begin = end
                 if not free:
@@ -105,34 +110,34 @@ class StreamedShares(InEpochs, torch.utils.data.IterableDataset[Mapping[str, Any
                     pieces, free = [], tokens
 
 
-def _undivided(documents: Iterable[Any]) -> Iterator[Any]:
+def _iterate_undivided(documents: Iterable[Any]) -> Iterator[Any]:
     """Yield all documents in each loader worker, of an
     iterable that may divide them among workers.
     """
     if get_worker_info() is None:
         yield from documents
         return
-    with in_no_worker():
+    with hide_worker_info():
         if get_worker_info() is not None:
             raise ConfigError("torch says in which loader worker documents are read, and they may be divided: set num_workers=0.")
         iterator, end = iter(documents), object()
         document = next(iterator, end)
     while document is not end:
         yield document
-        with in_no_worker():
+        with hide_worker_info():
             document = next(iterator, end)
 
 
-class _LateShare(Mapping[str, Any]):
+class _LazyShare(Mapping[str, Any]):
     """A share that is computed on first access: accelerate skips those of other ranks."""
 
-    def __init__(self, stream: StreamedShares, batch: tuple[int, int], rank: int, pieces: list[Piece]) -> None:
+    def __init__(self, stream: StreamedShares, batch: tuple[int, int], rank: int, pieces: list[DocumentPiece]) -> None:
         self._stream, self._batch, self._rank, self._pieces = stream, batch, rank, pieces
 
     @cached_property
     def _share(self) -> dict[str, Any]:
         lengths = np.array([piece.end - piece.start for piece in self._pieces])
-        packed = self._stream.dealing.share(lengths, self._batch, self._rank, np.array([digest_of(self._pieces)]))
+        packed = self._stream.dealing.share(lengths, self._batch, self._rank, np.array([hash_pieces(self._pieces)]))
         return cut_share(packed, dict(enumerate(self._pieces)))
 
     def __getitem__(self, name: str) -> Any:

@@ -24,7 +24,7 @@ from hf_distca.integration.session import current_session
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-    from hf_distca.agreement.dealt import Dealt
+    from hf_distca.agreement.dealt import DealtShare
     from hf_distca.integration.callers import MaskCall
 
 __all__ = ["check_dealing", "check_evaluation", "check_loader", "check_sharing", "check_step"]
@@ -126,7 +126,7 @@ def _refuse(what: str, wrong: Sequence[str]) -> None:
 _checked: WeakKeyDictionary[object, set[bool]] = WeakKeyDictionary()  # Trainers and models, by whether they trained then
 
 
-def check_step(call: MaskCall, dealt: Dealt) -> None:
+def check_step(call: MaskCall, dealt: DealtShare) -> None:
     """Make the checks of `check_loader` in the first forward with a
     share, for users without `DistCACallback`.
 

@@ -13,10 +13,10 @@ from transformers import Trainer
 from transformers.integrations.deepspeed import propagate_args_to_deepspeed
 
 from hf_distca.borrowed import set_batch_size
-from hf_distca.data.collator import PackingCollator, documents_of
+from hf_distca.data.collator import PackingCollator, read_feature_documents
 from hf_distca.data.columns import ForwardInputs
-from hf_distca.data.global_batches import Fill, Longer
-from hf_distca.data.reading import document_lengths
+from hf_distca.data.global_batches import FillRule, LongerRule
+from hf_distca.data.reading import read_document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import ConfigError, UnsupportedError
@@ -42,8 +42,8 @@ def deal(
     tokens_per_rank: int,
     *,
     evaluation: bool = False,
-    fill: Fill = "cut",
-    longer: Longer = "cut",
+    fill: FillRule = "cut",
+    longer: LongerRule = "cut",
     collator: Collators = "check",
 ) -> AnyTrainer:
     """Deal the documents of a Trainer to its ranks, so that they may be longer than one rank holds.
@@ -99,7 +99,7 @@ def deal(
     seed = args.seed if args.data_seed is None else args.data_seed
     known: dict[str, Any] = {}  # of a stream, nothing is known
     if hasattr(documents, "__len__"):
-        known = {"seed": seed, "lengths": document_lengths(documents, quiet=not trainer.is_world_process_zero())}
+        known = {"seed": seed, "lengths": read_document_lengths(documents, quiet=not trainer.is_world_process_zero())}
     dataset = make(documents, fill=fill, longer=longer, **known)
     shares = cast("Shares | StreamedShares", shares_of(dataset))
     check_dealing(trainer, shares.dealing.ranks, evaluation)
@@ -178,7 +178,7 @@ def _documents(trainer: Trainer, rows: Any) -> Any:
 def _take_apart(rows: Mapping[str, list[Any]], inputs: ForwardInputs) -> dict[str, list[Any]]:
     """Split a batch of packed rows into a batch of documents."""
     features = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
-    documents = [document for feature in features for document in documents_of(feature, inputs)]
+    documents = [document for feature in features for document in read_feature_documents(feature, inputs)]
     for document in documents:
         document.check_counts_on()
     return {"input_ids": [document.tokens for document in documents], "labels": [document.labels for document in documents]}

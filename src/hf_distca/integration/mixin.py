@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerState
 
 from hf_distca.agreement.announce import PlanKey, Request
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
-from hf_distca.agreement.planner import Planning
+from hf_distca.agreement.planner import PendingPlans
 from hf_distca.integration.callback import DistCACallback, put_before_reporters
 from hf_distca.integration.checks import check_sharing
 from hf_distca.integration.nano_batches import cut
@@ -61,7 +61,7 @@ class Announced:
 
     batches: list[Any]
     keys: list[PlanKey]
-    planning: Planning
+    planning: PendingPlans
 
     def planned(self) -> list[Any]:
         """Return copies of the batches, with their plans, once these

@@ -26,7 +26,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from transformers import Trainer
 
 from hf_distca.config import DistCAConfig
-from hf_distca.data.row_documents import documents_in_rows
+from hf_distca.data.row_documents import find_row_documents
 from hf_distca.data.row_placement import RowPlacement, StepPlaces
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.callback import DistCACallback
@@ -130,7 +130,7 @@ def _weigh(rows: Any, model: Any, config: DistCAConfig, end_of_document: int | N
         )
     if shares_of(rows) is not None:
         raise UnsupportedError("documents of this data set are dealt, which makes ranks even: leave place_rows out.")
-    lengths, row = documents_in_rows(rows, end_of_document, quiet=not PartialState().is_main_process)
+    lengths, row = find_row_documents(rows, end_of_document, quiet=not PartialState().is_main_process)
     seconds = np.square(lengths.astype(np.float64))
     if model is not None:
         seconds = _attention_seconds(lengths, getattr(model, "module", model), config)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hf_distca.agreement.announce import HEADER, Stated, check_equal, check_shares, layout_of
-from hf_distca.agreement.document_starts import as_mask
+from hf_distca.agreement.announce import HEADER_SIZE, AnnouncedBatch, build_layout, check_equal, check_shares
+from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.positions import mark_starts
@@ -99,7 +99,7 @@ def rows_of(model: PreTrainedModel, given: Mapping[str, Any]) -> RecurrentRows |
     if not isinstance(tokens, torch.Tensor) or isinstance(mask, dict) or (cache is not None and cache.get_seq_length()):
         return None
     batch_size, length = tokens.shape[:2]
-    padding = as_mask(mask[:, :length]) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    padding = convert_mask(mask[:, :length]) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
     try:
         told = given.get("distca_documents"), given.get("cu_seq_lens_q"), _of_text(given.get("position_ids"))
         batch = TokenBatch(batch_size, length, *told, padding)
@@ -161,15 +161,15 @@ def _layout(documents: Documents, group: AttentionGroup, name: str) -> Layout:
         if not dealt.whole.spans.any():
             return dealt.whole
         kind, numbers, name = _SHARE, np.array([*dealt.batch, dealt.documents]), f"{name} ({dealt})"
-    row = np.concatenate([[kind], np.zeros(HEADER - 1, dtype=np.int64), numbers])  # as long as an announcement at least
+    row = np.concatenate([[kind], np.zeros(HEADER_SIZE - 1, dtype=np.int64), numbers])  # as long as an announcement at least
     rows = group.gather(row, doing=f"comparing documents of {name} for recurrent layers")
     kinds = np.array([-min(int(row[0]), 0) for row in rows])
     what = "documents in recurrent layers (0: all whole, 1: numbered parts, 2: parts of a share)"
     check_equal(group, kinds, what, name, "use the same data set and collator on every rank")
-    columns = [row[HEADER:] for row in rows]
+    columns = [row[HEADER_SIZE:] for row in rows]
     if dealt is not None:
         check_shares(np.stack(columns), group, name)
         return dealt.whole
     none = np.zeros(group.size, dtype=np.int64)
     parts = np.concatenate(columns).reshape(-1, 3)
-    return layout_of(Stated(none + 1, none, none, np.array([len(column) // 3 for column in columns]), parts))
+    return build_layout(AnnouncedBatch(none + 1, none, none, np.array([len(column) // 3 for column in columns]), parts))

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.history import Tally
+from hf_distca.agreement.history import BalanceTotals
 from hf_distca.integration.processes import say
 from hf_distca.integration.session import Session, current_session
 from hf_distca.kernels.variants import late_compiles
@@ -41,7 +41,7 @@ class Metrics:
             before the first one.
     """
 
-    balance: Tally = field(default_factory=Tally)
+    balance: BalanceTotals = field(default_factory=BalanceTotals)
     attention_seconds: float = 0.0
     elapsed_seconds: float = 0.0
     since: float = 0.0
@@ -105,7 +105,7 @@ def metrics_of(session: Session) -> Metrics:
     return Metrics(session.planner.history.total, meter.seconds, elapsed, since, meter.state_bytes, late_compiles())
 
 
-def summary(done: Tally, session: Session) -> str | None:
+def summary(done: BalanceTotals, session: Session) -> str | None:
     """Summarize micro-batches of a session in a few lines; None if there were none."""
     if not done.micro_batches:
         return None
@@ -136,7 +136,7 @@ def summary(done: Tally, session: Session) -> str | None:
     return "\n".join([*lines, *(f"  {name:<12}{value}" for name, value in parts.items())])
 
 
-def sum_up(done: Tally, session: Session) -> None:
+def sum_up(done: BalanceTotals, session: Session) -> None:
     """Print the summary on the first rank, if there is one."""
     text = summary(done, session)
     if text is not None and session.is_first:
@@ -144,7 +144,7 @@ def sum_up(done: Tally, session: Session) -> None:
         session.summarized = True
 
 
-def why_nothing_moved(done: Tally, session: Session) -> str | None:
+def why_nothing_moved(done: BalanceTotals, session: Session) -> str | None:
     """Return why no work was moved in some micro-batches, with the figures;
     None if some was, or if there were none.
     """

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents
-from hf_distca.agreement.planned import Planned
-from hf_distca.agreement.planner import Planner, current_world
+from hf_distca.agreement.planned import BatchPlan
+from hf_distca.agreement.planner import Planner, get_current_world
 from hf_distca.borrowed import loaded_mesh
 from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
@@ -119,7 +119,7 @@ class Session:
         """Attention group; made at the first use, and again after torch.distributed
         starts or restarts. Making it is collective.
         """
-        world = current_world()
+        world = get_current_world()
         if self._group is None or world is not self._world:
             members = data_parallel_group(self._members) if isinstance(self._members, DeviceMesh) else self._members
             if members is None and world is not None:
@@ -151,7 +151,7 @@ class Session:
 
     def take_group(self, group: AttentionGroup) -> None:
         """Join a group that was made elsewhere, and restart counting."""
-        self._group, self._world = group, current_world()
+        self._group, self._world = group, get_current_world()
         self.planner.begin_anew()
 
     @property
@@ -177,7 +177,7 @@ class Session:
         facts that are the same everywhere.
         """
         if self._group is None:
-            return current_world() is None or dist.get_rank() == 0
+            return get_current_world() is None or dist.get_rank() == 0
         return self._group.ranks[self._group.rank] == 0
 
     def gather(self) -> None:
@@ -265,7 +265,7 @@ class Session:
             part.work[which] = work if part.mask.recomputes and training else replace(work, outputs=None)
         return handle.work[requests[0][1]]
 
-    def use_plan(self, documents: Documents, planned: Planned, group: AttentionGroup, device: torch.device) -> Work:
+    def use_plan(self, documents: Documents, planned: BatchPlan, group: AttentionGroup, device: torch.device) -> Work:
         """Use a plan for the current micro-batch, which has these documents on this rank."""
         meter, nano = self.planner.progress.use(planned, documents), planned.key.nano
         plan, config = planned.plan, self.config

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey, check_equal
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.dealt import DealSettings
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.errors import UnsupportedError
@@ -154,7 +154,7 @@ def _deal(session: Session, costs: dict[PlanKey, CostModel], number: int, length
     home = np.repeat(np.arange(group.size), [len(of_rank) for of_rank in lengths])
     start = np.concatenate([np.cumsum(of_rank) - of_rank for of_rank in lengths])
     fair, more = divmod(int(joined.sum()), group.size)
-    dealing = Dealing(
+    dealing = DealSettings(
         group.size,
         [fair + (rank < more) for rank in range(group.size)],
         costs or {PlanKey(_SOME_SHAPE, "cpu"): CostModel.pairs(_SOME_SHAPE)},

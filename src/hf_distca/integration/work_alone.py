@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_distca.agreement.announce import PlanKey, Stated, layout_of
+from hf_distca.agreement.announce import AnnouncedBatch, PlanKey, build_layout
 from hf_distca.agreement.documents import Documents
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, Work
@@ -51,7 +51,7 @@ def keep_of(documents: Documents, device: torch.device) -> torch.Tensor | None:
 
 def _layout(documents: Documents, *, evaluating: bool) -> Layout:
     try:
-        return layout_of(Stated.of(documents))
+        return build_layout(AnnouncedBatch.of(documents))
     except LayoutError as error:
         if not (evaluating and documents.spans):
             raise

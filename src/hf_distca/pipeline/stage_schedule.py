@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from hf_distca.agreement.announce import Facts, fingerprint
-from hf_distca.agreement.document_starts import as_mask
+from hf_distca.agreement.announce import SharedSettings, hash_settings
+from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.errors import ConfigError, DistCAError, LayoutError
 from hf_distca.integration.nano_batches import can_cut, cut
@@ -157,7 +157,7 @@ class Schedule(OneStageSchedule):
         if current_session() is not self._session:
             raise ConfigError("hf_distca.configure was called after this Schedule was made: make the Schedule again.")
 
-    def _facts(self) -> Facts:
+    def _facts(self) -> SharedSettings:
         """Return all that must be equal on all ranks in a step, by name."""
         model, config = self.stage.unwrapped, self._session.config
         return {
@@ -180,7 +180,7 @@ class Schedule(OneStageSchedule):
         for inputs, arguments, packed_documents in zip(args, kwargs, packed, strict=True):
             if packed_documents is not None:
                 arguments["distca_documents"] = packed_documents
-            positions, padding = arguments.get("position_ids"), as_mask(arguments.get("attention_mask"))
+            positions, padding = arguments.get("position_ids"), convert_mask(arguments.get("attention_mask"))
             shape = _read_shape(*inputs, positions)
             batch = TokenBatch(*shape, packed=packed_documents, position_ids=positions, padding=padding)
             documents.append(batch.documents(training=True))
@@ -223,7 +223,7 @@ class Schedule(OneStageSchedule):
             order = order_ticks(pipeline.depth, self.micro_batches, backward=self.is_training)
             plans = TickPlans(order, pipeline, of_all, costs, config, name)
             tied = checksum(self.stage.unwrapped.tied_weight)
-            row = np.array(StepRow(way, fingerprint(facts), checked, plans.make(), *shape, tied), dtype=np.int64)
+            row = np.array(StepRow(way, hash_settings(facts), checked, plans.make(), *shape, tied), dtype=np.int64)
             check = partial(check_steps, group, facts=facts, copies=pipeline.copies, place=place)
             if way == _STATED:
                 check(group.gather(row, doing=f"comparing plans of {place}"))

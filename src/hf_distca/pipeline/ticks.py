@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_distca.agreement.announce import PlanKey, Stated
-from hf_distca.agreement.dealt import Dealt
-from hf_distca.agreement.documents import Documents, unknown_documents
+from hf_distca.agreement.announce import AnnouncedBatch, PlanKey
+from hf_distca.agreement.dealt import DealtShare
+from hf_distca.agreement.documents import Documents, make_unknown_runs
 from hf_distca.config import DistCAConfig
 from hf_distca.pipeline.tick_calls import CallPart, LayerKind, MicroBatchPart
 from hf_distca.runtime.route import Route
@@ -141,14 +141,14 @@ class Pipeline:
         return list(dict.fromkeys(call.kind.key for call in self.calls))
 
 
-def read_announced_documents(stated: Sequence[Stated]) -> list[list[Documents]]:
+def read_announced_documents(stated: Sequence[AnnouncedBatch]) -> list[list[Documents]]:
     """Return the documents of each micro-batch, or of a nano-batch of each, by
     rank, from the announcements of all ranks.
     """
     documents = []
     for micro_batch in stated:
         spans = bool(micro_batch.spans.any())
-        rows = micro_batch.numbers if spans else unknown_documents(micro_batch.numbers)
+        rows = micro_batch.numbers if spans else make_unknown_runs(micro_batch.numbers)
         of_ranks = [Documents(of_rank, spans) for of_rank in np.split(rows, np.cumsum(micro_batch.counts)[:-1])]
         for rank in np.flatnonzero(micro_batch.context).tolist():  # its first document goes on in its second row
             of_ranks[rank] = replace(of_ranks[rank], context=int(of_ranks[rank].rows[0, 2]))
@@ -157,7 +157,7 @@ def read_announced_documents(stated: Sequence[Stated]) -> list[list[Documents]]:
     return documents
 
 
-def read_shared_documents(shares: Sequence[Dealt], copies: Sequence[int], part: MicroBatchPart) -> list[list[Documents]]:
+def read_shared_documents(shares: Sequence[DealtShare], copies: Sequence[int], part: MicroBatchPart) -> list[list[Documents]]:
     """Return the documents like `read_announced_documents`, from this rank's shares of dealt
     batches, which hold the documents of all copies.
     """
