@@ -58,9 +58,9 @@ from hf_distca.agreement.announce import (
     collect_shared_settings,
     hash_settings,
 )
+from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.agreement.history import History
-from hf_distca.agreement.planned import BatchPlan
 from hf_distca.config import DistCAConfig
 from hf_distca.integration import attention
 from hf_distca.integration.handle import AttentionHandle
@@ -200,27 +200,27 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
     facts, group = collect_shared_settings(config, (COST,)), AttentionGroup(tuple(range(ranks)))
     rows = []
     for lengths in documents(ranks, arguments.tokens, "long tail"):
-        one = TokenBatch(1, arguments.tokens, packed=PackedDocuments(lengths)).documents()
+        one = TokenBatch(1, arguments.tokens, packed=PackedDocuments(lengths)).read_documents()
         own, settings = [(10**6,) * FIGURE_COUNT], hash_settings(facts)
-        rows.append(Announcement(1, settings, exchanges=0, checksum=0, figures=own, requests=[(one, key)]).row())
-    (stated,) = check_agreement(Announcements.read(rows), facts, group, "here")
+        rows.append(Announcement(1, settings, exchanges=0, checksum=0, figures=own, requests=[(one, key)]).to_row())
+    (stated,) = check_agreement(Announcements.from_rows(rows), facts, group, "here")
     plan = balance(build_layout(stated), COST, config)
     waves = Waves.of(plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups)
     history, figures = History(), np.full((ranks, FIGURE_COUNT), 10**9)
 
     def bookkeeping() -> None:
         planned = BatchPlan(key, plan, config, plan.layout.offsets, 1.0, figures=figures)
-        planned.begin(1, COST, ALIKE, Meter())
-        history.planned(planned)
-        history.end()
-        history.begin_anew()
+        planned.start_use(1, COST, ALIKE, Meter())
+        history.record_plan(planned)
+        history.end_micro_batch()
+        history.reset()
 
     def digest() -> None:
         vars(plan).pop("digest", None)
         _ = plan.digest
 
     steps: dict[str, Callable[[], object]] = {
-        "reading announcements": lambda: check_agreement(Announcements.read(rows), facts, group, "here"),
+        "reading announcements": lambda: check_agreement(Announcements.from_rows(rows), facts, group, "here"),
         "layout": lambda: build_layout(stated),
         "digest": digest,
         "waves": lambda: Waves.of(plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups),

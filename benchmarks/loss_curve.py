@@ -25,7 +25,7 @@ from rich.table import Table
 
 import hf_distca
 from dealt_step_time import lengths_of, share_of
-from hf_distca.agreement.dealt import DealSettings
+from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.integration.families import known_cost, layer_keys
 from hf_distca.integration.session import current_session
 from machine import describe
@@ -72,7 +72,7 @@ class Training:
         """What this rank computes in a step, a forward each."""
         if self.way.startswith("distca"):
             lengths = np.array([len(document) for document in documents])
-            return [share_of(documents, self.dealing.share(lengths, (0, 0), self.rank))]
+            return [share_of(documents, self.dealing.make_share(lengths, (0, 0), self.rank))]
         mine = documents[self.rank :: RANKS]
         alone = [{"input_ids": one[None], "labels": one[None]} for one in mine if len(one) > 1]
         return alone[::-1] if self.way.endswith("other order") else alone

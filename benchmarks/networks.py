@@ -39,7 +39,7 @@ from rich.table import Table
 
 import hf_distca
 from dealt_step_time import share_of
-from hf_distca.agreement.dealt import DealSettings
+from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.cli.lengths import open_documents
 from hf_distca.integration.families import known_cost, layer_keys
 from hf_distca.integration.session import current_session
@@ -133,7 +133,7 @@ class Steps:
             Seconds, megabytes that the busier node sent, loss and gradient of the global batch.
         """
         lengths, dealing = self.batches[number], self.dealing(way, cable)
-        share = dealing.share(lengths, (0, number), self.rank)
+        share = dealing.make_share(lengths, (0, number), self.rank)
         generator = torch.Generator().manual_seed(number)
         texts = [torch.randint(0, 512, (n,), generator=generator) for n in lengths.tolist()]
         batch, targets = share_of(texts, share), int((lengths - 1).sum())

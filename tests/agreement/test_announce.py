@@ -39,16 +39,16 @@ def announcement(*documents: Documents, key: PlanKey = KEY, **changes: int) -> A
 
 
 def packed(lengths: list[int]) -> Documents:
-    return TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).documents()
+    return TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).read_documents()
 
 
 @given(LENGTHS, LENGTHS)
 def test_documents_of_all_ranks_are_read_as_they_were_announced(first: list[list[int]], second: list[list[int]]) -> None:
     ranks = min(len(first), len(second))
-    rows = [announcement(packed(a), packed(b)).row() for a, b in zip(first[:ranks], second[:ranks], strict=True)]
-    read = Announcements.read(rows)
-    assert read.measured.tolist() == [[[5, 6, 7, 8, 9]]] * ranks
-    for stated, lengths in zip(read.stated(), (first, second), strict=True):
+    rows = [announcement(packed(a), packed(b)).to_row() for a, b in zip(first[:ranks], second[:ranks], strict=True)]
+    read = Announcements.from_rows(rows)
+    assert read.figures.tolist() == [[[5, 6, 7, 8, 9]]] * ranks
+    for stated, lengths in zip(read.read_batches(), (first, second), strict=True):
         layout, wanted = build_layout(stated), Layout.from_lengths(lengths[:ranks])
         for column in ("document", "start", "length", "offsets", "context"):
             assert getattr(layout, column).tolist() == getattr(wanted, column).tolist()
@@ -56,14 +56,14 @@ def test_documents_of_all_ranks_are_read_as_they_were_announced(first: list[list
 
 @given(LENGTHS)
 def test_a_document_on_one_rank_is_announced_as_one_number(ranks: list[list[int]]) -> None:
-    sizes = {len(announcement(packed(lengths)).row()) - len(lengths) for lengths in ranks}
+    sizes = {len(announcement(packed(lengths)).to_row()) - len(lengths) for lengths in ranks}
     assert sizes == {HEADER_SIZE + FIGURE_COUNT + 4}
 
 
 def test_documents_over_ranks_are_announced_with_number_and_start() -> None:
     parts = [PackedDocuments((10, 4), (0, 0), (7, 8)), PackedDocuments((6, 5), (10, 4), (7, 8))]
-    rows = [announcement(TokenBatch(1, sum(one.lengths), packed=one).documents()).row() for one in parts]
-    (stated,) = Announcements.read(rows).stated()
+    rows = [announcement(TokenBatch(1, sum(one.lengths), packed=one).read_documents()).to_row() for one in parts]
+    (stated,) = Announcements.from_rows(rows).read_batches()
     assert [list(map(tuple, build_layout(stated).segments(rank))) for rank in (0, 1)] == [
         [(7, 0, 10), (8, 0, 4)],
         [(7, 10, 6), (8, 4, 5)],
@@ -74,12 +74,12 @@ def test_documents_over_ranks_are_announced_with_number_and_start() -> None:
 def test_context_of_the_second_nano_batch_is_of_the_document_that_crosses_the_cut(ranks: list[list[int]]) -> None:
     ranks = [lengths or [1] for lengths in ranks]
     second = [cut(1, sum(lengths), packed(lengths), 1)[2][1] for lengths in ranks]
-    (stated,) = Announcements.read([announcement(one, key=KEY._replace(nano=2)).row() for one in second]).stated()
+    (stated,) = Announcements.from_rows([announcement(one, key=KEY._replace(nano=2)).to_row() for one in second]).read_batches()
     layout = build_layout(stated)
-    assert layout.context_tokens.tolist() == [one.context for one in second]
-    assert layout.query_tokens.tolist() == [int(one.rows[:, 2].sum()) - one.context for one in second]
+    assert layout.context_tokens.tolist() == [one.context_tokens for one in second]
+    assert layout.query_tokens.tolist() == [int(one.runs[:, 2].sum()) - one.context_tokens for one in second]
     for rank, one in enumerate(second):
-        if one.context:
+        if one.context_tokens:
             before, rest = layout.segments(rank)[:2]
             assert (before.document, before.end) == (rest.document, rest.start)
 
@@ -93,16 +93,16 @@ def test_context_of_the_second_nano_batch_is_of_the_document_that_crosses_the_cu
     ],
 )
 def test_differences_are_named(odd: dict[str, int], text: str) -> None:
-    rows = [announcement(packed([3])).row(), announcement(packed([3]), **odd).row()]
+    rows = [announcement(packed([3])).to_row(), announcement(packed([3]), **odd).to_row()]
     with pytest.raises(DistCADesyncError) as caught:
-        check_agreement(Announcements.read(rows), FACTS, MadeUpGroup(2), "here")
+        check_agreement(Announcements.from_rows(rows), FACTS, MadeUpGroup(2), "here")
     assert text in str(caught.value)
 
 
 def test_a_rank_that_asks_for_more_plans_is_named() -> None:
-    rows = [announcement(packed([3])).row(), announcement(packed([3]), packed([4])).row()]
+    rows = [announcement(packed([3])).to_row(), announcement(packed([3]), packed([4])).to_row()]
     with pytest.raises(DistCADesyncError, match="different numbers of plans at once in here: rank 0: 1, rank 1: 2"):
-        check_agreement(Announcements.read(rows), FACTS, MadeUpGroup(2), "here")
+        check_agreement(Announcements.from_rows(rows), FACTS, MadeUpGroup(2), "here")
 
 
 def test_settings_and_costs_are_in_the_fingerprint() -> None:
@@ -120,8 +120,8 @@ def test_settings_and_costs_are_in_the_fingerprint() -> None:
 
 
 def test_one_rank_with_many_documents_makes_no_other_row_longer() -> None:
-    many, few = announcement(packed([1] * 1024)).row(), announcement(packed([1024])).row()
+    many, few = announcement(packed([1] * 1024)).to_row(), announcement(packed([1024])).to_row()
     assert (len(many), len(few)) == (HEADER_SIZE + 9 + 1024, HEADER_SIZE + 9 + 1)
-    (stated,) = Announcements.read([many, few]).stated()
+    (stated,) = Announcements.from_rows([many, few]).read_batches()
     assert stated.counts.tolist() == [1024, 1]
     assert np.array_equal(build_layout(stated).offsets, [0, 1024, 1025])

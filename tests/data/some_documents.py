@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt import DealSettings
+from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.config import DistCAConfig
 from hf_distca.data.global_batches import BatchPieces
 from hf_distca.schedule.cost import AttentionShape, CostModel
@@ -55,7 +55,7 @@ def check_shares(shares: list[dict[str, Any]], expected: dict[tuple[int, int], t
     found = {}
     for share in shares:
         packed = share["distca_documents"]
-        assert packed.dealt is not None
+        assert packed.dealt_share is not None
         assert all(share[name].shape == (tokens,) and share[name].dtype == torch.int64 for name in ROWS)
         ids, labels, shifted, positions = (share[name].tolist() for name in ROWS)
         at = 0
@@ -63,7 +63,7 @@ def check_shares(shares: list[dict[str, Any]], expected: dict[tuple[int, int], t
             assert positions[at : at + length] == list(range(start, start + length))
             for offset in range(length):
                 label = expected[document, start + offset][1]
-                assert labels[at + offset] == (label if offset and packed.dealt.ranks == 1 else -100)
+                assert labels[at + offset] == (label if offset and packed.dealt_share.ranks == 1 else -100)
                 assert (document, start + offset) not in found
                 found[document, start + offset] = (ids[at + offset], label, shifted[at + offset])
             at += length

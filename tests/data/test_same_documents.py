@@ -37,9 +37,9 @@ def digests(documents: Any, count: int = 3, **how: Any) -> list[int]:
     if hasattr(documents, "__len__"):
         batches = GlobalBatches(read_document_lengths(documents), RANKS * TOKENS, quiet=True, **how)
         shares = Shares(documents, batches, dealing(RANKS, TOKENS))
-        return [shares[number * RANKS]["distca_documents"].dealt.documents for number in range(min(count, len(batches)))]
+        return [shares[number * RANKS]["distca_documents"].dealt_share.digest for number in range(min(count, len(batches)))]
     first = islice(StreamedShares(documents, dealing(RANKS, TOKENS)), 0, count * RANKS, RANKS)
-    return [share["distca_documents"].dealt.documents for share in first]
+    return [share["distca_documents"].dealt_share.digest for share in first]
 
 
 class Stream:

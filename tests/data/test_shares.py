@@ -48,10 +48,10 @@ def make(
 
 
 def check_epoch(shares: Shares, rows: list[dict[str, list[int]]], epoch: int = 0) -> None:
-    ranks = shares.dealing.ranks
+    ranks = shares.deal_settings.ranks
     for number in range(len(shares.batches)):
         items = [shares[number * ranks + rank] for rank in range(ranks)]
-        check_shares(items, whole(shares.batches.pieces(epoch, number), rows, 77), shares.dealing.tokens_per_rank)
+        check_shares(items, whole(shares.batches.get_pieces(epoch, number), rows, 77), shares.deal_settings.tokens_per_rank)
 
 
 @pytest.mark.parametrize("labels", [False, True])
@@ -82,7 +82,7 @@ def test_targets_of_all_ranks_are_those_of_the_documents() -> None:
         assert counted == sum(
             label != -100
             for number in range(len(shares.batches))
-            for _, _, label in whole(shares.batches.pieces(0, number), rows).values()
+            for _, _, label in whole(shares.batches.get_pieces(0, number), rows).values()
         )
 
 
@@ -199,7 +199,7 @@ def test_only_documents_of_the_share_are_read() -> None:
     shares = Shares(documents, batches, dealing(4, 100))
     read.clear()  # those that ranks compare
     share = shares[5]
-    here = {int(batches.pieces(0, 1).documents[document]) for document in share["distca_documents"].documents}
+    here = {int(batches.get_pieces(0, 1).documents[document]) for document in share["distca_documents"].documents}
     assert read == here
     assert len(here) < 8
 
@@ -210,8 +210,8 @@ def test_of_arrow_only_the_slice_is_turned_into_tokens(monkeypatch: pytest.Monke
     seen = []
     import hf_distca.data.pieces as pieces
 
-    flat = pieces.flat
-    monkeypatch.setattr(pieces, "flat", lambda values, *rest: seen.append(len(values)) or flat(values, *rest))
+    convert = pieces.convert_integers
+    monkeypatch.setattr(pieces, "convert_integers", lambda values, *rest: seen.append(len(values)) or convert(values, *rest))
     shares[3]
     assert sum(seen) <= 2 * 512 + 8  # as tokens and as labels, and the next ones
 

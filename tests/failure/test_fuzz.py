@@ -128,7 +128,7 @@ def documents(draw: Random) -> None:
         given["cu_seq_lens"] = torch.tensor([0, *bounds, rows * length]).to(draw.choice(kinds))
     if draw.random() < 0.2:
         given["packed"] = PackedDocuments(tuple(draw.randint(0, 5) for _ in range(3)))
-    local = attempt(TokenBatch(rows, length, **given).documents)
+    local = attempt(TokenBatch(rows, length, **given).read_documents)
     padding = given.get("padding")
     if padding is not None:
         padding = padding != 0

@@ -13,7 +13,7 @@ from test_parity import PAIRS, model_for
 from test_trainer import FIGURES
 
 import hf_distca
-from hf_distca.agreement.planned import BatchPlan
+from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.integration import reports
 from hf_distca.integration.reports import Metrics
 from hf_distca.integration.session import current_session

@@ -18,7 +18,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt import DealSettings
+from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration.session import current_session
@@ -73,7 +73,7 @@ def documents(number: int) -> list[torch.Tensor]:
 
 def share(made: DealSettings, number: int, rank: int) -> dict[str, Any]:
     texts = documents(number)
-    packed = made.share(np.array([len(one) for one in texts]), (0, number), rank, names=np.arange(len(texts)))
+    packed = made.make_share(np.array([len(one) for one in texts]), (0, number), rank, names=np.arange(len(texts)))
     shifted = [torch.cat([one[1:], torch.tensor([-100])]) for one in texts]
     runs = list(zip(packed.documents or (), packed.starts or (), packed.lengths, strict=True))
     pieces = [[column[d][s : s + n] for d, s, n in runs] for column in (texts, shifted)]
@@ -153,14 +153,16 @@ def odd_share(made: DealSettings, wrong: str) -> dict[str, Any]:
     packed = batch["distca_documents"]
     if wrong in ("lengths", "seed"):  # of as many tokens together, or of equal lengths
         lengths = BATCHES[1][::-1] if wrong == "lengths" else BATCHES[1]
-        other = made.share(np.array(lengths), (0, 1), 1, names=np.arange(len(lengths)) + (wrong == "seed"))
-        batch["distca_documents"] = PackedDocuments(packed.lengths, packed.starts, packed.documents, dealt=other.dealt)
+        other = made.make_share(np.array(lengths), (0, 1), 1, names=np.arange(len(lengths)) + (wrong == "seed"))
+        batch["distca_documents"] = PackedDocuments(
+            packed.lengths, packed.starts, packed.documents, dealt_share=other.dealt_share
+        )
     if wrong == "plan":
-        for thread in packed.dealt._beside:  # plans of a fetched share are made beside what the caller does
+        for thread in packed.dealt_share._planning_threads:  # plans of a fetched share are made beside what the caller does
             thread.join()
-        (job, plan), *_ = packed.dealt._plans.items()
+        (job, plan), *_ = packed.dealt_share._plans.items()
         tasks = [task._replace(server=1 - task.server) for task in plan.tasks]
-        packed.dealt._plans[job] = type(plan).from_tasks(plan.layout, tasks)
+        packed.dealt_share._plans[job] = type(plan).from_tasks(plan.layout, tasks)
     if wrong == "no share":
         batch["distca_documents"] = PackedDocuments(packed.lengths, packed.starts, packed.documents)
     return batch

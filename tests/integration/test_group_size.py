@@ -87,7 +87,7 @@ def cut_by_default(rank: int) -> tuple[tuple[int, ...], int, list[str]]:
     finally:
         log.setLevel(logging.NOTSET)
         log.removeHandler(handler)
-    return ranks, shares.dealing.ranks, said
+    return ranks, shares.deal_settings.ranks, said
 
 
 def test_groups_by_default_are_those_that_documents_are_dealt_to_and_are_said_once(rank_pool: Callable[[int], RankPool]) -> None:

@@ -100,7 +100,7 @@ def changed(rank: int) -> str:
     if rank == 1:  # documents of other lengths, under the plans for those announced
         packed = batch["distca_documents"]
         batch["distca_documents"] = PackedDocuments((*packed.lengths[2:], 34))
-        batch["distca_documents"].ahead = packed.ahead
+        batch["distca_documents"].prepared_plans = packed.prepared_plans
     with pytest.raises(hf_distca.DistCAError) as caught:
         model(**batch, use_cache=False).loss.backward()
     return f"{type(caught.value).__name__}: {caught.value}"

@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
 import hf_distca
-from hf_distca.agreement.planned import BatchPlan
+from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.integration.session import current_session
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.rows import StepsRow
@@ -46,7 +46,7 @@ def train(rank: int, folder: str, slower: float, deterministic: bool, changes: d
     def timed(planned: BatchPlan) -> tuple[int, ...]:
         nanoseconds, sent, exchanging, calls, between = own_figures(planned)
         if calls > 0:
-            estimated = float(planned.seconds[planned.plan.server == rank].sum())
+            estimated = float(planned.task_seconds[planned.plan.server == rank].sum())
             nanoseconds, exchanging = int(1e9 * calls * estimated * (slower if rank else 1.0)), calls
         return nanoseconds, sent, exchanging, calls, between
 
@@ -66,7 +66,7 @@ def train(rank: int, folder: str, slower: float, deterministic: bool, changes: d
             torch.use_deterministic_algorithms(False)
     costs = current_session().planner.progress.costs
     weights = torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()])
-    return weights, current_session().meter.dispatches, costs.learned
+    return weights, current_session().meter.dispatches, costs.learned_corrections
 
 
 WAYS: dict[str, tuple[bool, dict[str, Any]]] = {

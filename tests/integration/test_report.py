@@ -16,8 +16,8 @@ import pytest
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 import hf_distca
+from hf_distca.agreement.batch_plan import Observation
 from hf_distca.agreement.history import BalanceTotals
-from hf_distca.agreement.planned import Observation
 from hf_distca.agreement.rates import Costs
 from hf_distca.integration import processes
 from hf_distca.integration.reports import summary, why_given_up, why_nothing_moved
@@ -82,7 +82,7 @@ def test_why_exchanges_were_given_up() -> None:
     kernel, waiting = np.array([2.0, 2.0]), np.array([3.0, 3.0])
     slow = Observation(np.ones((2, 3)), kernel, waiting, np.array([0.5, 0.5]), np.array([4.0, 0.0]), none)
     for _ in range(8):
-        made.planner.progress.costs.correct((SHAPE, "cpu"), slow)
+        made.planner.progress.costs.learn_sample((SHAPE, "cpu"), slow)
     said = why_given_up(made)
     assert said is not None
     assert "attention took 25% longer than it would have taken where it was" in said
@@ -91,7 +91,7 @@ def test_why_exchanges_were_given_up() -> None:
 def test_the_callback_says_once_that_exchanges_were_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Costs, "slower", 0.5)
+    monkeypatch.setattr(Costs, "exchange_slowdown", 0.5)
     trainer = make_trainer("distca", EVEN, config=settings(), max_steps=3)
     with caplog.at_level(logging.WARNING, "hf_distca"):
         trainer.train()

@@ -142,11 +142,11 @@ def train(rank: int, case: Case, implementation: str = "distca", lengths: Sequen
             trainer.evaluate()
         shares, meter = trainer.train_dataset, current_session().meter
         items = range(0, min(case.steps * case.ranks, len(shares)), case.ranks)
-        spanning = sum(len(shares[item]["distca_documents"].dealt.whole.spanning) for item in items)
+        spanning = sum(len(shares[item]["distca_documents"].dealt_share.whole_layout.spanning) for item in items)
         weights = {name: _whole(parameter) for name, parameter in trainer.model.named_parameters()}
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()
-    halves = any(key.nano for key in current_session().planner.progress.recent_keys())
+    halves = any(key.nano for key in current_session().planner.progress.pop_recent_keys())
     logged = (row for row in trainer.state.log_history if "loss" in row)
     states_mb = sum(row.get("distca/states_mb", 0.0) * row.get("distca/micro_batches", 0) for row in logged)
     return Run(losses(trainer), weights, meter.state_exchanges, halves, spanning, states_mb)

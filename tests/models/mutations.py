@@ -127,14 +127,14 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "window one key too narrow": (_ATTENTION, "_scores", _scores(window=lambda window: window - 1)),
     "chunk one token too long": (
         _DOCUMENTS,
-        "Documents.in_chunks",
+        "Documents.cut_into_chunks",
         lambda original: lambda self, size: original(self, size and size + 1),
     ),
     "scale wrong by 1 %": (_ATTENTION, "_scores", _scores(scale=lambda scale: 1.01 * scale)),
     "softcap dropped": (_ATTENTION, "_scores", _scores(softcap=lambda _: None)),
     "sink dropped": (_ATTENTION, "_sink", lambda _: lambda *_: None),
     "gradient of the sink dropped": ("runtime.core_attention", "_sink_gradient", _no_gradient),
-    "documents of a row leak": (_DOCUMENTS, "TokenBatch.documents", _one_document_a_row),
+    "documents of a row leak": (_DOCUMENTS, "TokenBatch.read_documents", _one_document_a_row),
     "convolutions see the document before": (
         "recurrent.convolution",
         "_convolve_segments",
@@ -148,10 +148,10 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "states of other ranks lost": ("recurrent.carryover", "_Exchange.received", _lost(2)),
     "rows of convolutions of other ranks lost": ("recurrent.carryover", "_Exchange.received", _lost(1)),
     "gradients of states and rows of other ranks lost": ("recurrent.carryover", "_Exchange.returned", _gradients_lost),
-    "documents leak over ranks": ("agreement.planner", "layout_of", _one_document_over_ranks),
+    "documents leak over ranks": ("agreement.planner", "build_layout", _one_document_over_ranks),
     "dk of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(0)),
     "dv of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(1)),
-    "second half without the keys of the first": (_DOCUMENTS, "Documents.cut", _no_context),
+    "second half without the keys of the first": (_DOCUMENTS, "Documents.split_at", _no_context),
     "gradient of the keys handed over lost": ("integration.nano_batches", "Handover.context", _detached_keys),
 }
 

@@ -39,7 +39,11 @@ def read_positions(
         UnsupportedError: if there are several position axes.
     """
     positions = torch.arange(shape[1], device="cpu")[None] if position_ids is None else position_ids
-    if positions.dim() != 2 or positions.shape[-1] != shape[1] or positions.shape[0] not in (1, shape[0]):
+    if (
+        positions.dim() != 2
+        or positions.shape[-1] != shape[1]
+        or positions.shape[0] not in (1, shape[0])
+    ):
         raise UnsupportedError(
             f"position_ids of shape {tuple(positions.shape)} for a {shape} batch: distca reads documents from (1 or batch, "
             "length) positions. For models with several position axes use PackingCollator, which says where documents lie."
@@ -49,7 +53,9 @@ def read_positions(
     rows = positions.expand(shape).long()
     if padding is None:
         return rows.reshape(-1).cpu().numpy(), None
-    position, mask = torch.stack([rows.to(padding.device), padding.long()]).reshape(2, -1).cpu().numpy()
+    position, mask = (
+        torch.stack([rows.to(padding.device), padding.long()]).reshape(2, -1).cpu().numpy()
+    )
     return position, mask
 
 
@@ -66,11 +72,13 @@ class RowTokens:
 
     index: IntArray
     position: IntArray
-    number: IntArray | None
-    length: int
+    document_number: IntArray | None
+    row_length: int
 
     @classmethod
-    def of(cls, position: IntArray, mask: IntArray | None, length: int, first_position: int = 0) -> RowTokens:
+    def of(
+        cls, position: IntArray, mask: IntArray | None, length: int, first_position: int = 0
+    ) -> RowTokens:
         """Read the tokens of flat rows.
 
         Args:
@@ -82,16 +90,18 @@ class RowTokens:
         index = np.arange(len(position)) if mask is None else np.flatnonzero(mask)
         number = None if mask is None else mask[index]
         numbered = number is not None and len(number) and (number.max() > 1 or number.min() < 0)
-        tokens = cls(index, position[index] - first_position, number if numbered else None, max(length, 1))
-        tokens._check(first_position)
+        tokens = cls(
+            index, position[index] - first_position, number if numbered else None, max(length, 1)
+        )
+        tokens._check_values(first_position)
         return tokens
 
     @property
     def row(self) -> IntArray:
         """Row of each token."""
-        return self.index // self.length
+        return self.index // self.row_length
 
-    def document_starts(self, *, training: bool) -> IntArray:
+    def find_document_starts(self, *, training: bool) -> IntArray:
         """Find the indices of tokens with which documents begin, if each document lies on one rank.
 
         A document begins with a row, where the mask has another number, and where positions begin
@@ -102,8 +112,8 @@ class RowTokens:
             return np.zeros(0, dtype=np.int64)
         row, position = self.row, self.position
         if training:
-            self._check_rows_begin()
-        begin = self._begin()
+            self._check_row_starts()
+        begin = self._mark_starts()
         ahead = np.diff(position, prepend=position[:1])
         first_of_row = np.concatenate([[True], np.diff(row) != 0])
         row_began_at = position[first_of_row][np.cumsum(first_of_row) - 1]
@@ -111,42 +121,50 @@ class RowTokens:
         if (lost := np.flatnonzero((ahead < 0) & ~begin & ~restart)).size:
             token = lost[0]
             raise LayoutError(
-                f"position_ids[{row[token]}, {self.index[token] % self.length}] falls from {position[token - 1]} to "
+                f"position_ids[{row[token]}, {self.index[token] % self.row_length}] falls from {position[token - 1]} to "
                 f"{position[token]}: a document begins at its first position, and counts on. Say where documents begin, with "
                 "PackingCollator or cu_seq_lens_q."
             )
         return np.flatnonzero(begin | restart)
 
-    def run_starts(self) -> IntArray:
+    def find_run_starts(self) -> IntArray:
         """Find the indices of tokens with which runs begin, if documents may span
         ranks: wherever positions do not count on.
         """
         step, gap = np.diff(self.position), np.diff(self.index)
         counts_on = (step == 1) | (step == gap)  # over real tokens, or over all
-        return np.flatnonzero(self._begin() | np.concatenate([[True], ~counts_on])[: len(self.index)])
+        return np.flatnonzero(
+            self._mark_starts() | np.concatenate([[True], ~counts_on])[: len(self.index)]
+        )
 
-    def _begin(self) -> BoolArray:
+    def _mark_starts(self) -> BoolArray:
         """Mark tokens with which a row begins, or a document that the mask numbers."""
-        columns = [self.row] if self.number is None else [self.row, self.number]
+        columns = [self.row] if self.document_number is None else [self.row, self.document_number]
         changes = np.any([np.diff(column) != 0 for column in columns], axis=0)
         begin: BoolArray = np.concatenate([[True], changes])[: len(self.index)]
         return begin
 
-    def _check(self, first_position: int) -> None:
-        row, column, first = self.row, self.index % self.length, first_position
+    def _check_values(self, first_position: int) -> None:
+        row, column, first = self.row, self.index % self.row_length, first_position
         if len(self.index) and self.position.min() < 0:
             token = self.position.argmin()
             counted = f"this model counts from {first}, as DataCollatorWithFlattening(position_ids_start={first}) does"
             raise LayoutError(
                 f"position_ids[{row[token]}, {column[token]}] is {self.position[token] + first}: "
-                + (f"{counted}. Use that, or PackingCollator." if first else "positions start at 0.")
+                + (
+                    f"{counted}. Use that, or PackingCollator."
+                    if first
+                    else "positions start at 0."
+                )
             )
-        if self.number is None:
+        if self.document_number is None:
             return
-        if self.number.min() < 0:
-            token = self.number.argmin()
-            raise LayoutError(f"attention_mask[{row[token]}, {column[token]}] is {self.number[token]}: it must be 0 or more.")
-        runs = np.stack([row, self.number], axis=1)[self._begin()]
+        if self.document_number.min() < 0:
+            token = self.document_number.argmin()
+            raise LayoutError(
+                f"attention_mask[{row[token]}, {column[token]}] is {self.document_number[token]}: it must be 0 or more."
+            )
+        runs = np.stack([row, self.document_number], axis=1)[self._mark_starts()]
         if len(np.unique(runs, axis=0)) < len(runs):
             _, first_of, counts = np.unique(runs, axis=0, return_index=True, return_counts=True)
             twice = runs[first_of[counts > 1][0]]
@@ -155,13 +173,13 @@ class RowTokens:
                 "each document a number of its own, and its tokens one after another."
             )
 
-    def _check_rows_begin(self) -> None:
+    def _check_row_starts(self) -> None:
         """Raise if the very first token of a row is inside a document:
         another tool must have cut the document.
 
         Behind padding a row may begin anywhere: without position ids of its own it counts padding too.
         """
-        rest = np.flatnonzero((self.index % self.length == 0) & (self.position > 0))
+        rest = np.flatnonzero((self.index % self.row_length == 0) & (self.position > 0))
         if len(rest):
             raise UnsupportedError(
                 f"row {self.row[rest[0]]} of a training batch begins at position {self.position[rest[0]]}, and there are "

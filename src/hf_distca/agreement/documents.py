@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_distca.agreement.document_starts import RowTokens, convert_mask, is_integer_tensor, read_positions
+from hf_distca.agreement.document_starts import (
+    RowTokens,
+    convert_mask,
+    is_integer_tensor,
+    read_positions,
+)
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.schedule.layout import IntArray, as_integers, lengths_from_cu_seqlens
 
 if TYPE_CHECKING:
-    from hf_distca.agreement.dealt import DealtShare
+    from hf_distca.agreement.dealt_share import DealtShare
 
 __all__ = ["Documents", "PackedDocuments", "TokenBatch", "make_unknown_runs"]
 
@@ -46,39 +51,45 @@ class PackedDocuments(metaclass=_RemedyRepr):
         starts: first document position of each, if documents span ranks; else None.
         documents: a number of each document that is the same on all ranks, if documents span ranks;
             else None.
-        dealt: the whole global batch of which this is a rank's share.
+        dealt_share: the whole global batch of which this is a rank's share.
 
     Attributes:
-        ahead: plans that `plan_ahead` made, by their keys; each is removed when it is used.
+        prepared_plans: plans that `plan_ahead` made, by their keys; each is removed when it is used.
 
     Raises:
         LayoutError: if a number is negative or no whole number, or if there are not as many of
             each.
     """
 
-    __slots__ = ("ahead", "dealt", "documents", "lengths", "starts")
+    __slots__ = ("dealt_share", "documents", "lengths", "prepared_plans", "starts")
 
     def __init__(
         self,
         lengths: Sequence[int],
         starts: Sequence[int] | None = None,
         documents: Sequence[int] | None = None,
-        dealt: DealtShare | None = None,
+        dealt_share: DealtShare | None = None,
     ) -> None:
         self.lengths = _check_counts(lengths, "lengths")
         self.starts = None if starts is None else _check_counts(starts, "starts")
         self.documents = None if documents is None else _check_counts(documents, "documents")
-        self.ahead: dict[Any, Any] = {}
-        self.dealt = dealt
+        self.prepared_plans: dict[Any, Any] = {}
+        self.dealt_share = dealt_share
         spans = (self.starts, self.documents)
-        if (self.starts is None) != (self.documents is None) or any(s is not None and len(s) != len(self.lengths) for s in spans):
-            raise LayoutError(f"{self}: give starts and documents for each of the lengths, or neither.")
+        if (self.starts is None) != (self.documents is None) or any(
+            s is not None and len(s) != len(self.lengths) for s in spans
+        ):
+            raise LayoutError(
+                f"{self}: give starts and documents for each of the lengths, or neither."
+            )
 
     @property
     def positions(self) -> IntArray:
         """Position of each token in its document, (tokens,) int64."""
         lengths = np.array(self.lengths, dtype=np.int64)
-        starts = np.zeros_like(lengths) if self.starts is None else np.array(self.starts, dtype=np.int64)
+        starts = (
+            np.zeros_like(lengths) if self.starts is None else np.array(self.starts, dtype=np.int64)
+        )
         first = np.cumsum(lengths) - lengths
         positions: IntArray = np.arange(lengths.sum()) + np.repeat(starts - first, lengths)
         return positions
@@ -105,7 +116,9 @@ def _check_counts(values: Sequence[int], name: str) -> tuple[int, ...]:
     counts: list[int] = as_integers(values, f"{name} of PackedDocuments").tolist()
     for index, count in enumerate(counts):
         if not 0 <= count <= _MAX_COUNTS[name]:
-            raise LayoutError(f"{name}[{index}] of PackedDocuments is {count}: it must be in 0..{_LARGEST[name]}.")
+            raise LayoutError(
+                f"{name}[{index}] of PackedDocuments is {count}: it must be in 0..{_MAX_COUNTS[name]}."
+            )
     return tuple(counts)
 
 
@@ -122,21 +135,21 @@ class Documents:
             there is no padding.
         context: number of tokens of the first document in the first nano-batch; they are the first
             row here, and not in `keep`.
-        ahead: plans for these documents that were made before.
-        dealt: the whole global batch of which these are a rank's share.
+        prepared_plans: plans for these documents that were made before.
+        dealt_share: the whole global batch of which these are a rank's share.
         holes: length of the longest document with padding inside, that padding included; 0 without
             such documents.
         numbered: whether the padding mask numbered the documents.
     """
 
-    rows: IntArray
-    spans: bool = False
-    keep: IntArray | None = None
-    context: int = 0
-    ahead: dict[Any, Any] = field(default_factory=dict)
-    dealt: DealtShare | None = None
-    holes: int = 0
-    numbered: bool = False
+    runs: IntArray
+    span_ranks: bool = False
+    token_indices: IntArray | None = None
+    context_tokens: int = 0
+    prepared_plans: dict[Any, Any] = field(default_factory=dict)
+    dealt_share: DealtShare | None = None
+    longest_holed: int = 0
+    has_mask_numbers: bool = False
 
     def check_holes(self, reach: int | None) -> None:
         """Raise if padding inside a document is longer than the reach of a layer's
@@ -144,81 +157,103 @@ class Documents:
 
         Padding is left out before tokens are counted, and other attention counts it: each would see other tokens.
         """
-        if reach is not None and self.holes > reach:
+        if reach is not None and self.longest_holed > reach:
             raise UnsupportedError(
-                f"attention_mask has zeros between the tokens of a document, over {self.holes} places, and a layer has a window "
+                f"attention_mask has zeros between the tokens of a document, over {self.longest_holed} places, and a layer has a window "
                 f"or chunks of {reach} tokens, which would reach over the zeros. Give the parts as documents of their own, or "
                 "remove the tokens that are masked."
             )
 
-    def in_chunks(self, size: int | None) -> Documents:
+    def cut_into_chunks(self, size: int | None) -> Documents:
         """Cut documents into chunks of `size` positions, each a
         document of its own; None for no cuts.
         """
         if size is None:
             return self
         self.check_holes(size)
-        if self.spans:
+        if self.span_ranks:
             raise UnsupportedError(
                 f"a layer with attention chunks of {size} tokens met documents that span ranks: distca cuts documents in chunks "
                 "only where each lies on one rank."
             )
-        lengths = [min(size, length - start) for length in self.rows[:, 2].tolist() for start in range(0, length, size)]
-        return replace(self, rows=make_unknown_runs(np.array(lengths, dtype=np.int64)))
+        lengths = [
+            min(size, length - start)
+            for length in self.runs[:, 2].tolist()
+            for start in range(0, length, size)
+        ]
+        return replace(self, runs=make_unknown_runs(np.array(lengths, dtype=np.int64)))
 
-    def cut(self, index: int) -> tuple[Documents, Documents]:
+    def split_at(self, index: int) -> tuple[Documents, Documents]:
         """Split the documents at an index among batch * sequence; documents
         that span ranks only between two runs.
         """
-        if self.spans:
-            runs = int(np.searchsorted(np.cumsum(self.rows[:, 2]), index, side="right"))
-            return replace(self, rows=self.rows[:runs]), replace(self, rows=self.rows[runs:])
-        tokens = index if self.keep is None else int(np.searchsorted(self.keep, index))
-        length = self.rows[:, 2]
-        before = np.clip(tokens - (np.cumsum(length) - length), 0, length)  # tokens of each document
+        if self.span_ranks:
+            runs = int(np.searchsorted(np.cumsum(self.runs[:, 2]), index, side="right"))
+            return replace(self, runs=self.runs[:runs]), replace(self, runs=self.runs[runs:])
+        tokens = (
+            index if self.token_indices is None else int(np.searchsorted(self.token_indices, index))
+        )
+        length = self.runs[:, 2]
+        before = np.clip(
+            tokens - (np.cumsum(length) - length), 0, length
+        )  # tokens of each document
         rest = before < length
-        context = before[rest & (before > 0)]  # of the document that the cut goes through, if there is one
+        context = before[
+            rest & (before > 0)
+        ]  # of the document that the cut goes through, if there is one
         starts = np.concatenate([np.zeros_like(context), before[rest]])
         second = make_unknown_runs(np.concatenate([context, (length - before)[rest]]), starts)
-        keeps = (None, None) if self.keep is None else (self.keep[:tokens], self.keep[tokens:] - index)
+        keeps = (
+            (None, None)
+            if self.token_indices is None
+            else (self.token_indices[:tokens], self.token_indices[tokens:] - index)
+        )
         return (
-            replace(self, rows=make_unknown_runs(before[before > 0]), keep=keeps[0]),
-            replace(self, rows=second, keep=keeps[1], context=int(context.sum())),
+            replace(self, runs=make_unknown_runs(before[before > 0]), token_indices=keeps[0]),
+            replace(self, runs=second, token_indices=keeps[1], context_tokens=int(context.sum())),
         )
 
     @property
-    def are_whole(self) -> bool:
+    def has_whole_documents(self) -> bool:
         """True if each document has all its tokens here, in one piece;
         documents that span ranks may be whole, too.
         """
-        if self.context or not self.spans:
-            return not self.context
-        numbers, starts, _ = self.rows.T.tolist()
-        return not any(starts) and (max(numbers, default=-1) < 0 or len(set(numbers)) == len(numbers))
+        if self.context_tokens or not self.span_ranks:
+            return not self.context_tokens
+        numbers, starts, _ = self.runs.T.tolist()
+        return not any(starts) and (
+            max(numbers, default=-1) < 0 or len(set(numbers)) == len(numbers)
+        )
 
     @property
-    def first_tokens(self) -> IntArray:
+    def first_token_indices(self) -> IntArray:
         """Index of the first token of each document among batch * sequence, (rows,) int64."""
-        first = self.rows[:, 2].cumsum() - self.rows[:, 2]
-        return first if self.keep is None else self.keep[first]
+        first = self.runs[:, 2].cumsum() - self.runs[:, 2]
+        return first if self.token_indices is None else self.token_indices[first]
 
-    def packed(self, length: int) -> bool:
+    def is_packed(self, length: int) -> bool:
         """Return whether a row of `length` tokens holds more than one document,
         or a document continues in the next row.
         """
-        last = self.rows[:, 2].cumsum() - 1
-        first, last = self.first_tokens // max(length, 1), (last if self.keep is None else self.keep[last]) // max(length, 1)
+        last = self.runs[:, 2].cumsum() - 1
+        first, last = (
+            self.first_token_indices // max(length, 1),
+            (last if self.token_indices is None else self.token_indices[last]) // max(length, 1),
+        )
         return bool((first != last).any() or (first[1:] == first[:-1]).any())
 
     @property
-    def numbers(self) -> IntArray:
+    def announced_numbers(self) -> IntArray:
         """Numbers that other ranks need: the rows if documents span ranks, else (rows,) lengths."""
-        return self.rows if self.spans else self.rows[:, 2]
+        return self.runs if self.span_ranks else self.runs[:, 2]
 
 
 def make_unknown_runs(lengths: IntArray, starts: IntArray | None = None) -> IntArray:
     """Make rows as in `Documents`, for runs of tokens whose documents are not known."""
-    return np.stack([np.full_like(lengths, -1), np.zeros_like(lengths) if starts is None else starts, lengths], axis=1)
+    return np.stack(
+        [np.full_like(lengths, -1), np.zeros_like(lengths) if starts is None else starts, lengths],
+        axis=1,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,9 +282,16 @@ class TokenBatch:
         """Read the arguments from a batch as it goes to a model."""
         batch_size, length = batch["input_ids"].shape
         packed, cu_seq_lens = batch.get("distca_documents"), batch.get("cu_seq_lens_q")
-        return cls(batch_size, length, packed, cu_seq_lens, batch.get("position_ids"), convert_mask(batch.get("attention_mask")))
+        return cls(
+            batch_size,
+            length,
+            packed,
+            cu_seq_lens,
+            batch.get("position_ids"),
+            convert_mask(batch.get("attention_mask")),
+        )
 
-    def documents(self, *, span_ranks: bool = False, training: bool = False) -> Documents:
+    def read_documents(self, *, span_ranks: bool = False, training: bool = False) -> Documents:
         """Read the documents of the batch, with at most one copy from the device.
 
         A row that begins in the middle of a document is refused in `training` unless documents may
@@ -262,25 +304,38 @@ class TokenBatch:
         """
         packed, padding, shape = self.packed, self.padding, (self.batch_size, self.length)
         if packed is not None and not isinstance(packed, PackedDocuments):
-            raise LayoutError(f"distca_documents is of {type(packed)}: put a PackedDocuments into the batch.")
-        if padding is not None and (padding.shape != shape or not (is_integer_tensor(padding) or padding.dtype == torch.bool)):
+            raise LayoutError(
+                f"distca_documents is of {type(packed)}: put a PackedDocuments into the batch."
+            )
+        if padding is not None and (
+            padding.shape != shape
+            or not (is_integer_tensor(padding) or padding.dtype == torch.bool)
+        ):
             raise LayoutError(
                 f"a padding mask of shape {tuple(padding.shape)} and {padding.dtype} for a {shape} batch: attention_mask must be "
                 "0 for padding and 1 for tokens, or the number of their document, one number for each token."
             )
         if packed is None and self.cu_seq_lens is not None and not span_ranks:
             packed = PackedDocuments(_read_bounds(self.cu_seq_lens))
-        return self._by_positions(span_ranks, training) if packed is None else self._without_padding(_read_lengths(packed))
+        return (
+            self._read_from_positions(span_ranks, training)
+            if packed is None
+            else self._remove_padding(_read_lengths(packed))
+        )
 
-    def _without_padding(self, local: Documents) -> Documents:
+    def _remove_padding(self, local: Documents) -> Documents:
         """Remove padding from `local`.
 
         Its lengths cover all tokens of the batch, or just those that are not padding.
         """
-        tokens, total = int(local.rows[:, 2].sum()), self.batch_size * self.length
+        tokens, total = int(local.runs[:, 2].sum()), self.batch_size * self.length
         if self.padding is None and tokens == total:
             return local
-        valid = np.ones(total, dtype=np.bool_) if self.padding is None else self.padding.reshape(-1).cpu().numpy() != 0
+        valid = (
+            np.ones(total, dtype=np.bool_)
+            if self.padding is None
+            else self.padding.reshape(-1).cpu().numpy() != 0
+        )
         real = int(valid.sum())
         batch = f"{self.batch_size} x {self.length}"
         if tokens not in (total, real):
@@ -290,29 +345,46 @@ class TokenBatch:
             )
         if real == total:
             return local
-        if local.spans:  # other ranks count on the tokens that are given
+        if local.span_ranks:  # other ranks count on the tokens that are given
             raise LayoutError(
                 f"{total - real} of the {batch} tokens are padding by attention_mask, and the documents may go on on other ranks "
                 "(PackedDocuments with starts): leave attention_mask out, and give padding as a document of its own."
             )
-        rows = local.rows.copy()
+        rows = local.runs.copy()
         if tokens == total:
             before = np.concatenate([[0], np.cumsum(valid)])  # tokens in front of each
             rows[:, 2] = np.diff(before[np.cumsum(rows[:, 2])], prepend=0)
         rows, keep = rows[rows[:, 2] > 0], np.flatnonzero(valid)
-        return replace(local, rows=rows, keep=keep, holes=_find_longest_holed(rows[:, 2], keep))
+        return replace(
+            local,
+            runs=rows,
+            token_indices=keep,
+            longest_holed=_find_longest_holed(rows[:, 2], keep),
+        )
 
-    def _by_positions(self, span_ranks: bool, training: bool) -> Documents:
+    def _read_from_positions(self, span_ranks: bool, training: bool) -> Documents:
         first = 0 if self.position_ids is None else self.first_position
         tokens = RowTokens.of(
-            *read_positions(self.position_ids, self.padding, (self.batch_size, self.length)), self.length, first
+            *read_positions(self.position_ids, self.padding, (self.batch_size, self.length)),
+            self.length,
+            first,
         )
-        begin = tokens.run_starts() if span_ranks else tokens.document_starts(training=training)
+        begin = (
+            tokens.find_run_starts()
+            if span_ranks
+            else tokens.find_document_starts(training=training)
+        )
         lengths = np.diff(np.append(begin, len(tokens.index)))
         keep = None if len(tokens.index) == self.batch_size * self.length else tokens.index
         rows = make_unknown_runs(lengths, tokens.position[begin] if span_ranks else None)
         holes = 0 if keep is None else _find_longest_holed(lengths, keep)
-        return Documents(rows, span_ranks, keep, holes=holes, numbered=tokens.number is not None)
+        return Documents(
+            rows,
+            span_ranks,
+            keep,
+            longest_holed=holes,
+            has_mask_numbers=tokens.document_number is not None,
+        )
 
 
 def _find_longest_holed(lengths: IntArray, keep: IntArray) -> int:
@@ -326,7 +398,12 @@ def _read_lengths(packed: PackedDocuments) -> Documents:
     count = len(packed.lengths)
     documents, starts = packed.documents or (-1,) * count, packed.starts or (0,) * count
     rows = np.array([documents, starts, packed.lengths], dtype=np.int64).reshape(3, count).T
-    return Documents(rows[rows[:, 2] > 0], packed.documents is not None, ahead=packed.ahead, dealt=packed.dealt)
+    return Documents(
+        rows[rows[:, 2] > 0],
+        packed.documents is not None,
+        prepared_plans=packed.prepared_plans,
+        dealt_share=packed.dealt_share,
+    )
 
 
 def _read_bounds(cu_seq_lens: torch.Tensor) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # reports of runs read tallies without torch
-    from hf_distca.agreement.planned import BatchPlan
+    from hf_distca.agreement.batch_plan import BatchPlan
 
 __all__ = ["History", "PlannedMicroBatch", "BalanceTotals"]
 
@@ -66,7 +66,7 @@ class BalanceTotals:
     def __sub__(self, other: BalanceTotals) -> BalanceTotals:
         return BalanceTotals(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    def figures(self) -> dict[str, float]:
+    def compute_figures(self) -> dict[str, float]:
         """Return the figures to log; those without data are left out."""
         figures: dict[str, float] = {}
         if self.mean_tokens > 0:
@@ -77,7 +77,9 @@ class BalanceTotals:
         if self.layers:
             figures["distca/exchanged_mb_per_layer"] = self.busiest_bytes / self.layers / 1e6
         if self.node_layers:
-            figures["distca/between_nodes_mb_per_layer"] = self.between_bytes / self.node_layers / 1e6
+            figures["distca/between_nodes_mb_per_layer"] = (
+                self.between_bytes / self.node_layers / 1e6
+            )
         if self.planned_here:
             figures["distca/planned_here"] = self.planned_here
         if self.micro_batches:
@@ -86,7 +88,9 @@ class BalanceTotals:
             figures["distca/micro_batches"] = self.micro_batches
         if self.served_seconds:
             figures["distca/servers_share"] = self.served_seconds / self.all_seconds
-            figures["distca/servers_idle"] = 1 - self.server_seconds / max(self.elapsed_seconds, 1e-9)
+            figures["distca/servers_idle"] = 1 - self.server_seconds / max(
+                self.elapsed_seconds, 1e-9
+            )
         return figures
 
 
@@ -98,16 +102,22 @@ class PlannedMicroBatch:
 
     number: int
     step: int
-    began: float
-    ended: float | None = None
+    start_time: float
+    end_time: float | None = None
     plans: list[BatchPlan] = field(default_factory=list)
 
 
 def _compute_totals(plan: BatchPlan) -> BalanceTotals:
     """Compute the contribution of one plan of a micro-batch to its tally."""
-    tokens, before, after = plan.plan.layout.query_tokens, plan.estimated_before, plan.estimated_after
+    tokens, before, after = (
+        plan.plan.layout.query_tokens,
+        plan.estimated_before,
+        plan.estimated_after,
+    )
     measured, servers, several = plan.measured_after, plan.servers, plan.on_several_nodes
-    layers = 0 if plan.key.nano == 2 else plan.meter.calls  # both nano-batches go through each layer: one of them counts it
+    layers = (
+        0 if plan.key.nano == 2 else plan.meter.calls
+    )  # both nano-batches go through each layer: one of them counts it
     return BalanceTotals(
         largest_tokens=float(tokens.max()),
         mean_tokens=float(tokens[~servers].mean()),
@@ -121,7 +131,7 @@ def _compute_totals(plan: BatchPlan) -> BalanceTotals:
         busiest_bytes=float(plan.sent_bytes.max()),
         layers=layers,
         own_seconds=plan.meter.seconds,
-        planned_here=plan.planned_here,
+        planned_here=plan.local_plan_count,
         served_seconds=float(measured[servers].sum()),
         server_seconds=float(measured[servers].sum() / max(servers.sum(), 1)),
         all_seconds=float(measured.sum()),
@@ -151,42 +161,54 @@ class History:
     step: int = 0
     _running: dict[int, PlannedMicroBatch] = field(default_factory=dict)
 
-    def planned(self, plan: BatchPlan) -> None:
+    def record_plan(self, plan: BatchPlan) -> None:
         """Record the use of a plan by a micro-batch.
 
         Several are used if kinds of layers or nano-batches have their own.
         """
         if plan.number not in self._running:
-            self.end()
-            self._running[plan.number] = PlannedMicroBatch(plan.number, self.step, time.perf_counter())
+            self.end_micro_batch()
+            self._running[plan.number] = PlannedMicroBatch(
+                plan.number, self.step, time.perf_counter()
+            )
             if len(self._running) > _MAX_RUNNING:
                 del self._running[next(iter(self._running))]
         self._running[plan.number].plans.append(plan)
 
     @property
-    def unmeasured(self) -> list[BatchPlan]:
+    def unmeasured_plans(self) -> list[BatchPlan]:
         """Plans without measurements of all ranks, in the order of their use."""
-        return [plan for micro_batch in self._running.values() for plan in micro_batch.plans if not plan.is_measured]
+        return [
+            plan
+            for micro_batch in self._running.values()
+            for plan in micro_batch.plans
+            if not plan.is_measured
+        ]
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Drop micro-batches that were not counted yet: numbering restarts."""
         self._running.clear()
 
-    def end(self) -> None:
+    def end_micro_batch(self) -> None:
         """End the current micro-batch."""
         if (micro_batch := next(reversed(self._running.values()), None)) is not None:
-            micro_batch.ended = micro_batch.ended or time.perf_counter()
-            self.count(micro_batch.number)
+            micro_batch.end_time = micro_batch.end_time or time.perf_counter()
+            self.count_if_measured(micro_batch.number)
 
-    def count(self, number: int) -> None:
+    def count_if_measured(self, number: int) -> None:
         """Add a micro-batch to the total if it is over and all its plans are measured."""
         micro_batch = self._running.get(number)
-        if micro_batch is None or micro_batch.ended is None or not all(plan.is_measured for plan in micro_batch.plans):
+        if (
+            micro_batch is None
+            or micro_batch.end_time is None
+            or not all(plan.is_measured for plan in micro_batch.plans)
+        ):
             return
         moves = any((plan.plan.home != plan.plan.server).any() for plan in micro_batch.plans)
-        elapsed = micro_batch.ended - micro_batch.began
+        elapsed = micro_batch.end_time - micro_batch.start_time
         tally = sum(
-            map(_compute_totals, micro_batch.plans), BalanceTotals(micro_batches=1, moved=int(moves), elapsed_seconds=elapsed)
+            map(_compute_totals, micro_batch.plans),
+            BalanceTotals(micro_batches=1, moved=int(moves), elapsed_seconds=elapsed),
         )
         self.total += tally
         del self._running[number]

@@ -18,9 +18,9 @@ import numpy as np
 import torch.distributed as dist
 
 from hf_distca.agreement.announce import PlanKey, Request, build_layout, check_equal
-from hf_distca.agreement.dealt import DealtShare, PlanJob, register_share_planner
+from hf_distca.agreement.batch_plan import BatchPlan
+from hf_distca.agreement.dealt_share import DealtShare, PlanJob, register_share_planner
 from hf_distca.agreement.history import History
-from hf_distca.agreement.planned import BatchPlan
 from hf_distca.agreement.world_progress import Progress
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.group import AttentionGroup
@@ -69,7 +69,9 @@ class Planner:
         self._meter = meter
         self._world = get_current_world()
         self._progress = Progress(meter, self.history)
-        self._pooled: AttentionGroup | None = None  # a group with servers, once shares were planned for it
+        self._pool_group: AttentionGroup | None = (
+            None  # a group with servers, once shares were planned for it
+        )
 
     @property
     def progress(self) -> Progress:
@@ -77,13 +79,13 @@ class Planner:
         world = get_current_world()
         if world is not None and world is not self._world:
             if self._world is not None:
-                self.begin_anew()
+                self.reset()
             self._world = world
         return self._progress
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Start again with other ranks. Plans that were made before may still be used."""
-        self.history.begin_anew()
+        self.history.reset()
         self._progress = Progress(self._meter, self.history)
 
     def plan(self, requests: Sequence[Request], group: AttentionGroup) -> list[BatchPlan]:
@@ -99,36 +101,65 @@ class Planner:
         Raises:
             LayoutError: if a share is not for this rank of this group.
         """
-        plans: list[BatchPlan | None] = [documents.ahead.pop(key, None) for documents, key in requests]
-        ahead = [planned for planned in plans if planned is not None and planned.config == self.config]
-        ahead = [planned for planned in ahead if planned.plan.layout.world_size == group.size]  # a server may have left since
+        plans: list[BatchPlan | None] = [
+            documents.prepared_plans.pop(key, None) for documents, key in requests
+        ]
+        ahead = [
+            planned for planned in plans if planned is not None and planned.config == self.config
+        ]
+        ahead = [
+            planned for planned in ahead if planned.plan.layout.world_size == group.size
+        ]  # a server may have left since
         if len(ahead) == len(requests):
             return ahead
-        shares = [documents.dealt for documents, _ in requests if documents.dealt is not None]
+        shares = [
+            documents.dealt_share for documents, _ in requests if documents.dealt_share is not None
+        ]
         if len(shares) == len(requests):
-            return self._of_shares(shares, requests, group)
-        return self.finish(self.begin(requests, group))
+            return self._plan_shares(shares, requests, group)
+        return self.finish_plans(self.begin_plans(requests, group))
 
-    def begin(
-        self, requests: Sequence[Request], group: AttentionGroup, place: str | None = None, *, beside: bool = False
+    def begin_plans(
+        self,
+        requests: Sequence[Request],
+        group: AttentionGroup,
+        place: str | None = None,
+        *,
+        beside: bool = False,
     ) -> PendingPlans:
         """Announce documents, with one collective, and plan them: before this thread
         continues, or in the background (`beside`).
         """
         started, config, keys = time.perf_counter(), self.config, [key for _, key in requests]
-        place = place or f"micro-batch {self.progress.number_of(keys)}"
+        place = place or f"micro-batch {self.progress.find_number(keys)}"
         planning = PendingPlans(place, group)
         planning.serial = group.number(planning)
-        group.notify_servers("begin_plans", planning=planning.serial, requests=requests, place=place, beside=beside)
-        layouts = [build_layout(stated) for stated in self.progress.announce(requests, group, place, config)]
-        jobs = self._jobs(keys, group.size, group.per_node)
+        group.notify_servers(
+            "begin_plans", planning=planning.serial, requests=requests, place=place, beside=beside
+        )
+        layouts = [
+            build_layout(stated)
+            for stated in self.progress.announce_requests(requests, group, place, config)
+        ]
+        jobs = self._make_jobs(keys, group.size, group.per_node)
 
         def make() -> list[BatchPlan]:
-            plans = [balance(layout, job.cost, job.config, job.ranks) for layout, job in zip(layouts, jobs, strict=True)]
+            plans = [
+                balance(layout, job.cost, job.config, job.ranks)
+                for layout, job in zip(layouts, jobs, strict=True)
+            ]
             taken = (time.perf_counter() - started) * 1e3 / max(len(plans), 1)
             asked = zip(requests, plans, strict=True)
             return [
-                BatchPlan(key, plan, config, documents.rows, taken, per_node=group.per_node, holds=group.holds)
+                BatchPlan(
+                    key,
+                    plan,
+                    config,
+                    documents.runs,
+                    taken,
+                    per_node=group.per_node,
+                    holds=group.holds,
+                )
                 for (documents, key), plan in asked
             ]
 
@@ -138,12 +169,19 @@ class Planner:
             _complete_plans(planning.plans, make)
         return planning
 
-    def finish(self, planning: PendingPlans) -> list[BatchPlan]:
+    def finish_plans(self, planning: PendingPlans) -> list[BatchPlan]:
         """Return the plans in the order of their requests, once they are made and
         all ranks have the same. One collective.
         """
-        plans, group, place, started = planning.plans.result(), planning.group, planning.place, time.perf_counter()
-        group.notify_servers("finish_plans", planning=planning.serial, plans=_assign_serials(plans, group))
+        plans, group, place, started = (
+            planning.plans.result(),
+            planning.group,
+            planning.place,
+            time.perf_counter(),
+        )
+        group.notify_servers(
+            "finish_plans", planning=planning.serial, plans=_assign_serials(plans, group)
+        )
         # Plans come from equal inputs, but an exchange with unequal plans would hang.
         digests, doing = (
             np.array([_shorten_digest(planned.plan) for planned in plans], dtype=np.int64),
@@ -151,40 +189,60 @@ class Planner:
         )
         if not group.all_equal(digests, doing=doing):
             for column in np.stack(group.gather(digests, doing=doing)).T:
-                check_equal(group, column, "plans for the same documents", place, "use one version of hf_distca and numpy")
+                check_equal(
+                    group,
+                    column,
+                    "plans for the same documents",
+                    place,
+                    "use one version of hf_distca and numpy",
+                )
         for planned in plans:
             planned.planning_ms += (time.perf_counter() - started) * 1e3 / len(plans)
         return plans
 
-    def _of_shares(self, shares: Sequence[DealtShare], requests: Sequence[Request], group: AttentionGroup) -> list[BatchPlan]:
+    def _plan_shares(
+        self, shares: Sequence[DealtShare], requests: Sequence[Request], group: AttentionGroup
+    ) -> list[BatchPlan]:
         """Make plans from shares, which need no other rank."""
         started, keys = time.perf_counter(), [key for _, key in requests]
-        self._pooled = group if group.holds is not None else None
+        self._pool_group = group if group.holds is not None else None
         for dealt, key in zip(shares, keys, strict=True):
-            dealt.check_is_for(group)
-            self._meet_kind(dealt, key, group)
-        jobs = self._jobs_of_shares(keys, shares[0])
+            dealt.check_group(group)
+            self._register_kind(dealt, key, group)
+        jobs = self._make_share_jobs(keys, shares[0])
         plans = [dealt.plan(job) for dealt, job in zip(shares, jobs, strict=True)]
         taken = (time.perf_counter() - started) * 1e3 / len(plans)
-        per_node = shares[0].per_node if self._pooled is None else group.per_node
+        per_node = shares[0].per_node if self._pool_group is None else group.per_node
         planned = [
-            BatchPlan(key, plan, self.config, documents.rows, taken, str(dealt), per_node, group.holds, dealt.take_planned_here())
+            BatchPlan(
+                key,
+                plan,
+                self.config,
+                documents.runs,
+                taken,
+                str(dealt),
+                per_node,
+                group.holds,
+                dealt.pop_local_plan_count(),
+            )
             for (documents, key), plan, dealt in zip(requests, plans, shares, strict=True)
         ]
-        group.notify_servers("plan_shares", plans=_assign_serials(planned, group), shares=shares, requests=requests)
-        place = f"micro-batch {self.progress.number_of(keys)} ({shares[0]})"
-        dealt_numbers = [*shares[0].batch, shares[0].documents, *map(_shorten_digest, plans)]
-        self.progress.announce_async(dealt_numbers, keys, group, place, self.config)
+        group.notify_servers(
+            "plan_shares", plans=_assign_serials(planned, group), shares=shares, requests=requests
+        )
+        place = f"micro-batch {self.progress.find_number(keys)} ({shares[0]})"
+        dealt_numbers = [*shares[0].batch_id, shares[0].digest, *map(_shorten_digest, plans)]
+        self.progress.announce_share(dealt_numbers, keys, group, place, self.config)
         return planned
 
-    def _meet_kind(self, dealt: DealtShare, key: PlanKey, group: AttentionGroup) -> None:
+    def _register_kind(self, dealt: DealtShare, key: PlanKey, group: AttentionGroup) -> None:
         """Note a kind of layer, so that fetched shares are planned for it, and
         warn if the loader's plans do not fit.
         """
-        kinds = self.progress.kinds_of_shares
+        kinds = self.progress.share_kinds
         if key in kinds:
             return
-        other = dealt.other_settings(key, self.config)
+        other = dealt.replanning_reason(key, self.config)
         if other is not None and not kinds and group.rank == 0:
             _log.warning(
                 "shares were planned for other settings than those of now, so this process plans each of them again when it is "
@@ -192,31 +250,39 @@ class Planner:
                 other,
             )
         kinds[key] = None
-        register_share_planner(self._plan_fetched)
+        register_share_planner(self._plan_fetched_share)
 
-    def _plan_fetched(self, dealt: DealtShare) -> None:
+    def _plan_fetched_share(self, dealt: DealtShare) -> None:
         """Start to plan a fetched share for the known kinds of layers, if its
         plans are for other rates or settings.
         """
-        whole = dealt.first_tokens is None
-        keys = dict.fromkeys(key._replace(nano=0) if whole else key for key in tuple(self.progress.kinds_of_shares))
-        dealt.plan_beside(self._jobs_of_shares(keys, dealt))
+        whole = dealt.first_nano_tokens is None
+        keys = dict.fromkeys(
+            key._replace(nano=0) if whole else key for key in tuple(self.progress.share_kinds)
+        )
+        dealt.plan_in_background(self._make_share_jobs(keys, dealt))
 
-    def _jobs_of_shares(self, keys: Iterable[PlanKey], dealt: DealtShare) -> list[PlanJob]:
+    def _make_share_jobs(self, keys: Iterable[PlanKey], dealt: DealtShare) -> list[PlanJob]:
         """Return the current inputs of plans of a share, for the ranks it is dealt to
         and the servers of a pool, if there is one.
         """
-        if self._pooled is None:
-            return self._jobs(keys, dealt.ranks, dealt.per_node)
-        return self._jobs(keys, self._pooled.size, self._pooled.per_node, self._pooled.holds)
+        if self._pool_group is None:
+            return self._make_jobs(keys, dealt.ranks, dealt.per_node)
+        return self._make_jobs(
+            keys, self._pool_group.size, self._pool_group.per_node, self._pool_group.holds
+        )
 
-    def _jobs(
-        self, keys: Iterable[PlanKey], size: int, per_node: int | None, holds: tuple[bool, ...] | None = None
+    def _make_jobs(
+        self,
+        keys: Iterable[PlanKey],
+        size: int,
+        per_node: int | None,
+        holds: tuple[bool, ...] | None = None,
     ) -> list[PlanJob]:
         """Return the current inputs of plans with these keys, for a group of this size."""
         costs = self.progress.costs
-        ranks = costs.ranks(size, per_node)
-        return [PlanJob.of(key, costs.of(key), self.config, ranks, holds) for key in keys]
+        ranks = costs.make_ranks(size, per_node)
+        return [PlanJob.of(key, costs.get_cost(key), self.config, ranks, holds) for key in keys]
 
 
 def get_current_world() -> object:

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.planned import BatchPlan, Observation, observe_plans
+from hf_distca.agreement.batch_plan import BatchPlan, Observation, observe_plans
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
 from hf_distca.schedule.ranks import ALIKE, Ranks
@@ -62,15 +62,15 @@ class Correction:
     flop: float = 1.0
     exchange: float = 1.0
 
-    def of(self, cost: CostModel) -> CostModel:
+    def apply_to(self, cost: CostModel) -> CostModel:
         """Apply the factors to a cost model."""
         if self == Correction():
             return cost
         inside = cost.node_bytes_per_second
         return replace(
             cost,
-            forward=self._kernel(cost.forward),
-            backward=self._kernel(cost.backward),
+            forward=self._correct_kernel(cost.forward),
+            backward=self._correct_kernel(cost.backward),
             exchange_bytes_per_second=cost.exchange_bytes_per_second / self.exchange,
             exchange_seconds=cost.exchange_seconds * self.exchange,
             node_bytes_per_second=None if inside is None else inside / self.exchange,
@@ -78,12 +78,15 @@ class Correction:
         )
 
     @property
-    def kernel(self) -> FloatArray:
+    def kernel_factors(self) -> FloatArray:
         """Factors of task, byte and flop."""
         return np.array([self.task, self.byte, self.flop])
 
-    def _kernel(self, cost: KernelCost) -> KernelCost:
-        rates = {"bytes_per_second": cost.bytes_per_second / self.byte, "flops_per_second": cost.flops_per_second / self.flop}
+    def _correct_kernel(self, cost: KernelCost) -> KernelCost:
+        rates = {
+            "bytes_per_second": cost.bytes_per_second / self.byte,
+            "flops_per_second": cost.flops_per_second / self.flop,
+        }
         return replace(cost, task_seconds=cost.task_seconds * self.task, **rates)
 
 
@@ -92,14 +95,14 @@ class _KindRates:
     """Measurements of one kind of layer."""
 
     correction: Correction = field(default_factory=Correction)
-    offered: int = 0
-    seen: int = 0
+    offered_samples: int = 0
+    sample_count: int = 0
     # Since the last change.
-    new: deque[Observation] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
-    slower: float | None = None  # what was lost by exchanges when they were given up
-    still: int = 0  # micro-batches since then in which nothing was moved
-    wait: int = _FIRST_TRIAL  # so many until a trial
-    trying: bool = False  # plans leave exchanges uncorrected, to see how long they take now
+    new_samples: deque[Observation] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    slowdown: float | None = None  # what was lost by exchanges when they were given up
+    idle_micro_batches: int = 0  # micro-batches since then in which nothing was moved
+    trial_interval: int = _FIRST_TRIAL  # so many until a trial
+    is_in_trial: bool = False  # plans leave exchanges uncorrected, to see how long they take now
 
 
 class Costs(dict[Kind, CostModel]):
@@ -112,37 +115,48 @@ class Costs(dict[Kind, CostModel]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.measured: Ranks = ALIKE
+        self.measured_ranks: Ranks = ALIKE
         self.dtypes: dict[Kind, str] = {}
         self._fitted: dict[Kind, _KindRates] = {}
 
-    def of(self, key: PlanKey) -> CostModel:
+    def get_cost(self, key: PlanKey) -> CostModel:
         """Return the current cost model for a plan, corrected by measurements."""
         kind = key.shape, key.device
         fitted = self._fitted.get(kind, _KindRates())
-        correction = replace(fitted.correction, exchange=1.0) if fitted.trying else fitted.correction
-        return replace(correction.of(self[kind]), window=key.window)
+        correction = (
+            replace(fitted.correction, exchange=1.0) if fitted.is_in_trial else fitted.correction
+        )
+        return replace(correction.apply_to(self[kind]), window=key.window)
 
-    def ranks(self, count: int, per_node: int | None = None) -> Ranks:
+    def make_ranks(self, count: int, per_node: int | None = None) -> Ranks:
         """Return the properties of the ranks of a group of
         `count`, as far as they were measured.
         """
-        speeds = self.measured.speeds
+        speeds = self.measured_ranks.speeds
         return Ranks(speeds if speeds is not None and len(speeds) == count else None, per_node)
 
     @property
-    def learned(self) -> dict[str, object]:
+    def learned_corrections(self) -> dict[str, object]:
         """Measured corrections: factors on seconds by kind of layer in words, and
         speeds of ranks; empty before there are any.
         """
         factors = {_describe_kind(kind): fitted.correction for kind, fitted in self._fitted.items()}
-        known: dict[str, object] = {kind: asdict(factor) for kind, factor in factors.items() if factor != Correction()}
-        return known if self.measured.speeds is None else {**known, "speeds": list(self.measured.speeds)}
+        known: dict[str, object] = {
+            kind: asdict(factor) for kind, factor in factors.items() if factor != Correction()
+        }
+        return (
+            known
+            if self.measured_ranks.speeds is None
+            else {**known, "speeds": list(self.measured_ranks.speeds)}
+        )
 
     @property
-    def slower(self) -> float | None:
+    def exchange_slowdown(self) -> float | None:
         """Relative slowdown by exchanges, if exchanges were given up because of it; else None."""
-        return max((fitted.slower for fitted in self._fitted.values() if fitted.slower is not None), default=None)
+        return max(
+            (fitted.slowdown for fitted in self._fitted.values() if fitted.slowdown is not None),
+            default=None,
+        )
 
     def learn(self, plans: Sequence[BatchPlan], config: DistCAConfig) -> list[str]:
         """Correct rates by the measurements of each micro-batch and kind of layer.
@@ -157,93 +171,134 @@ class Costs(dict[Kind, CostModel]):
             together.setdefault((plan.number, plan.key._replace(nano=0)), []).append(plan)
         for (_, key), parts in together.items():
             kind = key.shape, key.device
-            if self.wants(kind) and (observation := observe_plans(parts, self[kind], config)) is not None:
-                changes += self.correct(kind, observation)
+            if (
+                self.accept_sample(kind)
+                and (observation := observe_plans(parts, self[kind], config)) is not None
+            ):
+                changes += self.learn_sample(kind, observation)
         return changes
 
-    def wants(self, kind: Kind) -> bool:
+    def accept_sample(self, kind: Kind) -> bool:
         """Return whether to learn from the next micro-batch: of many, a few
         are enough, and observing takes time.
         """
         fitted = self._fitted.setdefault(kind, _KindRates())
-        fitted.offered += 1
-        return fitted.offered <= _MAX_SAMPLES or fitted.offered % _SAMPLE_INTERVAL == 0 or fitted.slower is not None
+        fitted.offered_samples += 1
+        return (
+            fitted.offered_samples <= _MAX_SAMPLES
+            or fitted.offered_samples % _SAMPLE_INTERVAL == 0
+            or fitted.slowdown is not None
+        )
 
-    def correct(self, kind: Kind, sample: Observation) -> list[str]:
+    def learn_sample(self, kind: Kind, sample: Observation) -> list[str]:
         """Learn from a sample, the same on all ranks and in the same order.
 
         Return the changes, as sentences.
         """
         fitted, changes = self._fitted.setdefault(kind, _KindRates()), list[str]()
-        fitted.seen += 1
-        if fitted.seen <= _WARM_UP_SAMPLES:
+        fitted.sample_count += 1
+        if fitted.sample_count <= _WARM_UP_SAMPLES:
             return changes
-        if self.measured.speeds is not None and len(self.measured.speeds) != len(sample.kernel):
-            self.measured = ALIKE
-        fitted.new.append(sample)
-        alike = [other for other in fitted.new if len(other.kernel) == len(sample.kernel)]  # of as many ranks
-        if len(alike) >= _MIN_SAMPLES and self._off(fitted.correction, alike):
-            changes += self._fit(fitted, alike)
+        if self.measured_ranks.speeds is not None and len(self.measured_ranks.speeds) != len(
+            sample.kernel
+        ):
+            self.measured_ranks = ALIKE
+        fitted.new_samples.append(sample)
+        alike = [
+            other for other in fitted.new_samples if len(other.kernel) == len(sample.kernel)
+        ]  # of as many ranks
+        if len(alike) >= _MIN_SAMPLES and self._is_far_off(fitted.correction, alike):
+            changes += self._fit_rates(fitted, alike)
         return changes + self._learn_exchange(fitted, sample)
 
-    def _off(self, correction: Correction, samples: Sequence[Observation]) -> bool:
+    def _is_far_off(self, correction: Correction, samples: Sequence[Observation]) -> bool:
         """Return whether estimates are so far from measurements that rates should change."""
-        estimated = [self.measured.taken(sample.estimated(correction.kernel)) for sample in samples]
-        ratios = [seconds.max() / max(sample.kernel.max(), 1e-12) for seconds, sample in zip(estimated, samples, strict=True)]
+        estimated = [
+            self.measured_ranks.taken(sample.estimate_seconds(correction.kernel_factors))
+            for sample in samples
+        ]
+        ratios = [
+            seconds.max() / max(sample.kernel.max(), 1e-12)
+            for seconds, sample in zip(estimated, samples, strict=True)
+        ]
         if abs(math.log(max(float(np.median(ratios)), 1e-12))) > _TOLERANCE:
             return True
         return bool(np.abs(np.log(_compute_speeds(estimated, samples))).max() > _SPEED_TOLERANCE)
 
-    def _fit(self, fitted: _KindRates, samples: Sequence[Observation]) -> list[str]:
-        before, ranks_before, changes = fitted.correction, self.measured, []
+    def _fit_rates(self, fitted: _KindRates, samples: Sequence[Observation]) -> list[str]:
+        before, ranks_before, changes = fitted.correction, self.measured_ranks, []
         count = len(samples[0].kernel)
-        speeds = np.array(self.measured.each(count))
-        factors = before.kernel
-        for _ in range(3):  # what is a rank's and what is the kernel's tell each other apart in turns
+        speeds = np.array(self.measured_ranks.each(count))
+        factors = before.kernel_factors
+        for _ in range(
+            3
+        ):  # what is a rank's and what is the kernel's tell each other apart in turns
             factors = _fit_factors(samples, speeds)
-            speeds = _compute_speeds([sample.estimated(factors) for sample in samples], samples)
+            speeds = _compute_speeds(
+                [sample.estimate_seconds(factors) for sample in samples], samples
+            )
         alike = bool(np.abs(np.log(speeds)).max() <= _SPEED_TOLERANCE)
         if alike:
             factors = _fit_factors(samples, np.ones(count))
-        self.measured = ALIKE if alike else Ranks.of([_round_rate(speed) for speed in speeds])
-        task, byte, flop = (_round_rate(float(np.clip(factor, *_FACTOR_RANGE))) for factor in factors)
+        self.measured_ranks = ALIKE if alike else Ranks.of([_round_rate(speed) for speed in speeds])
+        task, byte, flop = (
+            _round_rate(float(np.clip(factor, *_FACTOR_RANGE))) for factor in factors
+        )
         fitted.correction = replace(before, task=task, byte=byte, flop=flop)
-        fitted.new.clear()
+        fitted.new_samples.clear()
         if fitted.correction != before:
-            times = [sample.estimated(fitted.correction.kernel).max() / sample.parts.sum(axis=1).max() for sample in samples]
-            changes.append(f"attention takes {np.median(times):.3g} times as long as the cost model says")
-        if self.measured != ranks_before:
-            changes.append(_describe_ranks(self.measured))
+            times = [
+                sample.estimate_seconds(fitted.correction.kernel_factors).max()
+                / sample.parts.sum(axis=1).max()
+                for sample in samples
+            ]
+            changes.append(
+                f"attention takes {np.median(times):.3g} times as long as the cost model says"
+            )
+        if self.measured_ranks != ranks_before:
+            changes.append(_describe_ranks(self.measured_ranks))
         return changes
 
     @staticmethod
     def _learn_exchange(fitted: _KindRates, sample: Observation) -> list[str]:
         changes: list[str] = []
-        if not sample.moved:
-            fitted.still += fitted.slower is not None
-            if fitted.still >= fitted.wait:
-                fitted.trying, fitted.still = True, 0
+        if not sample.has_exchange:
+            fitted.idle_micro_batches += fitted.slowdown is not None
+            if fitted.idle_micro_batches >= fitted.trial_interval:
+                fitted.is_in_trial, fitted.idle_micro_batches = True, 0
             return changes
-        tried, fitted.trying = fitted.trying, False
-        if fitted.slower is not None and not tried:  # planned in a trial before that told anything: the next one has to wait
-            fitted.still = max(fitted.still - math.ceil(max(sample.loss, 0) / _TRIAL_SHARE), -_LAST_TRIAL)
-        moved = [other for other in fitted.new if other.moved] or [sample]
-        factors = [factor for other in moved if (factor := other.exchange_factor()) is not None]
-        clear = all(other.loss > _CLEAR_SLOWDOWN - 1 for other in moved)
-        if not factors or len(moved) < (1 if tried else _MIN_CLEAR_SAMPLES if clear else _MIN_SAMPLES):
+        tried, fitted.is_in_trial = fitted.is_in_trial, False
+        if (
+            fitted.slowdown is not None and not tried
+        ):  # planned in a trial before that told anything: the next one has to wait
+            fitted.idle_micro_batches = max(
+                fitted.idle_micro_batches - math.ceil(max(sample.slowdown, 0) / _TRIAL_SHARE),
+                -_LAST_TRIAL,
+            )
+        moved = [other for other in fitted.new_samples if other.has_exchange] or [sample]
+        factors = [
+            factor for other in moved if (factor := other.compute_exchange_factor()) is not None
+        ]
+        clear = all(other.slowdown > _CLEAR_SLOWDOWN - 1 for other in moved)
+        if not factors or len(moved) < (
+            1 if tried else _MIN_CLEAR_SAMPLES if clear else _MIN_SAMPLES
+        ):
             return changes
         factor = _round_rate(float(np.clip(np.median(factors), *_FACTOR_RANGE)))
-        loss = float(np.median([other.loss for other in moved]))
-        change = abs(factor - fitted.correction.exchange) * float(sample.exchange.max())
+        loss = float(np.median([other.slowdown for other in moved]))
+        change = abs(factor - fitted.correction.exchange) * float(sample.estimated_exchange.max())
         if change > (_TOLERANCE if loss <= 0 else 0) * float(sample.kernel.max()):
             fitted.correction = replace(fitted.correction, exchange=factor)
             changes.append(f"exchanges take {factor:.3g} times as long as the cost model says")
-            fitted.new.clear()
+            fitted.new_samples.clear()
         if loss <= 0:
-            fitted.slower, fitted.wait = None, _FIRST_TRIAL
+            fitted.slowdown, fitted.trial_interval = None, _FIRST_TRIAL
         else:
-            again = 2 * fitted.wait if tried else fitted.wait
-            fitted.slower, fitted.wait = loss, min(max(again, math.ceil(loss / _TRIAL_SHARE)), _LAST_TRIAL)
+            again = 2 * fitted.trial_interval if tried else fitted.trial_interval
+            fitted.slowdown, fitted.trial_interval = (
+                loss,
+                min(max(again, math.ceil(loss / _TRIAL_SHARE)), _LAST_TRIAL),
+            )
         return changes
 
 
@@ -289,7 +344,10 @@ def _fit_factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArr
     common = float(np.median(1 / scaled.sum(axis=1)))
     scaled = scaled * common  # factors are about 1 from here on
     rows = len(scaled)
-    products = [[_sum_in_order(scaled[:, i] * scaled[:, j]) + _PULL * rows * (i == j) for j in range(3)] for i in range(3)]
+    products = [
+        [_sum_in_order(scaled[:, i] * scaled[:, j]) + _PULL * rows * (i == j) for j in range(3)]
+        for i in range(3)
+    ]
     wanted = [_sum_in_order(scaled[:, i]) + _PULL * rows for i in range(3)]
     factors = [1.0, 1.0, 1.0]
     for _ in range(100):
@@ -313,13 +371,23 @@ def _round_rate(value: float) -> float:
 
 def _describe_kind(kind: Kind) -> str:
     shape, device = kind
-    width = shape.head_dim if shape.head_dim == shape.value_head_dim else f"{shape.head_dim} and {shape.value_head_dim}"
+    width = (
+        shape.head_dim
+        if shape.head_dim == shape.value_head_dim
+        else f"{shape.head_dim} and {shape.value_head_dim}"
+    )
     return f"{shape.query_heads}:{shape.key_value_heads} heads of {width}, {shape.element_bytes} bytes, {device}"
 
 
 def _describe_ranks(ranks: Ranks) -> str:
     if ranks.speeds is None:
         return "all ranks are equally fast"
-    others = [(rank, speed) for rank, speed in enumerate(ranks.speeds) if abs(math.log(speed)) > _SPEED_TOLERANCE]
-    listed = ", ".join(f"rank {rank} takes {1 / speed:.2f} times as long as others" for rank, speed in others[:8])
+    others = [
+        (rank, speed)
+        for rank, speed in enumerate(ranks.speeds)
+        if abs(math.log(speed)) > _SPEED_TOLERANCE
+    ]
+    listed = ", ".join(
+        f"rank {rank} takes {1 / speed:.2f} times as long as others" for rank, speed in others[:8]
+    )
     return listed + (f", and {len(others) - 8} more differ" if len(others) > 8 else "")

@@ -12,11 +12,24 @@ import torch
 
 from hf_distca.agreement.document_starts import RowTokens
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.data.columns import ROW_COLUMNS, TARGET_MASKS, UNKNOWN_INPUTS, ForwardInputs, check_columns, convert_integers
+from hf_distca.data.columns import (
+    ROW_COLUMNS,
+    TARGET_MASKS,
+    UNKNOWN_INPUTS,
+    ForwardInputs,
+    check_columns,
+    convert_integers,
+)
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["IGNORED_LABEL", "PackingCollator", "DocumentTokens", "read_feature_documents", "make_labels"]
+__all__ = [
+    "IGNORED_LABEL",
+    "PackingCollator",
+    "DocumentTokens",
+    "read_feature_documents",
+    "make_labels",
+]
 
 _log = logging.getLogger("hf_distca")
 
@@ -31,7 +44,7 @@ class DocumentTokens(NamedTuple):
     labels: IntArray
     positions: IntArray
 
-    def check_counts_on(self) -> None:
+    def check_positions(self) -> None:
         """Raise if positions do not count on: dealing takes documents
         by their places, and would lose them.
         """
@@ -47,7 +60,11 @@ def make_labels(tokens: IntArray, masks: Collection[IntArray]) -> IntArray:
     """Return the labels of tokens without labels of their own: the
     tokens, where all masks are 1, as in TRL.
     """
-    return tokens if not masks else np.where(np.all(np.stack(list(masks)), axis=0), tokens, IGNORED_LABEL)
+    return (
+        tokens
+        if not masks
+        else np.where(np.all(np.stack(list(masks)), axis=0), tokens, IGNORED_LABEL)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +112,26 @@ class PackingCollator:
         """
         if any(map(_is_share, features)):
             return _make_share_batch(features)
-        documents = [row for feature in features for row in read_feature_documents(feature, self._inputs) if len(row.tokens)]
+        documents = [
+            row
+            for feature in features
+            for row in read_feature_documents(feature, self._inputs)
+            if len(row.tokens)
+        ]
         if not documents:
-            raise LayoutError(f"{len(features)} features hold no tokens: drop empty documents before batching.")
+            raise LayoutError(
+                f"{len(features)} features hold no tokens: drop empty documents before batching."
+            )
         ids, labels, positions = (np.concatenate(parts) for parts in zip(*documents, strict=True))
         packed = PackedDocuments([len(row.tokens) for row in documents])
         labels[packed.positions == 0] = IGNORED_LABEL
         if not (labels != IGNORED_LABEL).any():
             _warn_of_no_targets(len(ids))
         rows = {"input_ids": ids, "labels": labels, "position_ids": positions}
-        return {**{name: torch.from_numpy(row)[None] for name, row in rows.items()}, "distca_documents": packed}
+        return {
+            **{name: torch.from_numpy(row)[None] for name, row in rows.items()},
+            "distca_documents": packed,
+        }
 
 
 _warnings_given: set[str] = set()
@@ -123,7 +150,7 @@ def _warn_of_no_targets(tokens: int) -> None:
 
 def _is_share(feature: object) -> bool:
     packed = feature.get("distca_documents") if isinstance(feature, Mapping) else None
-    return isinstance(packed, PackedDocuments) and packed.dealt is not None
+    return isinstance(packed, PackedDocuments) and packed.dealt_share is not None
 
 
 def _make_share_batch(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -133,22 +160,32 @@ def _make_share_batch(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "size. Set per_device_train_batch_size=1 (and per_device_eval_batch_size=1)."
         )
     (share,) = features
-    return {name: row[None] if isinstance(row, torch.Tensor) else row for name, row in share.items()}
+    return {
+        name: row[None] if isinstance(row, torch.Tensor) else row for name, row in share.items()
+    }
 
 
-def read_feature_documents(feature: Mapping[str, Any], inputs: ForwardInputs = UNKNOWN_INPUTS) -> list[DocumentTokens]:
+def read_feature_documents(
+    feature: Mapping[str, Any], inputs: ForwardInputs = UNKNOWN_INPUTS
+) -> list[DocumentTokens]:
     """Read the documents of a feature, as `PackingCollator` does for a model with these inputs."""
     if not isinstance(feature, Mapping):
-        raise LayoutError(f"a feature is of {type(feature)}; it must be a mapping with 'input_ids' or 'documents'.")
+        raise LayoutError(
+            f"a feature is of {type(feature)}; it must be a mapping with 'input_ids' or 'documents'."
+        )
     if "documents" in feature:
         beside = sorted(_READ_COLUMNS & feature.keys())
         if beside:
-            raise LayoutError(f"a feature has 'documents' and {beside[0]!r}, which would not be read: give rows of 'input_ids'.")
+            raise LayoutError(
+                f"a feature has 'documents' and {beside[0]!r}, which would not be read: give rows of 'input_ids'."
+            )
         check_columns(feature, 0, {"documents"}, inputs)
         documents = [convert_integers(tokens, "input_ids") for tokens in feature["documents"]]
         return [DocumentTokens(tokens, tokens, np.arange(len(tokens))) for tokens in documents]
     if "input_ids" not in feature:
-        raise LayoutError(f"a feature has the keys {sorted(feature)}; it needs 'input_ids' or 'documents'.")
+        raise LayoutError(
+            f"a feature has the keys {sorted(feature)}; it needs 'input_ids' or 'documents'."
+        )
     row = {
         name: convert_integers(feature[name], name, "iub" if "mask" in name else "iu")
         for name in _READ_COLUMNS
@@ -158,12 +195,16 @@ def read_feature_documents(feature: Mapping[str, Any], inputs: ForwardInputs = U
     check_columns(feature, count, _READ_COLUMNS, inputs)
     for name, column in row.items():
         if len(column) != count:
-            raise LayoutError(f"a row has {count} input_ids and {len(column)} numbers in its {name}: they must match.")
+            raise LayoutError(
+                f"a row has {count} input_ids and {len(column)} numbers in its {name}: they must match."
+            )
     mask = row.pop("attention_mask", None)
     kept = _find_real_tokens(mask, count)
     row = {name: column[kept] for name, column in row.items()}
     labels = (
-        row["labels"] if "labels" in row else make_labels(row["input_ids"], [row[name] for name in TARGET_MASKS if name in row])
+        row["labels"]
+        if "labels" in row
+        else make_labels(row["input_ids"], [row[name] for name in TARGET_MASKS if name in row])
     )
     numbers = None if mask is None else mask[kept]
     starts = _choose_starts(len(labels), lengths, _find_starts(row.get("position_ids"), numbers))
@@ -186,7 +227,9 @@ def _find_starts(positions: IntArray | None, numbers: IntArray | None) -> IntArr
             f"position_ids[0] of a row is {positions[0]}, where a document begins: each counts from 0. Rows of which other ranks "
             "hold the rest are not packed here."
         )
-    return RowTokens.of(np.arange(count) if positions is None else positions, numbers, count).document_starts(training=True)
+    return RowTokens.of(
+        np.arange(count) if positions is None else positions, numbers, count
+    ).find_document_starts(training=True)
 
 
 def _choose_starts(tokens: int, lengths: IntArray | None, read: IntArray | None) -> IntArray:

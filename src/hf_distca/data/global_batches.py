@@ -91,26 +91,32 @@ class GlobalBatches:
         _check_arguments(tokens, seed, fill, longer)
         counts = as_integers(lengths, "lengths of documents")
         if len(counts) and counts.min() < 0:
-            raise LayoutError(f"document {int(counts.argmin())} has length {counts.min()}: lengths are at least 0.")
-        self.tokens, self.seed, self._whole = tokens, seed, fill == "whole"
+            raise LayoutError(
+                f"document {int(counts.argmin())} has length {counts.min()}: lengths are at least 0."
+            )
+        self.tokens, self.seed, self._fills_whole = tokens, seed, fill == "whole"
         self._document = np.flatnonzero(counts)
         self._start, self._length = np.zeros_like(self._document), counts[self._document]
-        self._meet_longer(longer, quiet)
+        self._apply_longer_rule(longer, quiet)
         total = int(self._length.sum())
-        if not total or (not self._whole and total < tokens):
+        if not total or (not self._fills_whole and total < tokens):
             raise LayoutError(
                 f"{len(self._document)} documents with tokens have {total} tokens together, a global batch has {tokens} (ranks x "
                 'tokens_per_rank): give more documents or fewer tokens a rank, or fill="whole" to train on padding.'
             )
         self._count = total // tokens
-        if self._whole:
+        if self._fills_whole:
             self._packed, self._offsets = _pack_whole_documents(
-                self._length, self._shuffled(len(self._length), 0), tokens, quiet=quiet
+                self._length, self._shuffle(len(self._length), 0), tokens, quiet=quiet
             )
             self._count = len(self._offsets) - 1
             if not quiet:
                 padding = 100 * (1 - total / (self._count * tokens))
-                _log.info("%d global batches of whole documents, %.2f %% of them padding.", self._count, padding)
+                _log.info(
+                    "%d global batches of whole documents, %.2f %% of them padding.",
+                    self._count,
+                    padding,
+                )
         self._epoch: tuple[int, IntArray, IntArray] | None = None
 
     def __len__(self) -> int:
@@ -119,27 +125,42 @@ class GlobalBatches:
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_epoch": None}  # it is made faster than it travels
 
-    def pieces(self, epoch: int, number: int) -> BatchPieces:
+    def get_pieces(self, epoch: int, number: int) -> BatchPieces:
         """Return the pieces of a global batch; raise `IndexError` if there is no such batch."""
         if not 0 <= number < len(self):
             raise IndexError(f"global batch {number} of {len(self)}")
         if self._epoch is None or self._epoch[0] != epoch:
             # The order of batches, if documents are whole; else that of documents, and where they end in it.
-            order = self._shuffled(self._count, 1 + epoch) if self._whole else self._shuffled(len(self._length), epoch)
-            self._epoch = epoch, order, order[:0] if self._whole else np.cumsum(self._length[order])
+            order = (
+                self._shuffle(self._count, 1 + epoch)
+                if self._fills_whole
+                else self._shuffle(len(self._length), epoch)
+            )
+            self._epoch = (
+                epoch,
+                order,
+                order[:0] if self._fills_whole else np.cumsum(self._length[order]),
+            )
         _, order, ends = self._epoch
-        return self._whole_pieces(int(order[number])) if self._whole else self._cut_pieces(order, ends, number)
+        return (
+            self._get_whole_pieces(int(order[number]))
+            if self._fills_whole
+            else self._get_cut_pieces(order, ends, number)
+        )
 
-    def _shuffled(self, count: int, stream: int) -> IntArray:
+    def _shuffle(self, count: int, stream: int) -> IntArray:
         if self.seed is None:
             return np.arange(count)
         # Raw bits of a generator stay the same from one numpy to the next; `permutation` may not.
         bits = np.random.PCG64([self.seed, stream]).random_raw(count)
         return np.argsort(bits, kind="stable")
 
-    def _cut_pieces(self, order: IntArray, ends: IntArray, number: int) -> BatchPieces:
+    def _get_cut_pieces(self, order: IntArray, ends: IntArray, number: int) -> BatchPieces:
         begin, end = number * self.tokens, (number + 1) * self.tokens
-        first, last = int(np.searchsorted(ends, begin, side="right")), int(np.searchsorted(ends, end, side="left"))
+        first, last = (
+            int(np.searchsorted(ends, begin, side="right")),
+            int(np.searchsorted(ends, end, side="left")),
+        )
         rows = order[first : last + 1]
         stops = self._length[rows]
         starts = np.zeros_like(stops)
@@ -147,7 +168,7 @@ class GlobalBatches:
         starts[0] = begin - (ends[first] - self._length[rows[0]])
         return BatchPieces(self._document[rows], starts, stops)
 
-    def _whole_pieces(self, batch: int) -> BatchPieces:
+    def _get_whole_pieces(self, batch: int) -> BatchPieces:
         rows = self._packed[self._offsets[batch] : self._offsets[batch + 1]]
         length, start = self._length[rows], self._start[rows]
         free = self.tokens - int(length.sum())
@@ -156,7 +177,7 @@ class GlobalBatches:
         starts = np.concatenate([start, np.zeros_like(padding)])
         return BatchPieces(documents, starts, np.concatenate([start + length, padding]))
 
-    def _meet_longer(self, longer: LongerRule, quiet: bool) -> None:
+    def _apply_longer_rule(self, longer: LongerRule, quiet: bool) -> None:
         """Raise for documents that are longer than a global batch, or cut them."""
         long = np.flatnonzero(self._length > self.tokens)
         if not len(long):
@@ -167,10 +188,12 @@ class GlobalBatches:
             f"tokens_per_rank); document {self._document[row]} has {self._length[row]}"
         )
         if longer == "refuse":
-            raise LayoutError(f'{longer_ones}. More tokens a rank hold them; longer="cut" cuts them into documents of their own.')
+            raise LayoutError(
+                f'{longer_ones}. More tokens a rank hold them; longer="cut" cuts them into documents of their own.'
+            )
         if not quiet:
             _log.warning("%s. They are cut: each piece is a document of its own.", longer_ones)
-        if not self._whole:
+        if not self._fills_whole:
             return
         parts = -(-self._length // self.tokens)
         self._document = np.repeat(self._document, parts)
@@ -182,15 +205,24 @@ class GlobalBatches:
 def _check_arguments(tokens: int, seed: int | None, fill: str, longer: str) -> None:
     # Not `isinstance`: True is no number.
     if type(tokens) is not int or tokens < 1:
-        raise ConfigError(f"tokens={tokens!r} of a global batch must be a whole number of at least 1.")
+        raise ConfigError(
+            f"tokens={tokens!r} of a global batch must be a whole number of at least 1."
+        )
     if seed is not None and (type(seed) is not int or seed < 0):
-        raise ConfigError(f"seed={seed!r} must be a whole number of at least 0, or None for no shuffling.")
-    for name, value, choices in (("fill", fill, get_args(FillRule)), ("longer", longer, get_args(LongerRule))):
+        raise ConfigError(
+            f"seed={seed!r} must be a whole number of at least 0, or None for no shuffling."
+        )
+    for name, value, choices in (
+        ("fill", fill, get_args(FillRule)),
+        ("longer", longer, get_args(LongerRule)),
+    ):
         if value not in choices:
             raise ConfigError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
 
 
-def _pack_whole_documents(length: IntArray, order: IntArray, tokens: int, *, quiet: bool) -> tuple[IntArray, IntArray]:
+def _pack_whole_documents(
+    length: IntArray, order: IntArray, tokens: int, *, quiet: bool
+) -> tuple[IntArray, IntArray]:
     """Pack documents into batches in an order, each into the
     fullest open batch that has room for it.
 
@@ -201,7 +233,9 @@ def _pack_whole_documents(length: IntArray, order: IntArray, tokens: int, *, qui
     opened: list[int] = []  # their numbers
     batch_of: list[int] = []
     count = 0
-    for n in tqdm(length[order].tolist(), "packing documents", delay=1.0, disable=quiet, unit=" documents"):
+    for n in tqdm(
+        length[order].tolist(), "packing documents", delay=1.0, disable=quiet, unit=" documents"
+    ):
         place = bisect_left(rooms, n)
         if place < len(rooms):
             room, batch = rooms.pop(place) - n, opened.pop(place)

@@ -38,14 +38,19 @@ class DocumentPiece:
     start: int
     end: int
 
-    def tokens(self, begin: int, end: int) -> IntArray:
+    def read_tokens(self, begin: int, end: int) -> IntArray:
         """Return the tokens [begin, end) of the piece.
 
         Raises:
             LayoutError: if they are padding that the document came with, or fewer than the document was said to have.
         """
         first = self.start + begin
-        if self._has("attention_mask") and (wrong := (mask := self._slice("attention_mask", begin, end, "iub")) != 1).any():
+        if (
+            self._has_column("attention_mask")
+            and (
+                wrong := (mask := self._read_slice("attention_mask", begin, end, "iub")) != 1
+            ).any()
+        ):
             place, value = int(wrong.argmax()), int(mask[wrong.argmax()])
             raise LayoutError(
                 f"attention_mask of a document is {value} at token {first + place}: "
@@ -56,36 +61,50 @@ class DocumentPiece:
                 )
             )
         expected = np.arange(first, self.start + end)
-        if self._has("position_ids") and (wrong := self._slice("position_ids", begin, end) != expected).any():
+        if (
+            self._has_column("position_ids")
+            and (wrong := self._read_slice("position_ids", begin, end) != expected).any()
+        ):
             place = first + int(wrong.argmax())
             raise LayoutError(
                 f"position_ids of a document do not count on from 0 at token {place}: the row was packed already, and would be "
                 "dealt as one document, or skips positions, which would be lost where it is cut. Give its documents one by one, "
                 "without position_ids."
             )
-        return self._slice("input_ids", begin, end)
+        return self._read_slice("input_ids", begin, end)
 
-    def sample(self) -> IntArray:
+    def read_sample(self) -> IntArray:
         """Return tokens at the beginning, in the middle and at the end of the piece, unchecked."""
         count = self.end - self.start
-        middle, last = (max(0, begin) for begin in ((count - _SAMPLE_TOKENS) // 2, count - _SAMPLE_TOKENS))
-        slices = [self._slice("input_ids", begin, min(begin + _SAMPLE_TOKENS, count)) for begin in (0, middle, last)]
+        middle, last = (
+            max(0, begin) for begin in ((count - _SAMPLE_TOKENS) // 2, count - _SAMPLE_TOKENS)
+        )
+        slices = [
+            self._read_slice("input_ids", begin, min(begin + _SAMPLE_TOKENS, count))
+            for begin in (0, middle, last)
+        ]
         return np.concatenate(slices)
 
-    def labels(self, begin: int, end: int) -> IntArray:
+    def read_labels(self, begin: int, end: int) -> IntArray:
         """Return the labels of the tokens [begin, end) of the piece; see
         `make_labels` for a document without labels.
         """
-        if self._has("labels"):
-            return self._slice("labels", begin, end)
-        masks = [self._slice(name, begin, end, "iub") for name in TARGET_MASKS if self._has(name)]
-        return make_labels(self._slice("input_ids", begin, end), masks)
+        if self._has_column("labels"):
+            return self._read_slice("labels", begin, end)
+        masks = [
+            self._read_slice(name, begin, end, "iub")
+            for name in TARGET_MASKS
+            if self._has_column(name)
+        ]
+        return make_labels(self._read_slice("input_ids", begin, end), masks)
 
-    def _has(self, name: str) -> bool:
+    def _has_column(self, name: str) -> bool:
         return self.row.get(name) is not None
 
-    def _slice(self, name: str, begin: int, end: int, kinds: str = "iu") -> IntArray:
-        values = convert_integers(self.row[name][self.start + begin : self.start + end], name, kinds)
+    def _read_slice(self, name: str, begin: int, end: int, kinds: str = "iu") -> IntArray:
+        values = convert_integers(
+            self.row[name][self.start + begin : self.start + end], name, kinds
+        )
         if len(values) != end - begin:
             raise LayoutError(
                 f"the {name} of a document end before token {self.start + end}: they are fewer than its lengths or its other "
@@ -97,6 +116,6 @@ class DocumentPiece:
 def hash_pieces(pieces: Sequence[DocumentPiece]) -> int:
     """Return a hash below 2**56 of some of the tokens of pieces, which may be any integers."""
     chosen = np.unique(np.linspace(0, max(len(pieces) - 1, 0), SAMPLE_COUNT).astype(np.int64))
-    samples = [pieces[index].sample() for index in chosen if index < len(pieces)]
+    samples = [pieces[index].read_sample() for index in chosen if index < len(pieces)]
     parts = [part.tobytes() for sample in samples for part in (np.array([len(sample)]), sample)]
     return int.from_bytes(hashlib.sha256(b"".join(parts)).digest()[:7], "big")

@@ -10,7 +10,13 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from hf_distca.data.borrowed_readers import get_row_indices
-from hf_distca.data.columns import ROW_COLUMNS, UNKNOWN_INPUTS, ForwardInputs, check_column, check_columns
+from hf_distca.data.columns import (
+    ROW_COLUMNS,
+    UNKNOWN_INPUTS,
+    ForwardInputs,
+    check_column,
+    check_columns,
+)
 from hf_distca.data.pieces import SAMPLE_COUNT, DocumentPiece, hash_pieces
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray, as_integers
@@ -39,57 +45,76 @@ class DocumentReader:
 
     def __init__(self, documents: Any, column: str, inputs: ForwardInputs = UNKNOWN_INPUTS) -> None:
         self.column, self._inputs = column, inputs
-        self._arrow = is_stored_dataset(documents)
-        if self._arrow:
+        self._is_stored = is_stored_dataset(documents)
+        if self._is_stored:
             _check_stored_columns(documents, column, inputs)
-            documents = documents.with_format("arrow", columns=[column, *_list_other_columns(documents.column_names, column)])
+            documents = documents.with_format(
+                "arrow", columns=[column, *_list_other_columns(documents.column_names, column)]
+            )
         self._documents = documents
 
-    def rows(self, numbers: IntArray) -> list[Mapping[str, Any]]:
+    def read_rows(self, numbers: IntArray) -> list[Mapping[str, Any]]:
         """Return the documents of these numbers, as rows for `DocumentPiece`."""
         if not len(numbers):
             return []
-        if not self._arrow:
-            return [convert_document(self._documents[number], self.column, number, self._inputs) for number in numbers.tolist()]
+        if not self._is_stored:
+            return [
+                convert_document(self._documents[number], self.column, number, self._inputs)
+                for number in numbers.tolist()
+            ]
         table = self._documents[numbers.tolist()]
         names = {name: "input_ids" if name == self.column else name for name in table.column_names}
         columns = [_view_rows(table.column(name)) for name in names]
         return [dict(zip(names.values(), row, strict=True)) for row in zip(*columns, strict=True)]
 
-    def digest(self) -> int:
+    def compute_digest(self) -> int:
         """Return a hash of some tokens of some documents, the same ones on all ranks."""
         count = len(self._documents)
-        chosen = np.random.PCG64(count).random_raw(SAMPLE_COUNT) % np.uint64(count) if count > SAMPLE_COUNT else np.arange(count)
+        chosen = (
+            np.random.PCG64(count).random_raw(SAMPLE_COUNT) % np.uint64(count)
+            if count > SAMPLE_COUNT
+            else np.arange(count)
+        )
         numbers = np.unique(np.append(chosen.astype(np.int64), [0, count - 1][:count]))
-        read = zip(numbers.tolist(), self.rows(numbers), strict=True)
-        lengths = [(row, count_tokens(row["input_ids"], "input_ids", number)) for number, row in read]
+        read = zip(numbers.tolist(), self.read_rows(numbers), strict=True)
+        lengths = [
+            (row, count_tokens(row["input_ids"], "input_ids", number)) for number, row in read
+        ]
         return hash_pieces([DocumentPiece(row, 0, length) for row, length in lengths if length])
 
 
-def convert_document(document: Any, column: str, number: int, inputs: ForwardInputs = UNKNOWN_INPUTS) -> Mapping[str, Any]:
+def convert_document(
+    document: Any, column: str, number: int, inputs: ForwardInputs = UNKNOWN_INPUTS
+) -> Mapping[str, Any]:
     """Convert a document, which is its tokens or a row with them in a column, to
     a row for `DocumentPiece`; `number` is for errors.
     """
     if not hasattr(document, "keys"):
         return {"input_ids": document}
     tokens = count_tokens(document, column, number)
-    row = {"input_ids": document[column], **{name: document[name] for name in document if name != column}}
+    row = {
+        "input_ids": document[column],
+        **{name: document[name] for name in document if name != column},
+    }
     if row.get("seq_lengths") is not None:
         raise LayoutError(_PACKED_ROW_ERROR)
     check_columns(row, tokens, _READ_COLUMNS, inputs)
-    return {"input_ids": row["input_ids"], **{name: row[name] for name in _list_other_columns(row, column)}}
+    return {
+        "input_ids": row["input_ids"],
+        **{name: row[name] for name in _list_other_columns(row, column)},
+    }
 
 
-_PACKED_ROW_ERROR = (
-    "a row has a column 'seq_lengths': it was packed already, and would be dealt as one document. Give its documents one by one."
-)
+_PACKED_ROW_ERROR = "a row has a column 'seq_lengths': it was packed already, and would be dealt as one document. Give its documents one by one."
 
 
 def _check_stored_columns(documents: Any, column: str, inputs: ForwardInputs) -> None:
     """Check the columns of a `datasets.Dataset` as `convert_document` checks a row, by their
     stored types: rows are read in slices later.
     """
-    names = [name for name in documents.column_names if name != column and name not in _READ_COLUMNS]
+    names = [
+        name for name in documents.column_names if name != column and name not in _READ_COLUMNS
+    ]
     for name in names:
         stored = documents.data.column(name)
         if stored.null_count == len(stored):
@@ -98,7 +123,9 @@ def _check_stored_columns(documents: Any, column: str, inputs: ForwardInputs) ->
             raise LayoutError(_PACKED_ROW_ERROR)
         check_column(name, _READ_COLUMNS, inputs, numbers=_is_list_of_numbers(stored.type))
     if inputs.names is not None and len(documents):
-        convert_document(documents.with_format(None)[0], column, 0, inputs)  # warns of numbers for each token
+        convert_document(
+            documents.with_format(None)[0], column, 0, inputs
+        )  # warns of numbers for each token
 
 
 def _is_list_of_numbers(kind: Any) -> bool:
@@ -107,14 +134,22 @@ def _is_list_of_numbers(kind: Any) -> bool:
 
     kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
     depth = 0
-    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    while (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    ):
         kind, depth = kind.value_type, depth + 1
-    return depth > 0 and (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+    return depth > 0 and (
+        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    )
 
 
 def _list_other_columns(names: Collection[str], column: str) -> list[str]:
     """List the columns of a row that are read beside that of its tokens."""
-    return [name for name in (*sorted(ROW_COLUMNS - {"input_ids"}), "position_ids") if name in names and name != column]
+    return [
+        name
+        for name in (*sorted(ROW_COLUMNS - {"input_ids"}), "position_ids")
+        if name in names and name != column
+    ]
 
 
 def _view_rows(column: Any) -> list[np.ndarray | None]:
@@ -135,8 +170,13 @@ def _view_rows(column: Any) -> list[np.ndarray | None]:
             views.append(None if chunk.null_count else array)
             continue
         missing = chunk.is_null().to_numpy(zero_copy_only=False)
-        ends = np.cumsum(pc.fill_null(pc.list_value_length(chunk), 0).to_numpy(zero_copy_only=False))
-        views += [None if gone else array[a:b] for gone, a, b in zip(missing, [0, *ends[:-1]], ends, strict=True)]
+        ends = np.cumsum(
+            pc.fill_null(pc.list_value_length(chunk), 0).to_numpy(zero_copy_only=False)
+        )
+        views += [
+            None if gone else array[a:b]
+            for gone, a, b in zip(missing, [0, *ends[:-1]], ends, strict=True)
+        ]
     return views
 
 
@@ -151,7 +191,9 @@ def is_datasets_class(name: str, documents: object) -> bool:
     return datasets is not None and isinstance(documents, getattr(datasets, name, ()))
 
 
-def read_document_lengths(documents: Any, column: str = "input_ids", lengths: Any = None, *, quiet: bool = False) -> IntArray:
+def read_document_lengths(
+    documents: Any, column: str = "input_ids", lengths: Any = None, *, quiet: bool = False
+) -> IntArray:
     """Return the number of tokens of each document: int64, as many as there are documents.
 
     A missing (null) document has 0.
@@ -175,13 +217,19 @@ def read_document_lengths(documents: Any, column: str = "input_ids", lengths: An
     elif is_datasets_class("Dataset", documents):
         counts = _read_offsets(documents, column)
     else:
-        bar = tqdm(documents, "reading lengths of documents", delay=1.0, disable=quiet, unit=" documents")
+        bar = tqdm(
+            documents, "reading lengths of documents", delay=1.0, disable=quiet, unit=" documents"
+        )
         numbered = (count_tokens(document, column, number) for number, document in enumerate(bar))
         counts = np.fromiter(numbered, dtype=np.int64)
     if len(counts) != len(documents):
-        raise LayoutError(f"{len(counts)} lengths for {len(documents)} documents: give one for each.")
+        raise LayoutError(
+            f"{len(counts)} lengths for {len(documents)} documents: give one for each."
+        )
     if len(counts) and counts.min() < 0:
-        raise LayoutError(f"document {counts.argmin()} has length {counts.min()}: lengths are at least 0.")
+        raise LayoutError(
+            f"document {counts.argmin()} has length {counts.min()}: lengths are at least 0."
+        )
     return counts
 
 
@@ -208,13 +256,17 @@ def _read_offsets(documents: Any, column: str) -> IntArray:
     kind = values.type
     if pa.types.is_null(kind):  # nothing but missing documents
         return np.zeros(len(documents), dtype=np.int64)
-    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    lists = (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
     if not lists or not (pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type)):
         raise LayoutError(
             f"column {column!r} of the documents holds {kind}: it must be a flat list of integers for each document. Tokenize "
             "first, or name the column that holds the tokens."
         )
-    return np.asarray(_select_rows(documents, pc.fill_null(pc.list_value_length(values), 0)).to_numpy()).astype(np.int64)
+    return np.asarray(
+        _select_rows(documents, pc.fill_null(pc.list_value_length(values), 0)).to_numpy()
+    ).astype(np.int64)
 
 
 def _get_stored_column(documents: Any, name: str) -> Any:
@@ -240,7 +292,9 @@ def count_tokens(document: Any, column: str, number: int) -> int:
     """
     if hasattr(document, "keys"):
         if column not in document:
-            raise LayoutError(f"document {number} has no {column!r}, only {', '.join(map(repr, document))}.")
+            raise LayoutError(
+                f"document {number} has no {column!r}, only {', '.join(map(repr, document))}."
+            )
         document = document[column]
     if document is None:
         return 0

@@ -19,7 +19,9 @@ _DOCUMENT_COLUMNS = ("documents", "seq_lengths", "position_ids")
 _ROWS_PER_READ = 1024  # rows of a `datasets.Dataset` at once
 
 
-def find_row_documents(rows: Any, end_of_document: int | None = None, *, quiet: bool = False) -> tuple[IntArray, IntArray]:
+def find_row_documents(
+    rows: Any, end_of_document: int | None = None, *, quiet: bool = False
+) -> tuple[IntArray, IntArray]:
     """Find the documents of all rows of a data set.
 
     Args:
@@ -58,13 +60,15 @@ def _choose_column(rows: Any, end_of_document: int | None) -> str:
     else:
         row = rows[0] if len(rows) else {"input_ids": []}
         if not hasattr(row, "keys"):
-            raise LayoutError(f"rows are of {type(row).__name__}: they must be mappings, with input_ids.")
+            raise LayoutError(
+                f"rows are of {type(row).__name__}: they must be mappings, with input_ids."
+            )
         names = list(row.keys())
     told = () if end_of_document is not None else _DOCUMENT_COLUMNS
     column: str | None = next((name for name in (*told, "input_ids") if name in names), None)
     if column is None:
         raise LayoutError(
-            f"rows have the columns {', '.join(names) or 'none'}: one of input_ids, {', '.join(_TELLING)} "
+            f"rows have the columns {', '.join(names) or 'none'}: one of input_ids, {', '.join(_DOCUMENT_COLUMNS)} "
             "says how long their documents are."
         )
     return column
@@ -83,7 +87,9 @@ def _find_starts(values: IntArray, count: IntArray, end_of_document: int | None)
 
 def _read_blocks(rows: Any, column: str, *, quiet: bool) -> Iterator[tuple[IntArray, IntArray]]:
     """Numbers of a column, row after row, and how many each row has; of documents, their lengths."""
-    with tqdm(total=len(rows), desc=f"reading {column}", delay=1.0, disable=quiet, unit=" rows") as bar:
+    with tqdm(
+        total=len(rows), desc=f"reading {column}", delay=1.0, disable=quiet, unit=" rows"
+    ) as bar:
         if is_stored_dataset(rows):
             stored = rows.with_format("arrow", columns=[column])
             for first in range(0, len(rows), _ROWS_PER_READ):

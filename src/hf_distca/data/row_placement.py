@@ -72,10 +72,10 @@ class StepPlaces:
         parts = parts[np.argsort(-work[parts].sum(axis=1), kind="stable")]
         ranks = [part[_make_even_parts(work[part], self.ranks_per_node)] for part in parts]
         order = np.concatenate(ranks, axis=None)
-        better = self.busiest(work[order]).sum() < self.busiest(work).sum()
+        better = self.compute_busiest(work[order]).sum() < self.compute_busiest(work).sum()
         return order if better else np.arange(len(work))
 
-    def busiest(self, work: IntArray) -> IntArray:
+    def compute_busiest(self, work: IntArray) -> IntArray:
         """Work of the node that has most, in each micro-batch, for the work of the row at each place."""
         nodes = work.reshape(-1, self.nodes, self.ranks_per_node * self.rows_per_rank)
         most: IntArray = nodes.sum(axis=2).max(axis=1)
@@ -116,7 +116,9 @@ class RowPlacement(BatchSampler):
     ) -> None:
         weights = np.asarray(work, dtype=np.float64)
         if weights.ndim != 1 or not np.isfinite(weights).all() or weights.min(initial=0) < 0:
-            raise ConfigError(f"work of shape {weights.shape} must be one finite number of at least 0 for each row.")
+            raise ConfigError(
+                f"work of shape {weights.shape} must be one finite number of at least 0 for each row."
+            )
         size = getattr(batch_sampler, "batch_size", None)
         if not size or places.micro_batch_rows % size:
             raise ConfigError(
@@ -125,8 +127,10 @@ class RowPlacement(BatchSampler):
             )
         self.batch_sampler, self.places, self.batch_size = batch_sampler, places, size
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
-        self.work: IntArray = np.rint(weights * (_MAX_WORK / max(weights.max(initial=0), 1e-300))).astype(np.int64)
-        self._fills = even_batches and not self.drop_last and places.ranks > 1
+        self.work: IntArray = np.rint(
+            weights * (_MAX_WORK / max(weights.max(initial=0), 1e-300))
+        ).astype(np.int64)
+        self._fills_last = even_batches and not self.drop_last and places.ranks > 1
 
     def __getattr__(self, name: str) -> Any:
         # As the sampler inside: accelerate and the Trainer ask for set_epoch, and tell it if there is one.
@@ -146,7 +150,7 @@ class RowPlacement(BatchSampler):
     def __len__(self) -> int:
         per_micro_batch = self.places.micro_batch_rows // self.batch_size
         count = len(self.batch_sampler)
-        return -(-count // per_micro_batch) * per_micro_batch if self._fills else count
+        return -(-count // per_micro_batch) * per_micro_batch if self._fills_last else count
 
     def __iter__(self) -> Iterator[list[int]]:
         rows: list[int] = []
@@ -157,14 +161,14 @@ class RowPlacement(BatchSampler):
                 first += batch
             rows += batch
             if len(rows) >= whole * self.places.micro_batches:
-                yield from self._batches(rows)
+                yield from self._place_batches(rows)
                 rows = []
-        if self._fills and len(rows) % whole:
+        if self._fills_last and len(rows) % whole:
             missing = whole - len(rows) % whole
             rows += [first[index % len(first)] for index in range(missing)]
-        yield from self._batches(rows)
+        yield from self._place_batches(rows)
 
-    def _batches(self, rows: list[int]) -> Iterator[list[int]]:
+    def _place_batches(self, rows: list[int]) -> Iterator[list[int]]:
         """Batches of a step, with the rows of whole micro-batches placed."""
         whole = len(rows) - len(rows) % self.places.micro_batch_rows
         numbers = np.array(rows, dtype=np.int64)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_distca.agreement.dealt import DealSettings
+from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.data.columns import UNKNOWN_INPUTS, ForwardInputs
@@ -78,25 +78,29 @@ class Shares(EpochMixin):
         inputs: ForwardInputs = UNKNOWN_INPUTS,
     ) -> None:
         super().__init__()
-        self.batches, self.dealing, self.pad_token_id = batches, dealing, pad_token_id
+        self.batches, self.deal_settings, self.pad_token_id = batches, dealing, pad_token_id
         self._reader = DocumentReader(documents, column, inputs)
-        self._digest = self._reader.digest()
+        self._digest = self._reader.compute_digest()
 
     def __len__(self) -> int:
-        return len(self.batches) * self.dealing.ranks
+        return len(self.batches) * self.deal_settings.ranks
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         epoch = self.epoch
-        number, rank = divmod(int(item), self.dealing.ranks)
-        pieces = self.batches.pieces(epoch, number)
+        number, rank = divmod(int(item), self.deal_settings.ranks)
+        pieces = self.batches.get_pieces(epoch, number)
         names = np.concatenate([pieces.documents, pieces.starts, [self._digest]])
-        packed = self.dealing.share(pieces.lengths, (epoch, number), rank, names)
+        packed = self.deal_settings.make_share(pieces.lengths, (epoch, number), rank, names)
         here = np.unique(np.asarray(packed.documents, dtype=np.int64))
         numbers = np.unique(pieces.documents[here])
         numbers = numbers[numbers >= 0]  # others are padding
-        rows = dict(zip(numbers.tolist(), self._reader.rows(numbers), strict=True))
+        rows = dict(zip(numbers.tolist(), self._reader.read_rows(numbers), strict=True))
         overlapping = {
-            index: DocumentPiece(rows.get(int(pieces.documents[index]), {}), int(pieces.starts[index]), int(pieces.ends[index]))
+            index: DocumentPiece(
+                rows.get(int(pieces.documents[index]), {}),
+                int(pieces.starts[index]),
+                int(pieces.ends[index]),
+            )
             for index in here.tolist()
         }
         return cut_share(packed, overlapping, self.pad_token_id)
@@ -111,7 +115,9 @@ class Shares(EpochMixin):
         return self
 
 
-def cut_share(packed: PackedDocuments, pieces: Mapping[int, DocumentPiece], pad_token_id: int = 0) -> dict[str, Any]:
+def cut_share(
+    packed: PackedDocuments, pieces: Mapping[int, DocumentPiece], pad_token_id: int = 0
+) -> dict[str, Any]:
     """Cut out the share of one rank, as `Shares` describes it.
 
     Args:
@@ -120,18 +126,30 @@ def cut_share(packed: PackedDocuments, pieces: Mapping[int, DocumentPiece], pad_
         pieces: the documents of the global batch of which this rank has tokens.
         pad_token_id: token of padding.
     """
-    total, cut = sum(packed.lengths), packed.dealt is None or packed.dealt.ranks > 1
+    total, cut = sum(packed.lengths), packed.dealt_share is None or packed.dealt_share.ranks > 1
     ids = np.full(total, pad_token_id, dtype=np.int64)
     labels, shifted = (np.full(total, IGNORED_LABEL, dtype=np.int64) for _ in range(2))
     begin = 0
-    for document, start, length in zip(packed.documents or (), packed.starts or (), packed.lengths, strict=True):
+    for document, start, length in zip(
+        packed.documents or (), packed.starts or (), packed.lengths, strict=True
+    ):
         piece, end = pieces[document], start + length
         if length and piece.row:
-            ids[begin : begin + length] = piece.tokens(start, end)
-            labels_here = piece.labels(start, min(end + 1, piece.end - piece.start))  # and that of the next token, if any
+            ids[begin : begin + length] = piece.read_tokens(start, end)
+            labels_here = piece.read_labels(
+                start, min(end + 1, piece.end - piece.start)
+            )  # and that of the next token, if any
             shifted[begin : begin + len(labels_here) - 1] = labels_here[1:]
             if not cut:
                 labels[begin + 1 : begin + length] = labels_here[1:length]
         begin += length
-    rows = {"input_ids": ids, "labels": labels, "shift_labels": shifted, "position_ids": packed.positions}
-    return {**{name: torch.from_numpy(row) for name, row in rows.items()}, "distca_documents": packed}
+    rows = {
+        "input_ids": ids,
+        "labels": labels,
+        "shift_labels": shifted,
+        "position_ids": packed.positions,
+    }
+    return {
+        **{name: torch.from_numpy(row) for name, row in rows.items()},
+        "distca_documents": packed,
+    }

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from hf_distca.agreement.dealt import DealSettings
+from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.data.borrowed_readers import count_split_ranks, hide_worker_info
 from hf_distca.data.columns import UNKNOWN_INPUTS, ForwardInputs
 from hf_distca.data.pieces import DocumentPiece, hash_pieces
@@ -61,38 +61,52 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
                 f"documents are a {type(documents).__name__}, which can be read once: give something that every epoch and every "
                 "worker can iterate from its beginning, such as datasets.IterableDataset.from_generator(...)."
             )
-        if is_datasets_class("IterableDataset", documents) and (parts := count_split_ranks(documents)) > 1:
+        if (
+            is_datasets_class("IterableDataset", documents)
+            and (parts := count_split_ranks(documents)) > 1
+        ):
             raise ConfigError(
                 f"documents are one of {parts} parts of a stream that is divided by rank (split_dataset_by_node): each rank "
                 "reads the whole stream, and dealing leaves it its share. Give the stream as it was."
             )
         super().__init__()
-        self.documents, self.dealing, self.column, self.inputs = documents, dealing, column, inputs
+        self.documents, self.deal_settings, self.column, self.inputs = (
+            documents,
+            dealing,
+            column,
+            inputs,
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch: here, and in workers that run already."""
         super().set_epoch(epoch)
-        self._tell_documents(epoch)
+        self._set_documents_epoch(epoch)
 
-    def _tell_documents(self, epoch: int) -> None:
+    def _set_documents_epoch(self, epoch: int) -> None:
         if hasattr(self.documents, "set_epoch"):
             self.documents.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        divided = is_datasets_class("IterableDataset", self.documents)  # each worker reads other files of one
+        divided = is_datasets_class(
+            "IterableDataset", self.documents
+        )  # each worker reads other files of one
         epoch = self.epoch
-        if info is not None:  # the documents of a worker that runs already are a copy, which was told nothing
-            self._tell_documents(epoch)
-        for number, pieces in enumerate(self._global_batches()):
+        if (
+            info is not None
+        ):  # the documents of a worker that runs already are a copy, which was told nothing
+            self._set_documents_epoch(epoch)
+        for number, pieces in enumerate(self._fill_global_batches()):
             if not divided and number % workers != worker:
                 continue
             batch = epoch, number * workers + worker if divided else number
-            yield from (_LazyShare(self, batch, rank, pieces) for rank in range(self.dealing.ranks))
+            yield from (
+                _LazyShare(self, batch, rank, pieces) for rank in range(self.deal_settings.ranks)
+            )
 
-    def _global_batches(self) -> Iterator[list[DocumentPiece]]:
-        tokens = self.dealing.tokens
+    def _fill_global_batches(self) -> Iterator[list[DocumentPiece]]:
+        tokens = self.deal_settings.tokens
         pieces: list[DocumentPiece] = []
         free = tokens
         documents: Iterable[Any] = self.documents
@@ -102,7 +116,11 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
             begin, count = 0, count_tokens(document, self.column, number)
             while begin < count:
                 end = min(count, begin + free)
-                pieces.append(DocumentPiece(convert_document(document, self.column, number, self.inputs), begin, end))
+                pieces.append(
+                    DocumentPiece(
+                        convert_document(document, self.column, number, self.inputs), begin, end
+                    )
+                )
                 free -= end - begin
                 begin = end
                 if not free:
@@ -119,7 +137,9 @@ def _iterate_undivided(documents: Iterable[Any]) -> Iterator[Any]:
         return
     with hide_worker_info():
         if get_worker_info() is not None:
-            raise ConfigError("torch says in which loader worker documents are read, and they may be divided: set num_workers=0.")
+            raise ConfigError(
+                "torch says in which loader worker documents are read, and they may be divided: set num_workers=0."
+            )
         iterator, end = iter(documents), object()
         document = next(iterator, end)
     while document is not end:
@@ -131,13 +151,17 @@ def _iterate_undivided(documents: Iterable[Any]) -> Iterator[Any]:
 class _LazyShare(Mapping[str, Any]):
     """A share that is computed on first access: accelerate skips those of other ranks."""
 
-    def __init__(self, stream: StreamedShares, batch: tuple[int, int], rank: int, pieces: list[DocumentPiece]) -> None:
+    def __init__(
+        self, stream: StreamedShares, batch: tuple[int, int], rank: int, pieces: list[DocumentPiece]
+    ) -> None:
         self._stream, self._batch, self._rank, self._pieces = stream, batch, rank, pieces
 
     @cached_property
     def _share(self) -> dict[str, Any]:
         lengths = np.array([piece.end - piece.start for piece in self._pieces])
-        packed = self._stream.dealing.share(lengths, self._batch, self._rank, np.array([hash_pieces(self._pieces)]))
+        packed = self._stream.deal_settings.make_share(
+            lengths, self._batch, self._rank, np.array([hash_pieces(self._pieces)])
+        )
         return cut_share(packed, dict(enumerate(self._pieces)))
 
     def __getitem__(self, name: str) -> Any:

@@ -24,7 +24,7 @@ from hf_distca.integration.session import current_session
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-    from hf_distca.agreement.dealt import DealtShare
+    from hf_distca.agreement.dealt_share import DealtShare
     from hf_distca.integration.callers import MaskCall
 
 __all__ = ["check_dealing", "check_evaluation", "check_loader", "check_sharing", "check_step"]
@@ -57,7 +57,7 @@ def check_loader(
     check_reader(loader, shares is not None)
     if shares is None:
         return
-    ranks = shares.dealing.ranks
+    ranks = shares.deal_settings.ranks
     wrong = (
         *wrong_reading(loader, shares),
         *(() if evaluating else wrong_epochs(loader, shares)),
@@ -80,7 +80,7 @@ def check_evaluation(trainer: Trainer) -> None:
         shares = shares_of(dataset)
         if shares is None:
             continue
-        rows, ranks = trainer.args.per_device_eval_batch_size, shares.dealing.ranks
+        rows, ranks = trainer.args.per_device_eval_batch_size, shares.deal_settings.ranks
         wrong = [] if rows == 1 else [f"evaluation would take batches of {rows}. Set per_device_eval_batch_size=1."]
         wrong += _wrong_evaluation(trainer) if ranks > 1 else ()
         _refuse(f"an eval_dataset of shares for {ranks} {'ranks' if ranks > 1 else 'rank'}", wrong)

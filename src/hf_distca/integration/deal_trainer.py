@@ -102,7 +102,7 @@ def deal(
         known = {"seed": seed, "lengths": read_document_lengths(documents, quiet=not trainer.is_world_process_zero())}
     dataset = make(documents, fill=fill, longer=longer, **known)
     shares = cast("Shares | StreamedShares", shares_of(dataset))
-    check_dealing(trainer, shares.dealing.ranks, evaluation)
+    check_dealing(trainer, shares.deal_settings.ranks, evaluation)
     if evaluation:
         _deal_evaluation(trainer, partial(make, seed=None, fill="whole", longer=longer))
     targets = None if not known else sample_targets(documents, len(known["lengths"]))
@@ -180,7 +180,7 @@ def _take_apart(rows: Mapping[str, list[Any]], inputs: ForwardInputs) -> dict[st
     features = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
     documents = [document for feature in features for document in read_feature_documents(feature, inputs)]
     for document in documents:
-        document.check_counts_on()
+        document.check_positions()
     return {"input_ids": [document.tokens for document in documents], "labels": [document.labels for document in documents]}
 
 
@@ -202,7 +202,7 @@ def _read_shares(trainer: Trainer, shares: Any) -> None:
 
 def _words(shares: Shares | StreamedShares, lengths: IntArray | None, targets: Targets | None, accumulation: int) -> str:
     """Describe the dealt documents in three lines; of a stream, the known facts."""
-    dealing = shares.dealing
+    dealing = shares.deal_settings
     ranks = f"{dealing.ranks} {'ranks' if dealing.ranks > 1 else 'rank'} with {dealing.tokens_per_rank:,} tokens each"
     together = "" if accumulation == 1 else f", {accumulation} in each optimizer step"
     if lengths is None or targets is None or not isinstance(shares, Shares):

@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import get_int_from_env, parse_flag_from_env
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt import DealSettings, Placement
+from hf_distca.agreement.dealt_share import DealSettings, Placement
 from hf_distca.borrowed import has_partial_state
 from hf_distca.config import DistCAConfig
 from hf_distca.data.columns import ForwardInputs
@@ -128,7 +128,7 @@ def document_shares(
     dealing = DealSettings(
         ranks, tokens_per_rank, {key: known_cost(key, config) for key in keys}, config, ranks_per_node, placement
     )
-    dealing.layouts(np.array([ranks * tokens_per_rank]))  # what is wrong with these numbers is raised here, not in a worker
+    dealing.deal_layouts(np.array([ranks * tokens_per_rank]))  # what is wrong with these numbers is raised here, not in a worker
     inputs = ForwardInputs.of(model)
     if not hasattr(documents, "__len__"):
         _check_stream(seed, fill, longer, lengths)

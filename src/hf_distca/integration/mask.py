@@ -100,8 +100,8 @@ def _with_caller(info: MaskInfo, config: PreTrainedConfig | None) -> MaskInfo:
         position_ids = given if first else mark_starts(given)
     if model is not None and isinstance(packed, PackedDocuments):
         check_positions(model, packed, position_ids, lacking=call.lacks_positions and not (first and position_ids is not None))
-        if packed.dealt is not None:
-            check_step(call, packed.dealt)
+        if packed.dealt_share is not None:
+            check_step(call, packed.dealt_share)
     # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
     return replace(
         info,

@@ -257,6 +257,6 @@ def _words(places: StepPlaces, work: IntArray) -> str:
     if not steps:
         return text
     mean = sum(int(step.sum()) for step in steps) / places.nodes
-    before = sum(int(places.busiest(step).sum()) for step in steps)
-    after = sum(int(places.busiest(step[places.place(step)]).sum()) for step in steps)
+    before = sum(int(places.compute_busiest(step).sum()) for step in steps)
+    after = sum(int(places.compute_busiest(step[places.place(step)]).sum()) for step in steps)
     return f"{text} Attention of the busiest node / mean: {before / mean:.3f} in random order, {after / mean:.3f} placed."

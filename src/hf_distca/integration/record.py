@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from transformers import TrainingArguments
 
+from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.history import BalanceTotals, PlannedMicroBatch
-from hf_distca.agreement.planned import BatchPlan
 from hf_distca.integration.loading import distca_configs
 from hf_distca.integration.session import Session
 from hf_distca.run_report.rows import (
@@ -110,7 +110,7 @@ class Recorder(logging.Filter):
             rows.append(self._plan_row(self._worst[1]))
             self._worst = None
         number = loss if isinstance(loss, float) and math.isfinite(loss) else None
-        kernels, rates = list(self._session.kernels), self._session.planner.progress.costs.learned
+        kernels, rates = list(self._session.kernels), self._session.planner.progress.costs.learned_corrections
         rows.append(StepsRow(step, asdict(tally), _per_rank(ranks), number, kernels, rates))
         self._write(rows)
 
@@ -140,7 +140,7 @@ class Recorder(logging.Filter):
     def _plan_row(self, micro_batch: PlannedMicroBatch) -> PlanRow:
         self._plans += 1
         plans = micro_batch.plans
-        parts = [PlanPart(json.loads(plan.plan.to_json()), plan.seconds.tolist(), plan.ranks.speeds) for plan in plans]
+        parts = [PlanPart(json.loads(plan.plan.to_json()), plan.task_seconds.tolist(), plan.ranks.speeds) for plan in plans]
         return PlanRow(micro_batch.step, micro_batch.number - self._began, _per_rank(_by_rank(plans)), parts)
 
     def _write(self, rows: Sequence[Row], mode: str = "a") -> None:

@@ -62,7 +62,7 @@ class Metrics:
 
     def figures(self) -> dict[str, float]:
         """Return the figures that `DistCACallback` logs; those without data are left out."""
-        figures = self.balance.figures()
+        figures = self.balance.compute_figures()
         if self.state_bytes and self.balance.micro_batches:
             figures["distca/states_mb"] = self.state_bytes / self.balance.micro_batches / 1e6
         if self.late_compiles and self.balance.micro_batches:
@@ -109,7 +109,7 @@ def summary(done: BalanceTotals, session: Session) -> str | None:
     """Summarize micro-batches of a session in a few lines; None if there were none."""
     if not done.micro_batches:
         return None
-    figures = done.figures()
+    figures = done.compute_figures()
     tokens = figures.get("distca/imbalance_tokens", 1.0)
     lines = [
         f"distca: {done.micro_batches} micro-batches on {session.ranks} ranks, work moved in {done.moved}",
@@ -161,7 +161,7 @@ def why_nothing_moved(done: BalanceTotals, session: Session) -> str | None:
     if saved < config.min_gain:
         return f"{said}: {uneven}, and evening that out saves {saved:.1%} at most, less than min_gain={config.min_gain:g}."
     costs = session.planner.progress.costs
-    cost = costs.of(PlanKey(*next(iter(costs))))
+    cost = costs.get_cost(PlanKey(*next(iter(costs))))
     return (
         f"{said}: {uneven}, and evening that out saves {milliseconds:.3g} ms a layer at most, of which the exchange would leave "
         f"less than min_gain={config.min_gain:g} (cost model {cost.name!r}: {cost.exchange_bytes_per_second / 1e9:g} GB/s and "
@@ -174,7 +174,7 @@ def why_given_up(session: Session) -> str | None:
     """Return a message that exchanges were given up because they cost more
     than they saved, with the figures; else None.
     """
-    slower = session.planner.progress.costs.slower
+    slower = session.planner.progress.costs.exchange_slowdown
     if slower is None:
         return None
     return (

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.documents import Documents
-from hf_distca.agreement.planned import BatchPlan
 from hf_distca.agreement.planner import Planner, get_current_world
 from hf_distca.borrowed import loaded_mesh
 from hf_distca.config import DistCAConfig, KernelName
@@ -152,7 +152,7 @@ class Session:
     def take_group(self, group: AttentionGroup) -> None:
         """Join a group that was made elsewhere, and restart counting."""
         self._group, self._world = group, get_current_world()
-        self.planner.begin_anew()
+        self.planner.reset()
 
     @property
     def ranks(self) -> int:
@@ -184,7 +184,7 @@ class Session:
         """Gather the measurements up to here, on all ranks of the group. Collective."""
         group = self._group
         if group is not None and group.size > 1 and not group.has_left and (group.holds is not None or dist.is_initialized()):
-            self.planner.progress.gather(group)
+            self.planner.progress.gather_measurements(group)
 
     def look_for_mesh(self, models: Iterator[PreTrainedModel]) -> None:
         """Take the ranks of the attention group from the first model with a mesh,
@@ -200,7 +200,7 @@ class Session:
         if handle.group is None:
             # Making the group needs all ranks: a rank that evaluates or generates alone must not ask for it.
             together = not handle.alone and (training or self.config.balance_evaluation)
-            if together and self.pool is not None and (leaving := self.planner.progress.leaving):
+            if together and self.pool is not None and (leaving := self.planner.progress.leaving_ranks):
                 self.gather()
                 self.take_group(replace(self.pool.without(leaving), session=self.group.session))
             handle.group = self.group if together else ALONE
@@ -267,7 +267,7 @@ class Session:
 
     def use_plan(self, documents: Documents, planned: BatchPlan, group: AttentionGroup, device: torch.device) -> Work:
         """Use a plan for the current micro-batch, which has these documents on this rank."""
-        meter, nano = self.planner.progress.use(planned, documents), planned.key.nano
+        meter, nano = self.planner.progress.use_plan(planned, documents), planned.key.nano
         plan, config = planned.plan, self.config
         waves = Waves.of(plan, planned.key.shape, config.tile, config.max_transient_bytes, config.head_groups)
         self._warn_above_bound(waves, group)

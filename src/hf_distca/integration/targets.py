@@ -53,8 +53,8 @@ def sample_targets(documents: Any, count: int) -> Targets:
         ConfigError: if no document has any.
     """
     numbers = np.unique(np.linspace(0, count - 1, min(count, _SAMPLE)).astype(np.int64)) if count else np.zeros(0, np.int64)
-    rows = DocumentReader(documents, "input_ids").rows(numbers)
-    labels = [DocumentPiece(row, 0, len(row["input_ids"])).labels(0, len(row["input_ids"])) for row in rows]
+    rows = DocumentReader(documents, "input_ids").read_rows(numbers)
+    labels = [DocumentPiece(row, 0, len(row["input_ids"])).read_labels(0, len(row["input_ids"])) for row in rows]
     counts = [int((of_row[1:] != IGNORED_LABEL).sum()) for of_row in labels]
     targets = Targets(count, len(numbers), sum(map(len, labels)), sum(counts), counts.count(0))
     if labels and not targets.targets:

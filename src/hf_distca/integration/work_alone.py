@@ -31,9 +31,9 @@ def work_alone(handle: AttentionHandle, key: PlanKey, device: torch.device, mete
     documents = handle.documents
     if documents is None:
         raise RuntimeError("a micro-batch was taken up before its documents were read")
-    if documents.are_whole:
+    if documents.has_whole_documents:
         handle.check(None, key.window)
-        lengths = documents.rows[:, 2].tolist()
+        lengths = documents.runs[:, 2].tolist()
         window = _within(key.window, max(lengths, default=0))
         route = Route.for_whole_documents(lengths)
     else:
@@ -45,15 +45,15 @@ def work_alone(handle: AttentionHandle, key: PlanKey, device: torch.device, mete
 
 
 def keep_of(documents: Documents, device: torch.device) -> torch.Tensor | None:
-    """Return `Documents.keep` on a device."""
-    return None if documents.keep is None else to_device(torch.from_numpy(documents.keep), device)
+    """Return `Documents.token_indices` on a device."""
+    return None if documents.token_indices is None else to_device(torch.from_numpy(documents.token_indices), device)
 
 
 def _layout(documents: Documents, *, evaluating: bool) -> Layout:
     try:
-        return build_layout(AnnouncedBatch.of(documents))
+        return build_layout(AnnouncedBatch.from_documents(documents))
     except LayoutError as error:
-        if not (evaluating and documents.spans):
+        if not (evaluating and documents.span_ranks):
             raise
         raise UnsupportedError(
             "a document that spans ranks met a model in evaluation mode, where each rank works alone: "

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_distca.agreement.announce import SharedSettings, check_equal, check_shared_settings, hash_settings
-from hf_distca.agreement.dealt import DealtShare
+from hf_distca.agreement.dealt_share import DealtShare
 from hf_distca.agreement.documents import Documents
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, DistCADesyncError, LayoutError, UnsupportedError
@@ -254,8 +254,8 @@ def check_copies(documents: Sequence[Sequence[Documents]], pipeline: Pipeline, g
     for number, of_ranks in enumerate(documents):
         for rank, copy in enumerate(pipeline.copies):
             first = pipeline.copies.index(copy)
-            if not np.array_equal(of_ranks[rank].rows, of_ranks[first].rows):
-                lengths, other_lengths = (of_ranks[index].rows[:, 2].tolist() for index in (first, rank))
+            if not np.array_equal(of_ranks[rank].runs, of_ranks[first].runs):
+                lengths, other_lengths = (of_ranks[index].runs[:, 2].tolist() for index in (first, rank))
                 raise DistCADesyncError(
                     f"ranks {group.ranks[first]} and {group.ranks[rank]} are stages of one copy of the model and have different "
                     f"documents in micro-batch {number}, of {lengths} and {other_lengths} tokens. Give all stages of a copy the "

@@ -350,7 +350,7 @@ def _end_by_signal(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _leave_by_signal(say: Callable[[str], None], number: int, _frame: FrameType | None) -> None:
-    Progress.leaves = True
+    Progress.is_leaving = True
     signal.signal(number, _end_by_signal)
     say(f"was told to end by {signal.Signals(number).name}, and serves until the others go on without it; again to end at once")
 

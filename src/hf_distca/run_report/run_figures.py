@@ -144,7 +144,7 @@ def _totals(folder: RunFolder, rows: Sequence[StepsRow]) -> tuple[dict[str, floa
 
 
 def _logged(tally: BalanceTotals) -> dict[str, float]:
-    return {name.removeprefix("distca/"): value for name, value in tally.figures().items()}
+    return {name.removeprefix("distca/"): value for name, value in tally.compute_figures().items()}
 
 
 def _summed(rows: Sequence[StepsRow]) -> PerRank:

@@ -65,7 +65,12 @@ class PlanJob(NamedTuple):
 
     @classmethod
     def of(
-        cls, key: PlanKey, cost: CostModel, config: DistCAConfig, ranks: Ranks, holds: tuple[bool, ...] | None = None
+        cls,
+        key: PlanKey,
+        cost: CostModel,
+        config: DistCAConfig,
+        ranks: Ranks,
+        holds: tuple[bool, ...] | None = None,
     ) -> PlanJob:
         """Make the job of a plan under these settings.
 
@@ -91,34 +96,60 @@ class DealtShare:
     """
 
     def __init__(
-        self, dealing: DealSettings, batch: tuple[int, int], rank: int, lengths: IntArray, names: IntArray | None = None
+        self,
+        dealing: DealSettings,
+        batch: tuple[int, int],
+        rank: int,
+        lengths: IntArray,
+        names: IntArray | None = None,
     ) -> None:
-        self.batch, self.rank, self.layouts = batch, rank, dealing.layouts(lengths)
-        numbers = [np.asarray(column, dtype=np.int64).tobytes() for column in (lengths, names) if column is not None]
-        self.documents = int.from_bytes(hashlib.sha256(b"".join(numbers)).digest()[:7], "big")
-        self.per_node, self.settings = dealing.ranks_per_node, dealing.config
+        self.batch_id, self.rank, self.layouts = batch, rank, dealing.deal_layouts(lengths)
+        numbers = [
+            np.asarray(column, dtype=np.int64).tobytes()
+            for column in (lengths, names)
+            if column is not None
+        ]
+        self.digest = int.from_bytes(hashlib.sha256(b"".join(numbers)).digest()[:7], "big")
+        self.per_node, self.loader_config = dealing.ranks_per_node, dealing.config
         self._plans: dict[PlanJob, Plan] = {}
-        self._planned_here = 0
-        self._beside: tuple[AwaitedThread, ...] = ()
+        self._local_plan_count = 0
+        self._planning_threads: tuple[AwaitedThread, ...] = ()
 
     @classmethod
-    def of_others(cls, layouts: tuple[Layout, ...], batch: tuple[int, int], documents: int, config: DistCAConfig) -> DealtShare:
+    def for_server(
+        cls,
+        layouts: tuple[Layout, ...],
+        batch: tuple[int, int],
+        documents: int,
+        config: DistCAConfig,
+    ) -> DealtShare:
         """Make the view of a global batch for a server of a pool, which gets no
         share; for the arguments see the attributes.
         """
         dealt = cls.__new__(cls)
-        dealt.__dict__ |= {"layouts": layouts, "batch": batch, "documents": documents, "settings": config, "rank": -1}
-        dealt.__dict__ |= {"per_node": None, "_plans": {}, "_planned_here": 0, "_beside": ()}
+        dealt.__dict__ |= {
+            "layouts": layouts,
+            "batch_id": batch,
+            "digest": documents,
+            "loader_config": config,
+            "rank": -1,
+        }
+        dealt.__dict__ |= {
+            "per_node": None,
+            "_plans": {},
+            "_local_plan_count": 0,
+            "_planning_threads": (),
+        }
         return dealt
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_planned_here": 0, "_beside": ()}
+        return {**self.__dict__, "_local_plan_count": 0, "_planning_threads": ()}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        self.fetch()  # a loader's worker has sent it
+        self.notify_planner()  # a loader's worker has sent it
 
-    def fetch(self) -> bool:
+    def notify_planner(self) -> bool:
         """Pass the share to the method that plans fetched shares in this process.
 
         Return whether there is one.
@@ -130,7 +161,7 @@ class DealtShare:
         return plan is not None
 
     def __str__(self) -> str:
-        epoch, number = self.batch
+        epoch, number = self.batch_id
         return f"global batch {number} of epoch {epoch}"
 
     @property
@@ -139,17 +170,17 @@ class DealtShare:
         return self.layouts[0].world_size
 
     @property
-    def longest(self) -> int:
+    def longest_document(self) -> int:
         """Number of tokens of the longest document in the global batch."""
         return max(layout.longest for layout in self.layouts)
 
     @cached_property
-    def whole(self) -> Layout:
+    def whole_layout(self) -> Layout:
         """Layout of the whole batch: on each rank, the first nano-batch and then the second."""
         return self.layouts[0] if len(self.layouts) == 1 else Layout.joined(*self.layouts)
 
     @property
-    def first_tokens(self) -> int | None:
+    def first_nano_tokens(self) -> int | None:
         """Number of this rank's tokens in the first nano-batch; None if there are no two
         nano-batches, or one would be empty on some rank.
         """
@@ -157,11 +188,15 @@ class DealtShare:
             return None
         return int(self.layouts[0].query_tokens[self.rank])
 
-    def check_is_for(self, group: AttentionGroup) -> None:
+    def check_group(self, group: AttentionGroup) -> None:
         """Raise `LayoutError` unless the share is for this rank of this group."""
         if group.holds is not None and not group.holds[group.rank]:
             return  # a server takes part in all batches, and holds nothing of any
-        ranks = [rank for rank, holds in zip(group.ranks, group.holds or [True] * group.size, strict=True) if holds]
+        ranks = [
+            rank
+            for rank, holds in zip(group.ranks, group.holds or [True] * group.size, strict=True)
+            if holds
+        ]
         if self.ranks != len(ranks):
             raise LayoutError(
                 f"{self} is dealt to {self.ranks} ranks, and the attention group has {len(ranks)}: {tuple(ranks)}. Deal to as "
@@ -177,21 +212,21 @@ class DealtShare:
         """Return the plan of a kind of layer; it is made now, unless one
         was made before under the same settings.
         """
-        beside = self._beside
+        beside = self._planning_threads
         for thread in () if current_thread() in beside else beside:
             thread.join()
         if job not in self._plans:
-            layout = self.layouts[job.key.nano - 1] if job.key.nano else self.whole
+            layout = self.layouts[job.key.nano - 1] if job.key.nano else self.whole_layout
             if job.holds is not None:
                 layout = layout.among(job.holds)
             plan = self._plans[job] = balance(layout, job.cost, job.config, job.ranks)
             _ = plan.digest  # is compared; a loader's worker has the time for it
-            self._planned_here += 1
+            self._local_plan_count += 1
         return self._plans[job]
 
-    def plan_beside(self, jobs: Sequence[PlanJob]) -> None:
+    def plan_in_background(self, jobs: Sequence[PlanJob]) -> None:
         """Start to make missing plans while this thread continues. `plan` waits for them."""
-        earlier = self._beside
+        earlier = self._planning_threads
 
         def make() -> None:
             for thread in earlier:  # which may make the same plans
@@ -201,28 +236,35 @@ class DealtShare:
                     self.plan(job)
 
         if missing := [job for job in jobs if job not in self._plans]:
-            self._beside = (*earlier, AwaitedThread(make, "plans"))
+            self._planning_threads = (*earlier, AwaitedThread(make, "plans"))
 
-    def take_planned_here(self) -> int:
+    def pop_local_plan_count(self) -> int:
         """Return the number of plans that this process made instead of the loader, since
         the last call or since the share was fetched.
         """
-        count, self._planned_here = self._planned_here, 0
+        count, self._local_plan_count = self._local_plan_count, 0
         return count
 
-    def other_settings(self, key: PlanKey, config: DistCAConfig) -> str | None:
+    def replanning_reason(self, key: PlanKey, config: DistCAConfig) -> str | None:
         """Describe settings that changed since the loader planned this batch; None if none
         did, or if it planned for other kinds of layers.
         """
         said = [
             f"{field.name} was {before!r} and is {now!r}"
             for field in fields(config)
-            if (before := getattr(self.settings, field.name)) != (now := getattr(config, field.name))
+            if (before := getattr(self.loader_config, field.name))
+            != (now := getattr(config, field.name))
         ]
         planned = {job.key.shape for job in self._plans}
-        sizes = {shape.element_bytes for shape in planned if replace(shape, element_bytes=key.shape.element_bytes) == key.shape}
+        sizes = {
+            shape.element_bytes
+            for shape in planned
+            if replace(shape, element_bytes=key.shape.element_bytes) == key.shape
+        }
         if sizes and key.shape.element_bytes not in sizes:
-            said.insert(0, f"elements had {min(sizes)} bytes and have {key.shape.element_bytes} (dtype)")
+            said.insert(
+                0, f"elements had {min(sizes)} bytes and have {key.shape.element_bytes} (dtype)"
+            )
         return "; ".join(said) or None
 
 
@@ -256,7 +298,9 @@ class DealSettings:
 
     def __post_init__(self) -> None:
         if self.placement not in get_args(Placement):
-            raise ConfigError(f"placement={self.placement!r} must be one of {', '.join(map(repr, get_args(Placement)))}.")
+            raise ConfigError(
+                f"placement={self.placement!r} must be one of {', '.join(map(repr, get_args(Placement)))}."
+            )
 
     @property
     def tokens(self) -> int:
@@ -264,7 +308,7 @@ class DealSettings:
         tokens = self.tokens_per_rank
         return sum(tokens) if isinstance(tokens, Sequence) else self.ranks * tokens
 
-    def layouts(self, lengths: IntArray) -> tuple[Layout, ...]:
+    def deal_layouts(self, lengths: IntArray) -> tuple[Layout, ...]:
         """Deal documents of these lengths, `ranks` times `tokens_per_rank`
         tokens together; for errors see `deal`.
 
@@ -275,10 +319,14 @@ class DealSettings:
             return (in_order(lengths, self.ranks, self.tokens_per_rank),)
         what = lengths, self.ranks, self.tokens_per_rank, next(iter(self.costs.values()))
         if self.config.ping_pong:
-            return deal_nano_batches(*what, tile=self.config.tile, ranks_per_node=self.ranks_per_node)
+            return deal_nano_batches(
+                *what, tile=self.config.tile, ranks_per_node=self.ranks_per_node
+            )
         return (deal(*what, tile=self.config.tile, ranks_per_node=self.ranks_per_node),)
 
-    def share(self, lengths: IntArray, batch: tuple[int, int], rank: int, names: IntArray | None = None) -> PackedDocuments:
+    def make_share(
+        self, lengths: IntArray, batch: tuple[int, int], rank: int, names: IntArray | None = None
+    ) -> PackedDocuments:
         """Make a rank's share of a global batch: its runs of tokens,
         with the layout and plans of all ranks.
 
@@ -292,11 +340,20 @@ class DealSettings:
         """
         dealt = DealtShare(self, batch, rank, lengths, names)
         # Without workers the process that trains makes the shares, and knows by which rates it will plan.
-        if self.ranks > 1 and not dealt.fetch():
+        if self.ranks > 1 and not dealt.notify_planner():
             for key, cost in self.costs.items():
-                for nano in (0,) if dealt.first_tokens is None else (1, 2):
-                    dealt.plan(PlanJob.of(key._replace(nano=nano), cost, self.config, Ranks(per_node=dealt.per_node)))
-            dealt.take_planned_here()
-        runs = dealt.whole.segments(rank)
-        lengths_, starts, documents = ([getattr(run, name) for run in runs] for name in ("length", "start", "document"))
-        return PackedDocuments(lengths_, starts, documents, dealt=dealt)
+                for nano in (0,) if dealt.first_nano_tokens is None else (1, 2):
+                    dealt.plan(
+                        PlanJob.of(
+                            key._replace(nano=nano),
+                            cost,
+                            self.config,
+                            Ranks(per_node=dealt.per_node),
+                        )
+                    )
+            dealt.pop_local_plan_count()
+        runs = dealt.whole_layout.segments(rank)
+        lengths_, starts, documents = (
+            [getattr(run, name) for run in runs] for name in ("length", "start", "document")
+        )
+        return PackedDocuments(lengths_, starts, documents, dealt_share=dealt)

@@ -53,23 +53,25 @@ class BatchPlan:
     key: PlanKey
     plan: Plan
     config: DistCAConfig
-    rows: IntArray
+    runs: IntArray
     planning_ms: float
     source: str = ""
     per_node: int | None = None
     holds: tuple[bool, ...] | None = None
-    planned_here: int = 0
+    local_plan_count: int = 0
     serial: int = 0
     number: int = 0
-    seconds: FloatArray = field(default_factory=lambda: np.zeros(0))
+    task_seconds: FloatArray = field(default_factory=lambda: np.zeros(0))
     ranks: Ranks = ALIKE
     meter: Meter = field(default_factory=Meter)
     figures: IntArray = field(default_factory=lambda: np.full((1, FIGURE_COUNT), -1))
 
-    def begin(self, number: int, cost: CostModel, ranks: Ranks, meter: Meter) -> None:
+    def start_use(self, number: int, cost: CostModel, ranks: Ranks, meter: Meter) -> None:
         """Begin the use of the plan by a micro-batch; the cost model now estimates its tasks."""
         self.number, self.ranks, self.meter = number, ranks, meter
-        self.seconds = cost.seconds(self.plan.end - self.plan.start, self.plan.end, self.plan.heads)
+        self.task_seconds = cost.seconds(
+            self.plan.end - self.plan.start, self.plan.end, self.plan.heads
+        )
 
     @property
     def own_figures(self) -> Figures:
@@ -92,12 +94,12 @@ class BatchPlan:
     @property
     def estimated_before(self) -> FloatArray:
         """Estimated seconds if every rank computed its own attention, (ranks,)."""
-        return self._by_rank(self.plan.home, self.seconds)
+        return self._sum_by_rank(self.plan.home, self.task_seconds)
 
     @property
     def estimated_after(self) -> FloatArray:
         """Estimated seconds of every server, (ranks,)."""
-        return self._by_rank(self.plan.server, self.seconds)
+        return self._sum_by_rank(self.plan.server, self.task_seconds)
 
     @property
     def measured_before(self) -> FloatArray:
@@ -106,7 +108,7 @@ class BatchPlan:
         """
         measured, served = self.measured_after, self.estimated_after
         rate = np.divide(measured, served, out=np.zeros_like(served), where=served > 0)
-        return self._by_rank(self.plan.home, self.seconds * rate[self.plan.server])
+        return self._sum_by_rank(self.plan.home, self.task_seconds * rate[self.plan.server])
 
     @property
     def measured_after(self) -> FloatArray:
@@ -133,9 +135,13 @@ class BatchPlan:
         """True if nodes are told apart, and there are several."""
         return self.per_node is not None and self.per_node < self.plan.layout.world_size
 
-    def _by_rank(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
+    def _sum_by_rank(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
         """Sum seconds of tasks by their ranks, at the speeds of the ranks: (ranks,)."""
-        return self.ranks.taken(np.bincount(rank, weights=seconds, minlength=self.plan.layout.world_size).astype(np.float64))
+        return self.ranks.taken(
+            np.bincount(rank, weights=seconds, minlength=self.plan.layout.world_size).astype(
+                np.float64
+            )
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,23 +161,27 @@ class Observation:
 
     parts: FloatArray
     kernel: FloatArray
-    exchanging: FloatArray
-    exchange: FloatArray
+    measured_exchange: FloatArray
+    estimated_exchange: FloatArray
     unmoved: FloatArray
     unmoved_exchange: FloatArray
-    overlapped: bool = False
+    is_overlapped: bool = False
 
     @property
-    def moved(self) -> bool:
+    def has_exchange(self) -> bool:
         """True if anything was exchanged."""
-        return bool(self.exchange.any())
+        return bool(self.estimated_exchange.any())
 
     @property
-    def loss(self) -> float:
+    def slowdown(self) -> float:
         """Relative slowdown against moving nothing; negative for a speed-up."""
-        return self._slowest(self.kernel, self.exchange) / max(self._slowest(self.unmoved, self.unmoved_exchange), 1e-12) - 1
+        return (
+            self._compute_slowest(self.kernel, self.estimated_exchange)
+            / max(self._compute_slowest(self.unmoved, self.unmoved_exchange), 1e-12)
+            - 1
+        )
 
-    def estimated(self, factors: FloatArray) -> FloatArray:
+    def estimate_seconds(self, factors: FloatArray) -> FloatArray:
         """Estimate seconds by the cost model with these factors, (ranks,).
 
         Processors round `parts @ factors` differently.
@@ -179,7 +189,7 @@ class Observation:
         tasks, moved_bytes, flops = self.parts.T
         return np.asarray(tasks * factors[0] + moved_bytes * factors[1] + flops * factors[2])
 
-    def exchange_factor(self) -> float | None:
+    def compute_exchange_factor(self) -> float | None:
         """Return the factor by which measured exchanges are longer than
         estimated; None if they hid behind other work.
 
@@ -187,24 +197,28 @@ class Observation:
         slower ranks, in the exchange or later. So the rank that waits least, relative to its
         exchange, shows how long exchanges take.
         """
-        if not self.moved:
+        if not self.has_exchange:
             return None
-        exchanges = self.exchange > 0
-        kernel, estimated = self.kernel[exchanges], self.exchange[exchanges]
-        taken = self.exchanging[exchanges] + (kernel if self.overlapped else 0)
+        exchanges = self.estimated_exchange > 0
+        kernel, estimated = self.kernel[exchanges], self.estimated_exchange[exchanges]
+        taken = self.measured_exchange[exchanges] + (kernel if self.is_overlapped else 0)
         factor = float((taken / estimated).min())
-        hidden = self.overlapped and factor * float(estimated.max()) <= float(self.kernel.max()) * (1 + _HIDDEN_MARGIN)
+        hidden = self.is_overlapped and factor * float(estimated.max()) <= float(
+            self.kernel.max()
+        ) * (1 + _HIDDEN_MARGIN)
         return None if hidden else factor
 
-    def _slowest(self, kernel: FloatArray, exchange: FloatArray) -> float:
+    def _compute_slowest(self, kernel: FloatArray, exchange: FloatArray) -> float:
         """Return the seconds of the slowest rank, given measured
         kernel and estimated exchange seconds.
         """
-        taken = exchange * (self.exchange_factor() or 0.0)
-        return float((np.maximum(kernel, taken) if self.overlapped else kernel + taken).max())
+        taken = exchange * (self.compute_exchange_factor() or 0.0)
+        return float((np.maximum(kernel, taken) if self.is_overlapped else kernel + taken).max())
 
 
-def observe_plans(plans: Sequence[BatchPlan], cost: CostModel, config: DistCAConfig) -> Observation | None:
+def observe_plans(
+    plans: Sequence[BatchPlan], cost: CostModel, config: DistCAConfig
+) -> Observation | None:
     """Combine the measurements of the plans of one micro-batch, whole or in
     two nano-batches, for one kind of layer.
 
@@ -216,17 +230,23 @@ def observe_plans(plans: Sequence[BatchPlan], cost: CostModel, config: DistCACon
     calls = figures[:, :, 3]
     if len(plans) != 1 + nano or figures.min() < 0 or (calls != calls[0, 0]).any():
         return None
-    layers, unmoved = calls[0, 0], [Plan.local(plan.plan.layout, plan.plan.window) for plan in plans]
+    layers, unmoved = (
+        calls[0, 0],
+        [Plan.local(plan.plan.layout, plan.plan.window) for plan in plans],
+    )
     return Observation(
         parts=_sum_arrays(_sum_parts(plan.plan, cost) for plan in plans),
         kernel=figures[:, :, 0].sum(axis=0) / (1e9 * layers),
-        exchanging=figures[:, :, 2].sum(axis=0) / (1e9 * layers),
-        exchange=_sum_arrays(_estimate_exchange(plan.plan, cost, config, plan.ranks) for plan in plans),
+        measured_exchange=figures[:, :, 2].sum(axis=0) / (1e9 * layers),
+        estimated_exchange=_sum_arrays(
+            _estimate_exchange(plan.plan, cost, config, plan.ranks) for plan in plans
+        ),
         unmoved=_sum_arrays(plan.measured_before / layers for plan in plans),
         unmoved_exchange=_sum_arrays(
-            _estimate_exchange(local, cost, config, plan.ranks) for plan, local in zip(plans, unmoved, strict=True)
+            _estimate_exchange(local, cost, config, plan.ranks)
+            for plan, local in zip(plans, unmoved, strict=True)
         ),
-        overlapped=nano,
+        is_overlapped=nano,
     )
 
 
@@ -234,12 +254,21 @@ def _sum_parts(plan: Plan, cost: CostModel) -> FloatArray:
     """Sum the seconds of tasks, bytes and flops, forward and
     backward, of every server: (ranks, 3).
     """
-    parts = replace(cost, window=plan.window).parts(plan.end - plan.start, plan.end, plan.heads).sum(axis=0)
-    columns = (np.bincount(plan.server, weights=column, minlength=plan.layout.world_size) for column in parts.T)
+    parts = (
+        replace(cost, window=plan.window)
+        .parts(plan.end - plan.start, plan.end, plan.heads)
+        .sum(axis=0)
+    )
+    columns = (
+        np.bincount(plan.server, weights=column, minlength=plan.layout.world_size)
+        for column in parts.T
+    )
     return np.stack([column.astype(np.float64) for column in columns], axis=1)
 
 
-def _estimate_exchange(plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks) -> FloatArray:
+def _estimate_exchange(
+    plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks
+) -> FloatArray:
     """Estimate the seconds of exchanges, (ranks,); 0 on ranks that send and
     receive nothing, which wait for nobody.
     """
