@@ -337,8 +337,9 @@ def check_shares(dealt: IntArray, group: AttentionGroup, place: str) -> None:
     )
     check_equal(group, number, "global batches", place, order)
     arguments = (
-        "give document_shares the same documents, seed and other arguments on every rank: all of the documents, not a part that "
-        "was divided by rank (split_dataset_by_node, shard), which do not change from one reading to the next"
+        "give document_shares the same documents, seed and other arguments on every rank: all of "
+        "the documents, not a part that was divided by rank (split_dataset_by_node, shard), which "
+        "do not change from one reading to the next"
     )
     check_equal(
         group, documents, "documents in the same global batch (as checksums)", place, arguments

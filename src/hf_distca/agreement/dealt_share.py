@@ -199,13 +199,14 @@ class DealtShare:
         ]
         if self.ranks != len(ranks):
             raise LayoutError(
-                f"{self} is dealt to {self.ranks} ranks, and the attention group has {len(ranks)}: {tuple(ranks)}. Deal to as "
-                "many ranks as share attention."
+                f"{self} is dealt to {self.ranks} ranks, and the attention group has {len(ranks)}: "
+                f"{tuple(ranks)}. Deal to as many ranks as share attention."
             )
         if ranks[self.rank] != group.ranks[group.rank]:
             raise LayoutError(
-                f"rank {group.ranks[group.rank]} holds the share of rank {ranks[self.rank]} of {self}: read shares in "
-                "order, one a batch, with as many processes as they are dealt to."
+                f"rank {group.ranks[group.rank]} holds the share of rank {ranks[self.rank]} of "
+                f"{self}: read shares in order, one a batch, with as many processes as they are "
+                "dealt to."
             )
 
     def plan(self, job: PlanJob) -> Plan:
@@ -299,7 +300,8 @@ class DealSettings:
     def __post_init__(self) -> None:
         if self.placement not in get_args(Placement):
             raise ConfigError(
-                f"placement={self.placement!r} must be one of {', '.join(map(repr, get_args(Placement)))}."
+                f"placement={self.placement!r} must be one of "
+                f"{', '.join(map(repr, get_args(Placement)))}."
             )
 
     @property

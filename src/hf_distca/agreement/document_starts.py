@@ -45,8 +45,9 @@ def read_positions(
         or positions.shape[0] not in (1, shape[0])
     ):
         raise UnsupportedError(
-            f"position_ids of shape {tuple(positions.shape)} for a {shape} batch: distca reads documents from (1 or batch, "
-            "length) positions. For models with several position axes use PackingCollator, which says where documents lie."
+            f"position_ids of shape {tuple(positions.shape)} for a {shape} batch: distca reads "
+            "documents from (1 or batch, length) positions. For models with several position axes "
+            "use PackingCollator, which says where documents lie."
         )
     if not is_integer_tensor(positions):
         raise LayoutError(f"position_ids are {positions.dtype}: positions are integers.")
@@ -121,9 +122,10 @@ class RowTokens:
         if (lost := np.flatnonzero((ahead < 0) & ~begin & ~restart)).size:
             token = lost[0]
             raise LayoutError(
-                f"position_ids[{row[token]}, {self.index[token] % self.row_length}] falls from {position[token - 1]} to "
-                f"{position[token]}: a document begins at its first position, and counts on. Say where documents begin, with "
-                "PackingCollator or cu_seq_lens_q."
+                f"position_ids[{row[token]}, {self.index[token] % self.row_length}] falls from "
+                f"{position[token - 1]} to {position[token]}: a document begins at its first "
+                "position, and counts on. Say where documents begin, with PackingCollator or "
+                "cu_seq_lens_q."
             )
         return np.flatnonzero(begin | restart)
 
@@ -162,15 +164,17 @@ class RowTokens:
         if self.document_number.min() < 0:
             token = self.document_number.argmin()
             raise LayoutError(
-                f"attention_mask[{row[token]}, {column[token]}] is {self.document_number[token]}: it must be 0 or more."
+                f"attention_mask[{row[token]}, {column[token]}] is {self.document_number[token]}: "
+                "it must be 0 or more."
             )
         runs = np.stack([row, self.document_number], axis=1)[self._mark_starts()]
         if len(np.unique(runs, axis=0)) < len(runs):
             _, first_of, counts = np.unique(runs, axis=0, return_index=True, return_counts=True)
             twice = runs[first_of[counts > 1][0]]
             raise LayoutError(
-                f"attention_mask numbers the documents of row {twice[0]}, and {twice[1]} comes again after another number: give "
-                "each document a number of its own, and its tokens one after another."
+                f"attention_mask numbers the documents of row {twice[0]}, and {twice[1]} comes "
+                "again after another number: give each document a number of its own, and its "
+                "tokens one after another."
             )
 
     def _check_row_starts(self) -> None:
@@ -182,8 +186,10 @@ class RowTokens:
         rest = np.flatnonzero((self.index % self.row_length == 0) & (self.position > 0))
         if len(rest):
             raise UnsupportedError(
-                f"row {self.row[rest[0]]} of a training batch begins at position {self.position[rest[0]]}, and there are "
-                "no distca_documents. Dealt batches have more than input_ids: call model(**inputs). Else another tool may have "
-                "cut sequences over ranks (context parallelism, Ulysses), and distca would take the rest for a document of its "
-                "own. Switch that off; or set DistCAConfig(documents_span_ranks=True) if ranks of the group hold the parts."
+                f"row {self.row[rest[0]]} of a training batch begins at position "
+                f"{self.position[rest[0]]}, and there are no distca_documents. Dealt batches have "
+                "more than input_ids: call model(**inputs). Else another tool may have cut "
+                "sequences over ranks (context parallelism, Ulysses), and distca would take the "
+                "rest for a document of its own. Switch that off; or set "
+                "DistCAConfig(documents_span_ranks=True) if ranks of the group hold the parts."
             )

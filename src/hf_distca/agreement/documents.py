@@ -31,8 +31,9 @@ class _RemedyRepr(type):
 
     def __repr__(cls) -> str:
         return (
-            f"<class '{cls.__module__}.{cls.__qualname__}'>, which stays on the rank that packed it. If rank 0 reads the batches "
-            "of all ranks, as accelerate lets it do for iterable datasets, set "
+            f"<class '{cls.__module__}.{cls.__qualname__}'>, which stays on the rank that packed "
+            "it. If rank 0 reads the batches of all ranks, as accelerate lets it do for iterable "
+            "datasets, set "
             'TrainingArguments(accelerator_config={"dispatch_batches": False}), or dispatch_batches=False in accelerate\'s '
             "DataLoaderConfiguration"
         )
@@ -117,7 +118,8 @@ def _check_counts(values: Sequence[int], name: str) -> tuple[int, ...]:
     for index, count in enumerate(counts):
         if not 0 <= count <= _MAX_COUNTS[name]:
             raise LayoutError(
-                f"{name}[{index}] of PackedDocuments is {count}: it must be in 0..{_MAX_COUNTS[name]}."
+                f"{name}[{index}] of PackedDocuments is {count}: it must be in "
+                f"0..{_MAX_COUNTS[name]}."
             )
     return tuple(counts)
 
@@ -159,9 +161,10 @@ class Documents:
         """
         if reach is not None and self.longest_holed > reach:
             raise UnsupportedError(
-                f"attention_mask has zeros between the tokens of a document, over {self.longest_holed} places, and a layer has a window "
-                f"or chunks of {reach} tokens, which would reach over the zeros. Give the parts as documents of their own, or "
-                "remove the tokens that are masked."
+                "attention_mask has zeros between the tokens of a document, over "
+                f"{self.longest_holed} places, and a layer has a window or chunks of {reach} "
+                "tokens, which would reach over the zeros. Give the parts as documents of their "
+                "own, or remove the tokens that are masked."
             )
 
     def cut_into_chunks(self, size: int | None) -> Documents:
@@ -173,8 +176,8 @@ class Documents:
         self.check_holes(size)
         if self.span_ranks:
             raise UnsupportedError(
-                f"a layer with attention chunks of {size} tokens met documents that span ranks: distca cuts documents in chunks "
-                "only where each lies on one rank."
+                f"a layer with attention chunks of {size} tokens met documents that span ranks: "
+                "distca cuts documents in chunks only where each lies on one rank."
             )
         lengths = [
             min(size, length - start)
@@ -312,8 +315,9 @@ class TokenBatch:
             or not (is_integer_tensor(padding) or padding.dtype == torch.bool)
         ):
             raise LayoutError(
-                f"a padding mask of shape {tuple(padding.shape)} and {padding.dtype} for a {shape} batch: attention_mask must be "
-                "0 for padding and 1 for tokens, or the number of their document, one number for each token."
+                f"a padding mask of shape {tuple(padding.shape)} and {padding.dtype} for a {shape} "
+                "batch: attention_mask must be 0 for padding and 1 for tokens, or the number of "
+                "their document, one number for each token."
             )
         if packed is None and self.cu_seq_lens is not None and not span_ranks:
             packed = PackedDocuments(_read_bounds(self.cu_seq_lens))
@@ -340,15 +344,17 @@ class TokenBatch:
         batch = f"{self.batch_size} x {self.length}"
         if tokens not in (total, real):
             raise LayoutError(
-                f"the documents have {tokens} tokens and the batch has {batch}, {real} of them not padding: distca_documents or "
-                "cu_seq_lens_q must cover the batch, row after row, with all its padding or without."
+                f"the documents have {tokens} tokens and the batch has {batch}, {real} of them not "
+                "padding: distca_documents or cu_seq_lens_q must cover the batch, row after row, "
+                "with all its padding or without."
             )
         if real == total:
             return local
         if local.span_ranks:  # other ranks count on the tokens that are given
             raise LayoutError(
-                f"{total - real} of the {batch} tokens are padding by attention_mask, and the documents may go on on other ranks "
-                "(PackedDocuments with starts): leave attention_mask out, and give padding as a document of its own."
+                f"{total - real} of the {batch} tokens are padding by attention_mask, and the "
+                "documents may go on on other ranks (PackedDocuments with starts): leave "
+                "attention_mask out, and give padding as a document of its own."
             )
         rows = local.runs.copy()
         if tokens == total:
@@ -409,6 +415,7 @@ def _read_lengths(packed: PackedDocuments) -> Documents:
 def _read_bounds(cu_seq_lens: torch.Tensor) -> list[int]:
     if cu_seq_lens.dim() != 1 or not is_integer_tensor(cu_seq_lens):
         raise LayoutError(
-            f"cu_seq_lens_q has shape {tuple(cu_seq_lens.shape)} and {cu_seq_lens.dtype}: it must be a flat tensor of integers."
+            f"cu_seq_lens_q has shape {tuple(cu_seq_lens.shape)} and {cu_seq_lens.dtype}: it must "
+            "be a flat tensor of integers."
         )
     return lengths_from_cu_seqlens(cu_seq_lens.tolist())

@@ -245,8 +245,9 @@ class Planner:
         other = dealt.replanning_reason(key, self.config)
         if other is not None and not kinds and group.rank == 0:
             _log.warning(
-                "shares were planned for other settings than those of now, so this process plans each of them again when it is "
-                "fetched: %s. Give document_shares the dtype that attention computes in, and the config of the run.",
+                "shares were planned for other settings than those of now, so this process plans "
+                "each of them again when it is fetched: %s. Give document_shares the dtype that "
+                "attention computes in, and the config of the run.",
                 other,
             )
         kinds[key] = None

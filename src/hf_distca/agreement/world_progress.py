@@ -115,8 +115,9 @@ class Progress:
         """
         if not np.array_equal(planned.runs, documents.runs):
             raise LayoutError(
-                f"a micro-batch has documents of {documents.runs[:, 2].tolist()} tokens, but was announced with documents of "
-                f"{planned.runs[:, 2].tolist()} tokens: leave batches as they are after plan_ahead."
+                f"a micro-batch has documents of {documents.runs[:, 2].tolist()} tokens, but was "
+                f"announced with documents of {planned.runs[:, 2].tolist()} tokens: leave batches "
+                "as they are after plan_ahead."
             )
         number = self.find_number([planned.key])
         if number > self.number:

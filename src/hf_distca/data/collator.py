@@ -51,8 +51,9 @@ class DocumentTokens(NamedTuple):
         if (jumps := np.flatnonzero(np.diff(self.positions) != 1)).size:
             token = int(jumps[0])
             raise LayoutError(
-                f"positions of a document go from {self.positions[token]} to {self.positions[token + 1]}: they would be lost "
-                "where it is dealt to ranks. Train with PackingCollator, which keeps them, and documents that fit a rank."
+                f"positions of a document go from {self.positions[token]} to "
+                f"{self.positions[token + 1]}: they would be lost where it is dealt to ranks. "
+                "Train with PackingCollator, which keeps them, and documents that fit a rank."
             )
 
 
@@ -142,8 +143,9 @@ def _warn_of_no_targets(tokens: int) -> None:
     if not _warnings_given:
         _warnings_given.add("no targets")
         _log.warning(
-            "none of the %d tokens of a batch is a target: labels are %d, or completion_mask and assistant_masks 0, throughout. "
-            "Its loss is nan, or trains nothing. This is said once.",
+            "none of the %d tokens of a batch is a target: labels are %d, or completion_mask and "
+            "assistant_masks 0, throughout. Its loss is nan, or trains nothing. This is said "
+            "once.",
             *(tokens, IGNORED_LABEL),
         )
 
@@ -156,8 +158,9 @@ def _is_share(feature: object) -> bool:
 def _make_share_batch(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if len(features) != 1:
         raise LayoutError(
-            f"a batch of {len(features)} shares: a share is all that a rank gets of a global batch, and tokens_per_rank sets its "
-            "size. Set per_device_train_batch_size=1 (and per_device_eval_batch_size=1)."
+            f"a batch of {len(features)} shares: a share is all that a rank gets of a global "
+            "batch, and tokens_per_rank sets its size. Set per_device_train_batch_size=1 (and "
+            "per_device_eval_batch_size=1)."
         )
     (share,) = features
     return {
@@ -171,13 +174,15 @@ def read_feature_documents(
     """Read the documents of a feature, as `PackingCollator` does for a model with these inputs."""
     if not isinstance(feature, Mapping):
         raise LayoutError(
-            f"a feature is of {type(feature)}; it must be a mapping with 'input_ids' or 'documents'."
+            f"a feature is of {type(feature)}; it must be a mapping with 'input_ids' or "
+            "'documents'."
         )
     if "documents" in feature:
         beside = sorted(_READ_COLUMNS & feature.keys())
         if beside:
             raise LayoutError(
-                f"a feature has 'documents' and {beside[0]!r}, which would not be read: give rows of 'input_ids'."
+                f"a feature has 'documents' and {beside[0]!r}, which would not be read: give rows "
+                "of 'input_ids'."
             )
         check_columns(feature, 0, {"documents"}, inputs)
         documents = [convert_integers(tokens, "input_ids") for tokens in feature["documents"]]
@@ -196,7 +201,8 @@ def read_feature_documents(
     for name, column in row.items():
         if len(column) != count:
             raise LayoutError(
-                f"a row has {count} input_ids and {len(column)} numbers in its {name}: they must match."
+                f"a row has {count} input_ids and {len(column)} numbers in its {name}: they must "
+                "match."
             )
     mask = row.pop("attention_mask", None)
     kept = _find_real_tokens(mask, count)
@@ -224,8 +230,8 @@ def _find_starts(positions: IntArray | None, numbers: IntArray | None) -> IntArr
         return None
     if positions is not None and positions[0] != 0:
         raise LayoutError(
-            f"position_ids[0] of a row is {positions[0]}, where a document begins: each counts from 0. Rows of which other ranks "
-            "hold the rest are not packed here."
+            f"position_ids[0] of a row is {positions[0]}, where a document begins: each counts "
+            "from 0. Rows of which other ranks hold the rest are not packed here."
         )
     return RowTokens.of(
         np.arange(count) if positions is None else positions, numbers, count
@@ -240,14 +246,14 @@ def _choose_starts(tokens: int, lengths: IntArray | None, read: IntArray | None)
         return np.zeros(1, dtype=np.int64) if read is None else read
     if lengths.min(initial=0) < 0 or lengths.sum() != tokens:
         raise LayoutError(
-            f"seq_lengths of a row are of {lengths.sum()} tokens, and it has {tokens} without padding: they must match, and each "
-            "be at least 0."
+            f"seq_lengths of a row are of {lengths.sum()} tokens, and it has {tokens} without "
+            "padding: they must match, and each be at least 0."
         )
     counted = None if read is None else np.diff(read, append=tokens)
     if counted is not None and not np.array_equal(counted, lengths[lengths > 0]):
         raise LayoutError(
-            f"seq_lengths of a row, {lengths}, and its position_ids or attention_mask, {counted}, tell of other documents: give "
-            "one of them."
+            f"seq_lengths of a row, {lengths}, and its position_ids or attention_mask, {counted}, "
+            "tell of other documents: give one of them."
         )
     starts: IntArray = np.cumsum(lengths) - lengths
     return starts
@@ -262,7 +268,8 @@ def _find_real_tokens(mask: IntArray | None, count: int) -> IntArray:
     if inside.any():
         hole = int(kept[np.flatnonzero(inside)[0]]) + 1
         raise LayoutError(
-            f"attention_mask[{hole}] of a document is 0, between tokens {kept[0]} and {kept[-1]}: only padding before and after "
-            "the tokens can be cut off. Give the parts as documents of their own."
+            f"attention_mask[{hole}] of a document is 0, between tokens {kept[0]} and {kept[-1]}: "
+            "only padding before and after the tokens can be cut off. Give the parts as documents "
+            "of their own."
         )
     return kept

@@ -18,15 +18,30 @@ import torch
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["ROW_COLUMNS", "TARGET_MASKS", "UNKNOWN_INPUTS", "ForwardInputs", "check_column", "check_columns", "convert_integers"]
+__all__ = [
+    "ROW_COLUMNS",
+    "TARGET_MASKS",
+    "UNKNOWN_INPUTS",
+    "ForwardInputs",
+    "check_column",
+    "check_columns",
+    "convert_integers",
+]
 
 _log = logging.getLogger("hf_distca")
 
-TARGET_MASKS = ("completion_mask", "assistant_masks")  # 1 for tokens that are targets, where a row has no labels
-ROW_COLUMNS = frozenset({"input_ids", "labels", "attention_mask", *TARGET_MASKS})  # what is read of a row
+TARGET_MASKS = (
+    "completion_mask",
+    "assistant_masks",
+)  # 1 for tokens that are targets, where a row has no labels
+ROW_COLUMNS = frozenset(
+    {"input_ids", "labels", "attention_mask", *TARGET_MASKS}
+)  # what is read of a row
 # Columns that say what documents and targets a row has, in a way that is not read here: without them it would be trained on as
 # something else, whatever the model takes.
-_DOCUMENT_COLUMNS = frozenset({"shift_labels", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "distca_documents"})
+_DOCUMENT_COLUMNS = frozenset(
+    {"shift_labels", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "distca_documents"}
+)
 
 
 @dataclass(frozen=True)
@@ -51,14 +66,20 @@ class ForwardInputs:
         if isinstance(inner := getattr(model, "module", None), torch.nn.Module):  # of engines
             return cls.of(inner)
         parameters = inspect.signature(model.forward).parameters.values()
-        names = tuple(known.name for known in parameters if known.kind in (known.POSITIONAL_OR_KEYWORD, known.KEYWORD_ONLY))
+        names = tuple(
+            known.name
+            for known in parameters
+            if known.kind in (known.POSITIONAL_OR_KEYWORD, known.KEYWORD_ONLY)
+        )
         return cls(names or None)
 
 
 UNKNOWN_INPUTS = ForwardInputs()
 
 
-def check_columns(row: Mapping[str, Any], tokens: int, read: Collection[str], inputs: ForwardInputs) -> None:
+def check_columns(
+    row: Mapping[str, Any], tokens: int, read: Collection[str], inputs: ForwardInputs
+) -> None:
     """Raise if a column is not read and may be an input of the model; warn
     about other columns with a number per token.
 
@@ -90,18 +111,20 @@ def check_column(name: str, read: Collection[str], inputs: ForwardInputs, *, num
     only = f"only {', '.join(sorted(read))} are read"
     if name in _DOCUMENT_COLUMNS:
         raise LayoutError(
-            f"a row has a column {name!r}, which says what its documents or targets are, and would be lost here: {only}. Give "
-            "documents with labels of their own, and remove the column, or use another collator."
+            f"a row has a column {name!r}, which says what its documents or targets are, and would "
+            f"be lost here: {only}. Give documents with labels of their own, and remove the "
+            "column, or use another collator."
         )
     if inputs.names is None and numbers:
         raise LayoutError(
-            f"a row has a column {name!r} of numbers, which may be an input of the model and would be lost here: {only}. Remove "
-            "the column; or say which model it is for, as in PackingCollator(model): what its forward does not take is left out."
+            f"a row has a column {name!r} of numbers, which may be an input of the model and would "
+            f"be lost here: {only}. Remove the column; or say which model it is for, as in "
+            "PackingCollator(model): what its forward does not take is left out."
         )
     if inputs.names is not None and name in inputs.names:
         raise LayoutError(
-            f"a row has a column {name!r}, an input of the model that would be lost here: {only}. Remove the column, or use "
-            "another collator."
+            f"a row has a column {name!r}, an input of the model that would be lost here: {only}. "
+            "Remove the column, or use another collator."
         )
 
 
@@ -123,7 +146,8 @@ def _has_numbers(value: Any) -> bool:
 @cache
 def _warn_of_unread_column(name: str, read: tuple[str, ...]) -> None:
     _log.warning(
-        "column %r has a number for each token, and is not read: only %s are. Remove it if it does not matter.",
+        "column %r has a number for each token, and is not read: only %s are. Remove it if it "
+        "does not matter.",
         name,
         ", ".join(read),
     )
@@ -145,11 +169,18 @@ def convert_integers(values: Any, name: str, kinds: str = "iu") -> IntArray:
             # An `array` refuses what is no integer, and reads a list in a third of numpy's time.
             row = np.frombuffer(array("q", numbers), dtype=np.int64)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise LayoutError(f"the {name} of a document must be a flat list of integers ({error}).") from error
+        raise LayoutError(
+            f"the {name} of a document must be a flat list of integers ({error})."
+        ) from error
     if row.shape == (0,):
         return np.zeros(0, dtype=np.int64)  # empty arrays and tensors have any dtype
-    if row.ndim != 1 or row.dtype.kind not in kinds or (row.dtype == np.uint64 and row.max(initial=0) >= 2**63):
+    if (
+        row.ndim != 1
+        or row.dtype.kind not in kinds
+        or (row.dtype == np.uint64 and row.max(initial=0) >= 2**63)
+    ):
         raise LayoutError(
-            f"the {name} of a document must be a flat list of integers; here they are {row.dtype} of shape {row.shape}."
+            f"the {name} of a document must be a flat list of integers; here they are {row.dtype} "
+            f"of shape {row.shape}."
         )
     return row.astype(np.int64, copy=False)

@@ -92,7 +92,8 @@ class GlobalBatches:
         counts = as_integers(lengths, "lengths of documents")
         if len(counts) and counts.min() < 0:
             raise LayoutError(
-                f"document {int(counts.argmin())} has length {counts.min()}: lengths are at least 0."
+                f"document {int(counts.argmin())} has length {counts.min()}: lengths are at least "
+                "0."
             )
         self.tokens, self.seed, self._fills_whole = tokens, seed, fill == "whole"
         self._document = np.flatnonzero(counts)
@@ -101,7 +102,8 @@ class GlobalBatches:
         total = int(self._length.sum())
         if not total or (not self._fills_whole and total < tokens):
             raise LayoutError(
-                f"{len(self._document)} documents with tokens have {total} tokens together, a global batch has {tokens} (ranks x "
+                f"{len(self._document)} documents with tokens have {total} tokens together, a "
+                f"global batch has {tokens} (ranks x "
                 'tokens_per_rank): give more documents or fewer tokens a rank, or fill="whole" to train on padding.'
             )
         self._count = total // tokens
@@ -184,8 +186,9 @@ class GlobalBatches:
             return
         row = long[np.argmax(self._length[long])]
         longer_ones = (
-            f"{len(long)} of {len(self._length)} documents are longer than a global batch of {self.tokens} tokens (ranks x "
-            f"tokens_per_rank); document {self._document[row]} has {self._length[row]}"
+            f"{len(long)} of {len(self._length)} documents are longer than a global batch of "
+            f"{self.tokens} tokens (ranks x tokens_per_rank); document {self._document[row]} has "
+            f"{self._length[row]}"
         )
         if longer == "refuse":
             raise LayoutError(

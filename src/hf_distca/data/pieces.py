@@ -19,8 +19,8 @@ __all__ = ["SAMPLE_COUNT", "DocumentPiece", "hash_pieces"]
 # Of so many documents at most, and of so many tokens at their beginning, middle and end, ranks compare what they read.
 SAMPLE_COUNT, _SAMPLE_TOKENS = 64, 64
 _PACKED_MASK_REMEDY = (
-    "it numbers the documents of a row that was packed already, which would be dealt as one. Give them one by one, as "
-    "PackingCollator takes such a row."
+    "it numbers the documents of a row that was packed already, which would be dealt as one. Give "
+    "them one by one, as PackingCollator takes such a row."
 )
 
 
@@ -67,9 +67,10 @@ class DocumentPiece:
         ):
             place = first + int(wrong.argmax())
             raise LayoutError(
-                f"position_ids of a document do not count on from 0 at token {place}: the row was packed already, and would be "
-                "dealt as one document, or skips positions, which would be lost where it is cut. Give its documents one by one, "
-                "without position_ids."
+                f"position_ids of a document do not count on from 0 at token {place}: the row was "
+                "packed already, and would be dealt as one document, or skips positions, which "
+                "would be lost where it is cut. Give its documents one by one, without "
+                "position_ids."
             )
         return self._read_slice("input_ids", begin, end)
 
@@ -107,8 +108,8 @@ class DocumentPiece:
         )
         if len(values) != end - begin:
             raise LayoutError(
-                f"the {name} of a document end before token {self.start + end}: they are fewer than its lengths or its other "
-                "columns say."
+                f"the {name} of a document end before token {self.start + end}: they are fewer "
+                "than its lengths or its other columns say."
             )
         return values
 

@@ -241,8 +241,8 @@ def _read_length_column(documents: Any, name: str) -> IntArray:
     values = _select_rows(documents, _get_stored_column(documents, name))
     if not pa.types.is_integer(values.type) or values.null_count:
         raise LayoutError(
-            f"column {name!r} of the documents holds {values.type} with {values.null_count} missing values: lengths are whole "
-            "numbers, one for each document."
+            f"column {name!r} of the documents holds {values.type} with {values.null_count} "
+            "missing values: lengths are whole numbers, one for each document."
         )
     return np.asarray(values.to_numpy()).astype(np.int64)
 
@@ -261,8 +261,8 @@ def _read_offsets(documents: Any, column: str) -> IntArray:
     )
     if not lists or not (pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type)):
         raise LayoutError(
-            f"column {column!r} of the documents holds {kind}: it must be a flat list of integers for each document. Tokenize "
-            "first, or name the column that holds the tokens."
+            f"column {column!r} of the documents holds {kind}: it must be a flat list of integers "
+            "for each document. Tokenize first, or name the column that holds the tokens."
         )
     return np.asarray(
         _select_rows(documents, pc.fill_null(pc.list_value_length(values), 0)).to_numpy()
@@ -273,7 +273,8 @@ def _get_stored_column(documents: Any, name: str) -> Any:
     """Return the stored column; the data set has some of its rows, see `_select_rows`."""
     if name not in documents.column_names:
         raise LayoutError(
-            f"the documents have no column {name!r}, only {', '.join(map(repr, documents.column_names)) or 'none'}."
+            f"the documents have no column {name!r}, only "
+            f"{', '.join(map(repr, documents.column_names)) or 'none'}."
         )
     return documents.data.column(name)
 
@@ -306,7 +307,7 @@ def count_tokens(document: Any, column: str, number: int) -> int:
     if not is_flat:
         shaped = "" if shape is None else f" of shape {tuple(shape)}"
         raise LayoutError(
-            f"document {number} is of {type(document).__name__}{shaped}: it must be a flat list of integers, or a row with one "
-            f"in {column!r}."
+            f"document {number} is of {type(document).__name__}{shaped}: it must be a flat list of "
+            f"integers, or a row with one in {column!r}."
         )
     return len(document)

@@ -68,8 +68,8 @@ def _choose_column(rows: Any, end_of_document: int | None) -> str:
     column: str | None = next((name for name in (*told, "input_ids") if name in names), None)
     if column is None:
         raise LayoutError(
-            f"rows have the columns {', '.join(names) or 'none'}: one of input_ids, {', '.join(_DOCUMENT_COLUMNS)} "
-            "says how long their documents are."
+            f"rows have the columns {', '.join(names) or 'none'}: one of input_ids, "
+            f"{', '.join(_DOCUMENT_COLUMNS)} says how long their documents are."
         )
     return column
 

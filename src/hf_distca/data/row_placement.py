@@ -117,13 +117,14 @@ class RowPlacement(BatchSampler):
         weights = np.asarray(work, dtype=np.float64)
         if weights.ndim != 1 or not np.isfinite(weights).all() or weights.min(initial=0) < 0:
             raise ConfigError(
-                f"work of shape {weights.shape} must be one finite number of at least 0 for each row."
+                f"work of shape {weights.shape} must be one finite number of at least 0 for each "
+                "row."
             )
         size = getattr(batch_sampler, "batch_size", None)
         if not size or places.micro_batch_rows % size:
             raise ConfigError(
-                f"batches of {size} rows do not make micro-batches of {places.micro_batch_rows} rows: "
-                f"{places.ranks} ranks with {places.rows_per_rank} each."
+                f"batches of {size} rows do not make micro-batches of {places.micro_batch_rows} "
+                f"rows: {places.ranks} ranks with {places.rows_per_rank} each."
             )
         self.batch_sampler, self.places, self.batch_size = batch_sampler, places, size
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))

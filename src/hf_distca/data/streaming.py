@@ -58,16 +58,18 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
     ) -> None:
         if isinstance(documents, Iterator):
             raise ConfigError(
-                f"documents are a {type(documents).__name__}, which can be read once: give something that every epoch and every "
-                "worker can iterate from its beginning, such as datasets.IterableDataset.from_generator(...)."
+                f"documents are a {type(documents).__name__}, which can be read once: give "
+                "something that every epoch and every worker can iterate from its beginning, such "
+                "as datasets.IterableDataset.from_generator(...)."
             )
         if (
             is_datasets_class("IterableDataset", documents)
             and (parts := count_split_ranks(documents)) > 1
         ):
             raise ConfigError(
-                f"documents are one of {parts} parts of a stream that is divided by rank (split_dataset_by_node): each rank "
-                "reads the whole stream, and dealing leaves it its share. Give the stream as it was."
+                f"documents are one of {parts} parts of a stream that is divided by rank "
+                "(split_dataset_by_node): each rank reads the whole stream, and dealing leaves it "
+                "its share. Give the stream as it was."
             )
         super().__init__()
         self.documents, self.deal_settings, self.column, self.inputs = (
@@ -138,7 +140,8 @@ def _iterate_undivided(documents: Iterable[Any]) -> Iterator[Any]:
     with hide_worker_info():
         if get_worker_info() is not None:
             raise ConfigError(
-                "torch says in which loader worker documents are read, and they may be divided: set num_workers=0."
+                "torch says in which loader worker documents are read, and they may be divided: "
+                "set num_workers=0."
             )
         iterator, end = iter(documents), object()
         document = next(iterator, end)
