@@ -132,6 +132,6 @@ def test_exchanges_that_cost_more_than_they_gain_are_given_up_where_ranks_are_li
     costs, key = Costs(), PlanKey(SHAPE, "cuda")
     costs[SHAPE, "cuda"] = COST
     for _ in range(6):
-        costs.learn_sample((SHAPE, "cuda"), seen)
+        costs.learn_from_sample((SHAPE, "cuda"), seen)
     assert costs.exchange_slowdown is not None
     assert costs.get_cost(key).exchange_seconds == pytest.approx(5 * COST.exchange_seconds, rel=0.02)

@@ -59,7 +59,7 @@ def test_plans_are_made_beside_what_the_caller_does(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(planner_module, "balance", slow)
     group, ours = MadeUpGroup(2), planner()
-    planning = ours.begin_plans([(documents(96), KEY)], group, beside=True)
+    planning = ours.begin_plans([(documents(96), KEY)], group, in_background=True)
     assert group.gathered == ["planning micro-batch 1"]
     assert not planning.plans.done()
     waits.set()
@@ -75,7 +75,7 @@ def test_what_goes_wrong_beside_is_raised_where_plans_are_taken(monkeypatch: pyt
 
     monkeypatch.setattr(planner_module, "balance", broken)
     ours, group = planner(), MadeUpGroup(2)
-    planning = ours.begin_plans([(documents(96), KEY)], group, beside=True)
+    planning = ours.begin_plans([(documents(96), KEY)], group, in_background=True)
     with pytest.raises(ValueError, match="no plan today"):
         ours.finish_plans(planning)
 

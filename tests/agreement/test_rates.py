@@ -282,7 +282,7 @@ def test_all_ranks_learn_the_same_from_the_same() -> None:
     for _ in range(2):
         costs = given()
         for number in range(12):
-            costs.learn_sample(KIND, observation(lambda kernel, n=number: kernel * (2 + 0.001 * n)))
+            costs.learn_from_sample(KIND, observation(lambda kernel, n=number: kernel * (2 + 0.001 * n)))
         made.append((costs.get_cost(KEY), costs.measured_ranks))
     assert made[0] == made[1]
     assert made[0][0].forward.flops_per_second == pytest.approx(TRUE.forward.flops_per_second / 2, rel=0.02)
@@ -292,14 +292,14 @@ def test_a_group_of_another_size_is_learned_from_by_itself() -> None:
     costs = given()
     for ranks in [RANKS] * 5 + [RANKS // 2] * 5:
         one, none = np.full(ranks, 6.0), np.zeros(ranks)
-        costs.learn_sample(KIND, Observation(np.ones((ranks, 3)), one if ranks < RANKS else one / 2, none, none, one, none))
+        costs.learn_from_sample(KIND, Observation(np.ones((ranks, 3)), one if ranks < RANKS else one / 2, none, none, one, none))
     assert costs.get_cost(KEY).forward.flops_per_second == pytest.approx(TRUE.forward.flops_per_second / 2, rel=0.02)
 
 
 def test_one_stall_changes_nothing() -> None:
     costs = given()
     for number in range(16):
-        costs.learn_sample(KIND, observation(lambda kernel, n=number: kernel * (50 if n == 9 else 1)))
+        costs.learn_from_sample(KIND, observation(lambda kernel, n=number: kernel * (50 if n == 9 else 1)))
     assert costs.get_cost(KEY) == TRUE
 
 
@@ -309,7 +309,7 @@ def test_ranks_with_nothing_to_do_say_nothing_of_their_speed() -> None:
     idle[2] = 0.0
     for _ in range(12):
         one = observation(lambda kernel: kernel * idle)
-        costs.learn_sample(KIND, replace(one, parts=one.parts * idle[:, None]))
+        costs.learn_from_sample(KIND, replace(one, parts=one.parts * idle[:, None]))
     assert costs.measured_ranks.speeds is None
 
 
@@ -442,16 +442,16 @@ def test_a_trial_of_many_micro_batches_puts_the_next_one_off() -> None:
     for planned_ahead in (1, 9):
         costs = given(seconds)
         for _ in range(6):
-            costs.learn_sample(KIND, moved)
+            costs.learn_from_sample(KIND, moved)
         began = []
         for _ in range(2):
             count = 0
             while costs.get_cost(KEY).exchange_seconds > 1:
-                costs.learn_sample(KIND, still)
+                costs.learn_from_sample(KIND, still)
                 count += 1
             began.append(count)
             for _ in range(planned_ahead):
-                costs.learn_sample(KIND, moved)
+                costs.learn_from_sample(KIND, moved)
             assert costs.get_cost(KEY).exchange_seconds == 3
         lost = planned_ahead * moved.slowdown
         assert lost <= 0.012 * began[1] or began[1] == 128

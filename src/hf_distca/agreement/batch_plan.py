@@ -21,9 +21,10 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["Observation", "BatchPlan", "observe_plans"]
+__all__ = ["BatchPlan", "Observation", "observe_plans"]
 
-_HIDDEN_MARGIN = 0.05  # exchanges are hidden where attention takes at most this much longer than the kernels of the slowest rank
+# Exchanges count as hidden if attention takes at most this much longer than the slowest kernels.
+_HIDDEN_MARGIN = 0.05
 
 
 @dataclass(eq=False)
@@ -34,19 +35,19 @@ class BatchPlan:
         key: key of the plan in the micro-batch.
         plan: the plan; the same on all ranks.
         config: the settings that it was made under.
-        rows: the documents that this rank announced for it, see `Documents.rows`.
-        planning_ms: milliseconds of planning, exchange of documents included.
-        source: name of the global batch, for a share.
+        runs: the documents that this rank announced for it, see `Documents.runs`.
+        planning_ms: milliseconds of planning, with the exchange of documents.
+        source: name of the global batch, for a share; else "".
         per_node: ranks of a node that the plan assumes; None if nodes were not told apart.
-        holds: for each rank, whether it holds tokens, if a pool of servers takes part; else None.
-        planned_here: plans of its share that this process made since the last one, instead of the
-            loader.
+        holds: for each rank whether it holds tokens, if a pool of servers takes part; else None.
+        local_plan_count: number of plans of its share that this process made instead of the loader
+            since the previous plan.
         serial: number by which servers of a pool identify it.
         number: number of the micro-batch that uses it; 0 before its use.
-        seconds: (tasks,) estimated seconds, forward and backward, on a rank of speed 1; empty
+        task_seconds: (tasks,) estimated seconds, forward and backward, on a rank of speed 1; empty
             before its use.
-        ranks: estimated properties of the ranks at its use.
-        meter: counts the work of this rank for it.
+        ranks: properties of the ranks, as estimated when it was used.
+        meter: meter of this rank's work for it.
         figures: (ranks, 5) int64, `own_figures` as announced by each rank; -1 until they are known.
     """
 
@@ -67,28 +68,32 @@ class BatchPlan:
     figures: IntArray = field(default_factory=lambda: np.full((1, FIGURE_COUNT), -1))
 
     def start_use(self, number: int, cost: CostModel, ranks: Ranks, meter: Meter) -> None:
-        """Begin the use of the plan by a micro-batch; the cost model now estimates its tasks."""
-        self.number, self.ranks, self.meter = number, ranks, meter
-        self.task_seconds = cost.seconds(
-            self.plan.end - self.plan.start, self.plan.end, self.plan.heads
-        )
+        """Begin the use of the plan by a micro-batch, and estimate its tasks by a cost model."""
+        self.number = number
+        self.ranks = ranks
+        self.meter = meter
+        plan = self.plan
+        self.task_seconds = cost.seconds(plan.end - plan.start, plan.end, plan.heads)
 
     @property
     def own_figures(self) -> Figures:
-        """Kernel nanoseconds, -1 while kernels still run; sent bytes; nanoseconds
-        of exchanging; number of calls; bytes sent to other nodes.
+        """Measurements of this rank.
 
-        Exchanging and calls are -1 where backward did not run for every call: rates are those of whole layers.
+        Kernel nanoseconds, sent bytes, nanoseconds of exchanges, number of calls, and bytes sent to
+        other nodes. Kernel nanoseconds are -1 while kernels still run. Exchanges and calls are -1
+        unless backward ran for every call, because rates are learned from whole layers.
         """
         meter = self.meter
-        whole = meter.calls > 0 and meter.kernel_calls == 2 * meter.backward_calls
-        rest = (int(meter.exchange_seconds * 1e9), meter.calls) if whole else (-1, -1)
         kernels = int(meter.seconds * 1e9) if meter.is_finished else -1
-        return kernels, meter.sent_bytes, *rest, meter.between_bytes
+        exchanges, calls = -1, -1
+        if meter.calls > 0 and meter.kernel_calls == 2 * meter.backward_calls:
+            exchanges = int(meter.exchange_seconds * 1e9)
+            calls = meter.calls
+        return kernels, meter.sent_bytes, exchanges, calls, meter.between_bytes
 
     @property
     def is_measured(self) -> bool:
-        """True if all ranks announced their measurements, after the last kernel."""
+        """True if all ranks have announced their measurements, after their last kernels."""
         return bool(self.figures[:, 0].min() >= 0)
 
     @property
@@ -98,16 +103,15 @@ class BatchPlan:
 
     @property
     def estimated_after(self) -> FloatArray:
-        """Estimated seconds of every server, (ranks,)."""
+        """Estimated seconds of every rank by the plan, (ranks,)."""
         return self._sum_by_rank(self.plan.server, self.task_seconds)
 
     @property
     def measured_before(self) -> FloatArray:
-        """Measured seconds of servers, attributed to the home ranks of the tasks
-        in proportion to their estimates, (ranks,).
-        """
-        measured, served = self.measured_after, self.estimated_after
-        rate = np.divide(measured, served, out=np.zeros_like(served), where=served > 0)
+        """Measured seconds, attributed to the home ranks of tasks by their estimates, (ranks,)."""
+        measured = self.measured_after
+        estimated = self.estimated_after
+        rate = np.divide(measured, estimated, out=np.zeros_like(estimated), where=estimated > 0)
         return self._sum_by_rank(self.plan.home, self.task_seconds * rate[self.plan.server])
 
     @property
@@ -137,11 +141,8 @@ class BatchPlan:
 
     def _sum_by_rank(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
         """Sum seconds of tasks by their ranks, at the speeds of the ranks: (ranks,)."""
-        return self.ranks.taken(
-            np.bincount(rank, weights=seconds, minlength=self.plan.layout.world_size).astype(
-                np.float64
-            )
-        )
+        total = np.bincount(rank, weights=seconds, minlength=self.plan.layout.world_size)
+        return self.ranks.taken(total.astype(np.float64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,13 +151,13 @@ class Observation:
 
     Attributes:
         parts: (ranks, 3) seconds of tasks, bytes and flops by the uncorrected cost model.
-        kernel, exchanging: (ranks,) measured seconds in kernels; and in packing, waiting and
-            unpacking.
-        exchange: (ranks,) seconds of exchanges, estimated by the uncorrected cost model; 0 on ranks
+        kernel: (ranks,) measured seconds in kernels.
+        measured_exchange: (ranks,) measured seconds of packing, waiting and unpacking.
+        estimated_exchange: (ranks,) seconds of exchanges by the uncorrected cost model; 0 on ranks
             that send and receive nothing.
-        unmoved, unmoved_exchange: (ranks,) seconds that kernels would have taken, and `exchange`,
-            with nothing moved.
-        overlapped: whether exchanges are hidden behind the other nano-batch.
+        unmoved: (ranks,) seconds that kernels would have taken if nothing had been moved.
+        unmoved_exchange: (ranks,) `estimated_exchange` if nothing had been moved.
+        is_overlapped: True if exchanges are hidden behind the other nano-batch.
     """
 
     parts: FloatArray
@@ -175,65 +176,63 @@ class Observation:
     @property
     def slowdown(self) -> float:
         """Relative slowdown against moving nothing; negative for a speed-up."""
-        return (
-            self._compute_slowest(self.kernel, self.estimated_exchange)
-            / max(self._compute_slowest(self.unmoved, self.unmoved_exchange), 1e-12)
-            - 1
-        )
+        moved = self._compute_slowest(self.kernel, self.estimated_exchange)
+        unmoved = self._compute_slowest(self.unmoved, self.unmoved_exchange)
+        return moved / max(unmoved, 1e-12) - 1
 
     def estimate_seconds(self, factors: FloatArray) -> FloatArray:
-        """Estimate seconds by the cost model with these factors, (ranks,).
-
-        Processors round `parts @ factors` differently.
-        """
+        """Estimate kernel seconds by the cost model with three factors, (ranks,)."""
         tasks, moved_bytes, flops = self.parts.T
+        # Not `parts @ factors`, which processors round differently.
         return np.asarray(tasks * factors[0] + moved_bytes * factors[1] + flops * factors[2])
 
     def compute_exchange_factor(self) -> float | None:
-        """Return the factor by which measured exchanges are longer than
-        estimated; None if they hid behind other work.
+        """Compute the factor by which exchanges take longer than estimated.
 
-        No rank finishes its exchange before the data has arrived, and most ranks also wait for
-        slower ranks, in the exchange or later. So the rank that waits least, relative to its
-        exchange, shows how long exchanges take.
+        None if they were hidden behind other work, or if nothing was exchanged. No rank finishes
+        its exchange before the data has arrived, and most ranks also wait for slower ranks. So the
+        rank that waits least, relative to its exchange, shows how long exchanges take.
         """
         if not self.has_exchange:
             return None
         exchanges = self.estimated_exchange > 0
-        kernel, estimated = self.kernel[exchanges], self.estimated_exchange[exchanges]
-        taken = self.measured_exchange[exchanges] + (kernel if self.is_overlapped else 0)
-        factor = float((taken / estimated).min())
-        hidden = self.is_overlapped and factor * float(estimated.max()) <= float(
-            self.kernel.max()
-        ) * (1 + _HIDDEN_MARGIN)
-        return None if hidden else factor
+        estimated = self.estimated_exchange[exchanges]
+        measured = self.measured_exchange[exchanges]
+        if self.is_overlapped:
+            measured = measured + self.kernel[exchanges]
+        factor = float((measured / estimated).min())
+        slowest = float(self.kernel.max()) * (1 + _HIDDEN_MARGIN)
+        is_hidden = self.is_overlapped and factor * float(estimated.max()) <= slowest
+        return None if is_hidden else factor
 
     def _compute_slowest(self, kernel: FloatArray, exchange: FloatArray) -> float:
-        """Return the seconds of the slowest rank, given measured
-        kernel and estimated exchange seconds.
-        """
-        taken = exchange * (self.compute_exchange_factor() or 0.0)
-        return float((np.maximum(kernel, taken) if self.is_overlapped else kernel + taken).max())
+        """Compute the seconds of the slowest rank, from its kernels and its estimated exchange."""
+        exchange = exchange * (self.compute_exchange_factor() or 0.0)
+        seconds = np.maximum(kernel, exchange) if self.is_overlapped else kernel + exchange
+        return float(seconds.max())
 
 
 def observe_plans(
     plans: Sequence[BatchPlan], cost: CostModel, config: DistCAConfig
 ) -> Observation | None:
-    """Combine the measurements of the plans of one micro-batch, whole or in
-    two nano-batches, for one kind of layer.
+    """Combine the measurements of one micro-batch for one kind of layer.
 
-    Returns None if some rank did not run whole layers or has running kernels, or if one of two
-    nano-batches is missing. `cost` is the uncorrected cost model of the layer.
+    Args:
+        plans: the plan of the whole batch, or those of both nano-batches.
+        cost: uncorrected cost model of the layer.
+        config: settings.
+
+    Returns:
+        None if some rank did not run whole layers or has running kernels, or if one of two
+        nano-batches is missing.
     """
-    nano = plans[0].key.nano > 0
+    is_nano = plans[0].key.nano > 0
     figures = np.stack([plan.figures for plan in plans])
     calls = figures[:, :, 3]
-    if len(plans) != 1 + nano or figures.min() < 0 or (calls != calls[0, 0]).any():
+    if len(plans) != 1 + is_nano or figures.min() < 0 or (calls != calls[0, 0]).any():
         return None
-    layers, unmoved = (
-        calls[0, 0],
-        [Plan.local(plan.plan.layout, plan.plan.window) for plan in plans],
-    )
+    layers = calls[0, 0]
+    unmoved = [Plan.local(plan.plan.layout, plan.plan.window) for plan in plans]
     return Observation(
         parts=_sum_arrays(_sum_parts(plan.plan, cost) for plan in plans),
         kernel=figures[:, :, 0].sum(axis=0) / (1e9 * layers),
@@ -246,19 +245,14 @@ def observe_plans(
             _estimate_exchange(local, cost, config, plan.ranks)
             for plan, local in zip(plans, unmoved, strict=True)
         ),
-        is_overlapped=nano,
+        is_overlapped=is_nano,
     )
 
 
 def _sum_parts(plan: Plan, cost: CostModel) -> FloatArray:
-    """Sum the seconds of tasks, bytes and flops, forward and
-    backward, of every server: (ranks, 3).
-    """
-    parts = (
-        replace(cost, window=plan.window)
-        .parts(plan.end - plan.start, plan.end, plan.heads)
-        .sum(axis=0)
-    )
+    """Sum the seconds of tasks, bytes and flops, forward and backward, of each rank: (ranks, 3)."""
+    cost = replace(cost, window=plan.window)
+    parts = cost.parts(plan.end - plan.start, plan.end, plan.heads).sum(axis=0)
     columns = (
         np.bincount(plan.server, weights=column, minlength=plan.layout.world_size)
         for column in parts.T
@@ -269,9 +263,7 @@ def _sum_parts(plan: Plan, cost: CostModel) -> FloatArray:
 def _estimate_exchange(
     plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks
 ) -> FloatArray:
-    """Estimate the seconds of exchanges, (ranks,); 0 on ranks that send and
-    receive nothing, which wait for nobody.
-    """
+    """Estimate the seconds of exchanges, (ranks,); 0 on ranks that send and receive nothing."""
     if not plan.moved:
         return np.zeros(plan.layout.world_size)
     waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups)

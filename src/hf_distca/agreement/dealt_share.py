@@ -1,8 +1,8 @@
-"""Contents of a rank's share of a dealt global batch: the layout of all ranks, and plans.
+"""Shares of dealt global batches, with the layout of all ranks and with plans.
 
 A *global batch* holds the tokens of all ranks for one micro-batch. A process that loads a rank's
-share knows the documents of the other ranks, so it can deal and plan alone, with the same result:
-ranks need not meet for a plan.
+share knows the documents of the other ranks, so it deals and plans by itself, with the same result
+as every other process: no exchange is needed for a plan.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from threading import current_thread
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 from weakref import WeakMethod
 
 import numpy as np
@@ -37,24 +37,30 @@ __all__ = ["DealSettings", "DealtShare", "Placement", "PlanJob", "register_share
 Placement = Literal["dealt", "in order"]
 
 
-# Who plans the shares that are fetched in a process, and the process: workers that are forked from it only make them.
+# Method that plans the shares fetched in a process, and the id of that process: loader workers that
+# are forked from it make shares, and must not call the method.
 _share_planner: tuple[WeakMethod[Callable[[DealtShare], None]], int] | None = None
 
 
 def register_share_planner(plan: Callable[[DealtShare], None]) -> None:
-    """Call a bound method with every share that is fetched in this process, before
-    its step, as long as the method's object lives.
+    """Register a bound method to be called with every share that this process fetches.
+
+    It is called before the share's step, as long as the method's object lives.
     """
     global _share_planner
     _share_planner = WeakMethod(plan), os.getpid()
 
 
 class PlanJob(NamedTuple):
-    """Inputs of a plan beside a layout, as for `balance`.
+    """Inputs of a plan besides its layout.
 
-    `ranks` are those that the cost model tells apart.
-
-    Where a pool of servers takes part, `holds` says for each rank whether the batch is dealt to it.
+    Attributes:
+        key: key of the plan.
+        cost: cost model of the layers.
+        config: settings.
+        ranks: properties of the ranks, as far as the cost model tells them apart.
+        holds: for each rank whether the batch is dealt to it, where a pool of servers takes part;
+            else None.
     """
 
     key: PlanKey
@@ -74,7 +80,7 @@ class PlanJob(NamedTuple):
     ) -> PlanJob:
         """Make the job of a plan under these settings.
 
-        Layers that are left whole hide no exchange, whatever the settings are.
+        A plan of a whole batch hides no exchange, even if the settings have ping-pong on.
         """
         return cls(key, cost, replace(config, ping_pong=key.nano > 0), ranks.seen_by(cost), holds)
 
@@ -83,34 +89,35 @@ class DealtShare:
     """A rank's share of a global batch, with the layout of the whole batch.
 
     This is no dataclass, because engines that move batches to a device, or cast their contents,
-    rebuild dataclasses.
-
-    The arguments are those of `DealSettings.share`.
+    rebuild dataclasses. For the arguments see `DealSettings.make_share`.
 
     Attributes:
-        layouts: tokens of each rank: one layout, or those of both nano-batches, which share no
-            document.
-        documents: hash of the documents, below 2**56; the same on all ranks.
-        per_node: ranks of a node, for which it was dealt; None if nodes were not told apart.
-        settings: settings under which its loader plans.
+        batch_id: epoch and number of the global batch.
+        rank: rank that the share is for; -1 in a server of a pool.
+        layouts: tokens of each rank: one layout, or those of both nano-batches, which have no
+            document in common.
+        digest: hash of the documents, below 2**56; the same on all ranks.
+        per_node: number of ranks of a node that it was dealt for; None if nodes were not told
+            apart.
+        loader_config: settings under which its loader plans.
     """
 
     def __init__(
         self,
-        dealing: DealSettings,
-        batch: tuple[int, int],
+        deal_settings: DealSettings,
+        batch_id: tuple[int, int],
         rank: int,
         lengths: IntArray,
-        names: IntArray | None = None,
+        document_ids: IntArray | None = None,
     ) -> None:
-        self.batch_id, self.rank, self.layouts = batch, rank, dealing.deal_layouts(lengths)
-        numbers = [
-            np.asarray(column, dtype=np.int64).tobytes()
-            for column in (lengths, names)
-            if column is not None
-        ]
+        self.batch_id = batch_id
+        self.rank = rank
+        self.layouts = deal_settings.deal_layouts(lengths)
+        columns = (lengths,) if document_ids is None else (lengths, document_ids)
+        numbers = [np.asarray(column, dtype=np.int64).tobytes() for column in columns]
         self.digest = int.from_bytes(hashlib.sha256(b"".join(numbers)).digest()[:7], "big")
-        self.per_node, self.loader_config = dealing.ranks_per_node, dealing.config
+        self.per_node = deal_settings.ranks_per_node
+        self.loader_config = deal_settings.config
         self._plans: dict[PlanJob, Plan] = {}
         self._local_plan_count = 0
         self._planning_threads: tuple[AwaitedThread, ...] = ()
@@ -119,43 +126,44 @@ class DealtShare:
     def for_server(
         cls,
         layouts: tuple[Layout, ...],
-        batch: tuple[int, int],
-        documents: int,
+        batch_id: tuple[int, int],
+        digest: int,
         config: DistCAConfig,
     ) -> DealtShare:
-        """Make the view of a global batch for a server of a pool, which gets no
-        share; for the arguments see the attributes.
+        """Make the share of a server of a pool, which gets no tokens of the global batch.
+
+        For the arguments see the attributes; `config` is `loader_config`.
         """
-        dealt = cls.__new__(cls)
-        dealt.__dict__ |= {
+        share = cls.__new__(cls)
+        share.__dict__ |= {
             "layouts": layouts,
-            "batch_id": batch,
-            "digest": documents,
+            "batch_id": batch_id,
+            "digest": digest,
             "loader_config": config,
             "rank": -1,
         }
-        dealt.__dict__ |= {
+        share.__dict__ |= {
             "per_node": None,
             "_plans": {},
             "_local_plan_count": 0,
             "_planning_threads": (),
         }
-        return dealt
+        return share
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_local_plan_count": 0, "_planning_threads": ()}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        self.notify_planner()  # a loader's worker has sent it
+        self.notify_planner()  # it has just arrived from a loader's worker
 
     def notify_planner(self) -> bool:
         """Pass the share to the method that plans fetched shares in this process.
 
-        Return whether there is one.
+        Return whether such a method is registered.
         """
-        known, process = _share_planner or (None, None)
-        plan = known() if known is not None and process == os.getpid() else None
+        reference, process = _share_planner or (None, None)
+        plan = reference() if reference is not None and process == os.getpid() else None
         if plan is not None:
             plan(self)
         return plan is not None
@@ -181,8 +189,9 @@ class DealtShare:
 
     @property
     def first_nano_tokens(self) -> int | None:
-        """Number of this rank's tokens in the first nano-batch; None if there are no two
-        nano-batches, or one would be empty on some rank.
+        """Number of this rank's tokens in the first nano-batch.
+
+        None if the batch has no nano-batches, or if one of them is empty on some rank.
         """
         if len(self.layouts) == 1 or any(layout.query_tokens.min() == 0 for layout in self.layouts):
             return None
@@ -191,7 +200,7 @@ class DealtShare:
     def check_group(self, group: AttentionGroup) -> None:
         """Raise `LayoutError` unless the share is for this rank of this group."""
         if group.holds is not None and not group.holds[group.rank]:
-            return  # a server takes part in all batches, and holds nothing of any
+            return  # a server takes part in every batch, and holds tokens of none
         ranks = [
             rank
             for rank, holds in zip(group.ranks, group.holds or [True] * group.size, strict=True)
@@ -210,81 +219,80 @@ class DealtShare:
             )
 
     def plan(self, job: PlanJob) -> Plan:
-        """Return the plan of a kind of layer; it is made now, unless one
-        was made before under the same settings.
+        """Return the plan of a kind of layer.
+
+        It is made now, unless it was made before under the same settings.
         """
-        beside = self._planning_threads
-        for thread in () if current_thread() in beside else beside:
+        threads = self._planning_threads
+        for thread in () if current_thread() in threads else threads:
             thread.join()
         if job not in self._plans:
             layout = self.layouts[job.key.nano - 1] if job.key.nano else self.whole_layout
             if job.holds is not None:
                 layout = layout.among(job.holds)
             plan = self._plans[job] = balance(layout, job.cost, job.config, job.ranks)
-            _ = plan.digest  # is compared; a loader's worker has the time for it
+            _ = plan.digest  # cached for later comparison: a loader's worker has the time for it
             self._local_plan_count += 1
         return self._plans[job]
 
     def plan_in_background(self, jobs: Sequence[PlanJob]) -> None:
         """Start to make missing plans while this thread continues. `plan` waits for them."""
         earlier = self._planning_threads
+        missing = [job for job in jobs if job not in self._plans]
 
-        def make() -> None:
-            for thread in earlier:  # which may make the same plans
+        def make_plans() -> None:
+            for thread in earlier:  # it may make the same plans
                 thread.join()
-            with suppress(Exception):  # whoever asks for the plan gets the error
+            with suppress(Exception):  # `plan` raises it again
                 for job in missing:
                     self.plan(job)
 
-        if missing := [job for job in jobs if job not in self._plans]:
-            self._planning_threads = (*earlier, AwaitedThread(make, "plans"))
+        if missing:
+            self._planning_threads = (*earlier, AwaitedThread(make_plans, "plans"))
 
     def pop_local_plan_count(self) -> int:
-        """Return the number of plans that this process made instead of the loader, since
-        the last call or since the share was fetched.
+        """Return the number of plans made by this process instead of the loader.
+
+        Counting starts again with each call.
         """
         count, self._local_plan_count = self._local_plan_count, 0
         return count
 
     def replanning_reason(self, key: PlanKey, config: DistCAConfig) -> str | None:
-        """Describe settings that changed since the loader planned this batch; None if none
-        did, or if it planned for other kinds of layers.
+        """Return which settings have changed since the loader planned this batch, in words.
+
+        None if nothing has changed, or if the loader planned for other kinds of layers.
         """
-        said = [
-            f"{field.name} was {before!r} and is {now!r}"
-            for field in fields(config)
-            if (before := getattr(self.loader_config, field.name))
-            != (now := getattr(config, field.name))
-        ]
-        planned = {job.key.shape for job in self._plans}
+        names = [field.name for field in fields(config)]
+        pairs = [(name, getattr(self.loader_config, name), getattr(config, name)) for name in names]
+        changes = [f"{name} was {old!r} and is {new!r}" for name, old, new in pairs if old != new]
+        element_bytes = key.shape.element_bytes
+        shapes = {job.key.shape for job in self._plans}
         sizes = {
             shape.element_bytes
-            for shape in planned
-            if replace(shape, element_bytes=key.shape.element_bytes) == key.shape
+            for shape in shapes
+            if replace(shape, element_bytes=element_bytes) == key.shape
         }
-        if sizes and key.shape.element_bytes not in sizes:
-            said.insert(
-                0, f"elements had {min(sizes)} bytes and have {key.shape.element_bytes} (dtype)"
-            )
-        return "; ".join(said) or None
+        if sizes and element_bytes not in sizes:
+            changes.insert(0, f"elements had {min(sizes)} bytes and have {element_bytes} (dtype)")
+        return "; ".join(changes) or None
 
 
 @dataclass(eq=False)
 class DealSettings:
     """Settings for dealing global batches, and for planning them where they are loaded.
 
-    It can be pickled.
-
     Attributes:
         ranks: number of ranks that share a global batch.
-        tokens_per_rank: tokens of each, one number for all or one for each.
-        costs: cost models of at least one kind of layer, by its plan (of whole batches). Documents
-            are dealt by the first one.
-        config: settings under which the batches will train. Under others, plans are made when they
-            are needed.
-        ranks_per_node: ranks of a node, for `deal` and for plans.
-        placement: "dealt"; or "in order" for documents one after another, cut where a rank is full,
-            to compare with.
+        tokens_per_rank: number of tokens of a rank, one for all or one for each.
+        costs: cost models of at least one kind of layer, by the keys of plans of whole batches.
+            Documents are dealt by the first one.
+        config: settings under which the batches will train. If they train under others, plans are
+            made when they are needed.
+        ranks_per_node: number of ranks of a node, for dealing and for plans; None to treat all
+            ranks alike.
+        placement: "dealt"; or "in order" for documents one after another, cut where a rank is
+            full, as a baseline.
 
     Raises:
         ConfigError: if there is no such placement.
@@ -298,11 +306,10 @@ class DealSettings:
     placement: Placement = "dealt"
 
     def __post_init__(self) -> None:
-        if self.placement not in get_args(Placement):
-            raise ConfigError(
-                f"placement={self.placement!r} must be one of "
-                f"{', '.join(map(repr, get_args(Placement)))}."
-            )
+        placements = get_args(Placement)
+        if self.placement not in placements:
+            names = ", ".join(map(repr, placements))
+            raise ConfigError(f"placement={self.placement!r} must be one of {names}.")
 
     @property
     def tokens(self) -> int:
@@ -311,51 +318,57 @@ class DealSettings:
         return sum(tokens) if isinstance(tokens, Sequence) else self.ranks * tokens
 
     def deal_layouts(self, lengths: IntArray) -> tuple[Layout, ...]:
-        """Deal documents of these lengths, `ranks` times `tokens_per_rank`
-        tokens together; for errors see `deal`.
+        """Deal the documents of one global batch to ranks.
+
+        Args:
+            lengths: (documents,) tokens of each document, `tokens` together.
 
         Returns:
             One layout, or with ping-pong those of both nano-batches.
+
+        Raises:
+            LayoutError: if lengths do not fill the ranks; see `deal`.
         """
         if self.placement == "in order":
             return (in_order(lengths, self.ranks, self.tokens_per_rank),)
-        what = lengths, self.ranks, self.tokens_per_rank, next(iter(self.costs.values()))
+        arguments = lengths, self.ranks, self.tokens_per_rank, next(iter(self.costs.values()))
+        options: dict[str, Any] = {
+            "tile": self.config.tile,
+            "ranks_per_node": self.ranks_per_node,
+        }
         if self.config.ping_pong:
-            return deal_nano_batches(
-                *what, tile=self.config.tile, ranks_per_node=self.ranks_per_node
-            )
-        return (deal(*what, tile=self.config.tile, ranks_per_node=self.ranks_per_node),)
+            return deal_nano_batches(*arguments, **options)
+        return (deal(*arguments, **options),)
 
     def make_share(
-        self, lengths: IntArray, batch: tuple[int, int], rank: int, names: IntArray | None = None
+        self,
+        lengths: IntArray,
+        batch_id: tuple[int, int],
+        rank: int,
+        document_ids: IntArray | None = None,
     ) -> PackedDocuments:
-        """Make a rank's share of a global batch: its runs of tokens,
-        with the layout and plans of all ranks.
+        """Make a rank's share of a global batch: its runs of tokens, and the plans of all ranks.
 
         Args:
             lengths: (documents,) tokens of each document. The share numbers documents by their
                 index here.
-            batch: epoch and number of the global batch.
+            batch_id: epoch and number of the global batch.
             rank: rank that gets the share.
-            names: integers that identify the documents beyond their lengths, or None. If documents
-                differ between ranks, an error is raised.
+            document_ids: integers that identify the documents beyond their lengths, or None. Ranks
+                whose documents differ get an error when they announce the share.
         """
-        dealt = DealtShare(self, batch, rank, lengths, names)
-        # Without workers the process that trains makes the shares, and knows by which rates it will plan.
-        if self.ranks > 1 and not dealt.notify_planner():
+        share = DealtShare(self, batch_id, rank, lengths, document_ids)
+        # Without loader workers, the training process makes the shares, and plans by its own rates.
+        if self.ranks > 1 and not share.notify_planner():
+            ranks = Ranks(per_node=share.per_node)
             for key, cost in self.costs.items():
-                for nano in (0,) if dealt.first_nano_tokens is None else (1, 2):
-                    dealt.plan(
-                        PlanJob.of(
-                            key._replace(nano=nano),
-                            cost,
-                            self.config,
-                            Ranks(per_node=dealt.per_node),
-                        )
-                    )
-            dealt.pop_local_plan_count()
-        runs = dealt.whole_layout.segments(rank)
-        lengths_, starts, documents = (
-            [getattr(run, name) for run in runs] for name in ("length", "start", "document")
+                for nano in (0,) if share.first_nano_tokens is None else (1, 2):
+                    share.plan(PlanJob.of(key._replace(nano=nano), cost, self.config, ranks))
+            share.pop_local_plan_count()
+        runs = share.whole_layout.segments(rank)
+        return PackedDocuments(
+            [run.length for run in runs],
+            [run.start for run in runs],
+            [run.document for run in runs],
+            dealt_share=share,
         )
-        return PackedDocuments(lengths_, starts, documents, dealt_share=dealt)

@@ -25,41 +25,39 @@ __all__ = ["Documents", "PackedDocuments", "TokenBatch", "make_unknown_runs"]
 
 
 class _RemedyRepr(type):
-    """Metaclass whose repr says where objects of its classes cannot
-    go: libraries put it into their errors.
-    """
+    """Metaclass whose repr says how to keep objects on their rank: libraries put it into errors."""
 
     def __repr__(cls) -> str:
         return (
             f"<class '{cls.__module__}.{cls.__qualname__}'>, which stays on the rank that packed "
             "it. If rank 0 reads the batches of all ranks, as accelerate lets it do for iterable "
-            "datasets, set "
-            'TrainingArguments(accelerator_config={"dispatch_batches": False}), or dispatch_batches=False in accelerate\'s '
-            "DataLoaderConfiguration"
+            'datasets, set TrainingArguments(accelerator_config={"dispatch_batches": False}), or '
+            "dispatch_batches=False in accelerate's DataLoaderConfiguration"
         )
 
 
 class PackedDocuments(metaclass=_RemedyRepr):
-    """Documents of one rank's micro-batch as a host-side object, so
-    that no rank has to read a device tensor.
+    """Documents of one rank's micro-batch, on the host: no device tensor has to be read for them.
 
     A collator puts it into the batch under the key ``distca_documents``; Trainer, accelerate and
     the model pass it on. This is no dataclass: FSDP with mixed precision rebuilds dataclasses for
     every layer, and engines that move batches to a device copy them with all their contents.
 
     Args:
-        lengths: number of tokens of each document (or part of a document) in token order.
-        starts: first document position of each, if documents span ranks; else None.
-        documents: a number of each document that is the same on all ranks, if documents span ranks;
+        lengths: number of tokens of each document, or of each part of a document, in token order.
+        starts: position in its document of the first token of each part, if documents span ranks;
             else None.
-        dealt_share: the whole global batch of which this is a rank's share.
+        documents: number of each part's document, the same on all ranks, if documents span ranks;
+            else None.
+        dealt_share: the share of a global batch that these documents are; None for other batches.
 
     Attributes:
-        prepared_plans: plans that `plan_ahead` made, by their keys; each is removed when it is used.
+        prepared_plans: plans that `plan_ahead` made, by their keys; each is removed when it is
+            used.
 
     Raises:
-        LayoutError: if a number is negative or no whole number, or if there are not as many of
-            each.
+        LayoutError: if a number is negative or no whole number, or if lengths, starts and documents
+            differ in count.
     """
 
     __slots__ = ("dealt_share", "documents", "lengths", "prepared_plans", "starts")
@@ -76,10 +74,8 @@ class PackedDocuments(metaclass=_RemedyRepr):
         self.documents = None if documents is None else _check_counts(documents, "documents")
         self.prepared_plans: dict[Any, Any] = {}
         self.dealt_share = dealt_share
-        spans = (self.starts, self.documents)
-        if (self.starts is None) != (self.documents is None) or any(
-            s is not None and len(s) != len(self.lengths) for s in spans
-        ):
+        columns = [column for column in (self.starts, self.documents) if column is not None]
+        if len(columns) == 1 or any(len(column) != len(self.lengths) for column in columns):
             raise LayoutError(
                 f"{self}: give starts and documents for each of the lengths, or neither."
             )
@@ -88,15 +84,14 @@ class PackedDocuments(metaclass=_RemedyRepr):
     def positions(self) -> IntArray:
         """Position of each token in its document, (tokens,) int64."""
         lengths = np.array(self.lengths, dtype=np.int64)
-        starts = (
-            np.zeros_like(lengths) if self.starts is None else np.array(self.starts, dtype=np.int64)
-        )
+        starts = np.array(self.starts or np.zeros_like(lengths), dtype=np.int64)
         first = np.cumsum(lengths) - lengths
         positions: IntArray = np.arange(lengths.sum()) + np.repeat(starts - first, lengths)
         return positions
 
     def __repr__(self) -> str:
-        return f"PackedDocuments(lengths={self.lengths}, starts={self.starts}, documents={self.documents})"
+        spans = f"starts={self.starts}, documents={self.documents}"
+        return f"PackedDocuments(lengths={self.lengths}, {spans})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PackedDocuments) and self._columns == other._columns
@@ -128,20 +123,22 @@ def _check_counts(values: Sequence[int], name: str) -> tuple[int, ...]:
 class Documents:
     """Documents of one rank in a micro-batch, or in one nano-batch of it.
 
+    A *run* is a contiguous piece of a document on one rank.
+
     Attributes:
-        rows: int64, one row per run of tokens, (document, start, length); document is -1 where only
+        runs: (runs, 3) int64 with columns document, start and length; document is -1 where only
             positions are known.
-        spans: whether documents may span ranks, so that start and document of a run say what it
-            continues.
-        keep: int64 indices of the tokens that are not padding, among batch * sequence; None if
-            there is no padding.
-        context: number of tokens of the first document in the first nano-batch; they are the first
-            row here, and not in `keep`.
-        prepared_plans: plans for these documents that were made before.
-        dealt_share: the whole global batch of which these are a rank's share.
-        holes: length of the longest document with padding inside, that padding included; 0 without
-            such documents.
-        numbered: whether the padding mask numbered the documents.
+        span_ranks: True if documents may span ranks; document and start of a run then tell which
+            run of another rank it continues.
+        token_indices: (tokens,) int64 indices among batch * sequence of the tokens that are not
+            padding; None if there is no padding.
+        context_tokens: number of tokens of the first document that lie in the first nano-batch;
+            they are the first run here, and not in `token_indices`.
+        prepared_plans: plans for these documents that were made before, by their keys.
+        dealt_share: the share of a global batch that these documents are; None for other batches.
+        longest_holed: number of tokens of the longest document that has padding inside, with that
+            padding; 0 if there is none.
+        has_mask_numbers: True if the padding mask numbers the documents.
     """
 
     runs: IntArray
@@ -154,10 +151,16 @@ class Documents:
     has_mask_numbers: bool = False
 
     def check_holes(self, reach: int | None) -> None:
-        """Raise if padding inside a document is longer than the reach of a layer's
-        tokens; None for layers that see whole documents.
+        """Raise if a layer's window or chunks would count padding inside a document.
 
-        Padding is left out before tokens are counted, and other attention counts it: each would see other tokens.
+        Padding is removed before tokens are counted, where other attention implementations count
+        it: tokens would see other keys than there.
+
+        Args:
+            reach: tokens of a window or chunk; None for layers that see whole documents.
+
+        Raises:
+            UnsupportedError: if a document with padding inside is longer than the reach.
         """
         if reach is not None and self.longest_holed > reach:
             raise UnsupportedError(
@@ -168,8 +171,13 @@ class Documents:
             )
 
     def cut_into_chunks(self, size: int | None) -> Documents:
-        """Cut documents into chunks of `size` positions, each a
-        document of its own; None for no cuts.
+        """Cut documents into chunks, each a document of its own.
+
+        Args:
+            size: number of positions of a chunk; None to cut nothing.
+
+        Raises:
+            UnsupportedError: if documents span ranks, or have padding inside.
         """
         if size is None:
             return self
@@ -187,40 +195,40 @@ class Documents:
         return replace(self, runs=make_unknown_runs(np.array(lengths, dtype=np.int64)))
 
     def split_at(self, index: int) -> tuple[Documents, Documents]:
-        """Split the documents at an index among batch * sequence; documents
-        that span ranks only between two runs.
+        """Split the documents into those of two nano-batches.
+
+        Args:
+            index: index among batch * sequence at which the second nano-batch begins. Documents
+                that span ranks are split between two runs only.
         """
-        if self.span_ranks:
-            runs = int(np.searchsorted(np.cumsum(self.runs[:, 2]), index, side="right"))
-            return replace(self, runs=self.runs[:runs]), replace(self, runs=self.runs[runs:])
-        tokens = (
-            index if self.token_indices is None else int(np.searchsorted(self.token_indices, index))
-        )
         length = self.runs[:, 2]
-        before = np.clip(
-            tokens - (np.cumsum(length) - length), 0, length
-        )  # tokens of each document
-        rest = before < length
-        context = before[
-            rest & (before > 0)
-        ]  # of the document that the cut goes through, if there is one
-        starts = np.concatenate([np.zeros_like(context), before[rest]])
-        second = make_unknown_runs(np.concatenate([context, (length - before)[rest]]), starts)
-        keeps = (
-            (None, None)
-            if self.token_indices is None
-            else (self.token_indices[:tokens], self.token_indices[tokens:] - index)
-        )
+        if self.span_ranks:
+            count = int(np.searchsorted(np.cumsum(length), index, side="right"))
+            return replace(self, runs=self.runs[:count]), replace(self, runs=self.runs[count:])
+        indices = self.token_indices
+        tokens = index if indices is None else int(np.searchsorted(indices, index))
+        before = np.clip(tokens - (np.cumsum(length) - length), 0, length)  # of each document
+        in_second = before < length
+        context = before[in_second & (before > 0)]  # of the one document that is cut, if any
+        starts = np.concatenate([np.zeros_like(context), before[in_second]])
+        lengths = np.concatenate([context, (length - before)[in_second]])
         return (
-            replace(self, runs=make_unknown_runs(before[before > 0]), token_indices=keeps[0]),
-            replace(self, runs=second, token_indices=keeps[1], context_tokens=int(context.sum())),
+            replace(
+                self,
+                runs=make_unknown_runs(before[before > 0]),
+                token_indices=None if indices is None else indices[:tokens],
+            ),
+            replace(
+                self,
+                runs=make_unknown_runs(lengths, starts),
+                token_indices=None if indices is None else indices[tokens:] - index,
+                context_tokens=int(context.sum()),
+            ),
         )
 
     @property
     def has_whole_documents(self) -> bool:
-        """True if each document has all its tokens here, in one piece;
-        documents that span ranks may be whole, too.
-        """
+        """True if each document has all its tokens here, in one run."""
         if self.context_tokens or not self.span_ranks:
             return not self.context_tokens
         numbers, starts, _ = self.runs.T.tolist()
@@ -230,45 +238,54 @@ class Documents:
 
     @property
     def first_token_indices(self) -> IntArray:
-        """Index of the first token of each document among batch * sequence, (rows,) int64."""
+        """Index among batch * sequence of the first token of each run, (runs,) int64."""
         first = self.runs[:, 2].cumsum() - self.runs[:, 2]
         return first if self.token_indices is None else self.token_indices[first]
 
-    def is_packed(self, length: int) -> bool:
-        """Return whether a row of `length` tokens holds more than one document,
-        or a document continues in the next row.
+    def is_packed(self, row_length: int) -> bool:
+        """Return whether a row holds several documents, or a document continues in the next row.
+
+        Args:
+            row_length: number of tokens of a row, padding included.
         """
         last = self.runs[:, 2].cumsum() - 1
-        first, last = (
-            self.first_token_indices // max(length, 1),
-            (last if self.token_indices is None else self.token_indices[last]) // max(length, 1),
-        )
-        return bool((first != last).any() or (first[1:] == first[:-1]).any())
+        last = last if self.token_indices is None else self.token_indices[last]
+        first_row = self.first_token_indices // max(row_length, 1)
+        last_row = last // max(row_length, 1)
+        return bool((first_row != last_row).any() or (first_row[1:] == first_row[:-1]).any())
 
     @property
     def announced_numbers(self) -> IntArray:
-        """Numbers that other ranks need: the rows if documents span ranks, else (rows,) lengths."""
+        """Numbers that other ranks need: (runs, 3) if documents span ranks, else (runs,)."""
         return self.runs if self.span_ranks else self.runs[:, 2]
 
 
 def make_unknown_runs(lengths: IntArray, starts: IntArray | None = None) -> IntArray:
-    """Make rows as in `Documents`, for runs of tokens whose documents are not known."""
-    return np.stack(
-        [np.full_like(lengths, -1), np.zeros_like(lengths) if starts is None else starts, lengths],
-        axis=1,
-    )
+    """Make the runs of `Documents` where documents have no numbers.
+
+    Args:
+        lengths: (runs,) int64 tokens of each run.
+        starts: (runs,) int64 position in its document of the first token of each run; None for 0.
+    """
+    starts = np.zeros_like(lengths) if starts is None else starts
+    return np.stack([np.full_like(lengths, -1), starts, lengths], axis=1)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
     """Arguments of attention that describe the tokens of a (batch_size, length) batch.
 
+    Of `packed`, `cu_seq_lens` and `position_ids`, the first that is given says where documents
+    begin. Without any, each row is one document.
+
     Attributes:
-        packed, cu_seq_lens, position_ids: boundaries of documents; the first that is given decides.
-            Without any, each row is one document.
-        padding: (batch_size, length) mask, bool or whole numbers: 0 for padding, and larger numbers
-            than 1 number the documents of a row. Lengths that are given may count padding or leave
-            it out.
+        batch_size: number of rows.
+        length: number of tokens of a row, padding included.
+        packed: documents as the collator packed them, with padding or without.
+        cu_seq_lens: (documents + 1,) integers, bounds of documents, with padding or without.
+        position_ids: (1 or batch_size, length) integers.
+        padding: (batch_size, length) mask, bool or whole numbers: 0 for padding; numbers above 1
+            number the documents of a row. None if there is no padding.
         first_position: position id of a document's first token.
     """
 
@@ -282,30 +299,31 @@ class TokenBatch:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> TokenBatch:
-        """Read the arguments from a batch as it goes to a model."""
+        """Read the arguments of a model's forward."""
         batch_size, length = batch["input_ids"].shape
-        packed, cu_seq_lens = batch.get("distca_documents"), batch.get("cu_seq_lens_q")
         return cls(
             batch_size,
             length,
-            packed,
-            cu_seq_lens,
-            batch.get("position_ids"),
-            convert_mask(batch.get("attention_mask")),
+            packed=batch.get("distca_documents"),
+            cu_seq_lens=batch.get("cu_seq_lens_q"),
+            position_ids=batch.get("position_ids"),
+            padding=convert_mask(batch.get("attention_mask")),
         )
 
     def read_documents(self, *, span_ranks: bool = False, training: bool = False) -> Documents:
         """Read the documents of the batch, with at most one copy from the device.
 
-        A row that begins in the middle of a document is refused in `training` unless documents may
-        span ranks.
+        Args:
+            span_ranks: documents may span ranks.
+            training: refuse a row that begins inside a document, unless documents may span ranks.
 
         Raises:
             LayoutError: if the arguments describe no documents, or documents of another batch.
-            UnsupportedError: if there are several position axes, or a row that another tool has
-                cut.
+            UnsupportedError: if there are several position axes, or if another tool has cut a row.
         """
-        packed, padding, shape = self.packed, self.padding, (self.batch_size, self.length)
+        packed = self.packed
+        padding = self.padding
+        shape = (self.batch_size, self.length)
         if packed is not None and not isinstance(packed, PackedDocuments):
             raise LayoutError(
                 f"distca_documents is of {type(packed)}: put a PackedDocuments into the batch."
@@ -321,26 +339,20 @@ class TokenBatch:
             )
         if packed is None and self.cu_seq_lens is not None and not span_ranks:
             packed = PackedDocuments(_read_bounds(self.cu_seq_lens))
-        return (
-            self._read_from_positions(span_ranks, training)
-            if packed is None
-            else self._remove_padding(_read_lengths(packed))
-        )
+        if packed is None:
+            return self._read_from_positions(span_ranks, training)
+        return self._remove_padding(_read_lengths(packed))
 
-    def _remove_padding(self, local: Documents) -> Documents:
-        """Remove padding from `local`.
-
-        Its lengths cover all tokens of the batch, or just those that are not padding.
-        """
-        tokens, total = int(local.runs[:, 2].sum()), self.batch_size * self.length
+    def _remove_padding(self, documents: Documents) -> Documents:
+        """Remove padding from documents that cover the batch, with padding or without."""
+        tokens = int(documents.runs[:, 2].sum())
+        total = self.batch_size * self.length
         if self.padding is None and tokens == total:
-            return local
-        valid = (
-            np.ones(total, dtype=np.bool_)
-            if self.padding is None
-            else self.padding.reshape(-1).cpu().numpy() != 0
-        )
-        real = int(valid.sum())
+            return documents
+        is_real = np.ones(total, dtype=np.bool_)
+        if self.padding is not None:
+            is_real = self.padding.reshape(-1).cpu().numpy() != 0
+        real = int(is_real.sum())
         batch = f"{self.batch_size} x {self.length}"
         if tokens not in (total, real):
             raise LayoutError(
@@ -349,63 +361,58 @@ class TokenBatch:
                 "with all its padding or without."
             )
         if real == total:
-            return local
-        if local.span_ranks:  # other ranks count on the tokens that are given
+            return documents
+        if documents.span_ranks:  # other ranks rely on these lengths
             raise LayoutError(
                 f"{total - real} of the {batch} tokens are padding by attention_mask, and the "
                 "documents may go on on other ranks (PackedDocuments with starts): leave "
                 "attention_mask out, and give padding as a document of its own."
             )
-        rows = local.runs.copy()
+        runs = documents.runs.copy()
         if tokens == total:
-            before = np.concatenate([[0], np.cumsum(valid)])  # tokens in front of each
-            rows[:, 2] = np.diff(before[np.cumsum(rows[:, 2])], prepend=0)
-        rows, keep = rows[rows[:, 2] > 0], np.flatnonzero(valid)
-        return replace(
-            local,
-            runs=rows,
-            token_indices=keep,
-            longest_holed=_find_longest_holed(rows[:, 2], keep),
-        )
+            real_before = np.concatenate([[0], np.cumsum(is_real)])
+            runs[:, 2] = np.diff(real_before[np.cumsum(runs[:, 2])], prepend=0)
+        runs = runs[runs[:, 2] > 0]
+        indices = np.flatnonzero(is_real)
+        longest_holed = _find_longest_holed(runs[:, 2], indices)
+        return replace(documents, runs=runs, token_indices=indices, longest_holed=longest_holed)
 
     def _read_from_positions(self, span_ranks: bool, training: bool) -> Documents:
-        first = 0 if self.position_ids is None else self.first_position
-        tokens = RowTokens.of(
-            *read_positions(self.position_ids, self.padding, (self.batch_size, self.length)),
-            self.length,
-            first,
-        )
-        begin = (
-            tokens.find_run_starts()
-            if span_ranks
-            else tokens.find_document_starts(training=training)
-        )
+        first_position = 0 if self.position_ids is None else self.first_position
+        shape = (self.batch_size, self.length)
+        position, mask = read_positions(self.position_ids, self.padding, shape)
+        tokens = RowTokens.of(position, mask, self.length, first_position)
+        if span_ranks:
+            begin = tokens.find_run_starts()
+            starts = tokens.position[begin]
+        else:
+            begin = tokens.find_document_starts(training=training)
+            starts = None
         lengths = np.diff(np.append(begin, len(tokens.index)))
-        keep = None if len(tokens.index) == self.batch_size * self.length else tokens.index
-        rows = make_unknown_runs(lengths, tokens.position[begin] if span_ranks else None)
-        holes = 0 if keep is None else _find_longest_holed(lengths, keep)
+        indices = None if len(tokens.index) == self.batch_size * self.length else tokens.index
         return Documents(
-            rows,
+            make_unknown_runs(lengths, starts),
             span_ranks,
-            keep,
-            longest_holed=holes,
+            indices,
+            longest_holed=0 if indices is None else _find_longest_holed(lengths, indices),
             has_mask_numbers=tokens.document_number is not None,
         )
 
 
-def _find_longest_holed(lengths: IntArray, keep: IntArray) -> int:
-    """Compute `Documents.holes`."""
+def _find_longest_holed(lengths: IntArray, token_indices: IntArray) -> int:
+    """Find `Documents.longest_holed`."""
     ends = np.cumsum(lengths)
-    places = keep[ends - 1] - keep[ends - lengths] + 1
-    return int(places[places > lengths].max(initial=0))
+    extents = token_indices[ends - 1] - token_indices[ends - lengths] + 1
+    return int(extents[extents > lengths].max(initial=0))
 
 
 def _read_lengths(packed: PackedDocuments) -> Documents:
     count = len(packed.lengths)
-    documents, starts = packed.documents or (-1,) * count, packed.starts or (0,) * count
-    rows = np.array([documents, starts, packed.lengths], dtype=np.int64).reshape(3, count).T
+    documents = packed.documents or (-1,) * count
+    starts = packed.starts or (0,) * count
+    runs = np.array([documents, starts, packed.lengths], dtype=np.int64).reshape(3, count).T
     return Documents(
-        rows[rows[:, 2] > 0],
+        runs[runs[:, 2] > 0],
         packed.documents is not None,
         prepared_plans=packed.prepared_plans,
         dealt_share=packed.dealt_share,

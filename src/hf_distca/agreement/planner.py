@@ -1,9 +1,8 @@
-"""`Planner`: makes the plans of announced documents, on all ranks
-alike, and collects their measurements.
+"""`Planner`: makes the same plans of announced documents on all ranks.
 
 Several plans can be requested at once, for two nano-batches or for the micro-batches of an
-optimizer step: they take the same two small collectives as one. Making them, which is most of the
-work, can run in the background of training.
+optimizer step: they take the same two small collectives as one plan. Making them is most of the
+work, and can run in the background of training.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from hf_distca.runtime.monitor import AwaitedThread
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.plan import Plan
 
-__all__ = ["Planner", "PendingPlans", "get_current_world"]
+__all__ = ["PendingPlans", "Planner", "get_current_world"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -39,10 +38,10 @@ class PendingPlans:
     """Plans that are being made.
 
     Attributes:
-        place: description of the plans, for errors.
+        place: description of the batches, for errors.
         group: the ranks that make the plans.
         plans: the plans, in the order of requests.
-        serial: number by which servers of a pool identify it.
+        serial: number by which servers of a pool identify these plans.
     """
 
     place: str
@@ -52,15 +51,13 @@ class PendingPlans:
 
 
 class Planner:
-    """Plans micro-batches together with the other ranks, and
-    collects their estimates and measurements.
+    """Plans micro-batches together with the other ranks, and collects measurements.
 
-    Methods that need other ranks raise `DistCADesyncError` if ranks do not agree or do not all
-    come.
+    Collective methods raise `DistCADesyncError` if ranks do not agree, or do not all take part.
 
     Attributes:
         config: the settings; they may change between micro-batches, on all ranks at once.
-        history: planned and measured figures.
+        history: estimates and measurements of micro-batches.
     """
 
     def __init__(self, config: DistCAConfig, meter: Meter) -> None:
@@ -69,9 +66,8 @@ class Planner:
         self._meter = meter
         self._world = get_current_world()
         self._progress = Progress(meter, self.history)
-        self._pool_group: AttentionGroup | None = (
-            None  # a group with servers, once shares were planned for it
-        )
+        # A group with servers of a pool, once shares have been planned for it.
+        self._pool_group: AttentionGroup | None = None
 
     @property
     def progress(self) -> Progress:
@@ -89,32 +85,36 @@ class Planner:
         self._progress = Progress(self._meter, self.history)
 
     def plan(self, requests: Sequence[Request], group: AttentionGroup) -> list[BatchPlan]:
-        """Plan this rank's documents together with those of the other
-        ranks, which must request the same plans.
+        """Plan this rank's documents together with those of the other ranks.
+
+        All ranks must request the same plans. Collective, except for prepared plans and shares of
+        dealt batches: announcements of shares are compared while ranks compute.
 
         Args:
-            requests: documents, each with the key of a plan; plans made ahead that travel with
-                documents are used. With shares of a dealt batch no rank waits for another:
-                announcements are compared while ranks compute.
+            requests: documents, each with the key of a plan. Plans that were prepared for these
+                documents are used.
             group: the ranks.
+
+        Returns:
+            One plan for each request, in their order.
 
         Raises:
             LayoutError: if a share is not for this rank of this group.
         """
-        plans: list[BatchPlan | None] = [
+        prepared: list[BatchPlan | None] = [
             documents.prepared_plans.pop(key, None) for documents, key in requests
         ]
-        ahead = [
-            planned for planned in plans if planned is not None and planned.config == self.config
+        usable = [
+            batch_plan
+            for batch_plan in prepared
+            if batch_plan is not None
+            and batch_plan.config == self.config
+            and batch_plan.plan.layout.world_size == group.size  # a server may have left since
         ]
-        ahead = [
-            planned for planned in ahead if planned.plan.layout.world_size == group.size
-        ]  # a server may have left since
-        if len(ahead) == len(requests):
-            return ahead
-        shares = [
-            documents.dealt_share for documents, _ in requests if documents.dealt_share is not None
-        ]
+        if len(usable) == len(requests):
+            return usable
+        all_shares = [documents.dealt_share for documents, _ in requests]
+        shares = [share for share in all_shares if share is not None]
         if len(shares) == len(requests):
             return self._plan_shares(shares, requests, group)
         return self.finish_plans(self.begin_plans(requests, group))
@@ -125,153 +125,155 @@ class Planner:
         group: AttentionGroup,
         place: str | None = None,
         *,
-        beside: bool = False,
+        in_background: bool = False,
     ) -> PendingPlans:
-        """Announce documents, with one collective, and plan them: before this thread
-        continues, or in the background (`beside`).
+        """Announce documents, with one collective, and begin to plan them.
+
+        Args:
+            requests: documents, each with the key of a plan.
+            group: the ranks.
+            place: description of the batches, for errors; None for the next micro-batch.
+            in_background: make the plans in another thread; else they are made when this returns.
         """
-        started, config, keys = time.perf_counter(), self.config, [key for _, key in requests]
+        started = time.perf_counter()
+        config = self.config
+        keys = [key for _, key in requests]
         place = place or f"micro-batch {self.progress.find_number(keys)}"
-        planning = PendingPlans(place, group)
-        planning.serial = group.number(planning)
+        pending = PendingPlans(place, group)
+        pending.serial = group.number(pending)
         group.notify_servers(
-            "begin_plans", planning=planning.serial, requests=requests, place=place, beside=beside
+            "begin_plans",
+            planning=pending.serial,
+            requests=requests,
+            place=place,
+            beside=in_background,
         )
-        layouts = [
-            build_layout(stated)
-            for stated in self.progress.announce_requests(requests, group, place, config)
-        ]
+        batches = self.progress.announce_requests(requests, group, place, config)
+        layouts = [build_layout(batch) for batch in batches]
         jobs = self._make_jobs(keys, group.size, group.per_node)
 
-        def make() -> list[BatchPlan]:
+        def make_plans() -> list[BatchPlan]:
             plans = [
                 balance(layout, job.cost, job.config, job.ranks)
                 for layout, job in zip(layouts, jobs, strict=True)
             ]
-            taken = (time.perf_counter() - started) * 1e3 / max(len(plans), 1)
-            asked = zip(requests, plans, strict=True)
+            planning_ms = (time.perf_counter() - started) * 1e3 / max(len(plans), 1)
             return [
                 BatchPlan(
                     key,
                     plan,
                     config,
                     documents.runs,
-                    taken,
+                    planning_ms,
                     per_node=group.per_node,
                     holds=group.holds,
                 )
-                for (documents, key), plan in asked
+                for (documents, key), plan in zip(requests, plans, strict=True)
             ]
 
-        if beside:
-            AwaitedThread(lambda: _complete_plans(planning.plans, make), "plans")
+        if in_background:
+            AwaitedThread(lambda: _complete_plans(pending.plans, make_plans), "plans")
         else:
-            _complete_plans(planning.plans, make)
-        return planning
+            _complete_plans(pending.plans, make_plans)
+        return pending
 
-    def finish_plans(self, planning: PendingPlans) -> list[BatchPlan]:
-        """Return the plans in the order of their requests, once they are made and
-        all ranks have the same. One collective.
+    def finish_plans(self, pending: PendingPlans) -> list[BatchPlan]:
+        """Wait for plans, and compare them between ranks with one collective.
+
+        Returns:
+            One plan for each request, in their order.
         """
-        plans, group, place, started = (
-            planning.plans.result(),
-            planning.group,
-            planning.place,
-            time.perf_counter(),
-        )
-        group.notify_servers(
-            "finish_plans", planning=planning.serial, plans=_assign_serials(plans, group)
-        )
+        batch_plans = pending.plans.result()
+        started = time.perf_counter()
+        group = pending.group
+        serials = _assign_serials(batch_plans, group)
+        group.notify_servers("finish_plans", planning=pending.serial, plans=serials)
         # Plans come from equal inputs, but an exchange with unequal plans would hang.
-        digests, doing = (
-            np.array([_shorten_digest(planned.plan) for planned in plans], dtype=np.int64),
-            f"comparing plans of {place}",
-        )
+        numbers = [_shorten_digest(batch_plan.plan) for batch_plan in batch_plans]
+        digests = np.array(numbers, dtype=np.int64)
+        doing = f"comparing plans of {pending.place}"
         if not group.all_equal(digests, doing=doing):
+            description = "plans for the same documents"
+            remedy = "use one version of hf_distca and numpy"
             for column in np.stack(group.gather(digests, doing=doing)).T:
-                check_equal(
-                    group,
-                    column,
-                    "plans for the same documents",
-                    place,
-                    "use one version of hf_distca and numpy",
-                )
-        for planned in plans:
-            planned.planning_ms += (time.perf_counter() - started) * 1e3 / len(plans)
-        return plans
+                check_equal(group, column, description, pending.place, remedy)
+        for batch_plan in batch_plans:
+            batch_plan.planning_ms += (time.perf_counter() - started) * 1e3 / len(batch_plans)
+        return batch_plans
 
     def _plan_shares(
         self, shares: Sequence[DealtShare], requests: Sequence[Request], group: AttentionGroup
     ) -> list[BatchPlan]:
         """Make plans from shares, which need no other rank."""
-        started, keys = time.perf_counter(), [key for _, key in requests]
+        started = time.perf_counter()
+        keys = [key for _, key in requests]
         self._pool_group = group if group.holds is not None else None
-        for dealt, key in zip(shares, keys, strict=True):
-            dealt.check_group(group)
-            self._register_kind(dealt, key, group)
+        for share, key in zip(shares, keys, strict=True):
+            share.check_group(group)
+            self._register_kind(share, key, group)
         jobs = self._make_share_jobs(keys, shares[0])
-        plans = [dealt.plan(job) for dealt, job in zip(shares, jobs, strict=True)]
-        taken = (time.perf_counter() - started) * 1e3 / len(plans)
+        plans = [share.plan(job) for share, job in zip(shares, jobs, strict=True)]
+        planning_ms = (time.perf_counter() - started) * 1e3 / len(plans)
         per_node = shares[0].per_node if self._pool_group is None else group.per_node
-        planned = [
+        batch_plans = [
             BatchPlan(
                 key,
                 plan,
                 self.config,
                 documents.runs,
-                taken,
-                str(dealt),
+                planning_ms,
+                str(share),
                 per_node,
                 group.holds,
-                dealt.pop_local_plan_count(),
+                share.pop_local_plan_count(),
             )
-            for (documents, key), plan, dealt in zip(requests, plans, shares, strict=True)
+            for (documents, key), plan, share in zip(requests, plans, shares, strict=True)
         ]
-        group.notify_servers(
-            "plan_shares", plans=_assign_serials(planned, group), shares=shares, requests=requests
-        )
+        serials = _assign_serials(batch_plans, group)
+        group.notify_servers("plan_shares", plans=serials, shares=shares, requests=requests)
         place = f"micro-batch {self.progress.find_number(keys)} ({shares[0]})"
-        dealt_numbers = [*shares[0].batch_id, shares[0].digest, *map(_shorten_digest, plans)]
-        self.progress.announce_share(dealt_numbers, keys, group, place, self.config)
-        return planned
+        share_numbers = [*shares[0].batch_id, shares[0].digest, *map(_shorten_digest, plans)]
+        self.progress.announce_share(share_numbers, keys, group, place, self.config)
+        return batch_plans
 
-    def _register_kind(self, dealt: DealtShare, key: PlanKey, group: AttentionGroup) -> None:
-        """Note a kind of layer, so that fetched shares are planned for it, and
-        warn if the loader's plans do not fit.
+    def _register_kind(self, share: DealtShare, key: PlanKey, group: AttentionGroup) -> None:
+        """Register a kind of layer, so that fetched shares are planned for it.
+
+        Warn if the loader's plans do not fit the first one.
         """
         kinds = self.progress.share_kinds
         if key in kinds:
             return
-        other = dealt.replanning_reason(key, self.config)
-        if other is not None and not kinds and group.rank == 0:
+        reason = share.replanning_reason(key, self.config)
+        if reason is not None and not kinds and group.rank == 0:
             _log.warning(
                 "shares were planned for other settings than those of now, so this process plans "
                 "each of them again when it is fetched: %s. Give document_shares the dtype that "
                 "attention computes in, and the config of the run.",
-                other,
+                reason,
             )
         kinds[key] = None
         register_share_planner(self._plan_fetched_share)
 
-    def _plan_fetched_share(self, dealt: DealtShare) -> None:
-        """Start to plan a fetched share for the known kinds of layers, if its
-        plans are for other rates or settings.
-        """
-        whole = dealt.first_nano_tokens is None
-        keys = dict.fromkeys(
-            key._replace(nano=0) if whole else key for key in tuple(self.progress.share_kinds)
-        )
-        dealt.plan_in_background(self._make_share_jobs(keys, dealt))
+    def _plan_fetched_share(self, share: DealtShare) -> None:
+        """Start to plan a fetched share for the registered kinds of layers.
 
-    def _make_share_jobs(self, keys: Iterable[PlanKey], dealt: DealtShare) -> list[PlanJob]:
-        """Return the current inputs of plans of a share, for the ranks it is dealt to
-        and the servers of a pool, if there is one.
+        Nothing is left to do where the loader's plans are for the current rates and settings.
         """
-        if self._pool_group is None:
-            return self._make_jobs(keys, dealt.ranks, dealt.per_node)
-        return self._make_jobs(
-            keys, self._pool_group.size, self._pool_group.per_node, self._pool_group.holds
-        )
+        is_whole = share.first_nano_tokens is None
+        kinds = tuple(self.progress.share_kinds)
+        keys = dict.fromkeys(key._replace(nano=0) if is_whole else key for key in kinds)
+        share.plan_in_background(self._make_share_jobs(keys, share))
+
+    def _make_share_jobs(self, keys: Iterable[PlanKey], share: DealtShare) -> list[PlanJob]:
+        """Make the current inputs of plans of a share.
+
+        They are for the ranks that it is dealt to, and for the servers of a pool, if there is one.
+        """
+        group = self._pool_group
+        if group is None:
+            return self._make_jobs(keys, share.ranks, share.per_node)
+        return self._make_jobs(keys, group.size, group.per_node, group.holds)
 
     def _make_jobs(
         self,
@@ -280,7 +282,7 @@ class Planner:
         per_node: int | None,
         holds: tuple[bool, ...] | None = None,
     ) -> list[PlanJob]:
-        """Return the current inputs of plans with these keys, for a group of this size."""
+        """Make the current inputs of plans with these keys, for a group of this size."""
         costs = self.progress.costs
         ranks = costs.make_ranks(size, per_node)
         return [PlanJob.of(key, costs.get_cost(key), self.config, ranks, holds) for key in keys]
@@ -292,11 +294,11 @@ def get_current_world() -> object:
 
 
 def _assign_serials(plans: Iterable[BatchPlan], group: AttentionGroup) -> list[int]:
-    """Give plans numbers by which the servers of a pool identify them."""
+    """Give plans the numbers by which servers of a pool identify them."""
     serials = []
-    for planned in plans:
-        planned.serial = group.number(planned)
-        serials.append(planned.serial)
+    for batch_plan in plans:
+        batch_plan.serial = group.number(batch_plan)
+        serials.append(batch_plan.serial)
     return serials
 
 
@@ -305,9 +307,11 @@ def _shorten_digest(plan: Plan) -> int:
     return int(plan.digest[:15], 16)
 
 
-def _complete_plans(plans: Future[list[BatchPlan]], make: Callable[[], list[BatchPlan]]) -> None:
+def _complete_plans(
+    plans: Future[list[BatchPlan]], make_plans: Callable[[], list[BatchPlan]]
+) -> None:
     """Make plans, or store the exception for the thread that reads them."""
     try:
-        plans.set_result(make())
+        plans.set_result(make_plans())
     except BaseException as error:
         plans.set_exception(error)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data._utils import worker
 
-__all__ = ["hide_worker_info", "get_row_indices", "count_split_ranks"]
+__all__ = ["count_split_ranks", "get_row_indices", "hide_worker_info"]
 
 
 # ---- torch 2.13.0
@@ -19,8 +19,9 @@ __all__ = ["hide_worker_info", "get_row_indices", "count_split_ranks"]
 
 @contextmanager
 def hide_worker_info() -> Iterator[None]:
-    """Make `torch.utils.data.get_worker_info` return None in a
-    loader's worker; no public function can.
+    """Make `torch.utils.data.get_worker_info` return None in a loader's worker.
+
+    No public function can.
     """
     info = worker._worker_info
     worker._worker_info = None
@@ -34,15 +35,17 @@ def hide_worker_info() -> Iterator[None]:
 
 
 def count_split_ranks(stream: Any) -> int:
-    """Return the number of ranks among which
-    `datasets.distributed.split_dataset_by_node` divided a stream; 1 if it did not.
+    """Count the ranks among which `datasets.distributed.split_dataset_by_node` divided a stream.
+
+    The count of an undivided stream is 1.
     """
     split = getattr(stream, "_distributed", None)
     return 1 if split is None else int(split.world_size)
 
 
 def get_row_indices(documents: Any) -> Any:
-    """Return the table whose first column holds the numbers of stored rows
-    that a data set has; None for all rows.
+    """Return a table whose first column holds the numbers of the stored rows that a data set has.
+
+    None if it has all of them.
     """
     return documents._indices

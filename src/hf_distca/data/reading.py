@@ -1,4 +1,4 @@
-"""Readers of documents, which read only slices of them, and their lengths."""
+"""Reading of documents and of their lengths, without reading more tokens than needed."""
 
 from __future__ import annotations
 
@@ -24,37 +24,41 @@ from hf_distca.schedule.layout import IntArray, as_integers
 __all__ = [
     "DocumentReader",
     "convert_document",
-    "read_document_lengths",
+    "count_tokens",
     "is_datasets_class",
     "is_stored_dataset",
-    "count_tokens",
+    "read_document_lengths",
 ]
 
 _READ_COLUMNS = ROW_COLUMNS | {"position_ids"}
 
 
 class DocumentReader:
-    """Reads some of many documents.
+    """Reader of some of many documents.
 
     Args:
-        documents: a `datasets.Dataset`, of which nothing is copied before it is sliced, or a
+        documents: a `datasets.Dataset`, of which nothing is copied before it is sliced; or a
             sequence of rows or of tokens.
         column: column of the tokens.
         inputs: inputs of the model that trains on them.
     """
 
     def __init__(self, documents: Any, column: str, inputs: ForwardInputs = UNKNOWN_INPUTS) -> None:
-        self.column, self._inputs = column, inputs
+        self.column = column
+        self._inputs = inputs
         self._is_stored = is_stored_dataset(documents)
         if self._is_stored:
             _check_stored_columns(documents, column, inputs)
-            documents = documents.with_format(
-                "arrow", columns=[column, *_list_other_columns(documents.column_names, column)]
-            )
+            columns = [column, *_list_other_columns(documents.column_names, column)]
+            documents = documents.with_format("arrow", columns=columns)
         self._documents = documents
 
     def read_rows(self, numbers: IntArray) -> list[Mapping[str, Any]]:
-        """Return the documents of these numbers, as rows for `DocumentPiece`."""
+        """Read the documents with these numbers, as rows for `DocumentPiece`.
+
+        Raises:
+            LayoutError: if a column that is not read may be an input of the model.
+        """
         if not len(numbers):
             return []
         if not self._is_stored:
@@ -68,26 +72,35 @@ class DocumentReader:
         return [dict(zip(names.values(), row, strict=True)) for row in zip(*columns, strict=True)]
 
     def compute_digest(self) -> int:
-        """Return a hash of some tokens of some documents, the same ones on all ranks."""
+        """Compute a hash of some tokens of some documents, the same ones on all ranks."""
         count = len(self._documents)
-        chosen = (
-            np.random.PCG64(count).random_raw(SAMPLE_COUNT) % np.uint64(count)
-            if count > SAMPLE_COUNT
-            else np.arange(count)
-        )
-        numbers = np.unique(np.append(chosen.astype(np.int64), [0, count - 1][:count]))
-        read = zip(numbers.tolist(), self.read_rows(numbers), strict=True)
-        lengths = [
-            (row, count_tokens(row["input_ids"], "input_ids", number)) for number, row in read
-        ]
-        return hash_pieces([DocumentPiece(row, 0, length) for row, length in lengths if length])
+        sample = np.arange(count)
+        if count > SAMPLE_COUNT:
+            random = np.random.PCG64(count).random_raw(SAMPLE_COUNT)
+            sample = (random % np.uint64(count)).astype(np.int64)
+        numbers = np.unique(np.append(sample, [0, count - 1][:count]))
+        pieces = []
+        for number, row in zip(numbers.tolist(), self.read_rows(numbers), strict=True):
+            length = count_tokens(row["input_ids"], "input_ids", number)
+            if length:
+                pieces.append(DocumentPiece(row, 0, length))
+        return hash_pieces(pieces)
 
 
 def convert_document(
     document: Any, column: str, number: int, inputs: ForwardInputs = UNKNOWN_INPUTS
 ) -> Mapping[str, Any]:
-    """Convert a document, which is its tokens or a row with them in a column, to
-    a row for `DocumentPiece`; `number` is for errors.
+    """Convert a document to a row for `DocumentPiece`.
+
+    Args:
+        document: its tokens, or a row with them in a column.
+        column: name of that column.
+        number: number of the document, for errors.
+        inputs: inputs of the model that trains on it.
+
+    Raises:
+        LayoutError: if it was packed from several documents, or has a column that is not read and
+            may be an input of the model.
     """
     if not hasattr(document, "keys"):
         return {"input_ids": document}
@@ -105,12 +118,16 @@ def convert_document(
     }
 
 
-_PACKED_ROW_ERROR = "a row has a column 'seq_lengths': it was packed already, and would be dealt as one document. Give its documents one by one."
+_PACKED_ROW_ERROR = (
+    "a row has a column 'seq_lengths': it was packed already, and would be dealt as one document. "
+    "Give its documents one by one."
+)
 
 
 def _check_stored_columns(documents: Any, column: str, inputs: ForwardInputs) -> None:
-    """Check the columns of a `datasets.Dataset` as `convert_document` checks a row, by their
-    stored types: rows are read in slices later.
+    """Check the columns of a `datasets.Dataset` by their types, as `convert_document` checks a row.
+
+    Rows are later read in slices, which tell less of their columns.
     """
     names = [
         name for name in documents.column_names if name != column and name not in _READ_COLUMNS
@@ -121,30 +138,36 @@ def _check_stored_columns(documents: Any, column: str, inputs: ForwardInputs) ->
             continue
         if name == "seq_lengths":
             raise LayoutError(_PACKED_ROW_ERROR)
-        check_column(name, _READ_COLUMNS, inputs, numbers=_is_list_of_numbers(stored.type))
+        check_column(name, _READ_COLUMNS, inputs, has_numbers=_is_list_of_numbers(stored.type))
     if inputs.names is not None and len(documents):
-        convert_document(
-            documents.with_format(None)[0], column, 0, inputs
-        )  # warns of numbers for each token
+        # Warns of columns with a number for each token.
+        convert_document(documents.with_format(None)[0], column, 0, inputs)
 
 
-def _is_list_of_numbers(kind: Any) -> bool:
-    """Return whether an Arrow type is one of lists of numbers."""
+def _is_list(arrow_type: Any) -> bool:
+    """Return whether an Arrow type is one of lists."""
+    from pyarrow import types
+
+    is_list = types.is_list(arrow_type) or types.is_large_list(arrow_type)
+    return is_list or bool(types.is_fixed_size_list(arrow_type))
+
+
+def _is_list_of_numbers(arrow_type: Any) -> bool:
+    """Return whether an Arrow type is one of lists of numbers, of any depth."""
     import pyarrow as pa
 
-    kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
-    depth = 0
-    while (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    ):
-        kind, depth = kind.value_type, depth + 1
-    return depth > 0 and (
-        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    )
+    if isinstance(arrow_type, pa.BaseExtensionType):
+        arrow_type = arrow_type.storage_type
+    if not _is_list(arrow_type):
+        return False
+    while _is_list(arrow_type):
+        arrow_type = arrow_type.value_type
+    checks = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    return any(check(arrow_type) for check in checks)
 
 
 def _list_other_columns(names: Collection[str], column: str) -> list[str]:
-    """List the columns of a row that are read beside that of its tokens."""
+    """List the columns of a row that are read besides its tokens."""
     return [
         name
         for name in (*sorted(ROW_COLUMNS - {"input_ids"}), "position_ids")
@@ -153,9 +176,9 @@ def _list_other_columns(names: Collection[str], column: str) -> list[str]:
 
 
 def _view_rows(column: Any) -> list[np.ndarray | None]:
-    """Return each list of an Arrow column as an array: a view where no value is missing.
+    """Return each list of an Arrow column as an array, without a copy where no value is missing.
 
-    None for a missing list.
+    A missing list is None.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -166,49 +189,50 @@ def _view_rows(column: Any) -> list[np.ndarray | None]:
             views += [None] * len(chunk)
             continue
         array = chunk.flatten().to_numpy(zero_copy_only=False)
-        if len(chunk) == 1:  # as nearly always: rows from here and there are chunks of their own
+        if len(chunk) == 1:  # nearly always: rows that do not follow each other are separate chunks
             views.append(None if chunk.null_count else array)
             continue
         missing = chunk.is_null().to_numpy(zero_copy_only=False)
-        ends = np.cumsum(
-            pc.fill_null(pc.list_value_length(chunk), 0).to_numpy(zero_copy_only=False)
-        )
+        lengths = pc.fill_null(pc.list_value_length(chunk), 0).to_numpy(zero_copy_only=False)
+        ends = np.cumsum(lengths)
         views += [
-            None if gone else array[a:b]
-            for gone, a, b in zip(missing, [0, *ends[:-1]], ends, strict=True)
+            None if is_missing else array[start:end]
+            for is_missing, start, end in zip(missing, ends - lengths, ends, strict=True)
         ]
     return views
 
 
 def is_stored_dataset(documents: Any) -> bool:
-    """True for a `datasets.Dataset` whose columns can be read as Arrow stores them: no transform of the user's makes its rows."""
+    """Return whether documents are a `datasets.Dataset` that can be read as Arrow stores it.
+
+    One with a transform of the user's cannot, because the transform makes its rows.
+    """
     return is_datasets_class("Dataset", documents) and documents.format["type"] != "custom"
 
 
 def is_datasets_class(name: str, documents: object) -> bool:
     """Return whether documents are of a class of `datasets`, such as ``"Dataset"``."""
-    datasets = sys.modules.get("datasets")  # nothing is of a package that was never imported
+    datasets = sys.modules.get("datasets")  # if it was not imported, no object is of its classes
     return datasets is not None and isinstance(documents, getattr(datasets, name, ()))
 
 
 def read_document_lengths(
     documents: Any, column: str = "input_ids", lengths: Any = None, *, quiet: bool = False
 ) -> IntArray:
-    """Return the number of tokens of each document: int64, as many as there are documents.
-
-    A missing (null) document has 0.
+    """Read the number of tokens of each document, (documents,) int64; 0 for missing documents.
 
     Args:
         documents: a `datasets.Dataset`, of which only the offsets of the column are read; or a
             sequence of documents, each of which is read: a row with the column, or the tokens
             themselves.
         column: column of the tokens.
-        lengths: the numbers, or the name of the column that holds them, if they are known.
+        lengths: the numbers themselves, or the name of a column that holds them; None if they are
+            not known.
         quiet: show no progress bar.
 
     Raises:
-        LayoutError: if there is no such column, it does not hold a flat list of integers a row, or
-            lengths are not one whole number of at least 0 a document.
+        LayoutError: if there is no such column, it does not hold a flat list of integers for each
+            document, or lengths are not one whole number of at least 0 for each document.
     """
     if isinstance(lengths, str):
         counts = _read_length_column(documents, lengths)
@@ -248,48 +272,51 @@ def _read_length_column(documents: Any, name: str) -> IntArray:
 
 
 def _read_offsets(documents: Any, column: str) -> IntArray:
-    """Read lengths from the offsets that Arrow keeps for each list beside the tokens."""
+    """Read lengths from the offsets that Arrow stores for each list, without its tokens."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     values = _get_stored_column(documents, column)
-    kind = values.type
-    if pa.types.is_null(kind):  # nothing but missing documents
+    arrow_type = values.type
+    if pa.types.is_null(arrow_type):  # all documents are missing
         return np.zeros(len(documents), dtype=np.int64)
-    lists = (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )
-    if not lists or not (pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type)):
+    value_type = arrow_type.value_type if _is_list(arrow_type) else None
+    if value_type is None or not (pa.types.is_integer(value_type) or pa.types.is_null(value_type)):
         raise LayoutError(
-            f"column {column!r} of the documents holds {kind}: it must be a flat list of integers "
+            f"column {column!r} of the documents holds {arrow_type}: it must be a flat list of integers "
             "for each document. Tokenize first, or name the column that holds the tokens."
         )
-    return np.asarray(
-        _select_rows(documents, pc.fill_null(pc.list_value_length(values), 0)).to_numpy()
-    ).astype(np.int64)
+    lengths = pc.fill_null(pc.list_value_length(values), 0)
+    return np.asarray(_select_rows(documents, lengths).to_numpy()).astype(np.int64)
 
 
 def _get_stored_column(documents: Any, name: str) -> Any:
-    """Return the stored column; the data set has some of its rows, see `_select_rows`."""
+    """Return a column with all stored rows, of which the data set may have only some."""
     if name not in documents.column_names:
-        raise LayoutError(
-            f"the documents have no column {name!r}, only "
-            f"{', '.join(map(repr, documents.column_names)) or 'none'}."
-        )
+        names = ", ".join(map(repr, documents.column_names)) or "none"
+        raise LayoutError(f"the documents have no column {name!r}, only {names}.")
     return documents.data.column(name)
 
 
 def _select_rows(documents: Any, values: Any) -> Any:
-    """Pick the values of the data set's rows from those of stored rows: `filter`,
-    `shuffle` and `select` only note which they keep.
+    """Select the values of a data set's rows from those of all stored rows.
+
+    `filter`, `shuffle` and `select` of `datasets` only record which rows they keep.
     """
     indices = get_row_indices(documents)
     return values if indices is None else values.take(indices.column(0))
 
 
 def count_tokens(document: Any, column: str, number: int) -> int:
-    """Return the number of tokens of a document, a row with the column or
-    the tokens themselves; 0 if it is missing.
+    """Count the tokens of a document; 0 if it is missing.
+
+    Args:
+        document: its tokens, or a row with them in a column.
+        column: name of that column.
+        number: number of the document, for errors.
+
+    Raises:
+        LayoutError: if there is no such column, or it holds no flat list.
     """
     if hasattr(document, "keys"):
         if column not in document:
@@ -299,7 +326,8 @@ def count_tokens(document: Any, column: str, number: int) -> int:
         document = document[column]
     if document is None:
         return 0
-    if (shape := getattr(document, "shape", None)) is not None:
+    shape = getattr(document, "shape", None)
+    if shape is not None:
         is_flat = len(shape) == 1
     else:
         is_list = hasattr(document, "__len__") and not isinstance(document, str)

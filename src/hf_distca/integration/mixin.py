@@ -96,7 +96,7 @@ def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, bes
     place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
     with session.group.reporting(f"planning {place}"):
         requests = [_requests(batch, keys, session.config.tile) for batch in batches]
-        planning = session.planner.begin_plans(list(chain.from_iterable(requests)), session.group, place, beside=beside)
+        planning = session.planner.begin_plans(list(chain.from_iterable(requests)), session.group, place, in_background=beside)
     return Announced(list(batches), keys, planning)
 
 

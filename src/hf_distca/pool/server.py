@@ -198,11 +198,11 @@ class Server:
     def begin_plans(self, session: int, planning: int, requests: Sequence[Any], place: str, beside: bool) -> None:
         """Take part when ranks announce documents and begin to plan them."""
         asked = read_requests(requests, [None] * len(requests))
-        self._known[planning] = self._known[session].planner.begin(asked, self._group, place, beside=beside)
+        self._known[planning] = self._known[session].planner.begin_plans(asked, self._group, place, in_background=beside)
 
     def finish_plans(self, session: int, planning: int, plans: Sequence[int]) -> None:
         """Take part when ranks compare their plans."""
-        planned = self._known[session].planner.finish(self._known.pop(planning))
+        planned = self._known[session].planner.finish_plans(self._known.pop(planning))
         self._known.update(zip(plans, planned, strict=True))
 
     def plan_shares(
@@ -216,13 +216,13 @@ class Server:
         """Use a plan for a micro-batch."""
         planned, user = self._known.pop(plan), self._known[session]
         before = user.planner.progress.number
-        taken = user.use_plan(Documents(planned.rows), planned, self._group, self._device)
+        taken = user.use_plan(Documents(planned.runs), planned, self._group, self._device)
         self._known[work] = _UsedPlan(user, planned.key, taken)
         self._micro_batches += user.planner.progress.number - before
 
     def gather(self, session: int) -> None:
         """Take part when ranks gather their measurements."""
-        self._known[session].planner.progress.gather(self._group)
+        self._known[session].planner.progress.gather_measurements(self._group)
 
     def try_exchange(self, session: int) -> None:
         """Take part in the trial exchange of `hf-distca doctor`, in no session."""
