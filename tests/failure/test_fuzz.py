@@ -136,8 +136,8 @@ def documents(draw: Random) -> None:
     assert local.runs[:, 2].sum() == tokens
     assert (local.runs[:, 2] > 0).all()
     if padding is not None and not padding.all():
-        assert local.keep is not None
-        assert local.keep.tolist() == padding.flatten().nonzero().flatten().tolist()
+        assert local.token_indices is not None
+        assert local.token_indices.tolist() == padding.flatten().nonzero().flatten().tolist()
     if "packed" in given and (padding is None or padding.all()):
         assert local.runs[:, 2].tolist() == [n for n in given["packed"].lengths if n]
     elif padding is None and "cu_seq_lens" not in given and "position_ids" in given:

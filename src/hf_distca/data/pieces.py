@@ -16,8 +16,8 @@ from hf_distca.schedule.layout import IntArray
 
 __all__ = ["SAMPLE_COUNT", "DocumentPiece", "hash_pieces"]
 
-# Ranks compare tokens of some documents: of so many at most, and so many tokens at the beginning, in
-# the middle and at the end of each.
+# Ranks compare tokens of some documents: of so many at most, and so many tokens at the beginning,
+# in the middle and at the end of each.
 SAMPLE_COUNT = 64
 _SAMPLE_TOKENS = 64
 _PADDING_REMEDY = "documents over ranks come without padding. Tokenize with padding=False."

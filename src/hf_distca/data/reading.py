@@ -283,8 +283,8 @@ def _read_offsets(documents: Any, column: str) -> IntArray:
     value_type = arrow_type.value_type if _is_list(arrow_type) else None
     if value_type is None or not (pa.types.is_integer(value_type) or pa.types.is_null(value_type)):
         raise LayoutError(
-            f"column {column!r} of the documents holds {arrow_type}: it must be a flat list of integers "
-            "for each document. Tokenize first, or name the column that holds the tokens."
+            f"column {column!r} of the documents holds {arrow_type}: it must be a flat list of "
+            "integers for each document. Tokenize first, or name the column that holds the tokens."
         )
     lengths = pc.fill_null(pc.list_value_length(values), 0)
     return np.asarray(_select_rows(documents, lengths).to_numpy()).astype(np.int64)

@@ -65,9 +65,9 @@ class StepPlaces:
         """Find an order of rows in which nodes have about equal work in each micro-batch.
 
         The heaviest rows are placed first, each on the node and micro-batch with the least work
-        that has room. Nodes that cannot be made even, as where one row is more than a node's part, are
-        put into the same micro-batches, where they wait for each other. Rows keep their order if
-        the new one is not better.
+        that has room. Nodes that cannot be made even, as where one row is more than a node's part,
+        are put into the same micro-batches, where they wait for each other. Rows keep their order
+        if the new one is not better.
 
         Args:
             work: (rows,) int64 work of each row, of one or more whole micro-batches.
