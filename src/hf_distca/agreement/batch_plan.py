@@ -85,7 +85,7 @@ class BatchPlan:
         """
         meter = self.meter
         kernels = int(meter.seconds * 1e9) if meter.is_finished else -1
-        exchanges, calls = -1, -1
+        exchanges = calls = -1
         if meter.calls > 0 and meter.kernel_calls == 2 * meter.backward_calls:
             exchanges = int(meter.exchange_seconds * 1e9)
             calls = meter.calls

@@ -255,7 +255,8 @@ class DealtShare:
 
         Counting starts again with each call.
         """
-        count, self._local_plan_count = self._local_plan_count, 0
+        count = self._local_plan_count
+        self._local_plan_count = 0
         return count
 
     def replanning_reason(self, key: PlanKey, config: DistCAConfig) -> str | None:

@@ -90,8 +90,8 @@ class PackedDocuments(metaclass=_RemedyRepr):
         return positions
 
     def __repr__(self) -> str:
-        spans = f"starts={self.starts}, documents={self.documents}"
-        return f"PackedDocuments(lengths={self.lengths}, {spans})"
+        places = f"starts={self.starts}, documents={self.documents}"
+        return f"PackedDocuments(lengths={self.lengths}, {places})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PackedDocuments) and self._columns == other._columns

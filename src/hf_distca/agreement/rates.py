@@ -52,7 +52,8 @@ _SPEED_TOLERANCE = 0.07
 _PULL = 0.01  # weight, per measurement, of the pull of each factor towards the common one
 _FACTOR_RANGE = 1e-3, 1e6
 # Micro-batches without an exchange before a trial: the fewest and the most.
-_MIN_TRIAL_INTERVAL, _MAX_TRIAL_INTERVAL = 64, 4096
+_MIN_TRIAL_INTERVAL = 64
+_MAX_TRIAL_INTERVAL = 4096
 _TRIAL_SHARE = 0.01  # share of the time that trials may cost
 
 
@@ -378,8 +379,8 @@ def _fit_factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArr
     factors = [1.0, 1.0, 1.0]
     for _ in range(100):
         for i in range(3):
-            rest = math.fsum(products[i][j] * factors[j] for j in range(3) if j != i)
-            factors[i] = max(0.0, (targets[i] - rest) / products[i][i])
+            others = math.fsum(products[i][j] * factors[j] for j in range(3) if j != i)
+            factors[i] = max(0.0, (targets[i] - others) / products[i][i])
     return np.array(factors) * common
 
 

@@ -73,7 +73,8 @@ class Progress:
         self.costs = Costs()
         self.number = 0
         self.share_kinds: dict[PlanKey, None] = {}
-        self._meter, self._history = meter, history
+        self._meter = meter
+        self._history = history
         self._exchanges_before = meter.dispatches + meter.returns
         self._rank = self._announcement_count = self._meeting_count = 0
         self._recent_keys: dict[PlanKey, None] = {}  # since the last `pop_recent_keys`
@@ -122,7 +123,8 @@ class Progress:
         number = self.find_number([batch_plan.key])
         if number > self.number:
             self._used_keys.clear()
-        self.number, self._is_over = number, False
+        self.number = number
+        self._is_over = False
         self._used_keys.add(batch_plan.key)
         self._recent_keys[batch_plan.key] = None
         ranks = self.costs.make_ranks(batch_plan.plan.layout.world_size, batch_plan.per_node)
