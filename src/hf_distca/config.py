@@ -25,7 +25,9 @@ KernelName = Literal[
 _BUILT_IN_COSTS = ("analytic", "calibrated")
 if TYPE_CHECKING:
     CostSource = str | Path | CostModel | Profile
-else:  # what can be written on a command line: HfArgumentParser, which reads this, takes a union for its other members
+else:
+    # What can be written on a command line: HfArgumentParser, which reads this, takes a union for
+    # its other members.
     CostSource = str
 # Ranks of a group from which on a larger one gains next to nothing on documents with a long tail, while planning takes longer by
 # each of them; ranks that are too few for it; and what whole nodes have a multiple of, where they have 1, 2, 4 or 8 ranks.

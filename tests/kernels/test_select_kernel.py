@@ -144,7 +144,8 @@ def test_head_dims_that_backward_has_on_some_gpus_only(capability: tuple[int, in
     for head_dim, value_head_dim in ((193, 128), (224, 224), (64, 200)):
         reason = flash_reason(Case(CUDA, torch.bfloat16, head_dim, value_head_dim, PLAIN))
         assert (reason is None) == everywhere
-        assert everywhere or f"193 to 224 on GPUs of compute capability 8.0, 9 and 10 only, cuda:0 has {capability[0]}." in reason
+        limit = "193 to 224 on GPUs of compute capability 8.0, 9 and 10 only"
+        assert everywhere or f"{limit}, cuda:0 has {capability[0]}." in reason
         name = select("auto", CUDA, torch.bfloat16, head_dim, value_head_dim, PLAIN).name
         assert name == ("flash_attn" if everywhere else "efficient")
     for head_dim in (192, 225, 256):

@@ -18,8 +18,9 @@ LIGER = 'use_liger_kernel=True, liger_kernel_config={"rms_norm": False, "swiglu"
 # Beside it, offloaded checkpoints, in memory that is not pinned: pinning needs an accelerator.
 OFFLOADED = f'{ARGUMENT}=True, {ARGUMENT}_kwargs={{"offload": True, "use_reentrant": False}}, '
 UNPINNED = """import torch
+from torch.autograd.graph import save_on_cpu
 from transformers import modeling_utils
-modeling_utils.save_on_cpu = lambda pin_memory, device_type: torch.autograd.graph.save_on_cpu(False, device_type)
+modeling_utils.save_on_cpu = lambda pin_memory, device_type: save_on_cpu(False, device_type)
 """
 USED = '\nassert model.forward.__module__.startswith("liger_kernel.")\n'
 

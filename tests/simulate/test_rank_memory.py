@@ -77,7 +77,7 @@ def test_terms_add_to_the_peak_and_are_those_of_the_fullest_rank(setting: Settin
 
 
 def test_attention_that_is_kept_takes_memory(setting: Setting) -> None:
-    """hf-distca keeps o and the log-sum-exp of every layer under full checkpointing; the others compute them again."""
+    """Under full checkpointing hf-distca keeps o and the log-sum-exp, others compute them again."""
     lengths = [np.full(8, 16384)]
     plain, ours = (
         predict_step(replace(setting, checkpointing="full"), lengths, find_strategy(name)) for name in ("plain", "given")
