@@ -247,7 +247,8 @@ def test_flash_attention_3_goes_by_two_names(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("_one_hopper")
-def test_flash_attention_3_comes_from_the_hub_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_3_of_the_hub_is_loaded_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash attention 3 comes from the hub where it is asked for."""
     name, asked, functions = "kernels-community/flash-attn3", [], object()
 
     def get_kernel(repository: str, *, version: int) -> object:
@@ -319,7 +320,7 @@ def test_a_kernel_whose_variants_do_not_compile_is_not_taken(
 
 
 @pytest.mark.usefixtures("_one_hopper")
-def test_a_ratio_of_heads_and_deterministic_algorithms_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_ratio_and_determinism_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels have other code for them: one that is wrong for a ratio is passed over where a model has that ratio."""
     checked: list[int] = []
 

@@ -27,7 +27,8 @@ USED = '\nassert model.forward.__module__.startswith("liger_kernel.")\n'
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_fused_loss_of_liger_trains_as_one_process_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_loss_of_liger_equals_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused loss of Liger trains as one process without it."""
     pytest.importorskip("liger_kernel", reason="needs pip install liger-kernel")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     write_model_and_documents(tmp_path)

@@ -142,7 +142,7 @@ def test_what_a_command_starts_afresh_runs_under_distca(script: Path, tmp_path: 
     assert "in kernel cpu" in done.stderr
 
 
-def test_a_file_has_settings_and_options_and_the_command_line_overrides_it(script: Path, tmp_path: Path) -> None:
+def test_command_line_overrides_a_file_of_settings(script: Path, tmp_path: Path) -> None:
     """On two ranks of accelerate's, each of which reads the file."""
     command = words_of("hf-distca run --config distca.yaml --set balance=false --tokens-per-rank 8192 accelerate launch train.py")
     _, _, *ours, launcher, verb, _ = command
@@ -178,9 +178,10 @@ def test_a_file_has_settings_and_options_and_the_command_line_overrides_it(scrip
         (None, [], "distca.yaml: No such file or directory."),
     ],
 )
-def test_wrong_settings_are_said_in_one_line_before_anything_starts(
+def test_wrong_settings_end_in_one_line_before_a_start(
     written: str | None, words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Wrong settings are said in one line before anything starts."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("raise SystemExit('this has started')")
     if written is not None:

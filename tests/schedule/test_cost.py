@@ -187,7 +187,8 @@ def test_json_that_is_no_model(change: Callable[[dict[str, Any]], object]) -> No
         CostModel.from_json("[1]")
 
 
-def test_a_call_takes_something_besides_its_tasks_and_no_less_than_its_launch() -> None:
+def test_call_takes_at_least_its_launch_beside_its_tasks() -> None:
+    """A call takes something besides its tasks and no less than its launch."""
     kernel = KernelCost(0.0, 1e12, 1e14, call_seconds=1e-5, least_seconds=5e-5)
     assert kernel.of_call([0.0, 1e-5, 1e-4]).tolist() == pytest.approx([0.0, 5e-5, 1.1e-4])
     assert kernel.of_call([1e-5, 1e-3], 3).tolist() == pytest.approx([1.5e-4, 1.03e-3])

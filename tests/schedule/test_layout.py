@@ -53,7 +53,8 @@ def test_cu_seqlens_say_the_same_as_lengths(lengths: list[int]) -> None:
     assert lengths_from_cu_seqlens([0, *np.cumsum(lengths).tolist()]) == [n for n in lengths if n]
 
 
-def test_a_run_that_starts_above_zero_continues_another_ranks_document() -> None:
+def test_run_that_starts_above_zero_continues_a_document() -> None:
+    """A run that starts above zero continues another rank's document."""
     spanning = Layout.from_runs([[(0, 10), (0, 7)], [(7, 2), (0, 3)], [(9, 3)]])
     document = spanning.segments(0)[1].document
     assert spanning.spanning == {document}
