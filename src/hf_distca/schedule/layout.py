@@ -295,10 +295,8 @@ class Layout:
 
 def changes(*columns: npt.NDArray[Any]) -> BoolArray:
     """Mark rows that differ from the row before in any of these columns; the first row does."""
-    fresh = np.zeros(len(columns[0]), dtype=np.bool_)
-    fresh[:1] = True
-    for column in columns:
-        fresh[1:] |= column[1:] != column[:-1]
+    fresh = np.ones(len(columns[0]), dtype=np.bool_)
+    fresh[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
     return fresh
 
 
@@ -334,20 +332,15 @@ def as_integers(values: object, what: str, shape: tuple[int, ...] = (-1,), error
     try:
         array = np.asarray(values)
     except ValueError as ragged:
-        raise error(f"{expected}, got rows of different lengths: {_shown(values)}.") from ragged
+        raise error(f"{expected}, got rows of different lengths: {values!r:.100}.") from ragged
     if not array.size:
         return np.zeros([max(n, 0) for n in shape], dtype=np.int64)
     fits = array.ndim == len(shape) and all(n in (-1, size) for n, size in zip(shape, array.shape, strict=True))
     if not fits or array.dtype.kind not in "iu":
-        raise error(f"{expected}, got shape {array.shape} of {array.dtype}: {_shown(values)}.")
+        raise error(f"{expected}, got shape {array.shape} of {array.dtype}: {values!r:.100}.")
     if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
         raise error(f"{expected} of 64 bits with sign, got {array.max()}.")
     return array.astype(np.int64)
-
-
-def _shown(values: object) -> str:
-    text = repr(values)
-    return text if len(text) <= 100 else text[:100] + "..."
 
 
 def lengths_from_cu_seqlens(cu_seqlens: Iterable[int]) -> list[int]:
