@@ -104,16 +104,14 @@ class Waves:
         Raises:
             ConfigError: if one row and one key are more than the bound.
         """
-        if bound is None:
-            return cls(plan, np.zeros_like(plan.start))
         transient = TransientBytes.of(shape)
         least = transient.query + transient.key
-        if bound < least:
+        if bound is not None and bound < least:
             raise ConfigError(
                 f"max_transient_bytes={bound} is less than the {least} bytes that one query row and one key take in a layer of "
                 f"{shape}: give what many rows take, or None for no bound."
             )
-        if not plan.moved:
+        if bound is None or not plan.moved:
             return cls(plan, np.zeros_like(plan.start))
         groups = plan.layout.groups
         possible = [groups] if groups > 1 else possible_groups(shape.key_value_heads, head_groups)
@@ -237,25 +235,19 @@ def _first_fit(needs: IntArray, ranks: int, bound: int) -> tuple[IntArray, IntAr
     """
     units, holder, bytes_ = needs
     # What a single unit needs cannot be avoided; a rank that passes the bound for one may use as much for others.
-    limit, least = np.full(ranks, bound), np.full(ranks, np.iinfo(np.int64).max)
+    limit = np.full(ranks, bound)
     np.maximum.at(limit, holder, bytes_)
-    np.minimum.at(least, holder, bytes_)
     loads = np.zeros((16, ranks), dtype=np.int64)
-    # Waves before this have no room for anything on a rank.
-    begin = [0] * ranks
     bounds = np.flatnonzero(np.diff(units, prepend=-1, append=-1)).tolist()
     wave, count = np.zeros(max(len(bounds) - 1, 0), dtype=np.int64), 0
     for unit, (first, last) in enumerate(itertools.pairwise(bounds)):
         rank, amount = holder[first:last], bytes_[first:last]
-        low = max(count - _OPEN, *[begin[r] for r in rank.tolist()])
-        fits = (loads[low:count, rank] + amount <= limit[rank]).all(axis=1)
-        number = low + int(fits.argmax()) if fits.any() else count
-        if number == len(loads):
+        low = max(count - _OPEN, 0)
+        if count == len(loads):
             loads = np.concatenate([loads, np.zeros_like(loads)])
+        # A wave in which nothing travels yet always fits.
+        number = low + int((loads[low : count + 1, rank] + amount <= limit[rank]).all(axis=1).argmax())
         count = max(count, number + 1)
         loads[number, rank] += amount
         wave[unit] = number
-        for r in rank.tolist():
-            while begin[r] < count and loads[begin[r], r] + least[r] > limit[r]:
-                begin[r] += 1
     return wave, loads[:count]
