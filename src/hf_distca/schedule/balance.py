@@ -139,7 +139,7 @@ class _Tries:
     @cached_property
     def mean(self) -> float:
         """Seconds of compute of each rank, if nothing moves and all end together."""
-        return self.ranks.level(self.unmoved.compute_seconds.tolist())
+        return self.ranks.level(self.unmoved.compute_seconds)
 
     @cached_property
     def least(self) -> float:

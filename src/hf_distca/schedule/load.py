@@ -187,7 +187,7 @@ class PlanLoad:
         """
         if not self.plan.moved:
             return np.zeros((2, self.plan.layout.world_size))
-        if self.ranks.in_nodes(self.cost):
+        if self.ranks.per_node is not None and self.cost.node_bytes_per_second is not None:
             return self.node_bytes.seconds(self.cost, self.ranks)
         return np.asarray(self.exchange_bytes / self.cost.exchange_bytes_per_second)
 
