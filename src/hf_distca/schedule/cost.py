@@ -29,12 +29,13 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.moves import task_counts
+from hf_distca.schedule.moves import FloatArray, task_counts
 
 __all__ = [
     "ALL_KEYS",
     "AttentionShape",
     "CostModel",
+    "FloatArray",
     "KernelCost",
     "Price",
     "causal_pairs",
@@ -42,8 +43,6 @@ __all__ = [
     "rate_or_infinity",
     "without_infinities",
 ]
-
-FloatArray = npt.NDArray[np.float64]
 
 # The window of layers in which a row sees all keys before it.
 ALL_KEYS = 2**62
@@ -297,7 +296,7 @@ class CostModel:
 
         Infinite rates, which cost nothing, are null.
         """
-        return json.dumps(without_infinities(asdict(self)), indent=1)
+        return json.dumps(asdict(self, dict_factory=without_infinities), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> CostModel:
@@ -354,20 +353,9 @@ class CostModel:
         return np.asarray(self.directions(rows, keys, heads).sum(axis=0))
 
     @property
-    def prices(self) -> tuple[float, float, float, float]:
-        """Seconds of a task, a query row, a key and a query-key pair, forward and backward together."""
-        shape, forward, backward = self.shape, self.forward, self.backward
-        pair = shape.pair_flops * (1 / forward.flops_per_second + 2.5 / backward.flops_per_second)
-        passes = forward.row_passes / forward.bytes_per_second + 2.0 * backward.row_passes / backward.bytes_per_second
-        key = shape.backward_key_bytes / backward.bytes_per_second
-        return float(forward.task_seconds + backward.task_seconds), shape.row_bytes * passes, key, pair
-
-    def transfer_seconds(self, query_tokens: npt.ArrayLike, key_tokens: npt.ArrayLike) -> FloatArray:
-        """Return the seconds on the wire of moved tokens, forward and
-        backward together, without the fixed part.
-        """
-        moved = np.asarray(query_tokens) * self.shape.moved_query_bytes + np.asarray(key_tokens) * self.shape.moved_key_bytes
-        return np.asarray(moved / self.exchange_bytes_per_second, dtype=np.float64)
+    def key_seconds(self) -> float:
+        """Seconds on the wire of a moved key, forward and backward together, without the fixed part."""
+        return self.shape.moved_key_bytes / self.exchange_bytes_per_second
 
 
 class Price(NamedTuple):
@@ -393,9 +381,19 @@ class Price(NamedTuple):
     @classmethod
     def of(cls, cost: CostModel, grid: int) -> Self:
         """Convert a cost model to prices, for documents cut at multiples of `grid`."""
-        shape, window = cost.shape, ALL_KEYS if cost.window is None else cost.window
-        moved = float(shape.moved_query_bytes), float(shape.moved_key_bytes)
-        return cls(*cost.prices, *moved, cost.tile, grid, window)
+        shape, forward, backward = cost.shape, cost.forward, cost.backward
+        passes = forward.row_passes / forward.bytes_per_second + 2.0 * backward.row_passes / backward.bytes_per_second
+        return cls(
+            task=float(forward.task_seconds + backward.task_seconds),
+            row=shape.row_bytes * passes,
+            key=shape.backward_key_bytes / backward.bytes_per_second,
+            pair=shape.pair_flops * (1 / forward.flops_per_second + 2.5 / backward.flops_per_second),
+            query_bytes=float(shape.moved_query_bytes),
+            key_bytes=float(shape.moved_key_bytes),
+            tile=cost.tile,
+            grid=grid,
+            window=ALL_KEYS if cost.window is None else cost.window,
+        )
 
     def with_exchange(self, bytes_per_second: float) -> Self:
         """Add the cost of receiving to the prices, for a server that
@@ -405,15 +403,9 @@ class Price(NamedTuple):
         return self._replace(row=self.row + row, key=self.key + key)
 
 
-def without_infinities(value: Any) -> Any:
-    """Replace infinite rates, which cost nothing and have no JSON
-    number, by None in nested containers.
-    """
-    if isinstance(value, dict):
-        return {key: without_infinities(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_infinities(entry) for entry in value]
-    return None if isinstance(value, float) and math.isinf(value) else value
+def without_infinities(attributes: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dictionary of attributes, with None for infinite rates, which cost nothing and have no JSON number."""
+    return {name: None if value == math.inf else value for name, value in attributes}
 
 
 def rate_or_infinity(value: Any) -> float:

@@ -182,7 +182,7 @@ def _half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> npt.NDA
     """
     seconds = cost.seconds(length, length).tolist()
     keys = length if cost.window is None else np.minimum(length, cost.window)
-    late = (cost.transfer_seconds(0, keys) > math.fsum(seconds) / (2 * ranks)).tolist()
+    late = (keys * cost.key_seconds > math.fsum(seconds) / (2 * ranks)).tolist()
     order = np.lexsort((np.arange(len(length)), -length))
     shortest_first = np.cumsum(length[order][::-1])
     coins = min(max(int(np.searchsorted(shortest_first, _CHANGE)), _COINS), 256, len(length))

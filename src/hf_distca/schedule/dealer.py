@@ -127,7 +127,7 @@ class Dealer:
         self.work = np.zeros(len(self.room))
         # Which rank has all of a document, or -1: so many tuples would make Python look for garbage, in all there is.
         self.home = [-1] * len(length)
-        ranks, key_seconds = len(self.room), 0.0 if overlapped else float(cost.transfer_seconds(0, 1))
+        ranks, key_seconds = len(self.room), 0.0 if overlapped else cost.key_seconds
         self.every = _Group(0, ranks, per_node, key_seconds)
         starts, near = range(0, ranks, per_node), key_seconds * cost.near
         self.nodes = [_Group(first, first + per_node, per_node, near) for first in starts]

@@ -32,7 +32,7 @@ from hf_distca.schedule.compiled import compiled, inner
 if TYPE_CHECKING:
     from hf_distca.schedule.cost import Price  # which counts with `task_counts`
 
-__all__ = ["END", "PIECE", "SERVER", "START", "Ledger", "Loads", "Prices", "QueryPieces"]
+__all__ = ["END", "PIECE", "SERVER", "START", "FloatArray", "Ledger", "Loads", "Prices", "QueryPieces"]
 __all__ += ["make_moves", "slice_seconds", "tail_start", "task_counts"]
 
 IntArray = npt.NDArray[np.int64]

@@ -170,7 +170,7 @@ class Profile:
 
         Infinite rates, which cost nothing, are null.
         """
-        return json.dumps({"format": _FORMAT, **without_infinities(asdict(self))}, indent=1)
+        return json.dumps({"format": _FORMAT, **asdict(self, dict_factory=without_infinities)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
