@@ -283,14 +283,6 @@ class CostModel:
         """Return this model for documents of at most `longest` tokens: without a window that none exceeds."""
         return replace(self, window=None) if self.window is not None and self.window >= longest else self
 
-    @property
-    def near(self) -> float:
-        """Time of a byte inside a node, relative to a byte between
-        nodes: 1 if there is only one rate.
-        """
-        inside = self.node_bytes_per_second
-        return 1.0 if inside is None else min(self.exchange_bytes_per_second / inside, 1.0)
-
     def to_json(self) -> str:
         """Return the model as JSON, with the names of its attributes as keys.
 
