@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -178,14 +179,14 @@ def _half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> npt.NDA
     seconds = cost.seconds(length, length).tolist()
     keys = length if cost.window is None else np.minimum(length, cost.window)
     late = (keys * cost.key_seconds > math.fsum(seconds) / (2 * ranks)).tolist()
-    order = np.lexsort((np.arange(len(length)), -length))
+    order = np.argsort(-length, kind="stable")
     shortest_first = np.cumsum(length[order][::-1])
     coins = min(max(int(np.searchsorted(shortest_first, _CHANGE)), _COINS), 256, len(length))
     first = np.zeros(len(length), dtype=np.bool_)
     rooms, loads = [tokens, int(length.sum()) - tokens], [0.0, 0.0]
-    large, small = order[: len(order) - coins].tolist(), order[len(order) - coins :].tolist()
-    reserve = sum(int(length[document]) for document in small) // 3
-    for document in large:
+    large, small = order[: len(order) - coins], order[len(order) - coins :]
+    reserve = int(length[small].sum()) // 3
+    for document in large.tolist():
         count = int(length[document])
         half = 0 if late[document] or loads[0] <= loads[1] else 1
         # With a part of the short documents to come, many more sums can be made than with hardly any or nearly all of them.
@@ -194,17 +195,14 @@ def _half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> npt.NDA
         rooms[half] -= count
         loads[half] += seconds[document]
         first[document] = half == 0
-    for document in _change([int(length[document]) for document in small], rooms[0]):
-        first[small[document]] = True
+    first[small[_change(length[small].tolist(), rooms[0])]] = True
     return first if first.any() else ~first
 
 
 def _change(coins: list[int], amount: int) -> list[int]:
     """Find the indices of the coins whose sum is closest to an amount."""
     # Bit n of a number: whether the coins so far can make n.
-    sums = [1]
-    for coin in coins:
-        sums.append(sums[-1] | sums[-1] << coin)
+    sums = list(accumulate(coins, lambda made, coin: made | made << coin, initial=1))
     total, taken = _nearest_bit(sums[-1], amount), []
     for coin_index in range(len(coins) - 1, -1, -1):
         if not sums[coin_index] >> total & 1:

@@ -20,6 +20,7 @@ Every rank deals for itself, so everything here is plain IEEE double arithmetic 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -299,14 +300,11 @@ class Dealer:
 
 def pour(documents: Sequence[DealtPiece], room: Sequence[int]) -> list[DealtPiece]:
     """Fill rooms with documents or pieces, one after another, cut where a room ends."""
-    pieces, rank, left = [], -1, 0
-    for _, document, start, length in documents:
-        end = start + length
-        while start < end:
-            while not left:
-                rank += 1
-                left = room[rank]
-            size = min(end - start, left)
-            pieces.append(DealtPiece(rank, document, start, size))
-            start, left = start + size, left - size
-    return pieces
+    _, document, start, length = np.array(documents, dtype=np.int64).reshape(-1, 4).T
+    ends, room_ends = np.cumsum(length), np.cumsum(room)
+    # Counted over all tokens, a piece begins and stops where a document does, or a room.
+    stop = np.union1d(ends, room_ends[(room_ends > 0) & (room_ends < length.sum())])
+    begin = np.append(0, stop[:-1])[: len(stop)]
+    row, rank = np.searchsorted(ends, begin, side="right"), np.searchsorted(room_ends, begin, side="right")
+    pieces = np.column_stack([rank, document[row], start[row] + begin - (ends - length)[row], stop - begin])
+    return list(itertools.starmap(DealtPiece, pieces.tolist()))
