@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -74,8 +74,7 @@ class AttentionShape:
     element_bytes: int
 
     def __post_init__(self) -> None:
-        values = (self.query_heads, self.key_value_heads, self.head_dim, self.value_head_dim, self.element_bytes)
-        if min(values) < 1 or self.query_heads % self.key_value_heads:
+        if min(astuple(self)) < 1 or self.query_heads % self.key_value_heads:
             raise ConfigError(f"{self}: all must be >= 1 and query_heads a multiple of key_value_heads.")
 
     @property
@@ -275,9 +274,8 @@ class CostModel:
         """Make a model of one second per 2**30 causal pairs, nothing for anything
         else: balances pairs, as published planners do.
         """
-        pair_cost = KernelCost(0.0, np.inf, 2.0**30 * shape.pair_flops)
-        free = KernelCost(0.0, np.inf, np.inf)
-        return cls(shape, pair_cost, free, np.inf, tile=1, name="causal pairs")
+        forward, backward = (KernelCost(0.0, np.inf, flops) for flops in (2.0**30 * shape.pair_flops, np.inf))
+        return cls(shape, forward, backward, np.inf, tile=1, name="causal pairs")
 
     def within(self, longest: int) -> Self:
         """Return this model for documents of at most `longest` tokens: without a window that none exceeds."""

@@ -265,8 +265,7 @@ class Layout:
     @cached_property
     def _positions(self) -> IntArray:
         """Starts of the segments of `by_document`, in one sequence of all documents."""
-        rows = self.by_document
-        return np.asarray(self.place[rows] * (self.longest + 1) + self.start[rows])
+        return np.asarray((self.place * (self.longest + 1) + self.start)[self.by_document])
 
     def segment_of(self, place: IntArray, position: IntArray) -> IntArray:
         """Return the index in `by_document` of the segment that holds a position of
@@ -289,8 +288,7 @@ class Layout:
     def segments(self, rank: int) -> list[Segment]:
         """Return the segments of one rank in token order."""
         rows = slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
-        columns = (self.document[rows].tolist(), self.start[rows].tolist(), self.length[rows].tolist())
-        return [Segment(*row) for row in zip(*columns, strict=True)]
+        return list(map(Segment, self.document[rows].tolist(), self.start[rows].tolist(), self.length[rows].tolist()))
 
 
 def changes(*columns: npt.NDArray[Any]) -> BoolArray:

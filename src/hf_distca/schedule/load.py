@@ -161,8 +161,9 @@ class PlanLoad:
     @cached_property
     def exchange_bytes(self) -> FloatArray:
         """Bytes, forward and backward, that each rank exchanges as a home and as a server: shape (2, ranks)."""
-        shape = self.cost.shape
-        return np.asarray(self.query_tokens * shape.moved_query_bytes + self.key_tokens * shape.moved_key_bytes)
+        return np.asarray(
+            self.query_tokens * self.cost.shape.moved_query_bytes + self.key_tokens * self.cost.shape.moved_key_bytes
+        )
 
     @cached_property
     def node_bytes(self) -> NodeBytes:

@@ -187,13 +187,12 @@ class Profile:
             for link in ("inside", "between"):
                 data[link] = None if data.get(link) is None else _exchange_rates(data[link])
             profile = cls(**data)
-            names = (profile.name, profile.device, profile.processor, *(rates.kernel for rates in profile.kernels))
-            told = (*profile.versions.values(), *profile.sources.values())
-            if not all(isinstance(text, str) for text in (*names, profile.date, profile.made_by, *told)):
+            texts = [profile.name, profile.device, profile.processor, profile.date, profile.made_by]
+            texts += [*(rates.kernel for rates in profile.kernels), *profile.versions.values(), *profile.sources.values()]
+            if not all(isinstance(text, str) for text in texts):
                 raise TypeError("its names, date, versions, sources and command must be texts")
-            links = [link for link in (profile.inside, profile.between) if link is not None]
-            errors = [rates.errors for rates in profile.kernels] + [rates.errors for rates in links]
-            if not all(isinstance(error, int | float) for by_name in errors for error in by_name.values()):
+            measured: list[Any] = [*profile.kernels, *filter(None, (profile.inside, profile.between))]
+            if not all(isinstance(error, int | float) for rates in measured for error in rates.errors.values()):
                 raise TypeError("its errors must be numbers")
             if type(profile.tile) is not int or not 1 <= profile.tile < _MOST:
                 raise ValueError(f"a tile of {profile.tile} rows: it must be from 1 to 2**31")

@@ -59,8 +59,7 @@ class Ranks:
 
     def seen_by(self, cost: CostModel) -> Ranks:
         """Drop nodes if they make no difference to a cost model."""
-        same = self.per_node == 1 or cost.node_bytes_per_second is None
-        return replace(self, per_node=None) if same and self.per_node is not None else self
+        return replace(self, per_node=None) if self.per_node == 1 or cost.node_bytes_per_second is None else self
 
     def each(self, count: int) -> list[float]:
         """Return the speed of each of so many ranks."""

@@ -117,8 +117,7 @@ class Evening:
     def even_out(self, grid: int) -> None:
         """Make all moves; pieces are cut at multiples of the grid."""
         some = [self.work[rank] for rank in self.group]
-        alike = np.ones(len(some))
-        self.levels = base = Levels.of(np.array(some), alike, alike > 0, self.tolerance)
+        self.levels = base = Levels.of(np.array(some), np.ones(len(some)), np.ones(len(some), dtype=np.bool_), self.tolerance)
         surplus, shed, grown = math.fsum(max(seconds - base.high, 0.0) for seconds in some), 0.0, 0.0
         # By document: how many keys ranks have there anyway, in the order in which they came by them.
         self.held: dict[int, dict[int, int]] = defaultdict(dict)

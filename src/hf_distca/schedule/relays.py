@@ -127,8 +127,6 @@ def _in_proportion(document: IntArray, server: IntArray, reach: IntArray, weight
         weight: weight of each server.
     """
     able = np.flatnonzero(weight > 0)
-    if not len(able):
-        return None
     # How often the keys before each reach are sent beyond the first time: it grows evenly from one reach to the next.
     place = np.cumsum(changes(document)) - 1
     times = np.searchsorted(place, place, side="right") - 1 - np.arange(len(place))

@@ -62,10 +62,6 @@ class TransientBytes(NamedTuple):
         # Gradients of copies that are not wide yet become so when they are added up at home.
         return cls(2 * row, key + wide_key, row, key + (wide_key if wide > shape.element_bytes else 0))
 
-    def of_group(self, groups: int) -> TransientBytes:
-        """Return the bytes of one of `groups` head groups, which divide the key/value heads."""
-        return TransientBytes(*(count // groups for count in self))
-
     def last_row(self, most: int | None, price: Price, groups: int) -> int:
         """Find the last row of a head group for which a grid cell of rows fits the bound with its keys.
 
@@ -162,9 +158,9 @@ def _units(plan: Plan, transient: TransientBytes, tile: int, bound: int) -> list
     columns = (column[tasks] for column in (plan.server, plan.place, plan.heads == 1, plan.start, plan.end))
     rows = zip(*(column.tolist() for column in columns), tasks.tolist(), strict=True)
     units, turns = list[tuple[int, int, int, int]](), Counter[int]()
+    of_group = TransientBytes(*(count // groups for count in transient))
     for (server, _, whole), slices in itertools.groupby(rows, key=itemgetter(0, 1, 2)):
-        bytes_of_token = transient if whole else transient.of_group(groups)
-        fitted = list(_fitting([row[3:] for row in slices], bytes_of_token, window, tile, bound))
+        fitted = list(_fitting([row[3:] for row in slices], transient if whole else of_group, window, tile, bound))
         units += [(task, start, end, (turns[server] + unit) * ranks + server) for task, start, end, unit in fitted]
         turns[server] += fitted[-1][-1] + 1
     return units
