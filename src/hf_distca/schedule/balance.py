@@ -159,9 +159,12 @@ class _Tries:
         """True if no plan can gain enough: common in narrow bands, and for dealt documents."""
         seconds, tolerance = self.unmoved.compute_seconds, self.config.tolerance
         even = seconds.max() <= self.mean * (1 + tolerance) and seconds.min() >= self.mean * (1 - tolerance)
-        # Without a cost per pair, attention is as long as its tokens are many: there is nothing that moving could gain.
-        free = not Price.of(self.cost, self.config.tile).pair
-        return free or even or self.unmoved.slowest_seconds * (1 - self.config.min_gain) < self.least
+        return (
+            even
+            or self.unmoved.slowest_seconds * (1 - self.config.min_gain) < self.least
+            # Without a cost per pair, attention is as long as its tokens are many: there is nothing that moving could gain.
+            or not Price.of(self.cost, self.config.tile).pair
+        )
 
     @cached_property
     def greedy(self) -> Greedy:

@@ -223,12 +223,12 @@ class Dealer:
         work, rooms = np.round(self.work[some] / level, 3), self.room[some]
         room, nodes = rooms.reshape(-1, group.per_node), work.reshape(-1, group.per_node)
         candidates = np.arange(len(work))
-        for able in ((room >= share).sum(axis=1) >= parts, room.sum(axis=1) >= length):
-            if able.any():
-                least = np.sort(np.where(room >= share, nodes, np.inf), axis=1)[:, :parts].mean(axis=1)
-                node = int(np.argmin(np.where(able, np.where(np.isfinite(least), least, nodes.mean(axis=1)), np.inf)))
-                candidates = np.arange(node * group.per_node, (node + 1) * group.per_node)
-                break
+        able = (room >= share).sum(axis=1) >= parts
+        able = able if able.any() else room.sum(axis=1) >= length
+        if able.any():
+            least = np.sort(np.where(room >= share, nodes, np.inf), axis=1)[:, :parts].mean(axis=1)
+            node = int(np.argmin(np.where(able, np.where(np.isfinite(least), least, nodes.mean(axis=1)), np.inf)))
+            candidates = np.arange(node * group.per_node, (node + 1) * group.per_node)
         order = candidates[np.lexsort((-rooms[candidates], work[candidates]))]
         able_ranks = order[rooms[order] >= share]
         if len(able_ranks) >= parts:

@@ -129,9 +129,8 @@ class Profile:
         """
 
         def distance(rates: KernelRates) -> tuple[float, float]:
-            widths = (rates.head_dim, shape.head_dim), (rates.value_head_dim, shape.value_head_dim)
-            elements = abs(math.log(rates.element_bytes / shape.element_bytes))
-            return elements, sum(abs(math.log(width / other)) for width, other in widths)
+            key, value = rates.head_dim / shape.head_dim, rates.value_head_dim / shape.value_head_dim
+            return abs(math.log(rates.element_bytes / shape.element_bytes)), abs(math.log(key)) + abs(math.log(value))
 
         return min(self.kernels, key=distance)
 
