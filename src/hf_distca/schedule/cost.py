@@ -37,6 +37,8 @@ __all__ = [
     "CostModel",
     "FloatArray",
     "KernelCost",
+    "LEAST_RATE",
+    "MOST_SECONDS",
     "Price",
     "causal_pairs",
     "fit_coefficients",
@@ -44,6 +46,9 @@ __all__ = [
     "without_infinities",
 ]
 
+# What a device may be like; beyond, sums of seconds are infinite, and their ratios are no numbers.
+LEAST_RATE = 1.0  # a second
+MOST_SECONDS = 1e6
 # The window of layers in which a row sees all keys before it.
 ALL_KEYS = 2**62
 
@@ -168,10 +173,9 @@ class KernelCost:
     def from_json(cls, data: dict[str, Any]) -> KernelCost:
         """Read the coefficients by name, None for an infinite one."""
         cost = cls(**{name: rate_or_infinity(value) for name, value in data.items()})
-        seconds = cost.task_seconds, cost.call_seconds, cost.least_seconds
-        rates = cost.bytes_per_second, cost.flops_per_second, cost.row_passes
-        if not (min(seconds) >= 0 and max(*seconds, cost.row_passes) < math.inf and min(rates) > 0):
-            raise ValueError(f"{cost}: seconds must be finite and not negative, passes finite, passes and rates positive")
+        fits = all(0 <= seconds <= MOST_SECONDS for seconds in (cost.task_seconds, cost.call_seconds, cost.least_seconds))
+        if not (fits and min(cost.bytes_per_second, cost.flops_per_second) >= LEAST_RATE and 0 < cost.row_passes < math.inf):
+            raise ValueError(f"{cost}: seconds must be from 0 to 1e6, rates at least 1 a second, passes positive and finite")
         return cost
 
     @classmethod

@@ -202,7 +202,7 @@ def _half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> npt.NDA
 def _change(coins: list[int], amount: int) -> list[int]:
     """Find the indices of the coins whose sum is closest to an amount."""
     # Bit n of a number: whether the coins so far can make n.
-    sums = list(accumulate(coins, lambda sums, coin: sums | sums << coin, initial=1))
+    sums = list(accumulate(coins, lambda possible, coin: possible | possible << coin, initial=1))
     total, taken = _nearest_bit(sums[-1], amount), []
     for coin_index in range(len(coins) - 1, -1, -1):
         if not sums[coin_index] >> total & 1:

@@ -223,6 +223,7 @@ class Dealer:
         work, rooms = np.round(self.work[some] / level, 3), self.room[some]
         room, nodes = rooms.reshape(-1, group.per_node), work.reshape(-1, group.per_node)
         candidates = np.arange(len(work))
+        # Nodes in which enough ranks have room for a part; if there is none, those with room for the document.
         able = (room >= share).sum(axis=1) >= parts
         able = able if able.any() else room.sum(axis=1) >= length
         if able.any():

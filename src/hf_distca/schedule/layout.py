@@ -280,11 +280,6 @@ class Layout:
         """
         return np.minimum(np.searchsorted(self.documents, document), max(len(self.documents) - 1, 0))
 
-    @property
-    def spanning(self) -> frozenset[int]:
-        """Documents that lie on more than one rank."""
-        return frozenset(self.documents[self.spans].tolist())
-
     def segments(self, rank: int) -> list[Segment]:
         """Return the segments of one rank in token order."""
         rows = slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))

@@ -20,15 +20,20 @@ from typing import Any
 
 from hf_distca.errors import ConfigError
 from hf_distca.input_files import read_file
-from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, rate_or_infinity, without_infinities
+from hf_distca.schedule.cost import (
+    LEAST_RATE,
+    MOST_SECONDS,
+    AttentionShape,
+    CostModel,
+    KernelCost,
+    rate_or_infinity,
+    without_infinities,
+)
 
 __all__ = ["ExchangeRates", "KernelRates", "Profile"]
 
 _FORMAT = 2
 _SHIPPED = "profiles_data"
-# What a device may be like; beyond, sums of seconds are infinite, and their ratios are no numbers.
-_LEAST_RATE = 1.0  # a second
-_MOST_SECONDS = 1e6
 _MOST = 2**31  # of a width or a tile
 # By a word of a GPU's name, the device whose timings stand for it; by the name of a kernel, what it runs. The multiprocessors of
 # an H200 are those of an H100.
@@ -239,10 +244,6 @@ class Profile:
 
 def _kernel_rates(row: dict[str, Any]) -> KernelRates:
     rates = KernelRates(**{**row, **{name: KernelCost.from_json(row[name]) for name in ("forward", "backward")}})
-    for cost in (rates.forward, rates.backward):
-        longest = max(cost.task_seconds, cost.call_seconds, cost.least_seconds)
-        if not (longest <= _MOST_SECONDS and min(cost.bytes_per_second, cost.flops_per_second) >= _LEAST_RATE):
-            raise ValueError(f"{cost}: seconds must be from 0 to 1e6, rates positive, at least 1 a second")
     if not all(type(size) is int and 1 <= size < _MOST for size in (rates.element_bytes, rates.head_dim, rates.value_head_dim)):
         raise ValueError(f"{rates}: bytes and widths must be from 1 to 2**31")
     return rates
@@ -250,7 +251,7 @@ def _kernel_rates(row: dict[str, Any]) -> KernelRates:
 
 def _exchange_rates(row: dict[str, Any]) -> ExchangeRates:
     rates = ExchangeRates(**{**row, "bytes_per_second": rate_or_infinity(row["bytes_per_second"])})
-    seconds = rates.seconds, rates.peer_seconds
-    if not (rates.bytes_per_second >= _LEAST_RATE and min(seconds) >= 0 and max(seconds) <= _MOST_SECONDS):
+    fits = all(0 <= seconds <= MOST_SECONDS for seconds in (rates.seconds, rates.peer_seconds))
+    if not (fits and rates.bytes_per_second >= LEAST_RATE):
         raise ValueError(f"{rates}: seconds must be from 0 to 1e6, a rate at least 1 a second")
     return rates
