@@ -279,12 +279,14 @@ class Dealer:
             if not ready:
                 over.append(DealtPiece(-1, document, 0, tokens))
                 continue
-            place = heapq.heappop(ready)[1]
+            place = ready[0][1]
             home[document] = first + place
             room[place] -= tokens
             left[place] -= taken[document]
             if room[place]:
-                heapq.heappush(ready, lacking(place))
+                heapq.heapreplace(ready, lacking(place))
+            else:
+                heapq.heappop(ready)
         return over
 
     def _layout(self) -> Layout:
