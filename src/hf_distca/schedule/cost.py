@@ -278,8 +278,8 @@ class CostModel:
         """Make a model of one second per 2**30 causal pairs, nothing for anything
         else: balances pairs, as published planners do.
         """
-        forward, backward = (KernelCost(0.0, np.inf, flops) for flops in (2.0**30 * shape.pair_flops, np.inf))
-        return cls(shape, forward, backward, np.inf, tile=1, name="causal pairs")
+        forward = KernelCost(0.0, np.inf, 2.0**30 * shape.pair_flops)
+        return cls(shape, forward, KernelCost(0.0, np.inf, np.inf), np.inf, tile=1, name="causal pairs")
 
     def within(self, longest: int) -> Self:
         """Return this model for documents of at most `longest` tokens: without a window that none exceeds."""

@@ -134,7 +134,8 @@ def _dealt(
     """Deal some documents: to nodes first, or to all ranks if
     the plan of that layout ends earlier.
     """
-    ranks, config = Ranks(per_node=ranks_per_node).seen_by(cost), DistCAConfig(tile=tile, ping_pong=overlapped)
+    ranks = Ranks(per_node=ranks_per_node).seen_by(cost)
+    config = DistCAConfig(tile=tile, ping_pong=overlapped)
     per_node = len(tokens) if ranks_per_node is None else ranks_per_node
 
     def dealer() -> Dealer:
@@ -213,7 +214,8 @@ def _change(coins: list[int], amount: int) -> list[int]:
 
 def _nearest_bit(bits: int, wanted: int) -> int:
     """Find the set bit that is nearest to the wanted place; the lower one, if two are."""
-    digits, wanted = f"{bits:b}"[::-1], max(wanted, 0)
+    wanted = max(wanted, 0)
+    digits = f"{bits:b}"[::-1]
     below, above = digits.rfind("1", 0, wanted + 1), digits.find("1", wanted)
     return below if above < 0 or wanted - below <= above - wanted else above
 

@@ -205,7 +205,7 @@ class Dealer:
                 if size:
                     self.pieces.append(DealtPiece(rank, document, start, size))
                     self.work[rank] += slice_seconds(self.price, 1.0, start, start + size)
-            # Those before its last piece, but for its own.
+            # It receives the keys before its last piece, but for its own.
             keys = tail - front if part else 0
             self.work[rank] += group.key_seconds * keys
             self.room[rank] -= part

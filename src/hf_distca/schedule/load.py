@@ -91,10 +91,9 @@ class PlanLoad:
 
     def with_relays(self, relays: Relays) -> PlanLoad:
         """Return the load of the plan with relays, reusing figures that these do not change."""
-        load = PlanLoad(self.plan.with_relays(relays), self.cost, self.waves, self.overlapped, self.ranks)
-        vars(load).update(
-            {name: vars(self)[name] for name in ("compute_seconds", "query_tokens", "needed_keys") if name in vars(self)}
-        )
+        load = replace(self, plan=self.plan.with_relays(relays))
+        kept = {"compute_seconds", "query_tokens", "needed_keys"}
+        vars(load).update({name: value for name, value in vars(self).items() if name in kept})
         return load
 
     def _sum(self, rank: IntArray, weights: npt.NDArray[Any]) -> FloatArray:
