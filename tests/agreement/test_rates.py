@@ -467,7 +467,6 @@ def test_a_correction_of_exchanges_is_one_of_both_levels() -> None:
     cost = replace(TRUE, node_bytes_per_second=8 * TRUE.exchange_bytes_per_second)
     corrected = Correction(exchange=2.0).of(cost)
     assert corrected.node_bytes_per_second == cost.node_bytes_per_second / 2
-    assert corrected.near == cost.near
     assert Correction(exchange=2.0).of(TRUE).node_bytes_per_second is None
 
 

@@ -72,7 +72,7 @@ def test_windows_that_are_none(window: int) -> None:
 def test_pairs_model_costs_a_second_per_2_to_the_30() -> None:
     rows, keys = np.array([7, 4096, 2**15]), np.array([7, 9000, 2**17])
     assert MODELS[0].seconds(rows, keys) == pytest.approx(causal_pairs(rows, keys) / 2**30)
-    assert MODELS[0].transfer_seconds(10**9, 10**9) == 0
+    assert MODELS[0].key_seconds == 0
 
 
 def test_bytes_of_a_moved_token() -> None:

@@ -91,7 +91,7 @@ def test_a_field_of_another_type_is_refused(name: str, value: object) -> None:
 def test_rates_that_no_kernel_has_are_refused(rates: dict[str, float]) -> None:
     data = json.loads(PROFILE.to_json())
     data["kernels"][0]["forward"].update(rates)
-    with pytest.raises(ConfigError, match="passes and rates positive"):
+    with pytest.raises(ConfigError, match="passes positive and finite"):
         Profile.from_json(json.dumps(data))
 
 
