@@ -286,7 +286,7 @@ def test_documents_given_as_any_integers() -> None:
         ([128], 2.0, 64, {}, ConfigError, "ranks=2.0"),
         ([128], 2, 0, {}, ConfigError, "tokens_per_rank=0"),
         ([128], 2, True, {}, ConfigError, "tokens_per_rank=True"),
-        ([128], 1, "128", {}, ConfigError, "tokens_per_rank='1' must be a whole number"),
+        ([128], 1, "128", {}, ConfigError, "tokens_per_rank='128' must be a whole number"),
         ([128], 2, 64, {"tile": 0}, ConfigError, "tile=0"),
         ([128], 2, 64, {"ranks_per_node": 0}, ConfigError, "ranks_per_node=0"),
         ([192], 3, 64, {"ranks_per_node": 2}, ConfigError, "ranks_per_node=2 must divide ranks=3"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -224,9 +225,10 @@ def _checked(
     lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence[int], tile: int, ranks_per_node: int | None
 ) -> tuple[IntArray, list[int]]:
     """Check the arguments, and return the lengths and the tokens of each rank."""
-    least = min(tokens_per_rank, default=0) if isinstance(tokens_per_rank, Sequence) else tokens_per_rank
+    given: Any = tokens_per_rank
+    by_rank = list(given) if isinstance(given, list | tuple) else [given]
     per_node = 1 if ranks_per_node is None else ranks_per_node
-    numbers = {"ranks": ranks, "tokens_per_rank": least, "tile": tile, "ranks_per_node": per_node}
+    numbers = {"ranks": ranks, "tokens_per_rank": min(by_rank, default=0), "tile": tile, "ranks_per_node": per_node}
     for name, value in numbers.items():
         # Not `isinstance`: True is no number of ranks.
         if type(value) is not int or value < 1:
@@ -238,7 +240,7 @@ def _checked(
     if wrong.any():
         document = int(wrong.argmax())
         raise LayoutError(f"document {document} has length {length[document]}: at least 1 token is needed, the limit is 2**32.")
-    tokens = list(tokens_per_rank) if isinstance(tokens_per_rank, Sequence) else [tokens_per_rank] * ranks
+    tokens = [given] * ranks if type(given) is int else by_rank
     total, wanted = sum(length.tolist()), sum(tokens)
     if total != wanted or len(tokens) != ranks:
         raise LayoutError(
