@@ -171,7 +171,7 @@ def _wave(plan: Plan, rank: int, need: IntArray, run: IntArray, relays: Relays |
     if relays is None:
         return wave
     passed = keys.some((keys.relay == rank) & (keys.server != rank))
-    # Of a run of the pool, as much is passed on as the server with the longest need gets.
+    # Each run of the pool is passed on as far as the server needs it that needs most of it.
     piece, most = _piece(pool, passed.number, passed.start), np.zeros_like(pool.rows)
     np.maximum.at(most, piece, passed.rows)
     some = most > 0
