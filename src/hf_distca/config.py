@@ -30,7 +30,7 @@ else:
     # its other members.
     CostSource = str
 # Beyond the first number of ranks, a larger group gains next to nothing on documents with a long tail, and planning takes longer
-# with each rank. Below the second, groups are too small. Groups of a multiple of the third consist of whole nodes of 1, 2, 4 or 8.
+# with each rank. Below the second, groups are too small. A multiple of the third consists of whole nodes of 1, 2, 4 or 8 ranks.
 _MOST_RANKS, _FEWEST_RANKS, _WHOLE_NODES = 512, 256, 8
 _LONGEST_TIMEOUT = 366 * 86400.0  # seconds; what torch adds to it must fit in its clock
 
