@@ -1,6 +1,7 @@
-"""One global batch of documents under data parallelism, dealt by hf-distca, and cut by context parallelism and Ulysses.
+r"""One global batch of documents under data parallelism, dealt by hf-distca, and cut by context parallelism and Ulysses.
 
-    python benchmarks/context_parallel.py --placement benchmarks/placements/long_tail_8_ranks.json --json
+    python benchmarks/context_parallel.py --json \
+        --placement benchmarks/placements/long_tail_8_ranks.json
 
 Counted, not measured: tokens of a rank, attention of the slowest rank, and the bytes that the busiest rank sends for a layer,
 forward and backward, for Llama-3-8B in bf16. All ranks of the placement are one context-parallel group.

@@ -1,7 +1,8 @@
 """Pipeline stages as they could be: in every tick, ranks with linear layers get less attention, so that all ranks end together.
 
-hf-distca spreads the attention of a tick evenly over all ranks. Those without a micro-batch have nothing else to do, and wait for
-the linear layers of the others. In ping-pong a rank need not wait for attention that others compute, so it could have less.
+hf-distca spreads the attention of a tick evenly over all ranks. Those without a micro-batch have
+nothing else to do, and wait for the linear layers of the others. In ping-pong a rank need not wait
+for attention that others compute, so it could have less.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Shipped profiles of GPUs against timings, published and our own, cell by cell: those that they are fitted to, and others.
 
     python benchmarks/published_timings.py --json
-    python benchmarks/published_timings.py --write src/hf_distca/schedule/profiles_data   # fits them anew
+    python benchmarks/published_timings.py --write src/hf_distca/schedule/profiles_data
+
+The second command fits them anew.
 
 A call of a kernel takes ``max(least, call + bytes / rate + flops / rate)`` seconds, bytes and flops as in `schedule.cost`, and no
 byte comes faster than the data sheet of the memory says. Of all rates that are within our bound of every timing that they are

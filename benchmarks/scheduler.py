@@ -1,7 +1,7 @@
 """Balance, traffic and planning time of the scheduler on real placements, beside a published planner's.
 
     python benchmarks/scheduler.py --placements data/workloads --json results.json
-    python benchmarks/scheduler.py --placements data/workloads --others 2 --dealt --json results.json
+    python benchmarks/scheduler.py --placements data/workloads --others 2 --dealt --json
 
 A placement is a JSON file as `hf-distca plan` reads it. A file ``workloads_reference.json`` beside the folder holds the
 published planner's results at its tolerances 0.05 and 0.0. Balance is that of causal pairs, as the published planner's is;

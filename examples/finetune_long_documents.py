@@ -1,6 +1,7 @@
-"""Fine-tune a causal language model on documents of any length, also longer than a rank holds, with equal work on all ranks.
+r"""Fine-tune a causal language model on documents of any length, also longer than a rank holds, with equal work on all ranks.
 
-    accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/finetune_long_documents.py
+    accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
+        examples/finetune_long_documents.py
 
 What differs from any other fine-tuning script: `attn_implementation="distca"`, and one line, `hf_distca.deal`. At the end some
 global batches run again as they would lie on the ranks without dealing, with balancing off and on, and dealt, to show what it
@@ -114,7 +115,8 @@ def compare(trainer: Trainer, tokens: Dataset, data: DataArguments) -> None:
         print_comparison(timings)
         output = Path(training.output_dir)
         print(f"Pictures: {draw_comparison(timings, output / 'balance.png')}")
-        print(f"          {draw_global_batch(in_order, dealt, output / 'global_batch.png', training.world_size)}")
+        picture = output / "global_batch.png"
+        print(f"          {draw_global_batch(in_order, dealt, picture, training.world_size)}")
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
-"""Fine-tune LoRA adapters on whole long documents; with `--load_in_4bit` on a frozen base in 4 bits (QLoRA).
+r"""Fine-tune LoRA adapters on whole long documents; with `--load_in_4bit` on a frozen base in 4 bits (QLoRA).
 
-    accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/finetune_lora.py
+    accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
+        examples/finetune_lora.py
 
 What differs from any other LoRA script: `attn_implementation="distca"`, a collator that packs documents without padding, and
 a callback. Core attention has no weights, so whether projections have adapters or are quantized makes no difference to it.

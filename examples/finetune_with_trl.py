@@ -1,10 +1,14 @@
-"""Fine-tune on whole long documents with TRL's SFTTrainer, which packs them itself.
+r"""Fine-tune on whole long documents with TRL's SFTTrainer, which packs them itself.
 
-    accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/finetune_with_trl.py
+    accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
+        examples/finetune_with_trl.py
 
 What differs from any other TRL script: `attn_implementation="distca"` and a callback; importing hf_distca registers the name.
 
-    pip install -c constraints.txt -e ".[examples,trl]"  # and peft for --use_peft, quantization for --load_in_4bit
+    pip install -c constraints.txt -e ".[examples,trl]"
+
+`--use_peft` needs the extra `peft` besides, `--load_in_4bit` the extra `quantization`.
+
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Go on pretraining from a flat binary file of token ids, with core attention balanced over the ranks.
+r"""Go on pretraining from a flat binary file of token ids, with core attention balanced over the ranks.
 
-    accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/pretrain_packed_tokens.py
+    accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
+        examples/pretrain_packed_tokens.py
 
 What differs from any other pretraining script: `attn_implementation="distca"`, a callback, and rows that say where documents
 end. Rows are cut from the stream of tokens, so all ranks hold exactly equally many, and a document may go on in another row: each

@@ -1,6 +1,7 @@
-"""Train a causal language model on whole long documents in a loop of its own: accelerate, no Trainer.
+r"""Train a causal language model on whole long documents in a loop of its own: accelerate, no Trainer.
 
-    accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/train_with_accelerate.py
+    accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
+        examples/train_with_accelerate.py
 
 What differs from any other loop: `attn_implementation="distca"`, a collator that packs documents without padding, and
 `hf_distca.metrics()` where it logs. One rule comes with distca: in training every rank must run equally many forwards.

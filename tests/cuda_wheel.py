@@ -1,6 +1,6 @@
 """Run tests on the CPU with the build of torch that GPU images have, of a version of torch and of transformers of one's choice.
 
-    python tests/cuda_wheel.py --torch 2.11.0 --transformers 5.17.0 tests/kernels tests/runtime tests/test_borrowed.py
+    python tests/cuda_wheel.py --torch 2.11.0 --transformers 5.17.0 tests/kernels tests/runtime
 
 torch's wheel is built for CUDA and needs gigabytes of CUDA's libraries to be imported. On a CPU none of their functions is called
 but those of the small runtime: so the wheel and that are unpacked, and a compiler makes libraries of functions that do nothing in

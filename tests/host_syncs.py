@@ -34,7 +34,7 @@ READS = frozenset(
         "unique_dim_consecutive",
         "bincount",
         "histc",  # of a range that is to be found; a given one is not read
-        "repeat_interleave",  # without a size of the output; with one it takes another overload's argument
+        "repeat_interleave",  # without a size of the output, which another overload takes
         "tensor_split",
         "_pad_packed_sequence",
     }

@@ -83,7 +83,7 @@ def test_masks_are_made_of_the_parts_that_are_named() -> None:
     }
 
 
-def test_models_ask_about_the_name_of_their_attention_where_it_is_said() -> None:
+def test_models_ask_for_attention_names_where_borrowed_says() -> None:
     """`let_names_pass` replaces the method that a model calls when it is made."""
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
     asked = []

@@ -289,7 +289,8 @@ def test_the_profile_command(tmp_path: Path) -> None:
 
 
 def test_the_plan_command(tmp_path: Path) -> None:
-    write = on_a_page("""echo '{"lengths": [[16384], [2048, 2048, 2048, 2048, 2048, 2048, 2048, 2048]]}' > placement.json""")
+    lengths = [[16384], [2048] * 8]
+    write = on_a_page(f"""echo '{{"lengths": {lengths}}}' > placement.json""")
     run_program(["bash", "-c", write], tmp_path, 60)
     scripts.run(words_of("hf-distca plan placement.json --output plan.json"), tmp_path)
     assert json.loads((tmp_path / "plan.json").read_text())["tasks"]

@@ -24,7 +24,8 @@ def note_state(folder: Path) -> None:
     (folder / "state").write_text(repr(state))
 
 
-def test_a_fork_has_one_thread_the_environment_of_its_starter_and_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_has_one_thread_its_starters_environment_and_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork has one thread, the environment of its starter and an end."""
     monkeypatch.setenv("COLOUR", "red")
     forks.start(sys.exit, 0).join(60)  # so that there are other forks, and the environment was another
     monkeypatch.setenv("COLOUR", "blue")
@@ -73,7 +74,8 @@ def test_a_script_that_fails(script: str, tmp_path: Path) -> None:
         scripts.run(["python", script, "7"], tmp_path)
 
 
-def test_a_script_that_takes_too_long_is_killed_with_its_children(script: str, tmp_path: Path) -> None:
+def test_slow_script_is_killed_with_its_children(script: str, tmp_path: Path) -> None:
+    """A script that takes too long is killed with its children."""
     with pytest.raises(AssertionError, match=r"took longer than 1 s:\nneighbour") as caught:
         scripts.run(["python", script, "wait"], tmp_path, timeout=1.0)
     child = int(str(caught.value).split()[-1])

@@ -59,7 +59,8 @@ def test_rates_of_slices_and_of_rebatched_tasks(folder: Path) -> None:
     assert all(row["forward"] > 0 < row["backward"] for row in found["curves"][0]["many"])
 
 
-def test_emulated_ranks_are_measured_and_estimated_before_and_after_balancing(folder: Path) -> None:
+def test_emulated_ranks_are_measured_and_estimated(folder: Path) -> None:
+    """Emulated ranks are measured and estimated before and after balancing."""
     rows = figures(folder, "emulator")["placements"]
     assert rows
     for row in rows:
@@ -221,7 +222,8 @@ def test_the_page_has_the_parts_that_ran(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_or_is_stopped_keeps_its_figures_and_harms_no_other(tmp_path: Path) -> None:
+def test_failed_part_keeps_its_figures_and_harms_no_other(tmp_path: Path) -> None:
+    """A part that fails or is stopped keeps its figures and harms no other."""
     (tmp_path / "wlbllm_raw_r8_t64k_s0.json").write_text("[]")
 
     def statuses(*options: str) -> dict[str, str]:

@@ -31,7 +31,7 @@ def test_the_import_alone_brings_in_nothing_heavy_and_is_silent() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_can_be_imported_first_and_brings_in_no_more_for_distca() -> None:
+def test_model_imported_first_imports_no_more_for_distca() -> None:
     """What registers distca runs while transformers is half imported: the Trainer's arguments would bring in peft there."""
     late = ("peft", "transformers.trainer", "transformers.training_args")
     models = "import torch, hf_distca\nfrom transformers import LlamaForCausalLM"
@@ -41,7 +41,7 @@ def test_a_model_can_be_imported_first_and_brings_in_no_more_for_distca() -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["transformers", "hf_distca"])
-def test_beside_the_models_of_transformers_the_import_costs_little(first: str) -> None:
+def test_import_costs_little_beside_transformers_models(first: str) -> None:
     """peft and bitsandbytes come with transformers' Trainer, and so with the callback; not with all that a model needs."""
     models = "from transformers import AutoModelForCausalLM, LlamaForCausalLM\nfrom transformers import AttentionInterface"
     ours = "import hf_distca"

@@ -42,7 +42,8 @@ def train_under_its_name(result: Path) -> None:
     result.write_text(f"{config['attn_implementation']} {len(distca_configs(model))} {type(callback).__name__}")
 
 
-def test_axolotl_trains_packed_samples_with_distca_under_a_name_that_it_takes(tmp_path: Path) -> None:
+def test_axolotl_trains_packed_samples_under_a_name_it_takes(tmp_path: Path) -> None:
+    """Axolotl trains packed samples with distca under a name that it takes."""
     process = forks.start(train_under_its_name, tmp_path / "result")
     process.join(60)
     assert process.exitcode == 0
@@ -108,7 +109,7 @@ def train_dealt(rank: int, ranks: int, folder: str) -> tuple[list[float], hf_dis
 
 
 @pytest.mark.slow
-def test_axolotl_deals_documents_with_the_settings_of_its_configuration(tmp_path: Path) -> None:
+def test_axolotl_deals_by_the_settings_of_its_configuration(tmp_path: Path) -> None:
     """On two ranks, one of whose documents is longer than a rank, as on one; for epochs, not the steps that axolotl counted."""
     results = []
     for ranks in (1, 2):

@@ -1,7 +1,8 @@
-"""The figures of run_all.py as a page.
+r"""The figures of run_all.py as a page.
 
 python benchmarks/gpu/report.py gpu_figures
-python benchmarks/gpu/report.py cpu_figures --output benchmarks/results/llama_cpu_2026-11-21.md --note "Other work ran."
+python benchmarks/gpu/report.py cpu_figures \
+    --output benchmarks/results/llama_cpu_2026-11-21.md --note "Other work ran."
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A picture of a step from torch's profiler: what the host calls and what the GPU runs, attention apart from all else.
+r"""A picture of a step from torch's profiler: what the host calls and what the GPU runs, attention apart from all else.
 
-python benchmarks/gpu/trace_picture.py trace_distca.json.gz trace_plain_varlen.json.gz --output traces.png
+python benchmarks/gpu/trace_picture.py \
+    trace_distca.json.gz trace_plain_varlen.json.gz --output traces.png
 """
 
 from __future__ import annotations

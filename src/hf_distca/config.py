@@ -25,10 +25,12 @@ KernelName = Literal[
 _BUILT_IN_COSTS = ("analytic", "calibrated")
 if TYPE_CHECKING:
     CostSource = str | Path | CostModel | Profile
-else:  # what can be written on a command line: HfArgumentParser, which reads this, takes a union for its other members
+else:
+    # What can be written on a command line: HfArgumentParser, which reads this, takes a union for
+    # its other members.
     CostSource = str
-# Ranks of a group from which on a larger one gains next to nothing on documents with a long tail, while planning takes longer by
-# each of them; ranks that are too few for it; and what whole nodes have a multiple of, where they have 1, 2, 4 or 8 ranks.
+# Beyond the first number of ranks, a larger group gains next to nothing on documents with a long tail, and planning takes longer
+# with each rank. Below the second, groups are too small. A multiple of the third consists of whole nodes of 1, 2, 4 or 8 ranks.
 _MOST_RANKS, _FEWEST_RANKS, _WHOLE_NODES = 512, 256, 8
 _LONGEST_TIMEOUT = 366 * 86400.0  # seconds; what torch adds to it must fit in its clock
 

@@ -3,13 +3,14 @@
 ::
 
     DistCAError
-    ├── ConfigError (ValueError)               a configuration value out of its range
-    ├── LayoutError (ValueError)               positions or lengths that describe no set of documents
-    ├── PlanError (ValueError)                 a plan that breaks one of its invariants
-    ├── ReportError (ValueError)               a run folder that no page can be made of
-    ├── UnsupportedError (NotImplementedError) a model or an argument whose maths distca would get wrong
-    ├── KernelError (RuntimeError)             no kernel for this device, dtype or shape
-    └── DistCADesyncError (RuntimeError)       ranks that disagree about what they compute
+    ├── ConfigError (ValueError)          a configuration value out of its range
+    ├── LayoutError (ValueError)          positions or lengths that describe no set of documents
+    ├── PlanError (ValueError)            a plan that breaks one of its invariants
+    ├── ReportError (ValueError)          a run folder that no page can be made of
+    ├── UnsupportedError (NotImplementedError)
+    │                                     a model or an argument that distca would get wrong
+    ├── KernelError (RuntimeError)        no kernel for this device, dtype or shape
+    └── DistCADesyncError (RuntimeError)  ranks that disagree about what they compute
 
 Every message states the values that were seen and what to do about them.
 """

@@ -89,7 +89,7 @@ def test_shares_are_planned_for_the_nodes_they_are_dealt_to() -> None:
             share.dealt_share.plan(PlanJob(KEY, cost, DistCAConfig()))
 
 
-def test_plans_begun_twice_beside_are_each_made_once_and_waited_for() -> None:
+def test_plans_begun_twice_in_background_are_made_once() -> None:
     """Rates change between the fetch of a share and its step: the jobs of both are under way, and the first takes longest."""
     shares = dealing(2, 64)
     dealt = shares.make_share(np.array([100, 28]), (0, 0), 0).dealt_share

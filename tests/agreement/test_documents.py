@@ -17,13 +17,15 @@ from hf_distca.integration.handle import AttentionHandle
 
 
 @pytest.mark.parametrize("given", [PackedDocuments((3, 4)), AttentionHandle(1, 7)])
-def test_engines_that_cast_the_arguments_of_layers_hand_on_the_same_object(given: object) -> None:
+def test_engines_that_cast_layer_arguments_keep_the_object(given: object) -> None:
+    """Engines that cast the arguments of layers hand on the same object."""
     casts = _apply_to_tensors(lambda tensor: tensor.bfloat16(), {"attention_mask": given, "rest": (given, torch.ones(1))})
     assert casts["attention_mask"] is given
     assert casts["rest"][0] is given
 
 
-def test_packed_documents_are_values_that_travel_to_workers_and_back() -> None:
+def test_packed_documents_travel_to_workers_and_back() -> None:
+    """Packed documents are values that travel to workers and back."""
     packed = PackedDocuments([3, 4], [0, 2], [7, 8])
     for other in (pickle.loads(pickle.dumps(packed)), copy.deepcopy(packed)):
         assert other == packed

@@ -121,7 +121,7 @@ def test_the_rate_of_exchanges_is_right_whatever_ranks_wait_for(folder: Path, pi
     assert not [line for name, layout in known.items() for line in wrong(name, layout, ping_pong)]
 
 
-def test_exchanges_that_cost_more_than_they_gain_are_given_up_where_ranks_are_lined_up_elsewhere() -> None:
+def test_costly_exchanges_end_where_ranks_wait_elsewhere() -> None:
     """Two of three ranks exchange for five times as long as estimated; the third has a little less to compute than they."""
     kernel, wire = np.array([1.0, 1.0, 0.95]), np.array([0.1, 0.1, 0.0])
     waited, none = np.array([0.5, 0.5, 0.0]), np.zeros(3)

@@ -41,7 +41,8 @@ def documents(*lengths: int) -> Documents:
     return TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).read_documents()
 
 
-def test_a_plan_takes_two_collectives_and_several_at_once_take_the_same_two() -> None:
+def test_one_plan_or_several_take_the_same_two_collectives() -> None:
+    """A plan takes two collectives and several at once take the same two."""
     for count in (1, 5):
         group = MadeUpGroup(2)
         plans = planner().plan([(documents(96), KEY)] * count, group)
@@ -88,7 +89,8 @@ def test_plans_that_differ_are_named_by_rank() -> None:
         planner().plan([(documents(96), KEY)], MadeUpGroup(2, others))
 
 
-def test_plans_made_ahead_are_taken_once_and_only_under_the_same_settings() -> None:
+def test_prepared_plans_are_used_once_under_the_same_settings() -> None:
+    """Plans made ahead are taken once and only under the same settings."""
     ours, group = planner(), MadeUpGroup(2)
     for other_settings in (False, True):
         (planned,) = ours.plan([(documents(96), KEY)], group)
@@ -119,7 +121,7 @@ def test_on_a_gpu_the_newest_measurement_waits_for_its_kernels() -> None:
         assert seen == pytest.approx(expected)
 
 
-def test_what_is_gathered_waits_for_the_device_and_is_counted_at_once() -> None:
+def test_gathered_figures_wait_for_the_device() -> None:
     """Between two gatherings nobody waits for the device, and what is announced leaves the newest out."""
     device, ours, group = Device(), planner("cuda"), MadeUpGroup(2)
     key = KEY._replace(device="cuda")
@@ -160,7 +162,8 @@ def test_of_micro_batches_that_nobody_gathers_some_are_kept(monkeypatch: pytest.
     assert ours.history.total.micro_batches == 3
 
 
-def test_a_measurement_with_kernels_that_still_run_is_left_out_on_all_ranks() -> None:
+def test_measurement_of_running_kernels_is_left_out_everywhere() -> None:
+    """A measurement with kernels that still run is left out on all ranks."""
     unfinished = []
 
     def others(row: np.ndarray) -> list[np.ndarray]:

@@ -60,7 +60,8 @@ def test_coefficients_come_back(costs: tuple[KernelCost, KernelCost]) -> None:
         assert found.flops_per_second == pytest.approx(true.flops_per_second, rel=1e-5)
 
 
-def test_where_only_tasks_of_a_tile_were_timed_their_seconds_come_back() -> None:
+def test_timings_of_one_tile_come_back_as_they_were() -> None:
+    """Where only tasks of a tile were timed, their seconds come back."""
     # Rows of such tasks are as many tiles as there are tasks, so that the two cannot be told apart.
     found, true = CostModel(SHAPE, *Passing(SLOW).measured(), np.inf), CostModel(SHAPE, *SLOW, np.inf)
     tasks = [1, 16, 64, 128], [1, 100, 64, 128]

@@ -28,7 +28,8 @@ def test_arrow_knows_them_without_reading(kind: pa.DataType, monkeypatch: pytest
     assert read_document_lengths(documents).tolist() == [3, 0, 1, 4, 2]
 
 
-def test_rows_that_were_selected_shuffled_and_filtered_are_counted_in_their_order() -> None:
+def test_selected_shuffled_filtered_rows_count_in_their_order() -> None:
+    """Rows that were selected, shuffled and filtered are counted in their order."""
     documents = dataset()
     for changed in (
         documents.select([4, 0, 3]),
@@ -63,7 +64,8 @@ def test_any_sequence_of_documents_is_read_one_by_one(made: Any) -> None:
     assert read_document_lengths([made(row) for row in ROWS], "tokens").tolist() == [3, 0, 1, 4, 2]
 
 
-def test_a_data_set_with_a_transform_of_its_own_is_counted_where_tokens_are_stored() -> None:
+def test_data_set_with_a_transform_is_counted_as_stored() -> None:
+    """A data set with a transform of its own is counted where tokens are stored."""
     assert read_document_lengths(dataset().with_transform(lambda rows: rows)).tolist() == [3, 0, 1, 4, 2]
 
 

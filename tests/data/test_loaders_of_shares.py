@@ -78,7 +78,8 @@ def test_a_plain_loader_reads_one_rank_in_order() -> None:
     check(list(own), 1, 0)
 
 
-def test_the_data_set_stays_what_it_is_through_what_trainers_do_to_it() -> None:
+def test_data_set_survives_what_trainers_do_to_it() -> None:
+    """The data set stays what it is through what trainers do to it."""
     dataset = lazy_dataset(make())
     kept = dataset.remove_columns([])
     kept.set_epoch(5)

@@ -64,7 +64,8 @@ def test_all_shares_together_are_the_documents(form: str, labels: bool) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("how", [{}, {"fill": "whole"}, {"fill": "whole", "seed": None}])
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_on_any_number_of_ranks_ranks_hold_the_same_global_batches(ranks: int, how: dict[str, Any], ping_pong: bool) -> None:
+def test_any_number_of_ranks_holds_the_same_global_batches(ranks: int, how: dict[str, Any], ping_pong: bool) -> None:
+    """On any number of ranks, these hold the same global batches."""
     rows = some_documents(some_lengths(40), labels=True)
     shares = make(datasets.Dataset.from_list(rows), ranks, 600 // ranks, ping_pong=ping_pong, **how)
     assert len(shares) == ranks * len(make(rows, 1, 600, **how))

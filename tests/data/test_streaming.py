@@ -80,7 +80,8 @@ def test_with_workers_batches_come_in_order(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_streams_of_datasets_are_divided_among_workers_by_themselves(workers: int) -> None:
+def test_datasets_streams_divide_themselves_among_workers(workers: int) -> None:
+    """Streams of datasets are divided among workers by themselves."""
     rows = some_documents(LENGTHS)
     documents = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=4).shuffle(seed=0, buffer_size=3)
     stream = share_of(StreamedShares(documents, dealing(RANKS, TOKENS)), 1)

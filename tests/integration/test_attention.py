@@ -78,7 +78,8 @@ def test_packed_documents_stay_apart(use_cache: bool, mask: str | None) -> None:
         start += length
 
 
-def test_cu_seq_lens_and_packed_documents_say_the_same_as_positions() -> None:
+def test_cu_seq_lens_and_packed_documents_equal_positions() -> None:
+    """`cu_seq_lens` and packed documents say the same as positions."""
     model, ids = model_for("distca").train(), tokens(1, 12)
     positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
     by_positions = model(input_ids=ids, position_ids=positions, use_cache=False).logits
@@ -131,7 +132,8 @@ def test_generate(kind: str, cache: str) -> None:
 
 
 @pytest.mark.parametrize("kind", VARIANTS)
-def test_variants_in_packed_batches_equal_each_document_alone_under_eager(kind: str) -> None:
+def test_packed_variants_equal_each_document_under_eager(kind: str) -> None:
+    """Variants in packed batches equal each document alone under eager."""
     lengths, ids = [17, 1, 9], tokens(1, 27)
     dtype = torch.float32 if kind == "gpt_oss" else torch.float64  # grouped matrix products of experts know no float64
     ours, theirs = (variant(kind, name).to(dtype).train() for name in ("distca", "eager"))
@@ -227,7 +229,7 @@ def test_dropout_is_called_by_its_name_in_the_config(kind: str, setting: str) ->
     model(config).train()(input_ids=ids, use_cache=False)
 
 
-def test_with_a_cache_sdpa_lets_packed_documents_see_each_other_and_distca_does_not() -> None:
+def test_cached_packed_documents_stay_apart_unlike_under_sdpa() -> None:
     """As docs/troubleshooting.md says: whoever compares the two in a bare loop has to pass use_cache=False."""
     ids, positions = tokens(1, 60), torch.cat([torch.arange(40), torch.arange(20)])[None]
     logits = {

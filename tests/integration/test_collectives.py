@@ -116,7 +116,8 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
     return operations.seen
 
 
-def test_a_planned_call_reads_nothing_and_does_not_grow_with_tokens(rank_pool: Callable[[int], RankPool]) -> None:
+def test_planned_call_reads_nothing_whatever_its_tokens(rank_pool: Callable[[int], RankPool]) -> None:
+    """A planned call reads nothing and does not grow with tokens."""
     small, large = (rank_pool(2)(operations_of_a_planned_call, scale) for scale in (1, 8))
     assert small == large
     assert not any("_local_scalar_dense" in name or "nonzero" in name for seen in small for name in seen)

@@ -73,7 +73,7 @@ def documents(number: int) -> list[torch.Tensor]:
 
 def share(made: DealSettings, number: int, rank: int) -> dict[str, Any]:
     texts = documents(number)
-    packed = made.make_share(np.array([len(one) for one in texts]), (0, number), rank, names=np.arange(len(texts)))
+    packed = made.make_share(np.array([len(one) for one in texts]), (0, number), rank, document_ids=np.arange(len(texts)))
     shifted = [torch.cat([one[1:], torch.tensor([-100])]) for one in texts]
     runs = list(zip(packed.documents or (), packed.starts or (), packed.lengths, strict=True))
     pieces = [[column[d][s : s + n] for d, s, n in runs] for column in (texts, shifted)]
@@ -153,7 +153,7 @@ def odd_share(made: DealSettings, wrong: str) -> dict[str, Any]:
     packed = batch["distca_documents"]
     if wrong in ("lengths", "seed"):  # of as many tokens together, or of equal lengths
         lengths = BATCHES[1][::-1] if wrong == "lengths" else BATCHES[1]
-        other = made.make_share(np.array(lengths), (0, 1), 1, names=np.arange(len(lengths)) + (wrong == "seed"))
+        other = made.make_share(np.array(lengths), (0, 1), 1, document_ids=np.arange(len(lengths)) + (wrong == "seed"))
         batch["distca_documents"] = PackedDocuments(
             packed.lengths, packed.starts, packed.documents, dealt_share=other.dealt_share
         )

@@ -84,7 +84,8 @@ def test_documents_divided_by_rank_are_refused(rank_pool: Callable[[int], RankPo
         assert "all of the documents, not a part that was divided by rank (split_dataset_by_node, shard)" in error
 
 
-def test_a_run_that_resumes_in_its_second_epoch_goes_on_with_the_same_shares(tmp_path: Path) -> None:
+def test_run_resumed_in_its_second_epoch_has_the_same_shares(tmp_path: Path) -> None:
+    """A run that resumes in its second epoch goes on with the same shares."""
     items = sum(LENGTHS) // TOKENS
     whole = trainer_of(make(1), folder=str(tmp_path), save_strategy="steps", save_steps=items + 2)
     whole.train()
@@ -173,7 +174,8 @@ def dealing_of(**how: Any) -> Any:
     return shares.deal_settings
 
 
-def test_what_is_dealt_by_is_the_model_the_settings_and_the_place() -> None:
+def test_dealing_follows_the_model_settings_and_place() -> None:
+    """What is dealt by is the model, the settings and the place."""
     small = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
     config = Gemma2Config(**small, sliding_window=40, dtype=torch.bfloat16)
     half = AttentionShape(4, 2, 16, 16, 2)
@@ -195,9 +197,10 @@ def test_what_is_dealt_by_is_the_model_the_settings_and_the_place() -> None:
 
 
 @pytest.mark.parametrize(("mixed", "element_bytes"), [("bf16", 2), ("fp16", 2), ("no", 4), (None, 4)])
-def test_shares_are_planned_for_the_mixed_precision_of_the_launcher(
+def test_shares_are_planned_for_the_launchers_precision(
     monkeypatch: pytest.MonkeyPatch, mixed: str | None, element_bytes: int
 ) -> None:
+    """Shares are planned for the mixed precision of the launcher."""
     monkeypatch.setattr(AcceleratorState, "_shared_state", {})
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     if mixed is not None:

@@ -88,7 +88,8 @@ def test_a_model_of_ones_own_that_says_what_distca_knows_works() -> None:
         torch.testing.assert_close(got, want)
 
 
-def test_a_model_of_ones_own_that_says_more_is_refused_by_the_argument() -> None:
+def test_own_model_with_an_unknown_argument_is_refused() -> None:
+    """A model of one's own that says more is refused by the argument."""
     with pytest.raises(hf_distca.UnsupportedError, match="Mine passes alibi_slopes"):
         run_mine("distca", {"alibi_slopes": torch.ones(4)})
 
@@ -119,7 +120,8 @@ def encoder_decoder(name: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", ENCODER_DECODERS)
-def test_an_encoder_decoder_is_refused_by_name_in_its_first_forward(name: str) -> None:
+def test_encoder_decoder_is_refused_in_its_first_forward(name: str) -> None:
+    """An encoder-decoder is refused by name in its first forward."""
     ids = torch.arange(8)[None]
     with pytest.raises(hf_distca.UnsupportedError, match=f"{name} models: .* encoder with a decoder"):
         encoder_decoder(name)(input_ids=ids, labels=ids)
@@ -148,7 +150,8 @@ def mask_with_blocks(ids: torch.Tensor) -> object:
     return ALL_MASK_ATTENTION_FUNCTIONS["distca"](batch_size=1, q_length=6, kv_length=6, mask_function=function)
 
 
-def test_blocks_that_see_each_other_both_ways_are_refused_when_there_are_any() -> None:
+def test_bidirectional_blocks_are_refused_when_present() -> None:
+    """Blocks that see each other both ways are refused when there are any."""
     assert isinstance(mask_with_blocks(torch.full((1, 6), -1)), AttentionHandle)
     mask = mask_with_blocks(torch.tensor([[-1, -1, 0, 0, -1, -1]]))
     assert isinstance(mask, ForeignMask)
@@ -158,7 +161,7 @@ def test_blocks_that_see_each_other_both_ways_are_refused_when_there_are_any() -
         ALL_ATTENTION_FUNCTIONS["distca"](module, q, q, q, mask)
 
 
-def test_generation_of_a_decoder_that_makes_a_mask_it_does_not_use() -> None:
+def test_generation_of_a_decoder_with_an_unused_mask() -> None:
     """Bart's, for a cross attention that it has only with an encoder."""
     ids, outputs = torch.randint(4, 61, (2, 7), generator=torch.Generator().manual_seed(2)), []
     for implementation in ("distca", "sdpa"):

@@ -107,7 +107,8 @@ def test_a_step_keeps_nothing_of_the_one_before(rope: str, given: bool) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_segments_of_one_document_are_joined_on_a_rank_that_works_alone(training: bool) -> None:
+def test_lone_rank_joins_segments_of_one_document(training: bool) -> None:
+    """Segments of one document are joined on a rank that works alone."""
     hf_distca.configure()
     model = model_for(2, "distca", torch.float64).train(training)
     ids = torch.arange(20)[None] % 11
@@ -117,7 +118,8 @@ def test_segments_of_one_document_are_joined_on_a_rank_that_works_alone(training
     torch.testing.assert_close(model(**positions, distca_documents=pieces, use_cache=False).logits, whole)
 
 
-def test_segments_whose_beginning_is_missing_are_refused_on_a_rank_that_works_alone() -> None:
+def test_lone_rank_refuses_segments_without_a_beginning() -> None:
+    """Segments whose beginning is missing are refused on a rank that works alone."""
     hf_distca.configure()
     model = model_for(2, "distca", torch.float64)
     positions = {"input_ids": torch.ones(1, 10, dtype=torch.long), "position_ids": torch.arange(10, 20)[None]}
@@ -154,7 +156,8 @@ def refused(rank: int, positions: list[int]) -> str:
     return str(caught.value)
 
 
-def test_a_row_that_another_tool_cut_over_ranks_is_refused_by_rank(rank_pool: Callable[[int], RankPool]) -> None:
+def test_row_cut_over_ranks_by_another_tool_is_refused(rank_pool: Callable[[int], RankPool]) -> None:
+    """A row that another tool cut over ranks is refused by rank."""
     for rank, message in enumerate(rank_pool(2)(refused, [4, 5, 6, 0, 1])):
         assert message.startswith(f"rank {rank}: row 0 of a training batch begins at position 4")
 

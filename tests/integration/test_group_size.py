@@ -62,7 +62,8 @@ def test_two_groups_of_two_are_exact_and_balanced_inside(rank_pool: Callable[[in
         assert after < min(before, 1.15)
 
 
-def test_up_to_512_ranks_are_one_group_and_more_are_cut_into_whole_nodes() -> None:
+def test_512_ranks_are_one_group_more_are_cut_at_nodes() -> None:
+    """Up to 512 ranks are one group and more are cut into whole nodes."""
     sizes = {ranks: hf_distca.DistCAConfig().group_ranks(ranks) for ranks in (1, 8, 512, 520, 576, 1000, 1024, 1536, 4096, 521)}
     assert sizes == {1: 1, 8: 8, 512: 512, 520: 520, 576: 288, 1000: 1000, 1024: 512, 1536: 512, 4096: 512, 521: 521}
     assert hf_distca.DistCAConfig(group_size=64).group_ranks(4096) == 64
@@ -90,7 +91,8 @@ def cut_by_default(rank: int) -> tuple[tuple[int, ...], int, list[str]]:
     return ranks, shares.deal_settings.ranks, said
 
 
-def test_groups_by_default_are_those_that_documents_are_dealt_to_and_are_said_once(rank_pool: Callable[[int], RankPool]) -> None:
+def test_default_groups_are_those_of_dealing_and_said_once(rank_pool: Callable[[int], RankPool]) -> None:
+    """Groups by default are those that documents are dealt to and are said once."""
     found = rank_pool(4)(cut_by_default)
     assert [ranks for ranks, _, _ in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert [dealt for _, dealt, _ in found] == [2] * 4

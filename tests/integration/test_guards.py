@@ -48,7 +48,8 @@ def test_what_may_change_attention_is_refused(value: Any) -> None:
         tiny_llama("distca")(**batch(5, 7), use_cache=False, position_bias=value)
 
 
-def test_of_models_that_nobody_compared_every_unknown_argument_is_refused() -> None:
+def test_unproven_models_refuse_every_unknown_argument() -> None:
+    """Of models that nobody compared, every unknown argument is refused."""
     with pytest.raises(hf_distca.UnsupportedError, match="Mine passes alibi"):
         run_mine("distca", {"alibi": True})
 
@@ -106,9 +107,8 @@ def train_a_mixture(rank: int, ranks: int, watched: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_router_losses_of_several_ranks_are_said_not_to_be_those_of_one(
-    rank_pool: Callable[[int], RankPool], watched: bool
-) -> None:
+def test_router_losses_of_several_ranks_warn(rank_pool: Callable[[int], RankPool], watched: bool) -> None:
+    """Router losses of several ranks are said not to be those of one."""
     first, second = rank_pool(2)(train_a_mixture, 2, watched)
     (said,) = first
     assert "each of 2 ranks computes it for its own tokens" in said

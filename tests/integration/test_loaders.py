@@ -182,7 +182,8 @@ def test_the_trainer_is_told_before_its_first_step(kind: type[Trainer], changes:
     assert trainer.state.global_step == 0
 
 
-def test_the_mixin_refuses_what_the_callback_refuses_and_keeps_no_callback() -> None:
+def test_mixin_refuses_what_the_callback_refuses() -> None:
+    """The mixin refuses what the callback refuses and keeps no callback."""
     trainer = trainer_of(MixedTrainer, train_sampling_strategy="random")
     trainer.remove_callback(hf_distca.DistCACallback)
     hf_distca.configure(settings())
@@ -271,7 +272,8 @@ def prompted() -> torch.nn.Module:
     ],
     ids=["sdpa", "jamba", "whisper", "prompt tuning"],
 )
-def test_models_that_need_whole_documents_are_refused_on_several_ranks(make: Callable[[], torch.nn.Module], named: str) -> None:
+def test_models_of_whole_documents_are_refused_over_ranks(make: Callable[[], torch.nn.Module], named: str) -> None:
+    """Models that need whole documents are refused on several ranks."""
     model = make()
     with pytest.raises(hf_distca.UnsupportedError, match=named):
         check_loader(loader_of(shares()), model=model)

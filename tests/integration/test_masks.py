@@ -84,7 +84,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_numbers_are_refused_where_more_than_attention_reads_the_mask(kind: str) -> None:
+def test_numbered_masks_are_refused_beyond_attention(kind: str) -> None:
+    """Numbers are refused where more than attention reads the mask."""
     config, why = REFUSED[kind]
     model = model_of(config, "distca").float()  # experts know no float64
     with pytest.raises(hf_distca.UnsupportedError, match=f"attention_mask numbers the documents .* for {kind} models: .*{why}"):
@@ -124,7 +125,8 @@ def masked(tokens: int, *holes: tuple[int, int], length: int = 40) -> torch.Tens
 
 @pytest.mark.parametrize("config", [WINDOW, CHUNKS], ids=["window", "chunks"])
 @pytest.mark.parametrize("positions", [False, True])
-def test_zeros_inside_a_document_that_a_window_reaches_over_are_refused(config: Any, positions: bool) -> None:
+def test_masked_hole_within_a_window_is_refused(config: Any, positions: bool) -> None:
+    """Zeros inside a document that a window reaches over are refused."""
     mask = masked(40, (10, 14))
     ids = torch.tensor([documents(40)[0]])
     beside = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if positions else {}

@@ -42,7 +42,8 @@ def test_a_model_that_never_calls_is_found_after_one_step(tmp_path: Path) -> Non
     train(Deaf(LlamaConfig(**sizes, attn_implementation="sdpa")), tmp_path)
 
 
-def test_a_family_without_attention_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_family_without_attention_is_refused_before_a_step(tmp_path: Path) -> None:
+    """A family without attention is refused before the first step."""
     from transformers import MambaConfig, MambaForCausalLM
 
     model = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=16, attn_implementation="distca"))

@@ -143,7 +143,8 @@ def whole_step(rank: int, told: bool) -> str:
     return f"{current_session().meter.dispatches} dispatches"
 
 
-def test_planning_reads_nothing_of_the_device_where_the_collator_says_the_documents(rank_pool: Callable[[int], RankPool]) -> None:
+def test_planning_by_the_collator_reads_nothing_of_the_device(rank_pool: Callable[[int], RankPool]) -> None:
+    """Planning reads nothing of the device where the collator says the documents."""
     assert rank_pool(2)(whole_step, True) == ["4 dispatches"] * 2
     found = rank_pool(2)(whole_step, False)
     assert all("on the host" in one for one in found), "position ids have to be read, and the mode sees it"

@@ -98,7 +98,8 @@ IDS = list(range(11, 19))
 
 @pytest.mark.parametrize("made", [list, np.array, torch.tensor], ids=["list", "numpy", "torch"])
 @pytest.mark.parametrize("columns", [{"seq_lengths": [3, 5]}, {"position_ids": [0, 1, 2, 0, 1, 2, 3, 4]}, "both"])
-def test_rows_that_were_packed_already_are_the_documents_that_they_say(columns: Any, made: Callable[[list[int]], Any]) -> None:
+def test_packed_rows_are_the_documents_that_they_state(columns: Any, made: Callable[[list[int]], Any]) -> None:
+    """Rows that were packed already are the documents that they say."""
     if columns == "both":
         columns = {"seq_lengths": [3, 5], "position_ids": [0, 1, 2, 0, 1, 2, 3, 4]}
     row = {name: made(column) for name, column in {"input_ids": IDS, "labels": [-7] * 8, **columns}.items()}
@@ -147,7 +148,8 @@ def test_tokens_that_a_mask_leaves_out_are_no_targets(names: tuple[str, ...]) ->
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_a_column_that_changes_what_is_trained_is_read_or_refused(columns: dict[str, Any], named: str) -> None:
+def test_column_that_changes_training_is_read_or_refused(columns: dict[str, Any], named: str) -> None:
+    """A column that changes what is trained is read or refused."""
     with pytest.raises(LayoutError, match=named):
         packed({"input_ids": IDS, **columns})
 

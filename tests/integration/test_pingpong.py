@@ -198,9 +198,8 @@ def bounded_step(rank: int, reentrant: bool | None, ping_pong: bool, bound: int 
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_a_bound_of_transient_bytes_changes_the_exchanges_and_not_the_numbers(
-    rank_pool: Callable[[int], RankPool], ping_pong: bool
-) -> None:
+def test_transient_bound_changes_exchanges_not_numbers(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
+    """A bound of transient bytes changes the exchanges and not the numbers."""
     pool = rank_pool(3)
     loss, _, grads = oracle(tuple(range(7)), 2, torch.float64)
     free = pool(bounded_step, None, ping_pong, None)[0][3]
@@ -382,13 +381,15 @@ def sharded_parts(rank: int, part: str, ping_pong: bool) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("part", ["self_attn", "mlp"])
-def test_attention_that_is_sharded_by_itself_keeps_its_layer_whole(rank_pool: Callable[[int], RankPool], part: str) -> None:
+def test_attention_sharded_by_itself_keeps_its_layer_whole(rank_pool: Callable[[int], RankPool], part: str) -> None:
+    """Attention that is sharded by itself keeps its layer whole."""
     for (got, calls), (want, whole) in zip(*(rank_pool(3)(sharded_parts, part, cut) for cut in (True, False)), strict=True):
         assert relative(got, want.double()) <= 1e-6
         assert calls == (whole if part == "self_attn" else 2 * whole)
 
 
-def test_copies_and_pickles_are_of_the_class_the_model_was_made_with() -> None:
+def test_copies_and_pickles_keep_the_models_class() -> None:
+    """Copies and pickles are of the class the model was made with."""
     model = model_for(2, "distca", torch.float32)
     original = type(model.model.layers[0])
     nano_batches.cut_layers(model.model)

@@ -153,9 +153,8 @@ def unequal(rank: int, first: int) -> str:
         (3, "different batches to plan (0: none) in {}: rank 0: 1, rank 1: 0"),
     ],
 )
-def test_ranks_with_other_numbers_of_micro_batches_all_get_an_error(
-    rank_pool: Callable[[int], RankPool], first: int, said: str
-) -> None:
+def test_ranks_with_unequal_micro_batches_all_get_an_error(rank_pool: Callable[[int], RankPool], first: int, said: str) -> None:
+    """Ranks with other numbers of micro-batches all get an error."""
     began = time.monotonic()
     for rank, message in enumerate(rank_pool(2)(unequal, first, timeout=60)):
         assert said.format(f"micro-batches 4 to {6 - first * rank}, ahead") in message
@@ -174,7 +173,8 @@ def test_ranks_that_all_have_no_micro_batches_go_on(rank_pool: Callable[[int], R
     assert rank_pool(2)(nothing, timeout=60) == [[], []]
 
 
-def test_batches_without_documents_and_ranks_alone_are_left_as_they_are() -> None:
+def test_batches_without_documents_or_ranks_are_unchanged() -> None:
+    """Batches without documents and ranks alone are left as they are."""
     plain = [{"input_ids": torch.ones(1, 4, dtype=torch.long)}, (1, 2)]
     assert plan_ahead(plain) == plain
     assert plan_ahead([]) == []

@@ -42,7 +42,8 @@ def test_a_loop_that_leaves_position_ids_out_is_told(make: Any) -> None:
     model(input_ids=IDS, position_ids=POSITIONS, distca_documents=PACKED, use_cache=False)
 
 
-def test_the_middle_of_one_document_is_not_taken_for_its_beginning() -> None:
+def test_middle_of_a_document_is_not_taken_for_its_start() -> None:
+    """The middle of one document is not taken for its beginning."""
     middle = PackedDocuments((4,), (7,), (0,))
     with pytest.raises(LayoutError, match=r"token 0 .* at position 7 .* has 0"):
         check_positions(tiny_llama("distca"), middle, torch.arange(4)[None])
@@ -99,7 +100,8 @@ def test_positions_from_where_the_model_counts_are_read(alone: torch.Tensor) -> 
     torch.testing.assert_close(roberta("distca")(**flattened, use_cache=False).logits[0], alone)
 
 
-def test_positions_from_0_are_refused_where_the_model_counts_from_2() -> None:
+def test_positions_from_0_are_refused_by_models_from_2() -> None:
+    """Positions from 0 are refused where the model counts from 2."""
     flattened = DataCollatorWithFlattening()([{"input_ids": text.tolist()} for text in TEXTS])
     with pytest.raises(LayoutError, match=r"position_ids\[0, 0\] is 0: this model counts from 2, .*position_ids_start=2"):
         roberta("distca")(**flattened, use_cache=False)

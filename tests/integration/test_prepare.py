@@ -109,7 +109,8 @@ def test_layerdrop_is_refused_under_its_other_names(name: str) -> None:
         hf_distca.prepare(model)
 
 
-def test_layerdrop_is_nothing_to_a_model_that_evaluates_or_does_not_drop() -> None:
+def test_layerdrop_does_not_matter_without_dropping() -> None:
+    """Layerdrop is nothing to a model that evaluates or does not drop."""
     hf_distca.configure()
     ours, theirs = (opt(name, layerdrop=0.1).eval()(IDS, use_cache=False).logits for name in ("distca", "sdpa"))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

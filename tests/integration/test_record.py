@@ -127,9 +127,8 @@ def test_rank_0_writes_what_the_log_says_and_more(rank_pool: Callable[[int], Ran
 
 
 @pytest.mark.parametrize("ahead", in_turn([False, True], 2))
-def test_the_worst_plan_is_of_its_step_however_late_it_is_written(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path, ahead: bool
-) -> None:
+def test_worst_plan_keeps_its_step_when_written_late(rank_pool: Callable[[int], RankPool], tmp_path: Path, ahead: bool) -> None:
+    """The worst plan is of its step, however late it is written."""
     rank_pool(2)(train, str(tmp_path), True, ahead, {"logging_steps": 10, "max_steps": 10})
     plans = [(row.step, row.micro_batch) for row in rows(tmp_path) if isinstance(row, PlanRow)]
     assert plans[:2] == [(1, 1), (4, 4)]

@@ -88,7 +88,7 @@ def test_runs_repeat_to_the_bit_where_that_is_asked_for(rank_pool: Callable[[int
     assert all(row.rates == {} for row in RunFolder.read(tmp_path / "3.0").rows_of(StepsRow))
 
 
-def test_else_plans_follow_the_clock_and_the_record_has_the_rates(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_default_plans_follow_the_clock_and_record_rates(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
     """The guard's other side, without which the test above would show nothing."""
     runs = [rank_pool(2)(train, str(tmp_path / str(slower)), slower, False, {}) for slower in (1.0, 3.0)]
     assert not torch.equal(runs[0][0][0], runs[1][0][0])

@@ -142,9 +142,8 @@ def check(
 
 
 @pytest.mark.parametrize("kind", CHOSEN, ids=" ".join)
-def test_every_rank_rotates_for_the_longest_document_of_the_global_batch(
-    rank_pool: Callable[[int], RankPool], kind: tuple[str, str]
-) -> None:
+def test_ranks_rotate_for_the_longest_global_document(rank_pool: Callable[[int], RankPool], kind: tuple[str, str]) -> None:
+    """Every rank rotates for the longest document of the global batch."""
     check(rank_pool(2), kind, tuple(range(len(BATCHES))))
 
 
@@ -196,9 +195,8 @@ def parts(rank: int, kind: tuple[str, str], cut: bool) -> str:
 
 
 @pytest.mark.parametrize("kind", CHOSEN, ids=" ".join)
-def test_documents_in_parts_are_refused_where_nobody_knows_how_long_they_are(
-    rank_pool: Callable[[int], RankPool], kind: tuple[str, str]
-) -> None:
+def test_parts_of_documents_of_unknown_length_are_refused(rank_pool: Callable[[int], RankPool], kind: tuple[str, str]) -> None:
+    """Documents in parts are refused where nobody knows how long they are."""
     for said in rank_pool(2)(parts, kind, True):
         assert "a document of this batch is in several parts" in said
         assert f"rotary embedding ({kind[1]}) depends on the longest document of all ranks" in said

@@ -101,7 +101,9 @@ def total(spans: list[Span], name: str) -> float:
 
 
 @pytest.mark.slow
-def test_ping_pong_hides_a_slow_exchange_and_a_single_stream_does_not(rank_pool: Callable[[int], RankPool]) -> None:
+def test_ping_pong_hides_slow_exchanges_one_stream_does_not(rank_pool: Callable[[int], RankPool]) -> None:
+    """Ping-pong hides a slow exchange and a single stream does not."""
+
     def exposed(ping_pong: bool) -> float:
         results = rank_pool(2)(slow_step, ping_pong)
         exchanges = sum(span.name in ("dispatch", "return") for span in results[0])

@@ -166,7 +166,7 @@ def test_the_reference_in_small_pieces(scores: str, monkeypatch: pytest.MonkeyPa
     check(ReferenceKernel(), CASES[case], torch.float64, SCORES[scores], known_answer(case, "GQA", torch.float64, scores))
 
 
-def test_bfloat16_slices_of_a_long_document_round_as_little_as_one_call() -> None:
+def test_bfloat16_slices_round_as_little_as_one_call() -> None:
     """The merge rounds once more than a single call does; the probabilities, rounded in either, weigh more."""
     length, cut = 2048, 1024
     sliced = Case(TaskBatch([0, cut], [cut, length - cut], [0, 0], [cut, length]), length, length)

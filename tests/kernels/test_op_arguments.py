@@ -360,7 +360,8 @@ def test_memory_efficient_attention_gets_padded_log_sum_exps(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("imitation", [Efficient.forward, Efficient.backward], ids=["forward", "backward"])
-def test_memory_efficient_attention_is_imitated_with_the_arguments_of_the_installed_torch(imitation: Any) -> None:
+def test_efficient_imitation_takes_the_arguments_of_torch(imitation: Any) -> None:
+    """Memory efficient attention is imitated with the arguments of the installed torch."""
     op = torch.ops.aten._efficient_attention_forward if imitation is Efficient.forward else BACKWARD
     arguments = [argument.name for argument in op.default._schema.arguments]
     assert list(inspect.signature(imitation).parameters)[1:] == arguments

@@ -144,7 +144,8 @@ def test_head_dims_that_backward_has_on_some_gpus_only(capability: tuple[int, in
     for head_dim, value_head_dim in ((193, 128), (224, 224), (64, 200)):
         reason = flash_reason(Case(CUDA, torch.bfloat16, head_dim, value_head_dim, PLAIN))
         assert (reason is None) == everywhere
-        assert everywhere or f"193 to 224 on GPUs of compute capability 8.0, 9 and 10 only, cuda:0 has {capability[0]}." in reason
+        limit = "193 to 224 on GPUs of compute capability 8.0, 9 and 10 only"
+        assert everywhere or f"{limit}, cuda:0 has {capability[0]}." in reason
         name = select("auto", CUDA, torch.bfloat16, head_dim, value_head_dim, PLAIN).name
         assert name == ("flash_attn" if everywhere else "efficient")
     for head_dim in (192, 225, 256):
@@ -246,7 +247,8 @@ def test_flash_attention_3_goes_by_two_names(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("_one_hopper")
-def test_flash_attention_3_comes_from_the_hub_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_3_of_the_hub_is_loaded_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash attention 3 comes from the hub where it is asked for."""
     name, asked, functions = "kernels-community/flash-attn3", [], object()
 
     def get_kernel(repository: str, *, version: int) -> object:
@@ -318,7 +320,7 @@ def test_a_kernel_whose_variants_do_not_compile_is_not_taken(
 
 
 @pytest.mark.usefixtures("_one_hopper")
-def test_a_ratio_of_heads_and_deterministic_algorithms_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_ratio_and_determinism_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels have other code for them: one that is wrong for a ratio is passed over where a model has that ratio."""
     checked: list[int] = []
 

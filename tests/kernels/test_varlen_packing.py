@@ -30,7 +30,7 @@ def test_packed_documents_are_not_copied() -> None:
     assert backward["do"].data_ptr() == pools["do"].data_ptr()
 
 
-def test_what_is_derived_of_packed_documents_is_that_of_tasks_with_gaps() -> None:
+def test_packed_documents_derive_what_tasks_with_gaps_do() -> None:
     """Packed documents are seen to be such as a whole; sequences and runs are those of a look at each, and bounds are shared."""
     lengths, starts = (3, 5, 2), (0, 3, 8)
     packed, pools = TaskBatch(starts, lengths, starts, lengths), varlen._PoolSizes(torch.device("cpu"), 10, 10)
@@ -43,7 +43,8 @@ def test_what_is_derived_of_packed_documents_is_that_of_tasks_with_gaps() -> Non
 
 
 @pytest.mark.parametrize("pools", [(11, 10), (10, 11)], ids=["a row more", "a key more"])
-def test_pools_with_more_than_packed_documents_are_not_taken_whole(pools: tuple[int, int]) -> None:
+def test_pools_beyond_packed_documents_are_not_taken_whole(pools: tuple[int, int]) -> None:
+    """Pools with more than packed documents are not taken whole."""
     lengths, starts = (3, 5, 2), (0, 3, 8)
     sizes = varlen._PoolSizes(torch.device("cpu"), *pools)
     (call,) = VarlenKernel(StrictVarlenOp())._new_calls(TaskBatch(starts, lengths, starts, lengths), sizes)

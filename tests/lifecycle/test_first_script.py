@@ -25,7 +25,8 @@ REPORT = """
 import json
 from accelerate import PartialState
 if PartialState().is_main_process:
-    logged = [(float(row["loss"]), float(row["grad_norm"])) for row in trainer.state.log_history if "loss" in row]
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    logged = [(float(row["loss"]), float(row["grad_norm"])) for row in rows]
     open("logged.json", "w").write(json.dumps(logged))
 PartialState().destroy_process_group()
 """
@@ -35,7 +36,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("model", attn_implementation="distca")
-rows = Dataset.from_dict({"input_ids": [list(range(2, 2 + length)) for length in (40, 3, 20, 60, 5, 30, 12, 9)]})
+lengths = (40, 3, 20, 60, 5, 30, 12, 9)
+rows = Dataset.from_dict({"input_ids": [list(range(2, 2 + length)) for length in lengths]})
 shares = hf_distca.document_shares(rows, 32, model=model)
 
 from accelerate import Accelerator, PartialState
@@ -111,7 +113,9 @@ import hf_distca
 name, tokens, trained = "model", 48, []
 texts = [[2 + (7 * i + j * j) % 50 for j in range(length)] for i, length in enumerate({lengths})]
 documents = Dataset.from_dict({{"input_ids": texts}})
-args = TrainingArguments("out", max_steps=4, bf16=True, use_cpu=True, report_to="none", save_strategy="no", logging_steps=1)
+args = TrainingArguments(
+    "out", max_steps=4, bf16=True, use_cpu=True, report_to="none", save_strategy="no", logging_steps=1
+)
 """
 TRAINER = """
 {block}
@@ -120,7 +124,8 @@ trained.append([float(row["loss"]) for row in trainer.state.log_history if "loss
 CLASS = """
 {block}
 model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="distca")
-trainer = MyTrainer(model=model, args=args, train_dataset=documents, data_collator=hf_distca.PackingCollator())
+collator = hf_distca.PackingCollator()
+trainer = MyTrainer(model=model, args=args, train_dataset=documents, data_collator=collator)
 {deal}
 trainer.train()
 trained.append([float(row["loss"]) for row in trainer.state.log_history if "loss" in row])

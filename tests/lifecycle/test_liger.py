@@ -18,15 +18,17 @@ LIGER = 'use_liger_kernel=True, liger_kernel_config={"rms_norm": False, "swiglu"
 # Beside it, offloaded checkpoints, in memory that is not pinned: pinning needs an accelerator.
 OFFLOADED = f'{ARGUMENT}=True, {ARGUMENT}_kwargs={{"offload": True, "use_reentrant": False}}, '
 UNPINNED = """import torch
+from torch.autograd.graph import save_on_cpu
 from transformers import modeling_utils
-modeling_utils.save_on_cpu = lambda pin_memory, device_type: torch.autograd.graph.save_on_cpu(False, device_type)
+modeling_utils.save_on_cpu = lambda pin_memory, device_type: save_on_cpu(False, device_type)
 """
 USED = '\nassert model.forward.__module__.startswith("liger_kernel.")\n'
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_fused_loss_of_liger_trains_as_one_process_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_loss_of_liger_equals_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused loss of Liger trains as one process without it."""
     pytest.importorskip("liger_kernel", reason="needs pip install liger-kernel")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     write_model_and_documents(tmp_path)

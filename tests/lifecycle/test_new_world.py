@@ -79,7 +79,8 @@ def fail_and_begin_again(rank: int, folder: str) -> dict[str, tuple[str, list[fl
     return found
 
 
-def test_a_new_world_knows_nothing_of_the_failure_of_the_last_one() -> None:
+def test_new_world_knows_no_failure_of_the_last_one() -> None:
+    """A new world knows nothing of the failure of the last one."""
     with tempfile.TemporaryDirectory() as folder:
         pool = RankPool(2)  # of its own: its world ends
         try:

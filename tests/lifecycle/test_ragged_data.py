@@ -95,9 +95,10 @@ def dispatched_without_the_callback(rank: int, lengths: tuple[int, ...]) -> str:
 
 
 @pytest.mark.parametrize("lengths", [(8, 8), (8, 9)], ids=["equal rows", "rows of two lengths"])
-def test_dispatched_batches_explain_themselves_without_the_callback(
+def test_dispatched_batches_are_explained_without_a_callback(
     rank_pool: Callable[[int], RankPool], lengths: tuple[int, ...]
 ) -> None:
+    """Dispatched batches explain themselves without the callback."""
     message, _ = rank_pool(2)(dispatched_without_the_callback, lengths)
     assert "dispatch_batches" in message
     assert "False" in message

@@ -26,7 +26,8 @@ from pages import ROOT, words_of
 SCRIPT = """
 import argparse, sys
 from neighbour import write
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Trainer, TrainingArguments, default_data_collator
 
 def collate(rows):
     return default_data_collator(rows)
@@ -39,22 +40,26 @@ if __name__ == "__main__":
     parser.add_argument("--own_collator", action="store_true")
     options = parser.parse_args()
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=31,
+        hidden_size=32, intermediate_size=32, vocab_size=31,
+        num_hidden_layers=1, num_attention_heads=2,
         attn_implementation=options.attn_implementation,
     )
     arguments = TrainingArguments(
-        options.output, max_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to="none", save_strategy="no"
+        options.output, max_steps=2, per_device_train_batch_size=2, use_cpu=True,
+        report_to="none", save_strategy="no",
     )
     tokens = [{"input_ids": list(range(1, 9)), "labels": list(range(1, 9))} for _ in range(4)]
     own = {"data_collator": collate} if options.own_collator else {}
     trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=tokens, **own)
     trainer.train()
-    seen = {"argv": sys.argv, "attention": trainer.model.config._attn_implementation, "world": arguments.world_size}
+    attention = trainer.model.config._attn_implementation
+    seen = {"argv": sys.argv, "attention": attention, "world": arguments.world_size}
     seen["customized"] = hasattr(sys, "was_customized")
     seen["tokens"] = [len(row["input_ids"]) for row in trainer.train_dataset]
     if "hf_distca.integration.session" in sys.modules:
         config = sys.modules["hf_distca.integration.session"].current_session().config
-        seen["settings"] = [config.balance, config.tolerance, getattr(config.cost_model, "name", None)]
+        cost_model = getattr(config.cost_model, "name", None)
+        seen["settings"] = [config.balance, config.tolerance, cost_model]
     if arguments.process_index == 0:
         write(options.output, {**seen, "loss": trainer.state.log_history[-1]["train_loss"]})
 """
@@ -137,7 +142,7 @@ def test_what_a_command_starts_afresh_runs_under_distca(script: Path, tmp_path: 
     assert "in kernel cpu" in done.stderr
 
 
-def test_a_file_has_settings_and_options_and_the_command_line_overrides_it(script: Path, tmp_path: Path) -> None:
+def test_command_line_overrides_a_file_of_settings(script: Path, tmp_path: Path) -> None:
     """On two ranks of accelerate's, each of which reads the file."""
     command = words_of("hf-distca run --config distca.yaml --set balance=false --tokens-per-rank 8192 accelerate launch train.py")
     _, _, *ours, launcher, verb, _ = command
@@ -173,9 +178,10 @@ def test_a_file_has_settings_and_options_and_the_command_line_overrides_it(scrip
         (None, [], "distca.yaml: No such file or directory."),
     ],
 )
-def test_wrong_settings_are_said_in_one_line_before_anything_starts(
+def test_wrong_settings_end_in_one_line_before_a_start(
     written: str | None, words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Wrong settings are said in one line before anything starts."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("raise SystemExit('this has started')")
     if written is not None:
@@ -207,11 +213,13 @@ def test_the_default_leaves_a_named_attention_alone(given: list[str], script: Pa
 @pytest.mark.slow
 def test_the_default_is_for_causal_models_of_proven_families() -> None:
     code = """
-from transformers import BertConfig, BertModel, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers import MptConfig, MptForCausalLM
 from hf_distca.run import Options, begin
 begin(Options("distca"))
-small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 31}
+small = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 31}
+small |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 models = [
     LlamaForCausalLM(LlamaConfig(**small)),
     GPTNeoXForCausalLM(GPTNeoXConfig(**small)),

@@ -113,7 +113,8 @@ def assert_equal_training(ours: list[Soak], again: list[Soak], plain: list[Soak]
         assert first.losses == pytest.approx(reference.losses, rel=1e-4, abs=1e-5)
 
 
-def test_a_seed_gives_the_same_bits_again_and_the_losses_of_plain_attention(rank_pool: Callable[[int], RankPool]) -> None:
+def test_seed_repeats_bits_and_losses_of_plain_attention(rank_pool: Callable[[int], RankPool]) -> None:
+    """A seed gives the same bits again and the losses of plain attention."""
     pool = rank_pool(2)
     assert_equal_training(*(pool(soak, implementation, 1, 6) for implementation in ("distca", "distca", "sdpa")))
 

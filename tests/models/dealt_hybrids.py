@@ -142,7 +142,7 @@ def train(rank: int, case: Case, implementation: str = "distca", lengths: Sequen
             trainer.evaluate()
         shares, meter = trainer.train_dataset, current_session().meter
         items = range(0, min(case.steps * case.ranks, len(shares)), case.ranks)
-        spanning = sum(len(shares[item]["distca_documents"].dealt_share.whole_layout.spanning) for item in items)
+        spanning = sum(int(shares[item]["distca_documents"].dealt_share.whole_layout.spans.sum()) for item in items)
         weights = {name: _whole(parameter) for name, parameter in trainer.model.named_parameters()}
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()

@@ -40,24 +40,28 @@ REASONS = (
 
 # What stands behind the table.
 NOTES = """
-Nobody has tried models that are not in the table. They pass with a warning, once a type: the arguments of every attention call
-are checked, and it is for you to compare a few losses with those of sdpa, and with one process where documents lie on several
-ranks.
+Nobody has tried models that are not in the table. They pass with a warning, once a type: the
+arguments of every attention call are checked, and it is for you to compare a few losses with those
+of sdpa, and with one process where documents lie on several ranks.
 
-Rotary embeddings that depend on the longest document in a batch (`rope_type` "dynamic" and "longrope", as in Phi-3) are made for
-the longest document of all ranks. Only the shares of `document_shares` know it; other batches with a document in several parts
-are refused, and so is Moshi with such an embedding, whose layers make it one by one.
+Rotary embeddings that depend on the longest document in a batch (`rope_type` "dynamic" and
+"longrope", as in Phi-3) are made for the longest document of all ranks. Only the shares of
+`document_shares` know it; other batches with a document in several parts are refused, and so is
+Moshi with such an embedding, whose layers make it one by one.
 
-In Llama 4, layers without rotary embedding scale queries by the place of a token in its row, not in its document. In rows of
-fewer than 8,192 tokens (`floor_scale`) this changes nothing. In longer packed rows it does, under any attention.
+In Llama 4, layers without rotary embedding scale queries by the place of a token in its row, not in
+its document. In rows of fewer than 8,192 tokens (`floor_scale`) this changes nothing. In longer
+packed rows it does, under any attention.
 
 ## Positions and decoders
 
-Position ids may be an argument of the model or one that it hands on in its keyword arguments (Whisper, Moss).
+Position ids may be an argument of the model or one that it hands on in its keyword arguments
+(Whisper, Moss).
 
-RoBERTa and its kin (CamemBERT, Data2Vec, XLM-RoBERTa, X-MOD) count learned positions from `pad_token_id + 1`. Positions of
-`PackingCollator`, of shares and of `share_tokens`, which count from 0, are moved there when the model is called. In other batches
-positions from 0 are refused: `DataCollatorWithFlattening(position_ids_start=2)` makes the right ones.
+RoBERTa and its kin (CamemBERT, Data2Vec, XLM-RoBERTa, X-MOD) count learned positions from
+`pad_token_id + 1`. Positions of `PackingCollator`, of shares and of `share_tokens`, which count
+from 0, are moved there when the model is called. In other batches positions from 0 are refused:
+`DataCollatorWithFlattening(position_ids_start=2)` makes the right ones.
 
 Encoder-decoders are refused, also those whose decoder alone is in the table.
 
@@ -69,10 +73,11 @@ Vision towers are bidirectional: give distca to the language tower alone.
 model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation={"text_config": "distca", "vision_config": "sdpa"})
 ```
 
-The keys are the names of the parts in the model's config. LLaVA and Qwen2-VL are compared with sdpa so, with images in packed
-rows, on one rank and on two (`tests/models/test_vision_language.py`). For M-RoPE give position ids of four rows, those of the
-text first, or of three: a document begins where all three axes are 0. Models whose image tokens see each other both ways
-(Gemma 3) are refused when a batch has images.
+The keys are the names of the parts in the model's config. LLaVA and Qwen2-VL are compared with sdpa
+so, with images in packed rows, on one rank and on two (`tests/models/test_vision_language.py`). For
+M-RoPE give position ids of four rows, those of the text first, or of three: a document begins where
+all three axes are 0. Models whose image tokens see each other both ways (Gemma 3) are refused when
+a batch has images.
 """
 
 

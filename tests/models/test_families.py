@@ -92,9 +92,8 @@ def test_a_document_in_several_parts_is_refused_on_all_ranks(model_type: str, ra
 
 
 @pytest.mark.parametrize("model_type", ["jamba", "bart", "whisper"])
-def test_whole_documents_are_not_refused_because_they_could_have_been_cut(
-    model_type: str, rank_pool: Callable[[int], RankPool]
-) -> None:
+def test_whole_documents_that_could_be_cut_are_not_refused(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
+    """Whole documents are not refused because they could have been cut."""
     measured = measure(model_type)
     case = Case(model_type, torch.float64, WHOLE, table=True)
     want = whole_documents(model_type, measured.oracle, torch.float64, case.lengths)
@@ -107,7 +106,8 @@ def test_whole_documents_are_not_refused_because_they_could_have_been_cut(
 @pytest.mark.parametrize(
     "model_type", [name for name in MODEL_TYPES if FAMILIES[name] in REASONS and FAMILIES[name] != "UNBUILT"]
 )
-def test_a_refused_type_that_can_be_loaded_refuses_before_a_step_or_cannot_start(model_type: str) -> None:
+def test_refused_types_refuse_before_a_step_or_cannot_start(model_type: str) -> None:
+    """A refused type that can be loaded refuses before a step or cannot start."""
     with quiet(), pytest.raises((hf_distca.UnsupportedError, KeyError), match=r"distca|bidirectional"):
         start(model_type)
 

@@ -53,7 +53,7 @@ def test_nothing_is_said_where_nothing_leaks(model_type: str, lengths: tuple[int
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "distca"])
-def test_llama_4_tells_packed_documents_by_their_place_in_the_row(implementation: str) -> None:
+def test_llama_4_scales_queries_by_place_in_the_row(implementation: str) -> None:
     """As docs/models.md says: only beyond `floor_scale` tokens a row, and under any attention."""
     lengths, found = (9, 5), {}
     for scale in (4, 15):

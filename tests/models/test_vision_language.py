@@ -127,9 +127,8 @@ def balanced(rank: int, kind: str, world: int) -> tuple[Outcome, list[str], list
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("kind", ["llava", "qwen2_vl", "qwen2_vl, three axes"])
-def test_the_language_tower_is_balanced_and_the_vision_tower_left_alone(
-    kind: str, world: int, rank_pool: Callable[[int], RankPool]
-) -> None:
+def test_language_tower_is_balanced_vision_tower_is_not(kind: str, world: int, rank_pool: Callable[[int], RankPool]) -> None:
+    """The language tower is balanced and the vision tower left alone."""
     want = alone(kind)
     results = rank_pool(2)(balanced, kind, 2) if world == 2 else [balanced(0, kind, 1)]
     outcomes = [outcome for outcome, *_ in results]

@@ -83,9 +83,8 @@ def trained_in_one_process(case: Case) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("copies", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_code_of_the_page_trains_on_the_mean_of_the_global_batch(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path, copies: int
-) -> None:
+def test_code_of_the_page_trains_on_the_global_mean(rank_pool: Callable[[int], RankPool], tmp_path: Path, copies: int) -> None:
+    """The code of the page trains on the mean of the global batch."""
     case = Case(micro_batches=2, layers=2, tied=True, copies=copies)
     model_for(case, "sdpa").save_pretrained(tmp_path)
     wanted = trained_in_one_process(case)

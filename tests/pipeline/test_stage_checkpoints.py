@@ -101,9 +101,8 @@ def loaded(rank: int, folder: Path) -> None:
         from_pretrained(str(folder / "inner"), mesh["pp"], layers=[1, 1, 2])
 
 
-def test_stages_are_loaded_from_where_transformers_would_and_checked(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path
-) -> None:
+def test_stages_load_from_where_transformers_would_and_check(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """Stages are loaded from where transformers would and checked."""
     model_for(Case(layers=2), "sdpa").save_pretrained(tmp_path)
     model_for(Case(layers=4), "sdpa").save_pretrained(tmp_path / "inner")
     rank_pool(2)(loaded, tmp_path)

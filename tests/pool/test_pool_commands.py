@@ -23,11 +23,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 folder = Path(sys.argv[1])
 torch.manual_seed(0)
 config = LlamaConfig(
-    hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=61
+    hidden_size=64, intermediate_size=48, vocab_size=61,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
 )
 arguments = TrainingArguments(
-    str(folder), max_steps=3, per_device_train_batch_size=1, use_cpu=True, report_to="none", save_steps=3, logging_steps=1,
-    learning_rate=1e-2, adam_epsilon=1e-2,
+    str(folder), max_steps=3, per_device_train_batch_size=1, use_cpu=True,
+    report_to="none", save_steps=3, logging_steps=1, learning_rate=1e-2, adam_epsilon=1e-2,
 )
 rows = [torch.randint(2, 61, (length,)).tolist() for length in (200, 20, 40, 30, 100, 64) * 4]
 data = Dataset.from_dict({"input_ids": rows, "labels": rows})
@@ -35,8 +36,10 @@ trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=data)
 trainer.train()
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE")
 world = [arguments.world_size, arguments.process_index, *(os.environ[name] for name in names)]
-losses = [row[name] for row in trainer.state.log_history for name in ("loss", "grad_norm") if name in row]
-(folder / f"seen_{arguments.process_index}.json").write_text(json.dumps({"world": world, "losses": losses}))
+names = ("loss", "grad_norm")
+losses = [row[name] for row in trainer.state.log_history for name in names if name in row]
+seen = json.dumps({"world": world, "losses": losses})
+(folder / f"seen_{arguments.process_index}.json").write_text(seen)
 """
 
 

@@ -51,7 +51,8 @@ def check_server(server: Started, port: int, last: str) -> None:
 
 
 @pytest.mark.slow
-def test_training_with_a_server_that_comes_late_is_training_without(running: Forks, port: int) -> None:
+def test_late_server_changes_no_training(running: Forks, port: int) -> None:
+    """Training with a server that comes late is training without."""
     alone = running.trainers(2, [], STEPS)
     assert ended(*alone) == [0, 0], alone[0].output
     trainers = running.trainers(2, [port], STEPS)
@@ -132,7 +133,8 @@ def test_ranks_that_train_are_told_to_end(name: str, running: Forks, port: int) 
 
 
 @pytest.mark.slow
-def test_a_server_that_waits_in_vain_does_not_outlive_the_ranks_that_train(running: Forks, port: int) -> None:
+def test_waiting_server_does_not_outlive_the_trainers(running: Forks, port: int) -> None:
+    """A server that waits in vain does not outlive the ranks that train."""
     server = running.server(port, stuck_in="finish")
     trainers = running.trainers(2, [port], ENDLESS, "", 5.0)
     assert ended(*trainers) == [1, 1]
@@ -213,7 +215,8 @@ def test_strangers_do_not_keep_a_server(running: Forks, port: int) -> None:
 
 
 @pytest.mark.slow
-def test_training_goes_on_without_a_spare_server_that_is_told_to_end(running: Forks) -> None:
+def test_training_goes_on_when_a_spare_server_is_ended(running: Forks) -> None:
+    """Training goes on without a spare server that is told to end."""
     ports = free_ports(2)
     alone = running.trainers(2, [], 20)
     assert ended(*alone) == [0, 0]

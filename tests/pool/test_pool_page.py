@@ -19,7 +19,8 @@ SCRIPT = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+sizes = dict(hidden_size=32, intermediate_size=32, vocab_size=32)
+sizes |= dict(num_hidden_layers=1, num_attention_heads=2)
 model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="distca"))
 ids = torch.zeros(1, 4096, dtype=torch.int64)
 for _ in range(4):

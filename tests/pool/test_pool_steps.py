@@ -181,7 +181,8 @@ def test_ranks_that_train_look_for_their_group_once(launch: Callable[[int, int],
         assert trained.value == [1, 0, 0]
 
 
-def test_servers_end_with_the_ranks_that_train_and_say_what_they_did() -> None:
+def test_servers_end_with_the_trainers_and_report() -> None:
+    """Servers end with the ranks that train and say what they did."""
     started = Launch(2, 1)
     try:
         (told, *_) = (trained.told for trained in started(pooled, sessions_in_turn))

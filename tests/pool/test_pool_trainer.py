@@ -80,9 +80,10 @@ def saved(rank: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("trainers", "servers"), WORLDS)
-def test_world_samplers_and_checkpoints_are_those_without_servers(
+def test_worlds_samplers_checkpoints_equal_those_alone(
     launch: Callable[[int, int], Launch], tmp_path: Path, trainers: int, servers: int
 ) -> None:
+    """World, samplers and checkpoints are those without servers."""
     started = launch(trainers, servers)
     theirs = started(unpooled, saved, str(tmp_path / "without"))
     ours = started(pooled, saved, str(tmp_path / "with"))

@@ -136,7 +136,8 @@ def test_bfloat16_differs_as_it_does_on_whole_documents(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_exchanged_where_no_document_lies_on_several_ranks(kind: str) -> None:
+def test_documents_on_one_rank_each_exchange_nothing(kind: str) -> None:
+    """Nothing is exchanged where no document lies on several ranks."""
     placement = [[(0, 0, 9), (1, 0, 5)], [(2, 0, 4), (3, 0, 9), (2, 4, 7)], []]
     ranks = threads(kind, placement)
     assert_exact(kind, placement, ranks, torch.float64)

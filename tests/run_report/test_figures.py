@@ -208,7 +208,7 @@ def test_paths_that_are_no_folders(tmp_path: Path) -> None:
             figures(tmp_path / name)
 
 
-def test_a_step_takes_what_passed_between_its_beginning_and_the_next(tmp_path: Path) -> None:
+def test_step_takes_the_time_until_the_next_one_begins(tmp_path: Path) -> None:
     """Two of four steps are before a resume: their seconds count once, too."""
     rows = [steps_row(plan_row(step)) for step in (1, 2, 3)]
     elapsed = [row.tally["elapsed_seconds"] for row in rows]

@@ -29,11 +29,15 @@ SCHEMES = ("light", "dark")
 VIEWS = list(itertools.product(SIZES, SCHEMES))
 
 # Colours of an element and of what is behind it.
-CONTRAST = """selector => [...document.querySelectorAll(selector)].filter(e => e.getBoundingClientRect().width).map(e => {
+CONTRAST = """selector => [...document.querySelectorAll(selector)]
+  .filter(e => e.getBoundingClientRect().width)
+  .map(e => {
     const style = getComputedStyle(e), svg = e instanceof SVGElement;
     let behind = e;
-    while (behind && getComputedStyle(behind).backgroundColor === "rgba(0, 0, 0, 0)") behind = behind.parentElement;
-    return [svg ? style.fill : style.color, getComputedStyle(behind || document.body).backgroundColor, e.textContent];
+    while (behind && getComputedStyle(behind).backgroundColor === "rgba(0, 0, 0, 0)")
+      behind = behind.parentElement;
+    const ground = getComputedStyle(behind || document.body).backgroundColor;
+    return [svg ? style.fill : style.color, ground, e.textContent];
 })"""
 
 
@@ -132,15 +136,23 @@ def test_nothing_lies_beside_the_page(browser: Any, found: Figures, tmp_path: Pa
         outside = page.evaluate(
             """() => [...document.querySelectorAll("figure")].flatMap(plot => {
                 const frame = plot.getBoundingClientRect();
-                return [...plot.querySelectorAll("text")].map(e => [e.textContent, e.getBoundingClientRect()]).filter(
-                    ([, box]) => box.width && (box.left < frame.left - 1 || box.right > frame.right + 1)).map(([text]) => text)
+                const isOutside = box => box.left < frame.left - 1 || box.right > frame.right + 1;
+                return [...plot.querySelectorAll("text")]
+                    .map(e => [e.textContent, e.getBoundingClientRect()])
+                    .filter(([, box]) => box.width && isOutside(box))
+                    .map(([text]) => text)
             })"""
         )
         assert outside == []
         overlapping = page.evaluate(
-            """() => { const boxes = [...document.querySelectorAll("figure")].map(e => e.getBoundingClientRect());
+            """() => {
+                const figures = [...document.querySelectorAll("figure")];
+                const boxes = figures.map(e => e.getBoundingClientRect());
+                const crosses = (a, b) => a.left < b.right - 1 && b.left < a.right - 1;
+                const isOver = (a, b) => a.top < b.bottom - 1 && b.top < a.bottom - 1;
                 return boxes.flatMap((a, i) => boxes.slice(i + 1).filter(b =>
-                    a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1)).length }"""
+                    crosses(a, b) && isOver(a, b))).length
+            }"""
         )
         assert overlapping == 0
 

@@ -149,5 +149,6 @@ def staged_exchange(rank: int) -> list[list[int]]:
         return [before, received.unique().tolist()]
 
 
-def test_staged_messages_hold_what_was_there_at_the_start_and_land_when_waited_for(rank_pool: Callable[[int], RankPool]) -> None:
+def test_staged_messages_hold_their_start_and_land_at_the_wait(rank_pool: Callable[[int], RankPool]) -> None:
+    """Staged messages hold what was there at the start and land when waited for."""
     assert rank_pool(2)(staged_exchange) == [[[99], [11]], [[99], [10]]]

@@ -214,9 +214,10 @@ LARGE = 2**28  # bytes, which take about 0.1 s
         ([[0, LARGE, 9], [LARGE, 0, 0], [9, 0, 0]], [0.3, 0.2, None], 2),
     ],
 )
-def test_nobody_waits_long_when_a_rank_raises_while_messages_travel(
+def test_rank_that_raises_during_messages_keeps_nobody_waiting(
     rank_pool: Callable[[int], RankPool], table: list[list[int]], starts: list[float | None], culprit: int
 ) -> None:
+    """Nobody waits long when a rank raises while messages travel."""
     results = rank_pool(len(table))(exchanges_or_raises, table, starts, culprit)
     assert results.pop(culprit)[0] == "unlucky"
     for error, seconds in results:
@@ -233,7 +234,8 @@ def one_stays_away(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_missing_rank_ends_in_an_error_that_says_what_was_awaited() -> None:
+def test_missing_rank_ends_in_an_error_that_names_the_wait() -> None:
+    """A missing rank ends in an error that says what was awaited."""
     pool = RankPool(2)  # of its own: the control group is broken afterwards
     try:
         message = pool(one_stays_away, timeout=60)[0]

@@ -264,7 +264,8 @@ def test_what_may_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("may be using" in race for race in raced(without_order, RELAYED))
 
 
-def test_flash_attention_3_leaves_room_while_messages_are_under_way() -> None:
+def test_flash_attention_3_leaves_room_for_messages_under_way() -> None:
+    """Flash attention 3 leaves room while messages are under way."""
     found: list[object] = []
 
     class Server(AttentionServer):

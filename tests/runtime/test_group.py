@@ -276,7 +276,8 @@ def stages(rank: int, members: str) -> list[int]:
 
 
 @pytest.mark.parametrize("members", ["ranks", "process group"])
-def test_groups_of_a_world_bound_to_a_device_are_made_by_their_members_alone(members: str) -> None:
+def test_groups_of_a_device_bound_world_are_made_by_members(members: str) -> None:
+    """Groups of a world bound to a device are made by their members alone."""
     pool = RankPool(4)  # of its own: if it fails, ranks hang
     try:
         assert pool(stages, members, timeout=200) == [[0, 1], [0, 1], [2, 3], [2, 3]]

@@ -108,7 +108,8 @@ def balanced(lengths: list[list[int]], bound: int | None = None) -> Plan:
 
 
 @pytest.mark.parametrize("world", in_turn([2, 4], 2))
-def test_what_is_kept_is_as_balanced_as_tokens_and_the_rest_is_bounded(rank_pool: Callable[[int], RankPool], world: int) -> None:
+def test_kept_memory_is_balanced_and_the_rest_bounded(rank_pool: Callable[[int], RankPool], world: int) -> None:
+    """What is kept is as balanced as tokens and the rest is bounded."""
     pool = rank_pool(world)
     local = pool(measure, Plan.local(Layout.from_lengths(SKEWED[world])), torch.float32, None)
     free = pool(measure, balanced(SKEWED[world]), torch.float32, None)

@@ -119,7 +119,8 @@ class Kernel:
         return Grads(*pools.operands)
 
 
-def test_kernel_calls_are_counted_by_direction_and_not_timed_if_they_raise() -> None:
+def test_kernel_calls_that_raise_are_counted_but_not_timed() -> None:
+    """Kernel calls are counted by direction and not timed if they raise."""
     meter, x = Meter(), torch.empty(1, 1, 1)
     server = AttentionServer(Kernel(), Scores(1.0), meter)  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError):

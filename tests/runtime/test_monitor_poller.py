@@ -54,7 +54,8 @@ def raises(monitor: FailureMonitor) -> None:
         raise MemoryError("no room")
 
 
-def test_the_first_word_is_shown_once_and_wakes_who_waits_over_nccl(capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_word_is_shown_once_and_wakes_waiters_over_nccl(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first word is shown once and wakes who waits over NCCL."""
     (first, second, third), links = watches(3)
     assert [monitor.poll() for monitor in (first, second, third)] == [True] * 3
     raises(second)
@@ -84,7 +85,8 @@ def test_a_word_goes_before_a_farewell(capsys: pytest.CaptureFixture[str]) -> No
     assert "rank 1 has left" in capsys.readouterr().err
 
 
-def test_what_is_found_behind_the_back_of_a_rank_is_shown_and_wakes_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_found_by_a_thread_is_shown_and_wakes_its_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is found behind the back of a rank is shown and wakes it."""
     (first, _), links = watches(2)
     first.abort_with(DistCADesyncError("ranks have different numbers of plans"))
     assert capsys.readouterr().err == "hf_distca: ranks have different numbers of plans\n"
@@ -100,7 +102,8 @@ class Lost:
         raise RuntimeError("Connection closed by peer\nand more")
 
 
-def test_ranks_that_do_not_come_to_a_meeting_are_told_of_at_once_over_nccl(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_absent_from_a_rendezvous_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks that do not come to a meeting are told of at once over NCCL."""
     (first, _), links = watches(2)
     meeting = Rendezvous(torch.zeros(2, 1, dtype=torch.int64), Lost(), lambda rows: None, first, "comparing shares")  # type: ignore[arg-type]
     wait_until(lambda: links[0].aborted)

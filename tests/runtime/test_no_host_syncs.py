@@ -249,7 +249,8 @@ def test_what_reads_nothing_is_let_through() -> None:
     assert mode.operations > 5
 
 
-def test_tensors_of_the_host_may_be_read_where_those_of_the_device_are_named() -> None:
+def test_host_tensors_may_be_read_where_device_tensors_are_named() -> None:
+    """Tensors of the host may be read where those of the device are named."""
     device, host = x(), x()
     with NoHostSyncs(of=[device]):
         assert host.sum().item() == 15

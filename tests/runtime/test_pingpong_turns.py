@@ -40,7 +40,8 @@ def test_elsewhere_taking_turns_does_nothing() -> None:
     yield_to_other_nano_batch()
 
 
-def test_each_half_has_its_own_modes_and_sees_the_callers_context() -> None:
+def test_each_half_has_its_modes_and_the_callers_context() -> None:
+    """Each half has its own modes and sees the caller's context."""
     VARIABLE.set("the caller's")
 
     def half() -> list[object]:

@@ -76,7 +76,8 @@ def test_relays_of_head_groups_are_exact(rank_pool: Callable[[int], RankPool], w
 
 @settings(max_examples=75, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(2, 6))
-def test_routes_with_relays_fit_together_and_send_what_the_load_says(random_: random.Random, world: int) -> None:
+def test_relayed_routes_fit_together_and_send_the_planned_load(random_: random.Random, world: int) -> None:
+    """Routes with relays fit together and send what the load says."""
     *_, plan = relayed_case(random_, world)
     if plan.relays is None:
         return

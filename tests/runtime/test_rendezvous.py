@@ -152,5 +152,6 @@ def crash_in_a_group(rank: int) -> list[str]:
     return crash(RuntimeError("a bug"), AttentionGroup.create(timeout_seconds=20))
 
 
-def test_a_comparison_that_crashes_is_not_a_rank_that_did_not_come(rank_pool: Callable[[int], RankPool]) -> None:
+def test_crashed_comparison_is_not_reported_as_a_missing_rank(rank_pool: Callable[[int], RankPool]) -> None:
+    """A comparison that crashes is not a rank that did not come."""
     assert rank_pool(2)(crash_in_a_group) == [["a bug"] * 2] * 2

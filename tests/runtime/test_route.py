@@ -72,7 +72,8 @@ def test_neighbouring_tasks_become_one() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_local_plan_is_one_batch_of_whole_documents_in_token_order(rank: int) -> None:
+def test_local_plan_is_one_batch_of_whole_documents_in_order(rank: int) -> None:
+    """A local plan is one batch of whole documents in token order."""
     route = Route.build(Plan.local(Layout.from_lengths([[5, 1, 7], [3]])), rank)
     assert not route.exchanges
     assert len(route.waves[0].arrived) == 0

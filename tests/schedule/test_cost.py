@@ -72,7 +72,7 @@ def test_windows_that_are_none(window: int) -> None:
 def test_pairs_model_costs_a_second_per_2_to_the_30() -> None:
     rows, keys = np.array([7, 4096, 2**15]), np.array([7, 9000, 2**17])
     assert MODELS[0].seconds(rows, keys) == pytest.approx(causal_pairs(rows, keys) / 2**30)
-    assert MODELS[0].transfer_seconds(10**9, 10**9) == 0
+    assert MODELS[0].key_seconds == 0
 
 
 def test_bytes_of_a_moved_token() -> None:
@@ -187,7 +187,8 @@ def test_json_that_is_no_model(change: Callable[[dict[str, Any]], object]) -> No
         CostModel.from_json("[1]")
 
 
-def test_a_call_takes_something_besides_its_tasks_and_no_less_than_its_launch() -> None:
+def test_call_takes_at_least_its_launch_beside_its_tasks() -> None:
+    """A call takes something besides its tasks and no less than its launch."""
     kernel = KernelCost(0.0, 1e12, 1e14, call_seconds=1e-5, least_seconds=5e-5)
     assert kernel.of_call([0.0, 1e-5, 1e-4]).tolist() == pytest.approx([0.0, 5e-5, 1.1e-4])
     assert kernel.of_call([1e-5, 1e-3], 3).tolist() == pytest.approx([1.5e-4, 1.03e-3])

@@ -94,7 +94,8 @@ def test_any_documents_in_nano_batches(batch: tuple[list[int], int, int], cost: 
 
 
 @pytest.mark.parametrize("tokens", [4096, 4097])
-def test_halves_have_equal_tokens_where_documents_can_be_divided_so(tokens: int) -> None:
+def test_halves_have_equal_tokens_where_documents_allow(tokens: int) -> None:
+    """Halves have equal tokens where documents can be divided so."""
     lengths = fill(lambda rng: rng.lognormal(6, 1.2), 8 * tokens, seed=tokens)
     first, second = deal_nano_batches(lengths, 8, tokens, CUDA)
     assert first.query_tokens.tolist() == [tokens // 2] * 8
@@ -105,14 +106,16 @@ def test_halves_have_equal_tokens_where_documents_can_be_divided_so(tokens: int)
     ("lengths", "tokens"),
     [([500, 300, 200], [900, 100]), ([700, 200, 100], [100, 50, 850]), ([1000], [999, 1]), ([3] * 333 + [1], [601, 201, 198])],
 )
-def test_ranks_with_unequal_tokens_have_theirs_in_both_halves_together(lengths: list[int], tokens: list[int]) -> None:
+def test_unequal_ranks_have_their_tokens_in_both_halves(lengths: list[int], tokens: list[int]) -> None:
+    """Ranks with unequal tokens have theirs in both halves together."""
     first, second = deal_nano_batches(lengths, len(tokens), tokens, CUDA)
     assert (first.query_tokens + second.query_tokens).tolist() == tokens
     if len(lengths) > 100:
         assert first.query_tokens.tolist() == [count // 2 for count in tokens]
 
 
-def test_halves_are_equal_beside_a_document_with_most_of_the_attention() -> None:
+def test_halves_are_equal_beside_a_dominant_document() -> None:
+    """Halves are equal beside a document with most of the attention."""
     total = 64 * 65536
     lengths = [total // 4, *fill(lambda rng: rng.integers(100, 3000), total - total // 4, seed=0)]
     first, second = deal_nano_batches(lengths, 64, 65536, CUDA)
@@ -125,7 +128,7 @@ def test_documents_whose_keys_travel_longest_are_in_one_half() -> None:
     lengths.append(-sum(lengths) % 512)
     ranks, halves = 512, deal_nano_batches(lengths, 512, sum(lengths) // 512, CUDA)
     seconds = CUDA.seconds(lengths, lengths).sum() / (2 * ranks)
-    assert float(CUDA.transfer_seconds(0, 150_000)) > seconds
+    assert 150_000 * CUDA.key_seconds > seconds
     assert [{0, 1} & set(half.document.tolist()) for half in halves] == [{0, 1}, set()]
 
 
@@ -138,7 +141,7 @@ def test_one_document_leaves_the_second_half_empty() -> None:
 
 def test_short_documents_stay_whole() -> None:
     layout = deal([1024] * 64, 8, 8192, CUDA)
-    assert not layout.spanning
+    assert not layout.spans.any()
     assert layout.length.tolist() == [1024] * 64
 
 
@@ -247,7 +250,7 @@ def test_attention_that_costs_nothing() -> None:
 @pytest.mark.parametrize("function", [deal, deal_nano_batches])
 def test_documents_of_more_than_two_to_the_32_tokens_are_refused(function: Callable[..., object]) -> None:
     lengths = [2**32 + 1, 2**32 - 1]
-    with pytest.raises(LayoutError, match=r"document 0 has 4294967297 tokens: the limit is 2\*\*32"):
+    with pytest.raises(LayoutError, match=r"document 0 has length 4294967297: .*the limit is 2\*\*32"):
         function(lengths, 2, 2**32, CUDA)
 
 
@@ -339,7 +342,8 @@ def test_documents_that_cost_more_exchange_than_compute(
     assert sum_of_halves <= overlapped * mean
 
 
-def test_dealing_and_planning_512_ranks_takes_a_fraction_of_a_second() -> None:
+def test_dealing_and_planning_512_ranks_is_fast() -> None:
+    """Dealing and planning 512 ranks takes a fraction of a second."""
     lengths = fill(lambda rng: rng.lognormal(7.5, 1.5), 512 * 65536, seed=1)
     seconds = []
     for _ in range(3):
@@ -374,4 +378,4 @@ def test_in_order_means_one_after_another(batch: tuple[list[int], int, int]) -> 
     layout = in_order(lengths, ranks, tokens)
     check(layout, lengths, [tokens] * ranks)
     assert layout.document.tolist() == sorted(layout.document.tolist())
-    assert not layout.scattered or len(layout.spanning)
+    assert not layout.scattered or layout.spans.any()

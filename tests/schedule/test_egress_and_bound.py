@@ -90,7 +90,8 @@ def test_documents_that_do_not_fit_are_split_by_heads_first() -> None:
     assert set(again.document.tolist()) == {1, 2, 3, 4, 5}
 
 
-def test_keys_that_are_more_than_the_bound_do_not_make_each_tile_a_wave() -> None:
+def test_keys_beyond_the_bound_do_not_make_tiles_waves() -> None:
+    """Keys that are more than the bound do not make each tile a wave."""
     layout = Layout.from_segments([[(0, 0, 32768)], [(0, 32768, 32768)]])
     waves = Waves.of(Plan.local(layout), SHAPE, 128, LEAST, 1)
     assert waves.count <= 8
@@ -142,7 +143,7 @@ def test_a_bound_is_a_positive_number_of_bytes() -> None:
         DistCAConfig(max_transient_bytes=0)
 
 
-def test_documents_on_all_ranks_are_put_in_few_waves_in_little_time() -> None:
+def test_documents_on_all_ranks_get_few_waves_fast() -> None:
     """Servers take turns, and not all waves are looked at for each unit."""
     ranks = 64
     layout = Layout.from_segments([[(document, rank * 512, 512) for document in range(ranks)] for rank in range(ranks)])

@@ -44,7 +44,8 @@ def test_a_shape_gets_the_nearest_rates_of_its_element_size(asked: AttentionShap
     assert cost.name == "profile made up"
 
 
-def test_links_that_were_not_measured_are_those_of_the_device_type() -> None:
+def test_unmeasured_links_are_those_of_the_device_type() -> None:
+    """Links that were not measured are those of the device type."""
     cost = replace(PROFILE, inside=None).cost_model(shape(64))
     assert cost.exchange_bytes_per_second == CostModel.analytic(shape(64), device_type="cpu").exchange_bytes_per_second
     between = replace(PROFILE, between=ExchangeRates(1e9, 1e-4)).cost_model(shape(64))
@@ -90,7 +91,7 @@ def test_a_field_of_another_type_is_refused(name: str, value: object) -> None:
 def test_rates_that_no_kernel_has_are_refused(rates: dict[str, float]) -> None:
     data = json.loads(PROFILE.to_json())
     data["kernels"][0]["forward"].update(rates)
-    with pytest.raises(ConfigError, match="passes and rates positive"):
+    with pytest.raises(ConfigError, match="passes positive and finite"):
         Profile.from_json(json.dumps(data))
 
 

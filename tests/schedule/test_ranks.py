@@ -77,7 +77,7 @@ def test_a_dealt_layout_on_a_slower_rank_is_balanced_again() -> None:
     assert not balance(layout, CUDA, DistCAConfig(ping_pong=True)).moved
     ranks = Ranks.of([1, 1, 1, 1 / 1.5, 1, 1, 1, 1])
     load = PlanLoad(balance(layout, CUDA, DistCAConfig(ping_pong=True), ranks), CUDA, overlapped=True, ranks=ranks)
-    assert load.slowest_seconds <= 1.02 * load.ranks.level(load.compute_seconds.tolist())
+    assert load.slowest_seconds <= 1.02 * load.ranks.level(load.compute_seconds)
 
 
 def test_the_summary_speaks_of_what_ranks_take() -> None:

@@ -19,7 +19,8 @@ RANKS = st.lists(st.one_of(LENGTHS, st.just([])), min_size=2, max_size=8).filter
 
 
 @given(RANKS, st.lists(st.floats(0.5, 2.0), min_size=8, max_size=8))
-def test_without_serving_in_place_only_ranks_without_tokens_get_slices(ranks: list[list[int]], speeds: list[float]) -> None:
+def test_without_serving_in_place_empty_ranks_get_slices(ranks: list[list[int]], speeds: list[float]) -> None:
+    """Without serving in place, only ranks without tokens get slices."""
     layout = Layout.from_lengths(ranks)
     config = DistCAConfig(serve_in_place=False, min_gain=0.0)
     plan = balance(layout, COST, config, Ranks.of(speeds[: len(ranks)]))

@@ -53,7 +53,8 @@ def test_gathering_between_nodes_uses_the_links_of_a_whole_node(setting: Setting
     assert gather_rate(replace(setting, ranks=64, tensor=8), 8) == pytest.approx(hardware.link_rate)
 
 
-def test_weights_are_hidden_beside_long_computing_and_not_beside_none(setting: Setting) -> None:
+def test_weights_are_hidden_beside_long_computing_only(setting: Setting) -> None:
+    """Weights are hidden beside long computing and not beside none."""
     for sharding in ("fsdp", "zero1", "ddp"):
         one = replace(setting, sharding=sharding)
         free, none = weight_exchange(one, 1e3, 1e3), weight_exchange(one, 0.0, 0.0)
@@ -78,7 +79,8 @@ def test_a_bin_never_gets_more_tokens_than_its_cap() -> None:
     assert loader_rules.longest_first(np.array([3.0, 2.0, 2.0]), np.array([3, 2, 2]), 2).tolist() == [0, 1, 1]
 
 
-def test_runs_of_batch_rebalance_are_sorted_and_as_even_as_can_be() -> None:
+def test_batch_rebalance_makes_sorted_and_even_batches() -> None:
+    """Runs of `batch_rebalance` are sorted and as even as can be."""
     lengths = np.random.default_rng(0).integers(1, 5000, 200)
     found = loader_rules.batch_rebalance(lengths, 8)
     order = np.argsort(-lengths, kind="stable")
@@ -116,7 +118,8 @@ def test_alone_a_rank_takes_the_same_however_a_row_is_cut(setting: Setting) -> N
 
 
 @pytest.mark.parametrize("window", [None, 1000])
-def test_a_head_and_a_tail_of_every_document_cost_what_their_tasks_do(setting: Setting, window: int | None) -> None:
+def test_head_and_tail_of_documents_cost_what_their_tasks_do(setting: Setting, window: int | None) -> None:
+    """A head and a tail of every document cost what their tasks do."""
     cost, degree = setting.cost(window), 4
     lengths = np.array([8192, 4096, 16384])
     chunks = [(n // 8, n // 8 * (at + 1)) for n in lengths.tolist() for at in range(8)]
@@ -126,7 +129,8 @@ def test_a_head_and_a_tail_of_every_document_cost_what_their_tasks_do(setting: S
     assert found[:, 0] == pytest.approx(heads_and_tails, rel=0.02)
 
 
-def test_a_row_cut_as_one_sequence_costs_what_its_slowest_rank_does(setting: Setting) -> None:
+def test_row_cut_as_one_sequence_costs_its_slowest_rank(setting: Setting) -> None:
+    """A row cut as one sequence costs what its slowest rank does."""
     cost, degree = setting.cost(), 2
     row = np.array([0, 1, 0, 0, 1, 1, 0, 1, 0])
     slowest = []
@@ -146,7 +150,8 @@ def test_a_row_cut_as_one_sequence_costs_what_its_slowest_rank_does(setting: Set
     assert context.shared_by_row(cost, context.SharedRows(LENGTHS, row, 2), degree)[0].tolist() == pytest.approx(slowest)
 
 
-def test_context_parallel_ranks_wait_for_keys_and_ring_hides_them(setting: Setting) -> None:
+def test_context_parallel_ranks_wait_for_keys_ring_hides(setting: Setting) -> None:
+    """Context parallel ranks wait for keys and ring hides them."""
     wide = replace(setting, ranks=64)
     rows = context.SharedRows(np.full(64, 16384), np.arange(64) // 8, 8)
     gathered, ringed = context.all_gather(wide, rows, 8), context.ring(wide, rows, 8)

@@ -118,7 +118,8 @@ def some_setting(generator: np.random.Generator) -> Setting:
 
 
 @pytest.mark.parametrize("seed", in_turn(range(4), 4))
-def test_in_any_setting_no_strategy_is_faster_than_the_ideal_or_fails(seed: int) -> None:
+def test_no_strategy_is_faster_than_the_ideal_in_any_setting(seed: int) -> None:
+    """In any setting, no strategy is faster than the ideal or fails."""
     generator = np.random.default_rng(seed)
     for _ in range(8):
         arranged = some_setting(generator)
@@ -217,7 +218,8 @@ def test_dealt_ranks_hold_equally_many_tokens(setting: Setting) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_more_ranks_than_share_attention_are_groups_with_documents_of_their_own(setting: Setting, ping_pong: bool) -> None:
+def test_ranks_beyond_a_group_have_documents_of_their_own(setting: Setting, ping_pong: bool) -> None:
+    """More ranks than share attention are groups with documents of their own."""
     whole = replace(setting, ranks=1024, tokens_per_rank=1024)
     lengths = np.array([32768, *[512] * 1984], dtype=np.int64)
     strategy = STRATEGIES["dealt-ping-pong" if ping_pong else "dealt"]
@@ -273,7 +275,8 @@ def pipeline(setting: Setting, stages: int) -> Setting:
 
 
 @pytest.mark.parametrize(("meeting", "seconds"), [(1, 6.0), (2, 7.0), (4, 8.0)])
-def test_ranks_that_exchange_wait_for_each_other_in_each_direction(setting: Setting, meeting: int, seconds: float) -> None:
+def test_exchanging_ranks_wait_for_each_other_each_direction(setting: Setting, meeting: int, seconds: float) -> None:
+    """Ranks that exchange wait for each other in each direction."""
     nothing = np.zeros((2, 4))
     work = MicroBatchWork(nothing[0], nothing, nothing, nothing[0], nothing[0], 0.0, meeting)
     part = np.array([[1.0, 2.0, 1.0, 0.0], [2.0, 1.0, 0.0, 6.0]])
@@ -283,7 +286,8 @@ def test_ranks_that_exchange_wait_for_each_other_in_each_direction(setting: Sett
 
 
 @pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (4, 8), (4, 2)])
-def test_equal_micro_batches_leave_the_bubble_of_one_forward_one_backward(setting: Setting, stages: int, count: int) -> None:
+def test_equal_micro_batches_leave_the_bubble_of_1f1b(setting: Setting, stages: int, count: int) -> None:
+    """Equal micro-batches leave the bubble of one forward, one backward."""
     arranged = pipeline(setting, stages)
     works = [micro_batch(8, 1.0)] * count
     parts = rank_seconds(arranged, works[0])
@@ -303,7 +307,8 @@ def test_ticks_in_which_idle_stages_serve_are_all_busy(setting: Setting) -> None
     assert found.busy.tolist() == pytest.approx([4.5] * 16)
 
 
-def test_pipelines_run_what_hf_distca_runs_in_stages_and_hold_what_its_ticks_hold(setting: Setting) -> None:
+def test_simulated_pipelines_run_and_hold_what_real_stages_do(setting: Setting) -> None:
+    """Pipelines run what hf-distca runs in stages and hold what its ticks hold."""
     staged = replace(setting, ranks=16, stages=4, micro_batches=8, sharding="zero1")
     documents = distribution("equal:2048", 16384)
     found = {one.strategy: one for one in simulate(staged, documents, ("plain", *OURS), batches=1)}

@@ -77,7 +77,7 @@ def test_terms_add_to_the_peak_and_are_those_of_the_fullest_rank(setting: Settin
 
 
 def test_attention_that_is_kept_takes_memory(setting: Setting) -> None:
-    """hf-distca keeps o and the log-sum-exp of every layer under full checkpointing; the others compute them again."""
+    """Under full checkpointing hf-distca keeps o and the log-sum-exp, others compute them again."""
     lengths = [np.full(8, 16384)]
     plain, ours = (
         predict_step(replace(setting, checkpointing="full"), lengths, find_strategy(name)) for name in ("plain", "given")
@@ -103,7 +103,8 @@ def test_layers_without_attention_keep_no_outputs_of_it(setting: Setting) -> Non
     assert less == pytest.approx(tokens * model.layers * of_attention * 3 / 4, rel=0.05)
 
 
-def test_with_two_micro_batches_gradients_are_there_when_checkpoints_are(setting: Setting) -> None:
+def test_two_micro_batches_hold_gradients_beside_checkpoints(setting: Setting) -> None:
+    """With two micro-batches, gradients are there when checkpoints are."""
     arranged = replace(setting, checkpointing="full")
     once, twice = fullest(arranged, 16384), fullest(replace(arranged, micro_batches=2), 16384)
     assert once.gradients == 0

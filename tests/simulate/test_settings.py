@@ -25,7 +25,8 @@ def test_known_models_have_the_weights_that_their_names_say(name: str, billions:
     assert KNOWN_MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-def test_layers_without_attention_and_experts_count_as_what_they_are() -> None:
+def test_layers_without_attention_and_experts_are_counted() -> None:
+    """Layers without attention and experts count as what they are."""
     dense = KNOWN_MODELS["qwen3-8b"]
     assert dense.kinds == ((None, 36),)
     assert (dense.attention_share, dense.active_share) == (1.0, 1.0)
@@ -140,7 +141,8 @@ def test_links_have_a_positive_rate(rate: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["pretrain", "prolong", "equal:1000", "lognormal:2000:1.5"])
-def test_batches_have_exactly_their_tokens_and_are_the_same_every_time(text: str) -> None:
+def test_batches_have_their_exact_tokens_and_repeat(text: str) -> None:
+    """Batches have exactly their tokens and are the same every time."""
     documents = distribution(text, 65536)
     first, again = ([n.tolist() for n in documents.batches(300_000, 3, seed=1)] for _ in range(2))
     assert first == again
@@ -167,7 +169,8 @@ def test_a_document_longer_than_a_micro_batch() -> None:
         list(from_list([9000], "one").steps(8192, 2, 1))
 
 
-def test_long_documents_hold_the_share_of_tokens_that_is_promised() -> None:
+def test_long_documents_hold_the_promised_share_of_tokens() -> None:
+    """Long documents hold the share of tokens that is promised."""
     for name, share, boundary in (("pretrain", 0.5, 8192), ("prolong", 0.6, 16384)):
         lengths = next(distribution(name, 65536).batches(50_000_000, 1))
         assert lengths[lengths > boundary].sum() / lengths.sum() == pytest.approx(share, abs=0.08)

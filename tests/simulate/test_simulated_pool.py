@@ -226,7 +226,8 @@ def unlike(setting: Setting, tokens: FloatArray, speed: float) -> Any:
     return Devices(tokens, speeds, speeds)
 
 
-def test_slow_devices_hold_a_step_up_unless_they_hold_fewer_tokens(setting: Setting) -> None:
+def test_slow_devices_delay_steps_unless_given_fewer_tokens(setting: Setting) -> None:
+    """Slow devices hold a step up unless they hold fewer tokens."""
     wide = replace(setting, checkpointing="selective", sharding="ddp")
     (lengths,) = distribution("pretrain", 8192).batches(wide.tokens, 1)
     ones, slower = np.ones(8), np.where(np.arange(8) < 4, 1.0, 0.5)

@@ -39,7 +39,8 @@ def sdist() -> Path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("sdist")
-def test_a_sample_passes_for_a_dense_model_and_one_with_sinks_windows_and_experts(tmp_path: Path) -> None:
+def test_sample_passes_for_dense_and_gpt_oss_like_models(tmp_path: Path) -> None:
+    """A sample passes for a dense model and one with sinks, windows and experts."""
     options = ["--family", "qwen3", "--family", "gpt_oss", "--tests", SAMPLE]
     output = scripts.run([*words_of("python tests/upstream/run.py"), *options], tmp_path, timeout=240)
     rows = {words[0]: words[1:] for line in output.splitlines() if (words := line.split())}

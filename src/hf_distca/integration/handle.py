@@ -146,7 +146,8 @@ class AttentionHandle:
             planned with it.
     """
 
-    ndim: ClassVar[int] = 4  # generation with static caches makes masks ahead of the forward and takes them for 4-D tensors
+    # Generation with static caches makes masks ahead of the forward and takes them for 4-D tensors.
+    ndim: ClassVar[int] = 4
 
     def __init__(self, batch_size: int, length: int, mask: MaskInfo | None = None) -> None:
         self.batch_size, self.length, self.mask = batch_size, length, mask or MaskInfo()

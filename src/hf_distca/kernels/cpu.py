@@ -33,10 +33,12 @@ __all__ = ["CpuKernel"]
 _FORWARD, _BACKWARD = cpu_attention, cpu_attention_backward
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# Query rows a masked call, which computes that many scores a row beside its window. Time a pair of a 16K document, over that
-# without a window, forward and backward: 1.2 and 1.1 at a window of 4096, 1.3 and 1.3 at 1024, 1.6 and 1.5 at 512, 3.4 and 2.9
-# at 128, in float32; in bfloat16 backward is 1.5, 1.8, 2.2 and 4.4. At 512 rows a window of 1024 takes a fifth longer than at
-# 192; below 192 the kernel's own blocks shrink to 32 rows, and backward in bfloat16 takes a quarter longer.
+# Query rows of one masked call. Each of its rows also computes as many scores outside its window.
+# Time per pair of a 16K document, relative to that without a window, forward and backward: 1.2 and
+# 1.1 at a window of 4096, 1.3 and 1.3 at 1024, 1.6 and 1.5 at 512, 3.4 and 2.9 at 128, in float32;
+# in bfloat16 backward is 1.5, 1.8, 2.2 and 4.4. At 512 rows a window of 1024 takes a fifth longer
+# than at 192; below 192 the kernel's own blocks shrink to 32 rows, and backward in bfloat16 takes a
+# quarter longer.
 _BLOCK_ROWS = 192
 
 

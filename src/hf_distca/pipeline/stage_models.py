@@ -26,14 +26,15 @@ __all__ = ["SPLIT", "TIED", "ModelParts", "StageModel", "check_split", "layers_o
 
 # Two stages, one after the other, give the logits and gradients of the whole model.
 _SPLIT = """
-    afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text cwm dbrx
-    deepseek_v2 deepseek_v3 diffllama dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2
-    gemma3_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite
-    granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
-    internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama llama4 llama4_text longcat_flash mellum mimo_v2_flash
-    minicpm3 minimax_m2 ministral ministral3 mistral mixtral moshi nanochat nemotron olmo olmo2 olmo3 olmoe opt
-    persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
-    vaultgemma youtu
+    afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe
+    cohere_compass_text cwm dbrx deepseek_v2 deepseek_v3 diffllama dots1 emu3 ernie4_5 ernie4_5_moe
+    exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma4_unified_text glm glm4
+    glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe
+    granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
+    internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama llama4 llama4_text longcat_flash mellum
+    mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral moshi nanochat nemotron
+    olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
+    smollm3 solar_open stablelm starcoder2 vaultgemma youtu
 """
 
 SPLIT = frozenset(_SPLIT.split())

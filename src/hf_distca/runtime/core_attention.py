@@ -2,8 +2,12 @@
 
 ::
 
-    forward    Dispatch: launch q, k, v  ->  Serve: own, wait, arrived, launch o, lse  ->  Return: wait
-    backward   Dispatch: wait  <-  Serve: own, wait, arrived, launch dq, dk, dv  <-  Return: launch dO, q, o, lse, k, v
+    forward    Dispatch   launch q, k, v
+               Serve      own, wait, arrived, launch o, lse
+               Return     wait
+    backward   Return     launch dO, q, o, lse, k, v
+               Serve      own, wait, arrived, launch dq, dk, dv
+               Dispatch   wait
 
 Each launch and its wait are in different functions, so other work can be recorded, forward and
 backward, while a message travels; the rank's own tasks always are. A route of several waves repeats

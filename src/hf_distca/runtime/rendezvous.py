@@ -77,7 +77,8 @@ class Rendezvous:
             return
         try:
             self._on_arrival(self.rows)
-        except Exception as error:  # a thread would drop it, and ranks that were never compared would pass for equal
+        except Exception as error:
+            # A thread would drop it, and ranks that were never compared would pass for equal.
             self._failure = error
             if self._monitor is not None and isinstance(error, DistCADesyncError):
                 self._monitor.abort_with(error)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, repeat
 
+import numpy as np
 import torch
 
 from hf_distca.kernels.base import TaskBatch
@@ -171,13 +172,11 @@ class Route:
     @classmethod
     def build(cls, plan: Plan, rank: int, waves: Waves | None = None) -> Route:
         """Derive the route of `rank`. `waves` are those of the plan."""
-        if waves is not None:
-            plan = waves.plan
-        number, count = (None, int(plan.moved)) if waves is None else (waves.number, waves.count * plan.moved)
-        local_tasks, shares, local = share_of(plan, rank, number, count)
-        groups = plan.layout.groups
+        waves = waves or Waves(plan, np.zeros_like(plan.start))
+        local_tasks, shares, local = share_of(waves, rank)
+        groups, moved = waves.plan.layout.groups, waves.plan.moved
         built, local_wave = (_wave(share, groups) for share in shares), None if local is None else _wave(local, groups)
-        return cls(_batch(local_tasks), tuple(built) or (_make_empty_wave(),), plan.moved, groups, local_wave)
+        return cls(_batch(local_tasks), tuple(built) or (_make_empty_wave(),), moved, groups, local_wave)
 
     @classmethod
     def for_whole_documents(cls, lengths: Sequence[int]) -> Route:

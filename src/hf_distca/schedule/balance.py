@@ -139,7 +139,7 @@ class _Tries:
     @cached_property
     def mean(self) -> float:
         """Seconds of compute of each rank, if nothing moves and all end together."""
-        return self.ranks.level(self.unmoved.compute_seconds.tolist())
+        return self.ranks.level(self.unmoved.compute_seconds)
 
     @cached_property
     def least(self) -> float:
@@ -158,12 +158,13 @@ class _Tries:
     def hopeless(self) -> bool:
         """True if no plan can gain enough: common in narrow bands, and for dealt documents."""
         seconds, tolerance = self.unmoved.compute_seconds, self.config.tolerance
-        # Without a cost per pair, attention is as long as its tokens are many: there is nothing that moving could gain.
-        if not Price.of(self.cost, self.config.tile).pair or (
-            seconds.max() <= self.mean * (1 + tolerance) and seconds.min() >= self.mean * (1 - tolerance)
-        ):
-            return True
-        return self.unmoved.slowest_seconds * (1 - self.config.min_gain) < self.least
+        even = seconds.max() <= self.mean * (1 + tolerance) and seconds.min() >= self.mean * (1 - tolerance)
+        return (
+            even
+            or self.unmoved.slowest_seconds * (1 - self.config.min_gain) < self.least
+            # Without a cost per pair, attention is as long as its tokens are many: there is nothing that moving could gain.
+            or not Price.of(self.cost, self.config.tile).pair
+        )
 
     @cached_property
     def greedy(self) -> Greedy:
@@ -200,16 +201,14 @@ class _Tries:
             step = self._step(far, part, every)
             return [step._replace(tolerance=_OF_NODES * step.tolerance, per_node=size), *inside(part)]
 
-        def near(part: float) -> list[Step]:
-            return [self._step(far, part, every)._replace(near=size)]
-
         speeds = self.greedy.speeds.reshape(-1, size)
         longest = float(((unmoved.compute_seconds.reshape(-1, size) * speeds).sum(axis=1) / speeds.sum(axis=1)).max())
         by_node = _Way(longest, parts, inside, unmoved.exchange_seconds, mixes=True)
         by_nodes = _Way(self.mean, parts[-1:], between, unmoved.exchange_seconds)
         if longest <= self.mean * (1 + self.config.tolerance):
             return [by_node, by_nodes, *one_group]
-        return [by_nodes, by_nodes._replace(steps=near), *one_group, by_node]
+        near = by_nodes._replace(steps=lambda part: [self._step(far, part, every)._replace(near=size)])
+        return [by_nodes, near, *one_group, by_node]
 
     def _step(self, bytes_per_second: float, part: float, size: int) -> Step:
         """Moves in groups of so many ranks, where so much of an exchange counts."""

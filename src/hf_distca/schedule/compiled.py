@@ -18,15 +18,10 @@ _log = logging.getLogger("hf_distca")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _numba() -> Any:
-    try:
-        module = import_module("numba")
-    except ImportError:
-        return None
-    return None if module.config.DISABLE_JIT else module
-
-
-numba = _numba()
+try:
+    numba: Any = import_module("numba")
+except ImportError:
+    numba = None
 
 
 def compiled(function: F, *, keep: Path | None = None, inside: bool = False) -> F:

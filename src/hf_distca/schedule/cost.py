@@ -22,20 +22,23 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.moves import task_counts
+from hf_distca.schedule.moves import FloatArray, task_counts
 
 __all__ = [
     "ALL_KEYS",
     "AttentionShape",
     "CostModel",
+    "FloatArray",
     "KernelCost",
+    "LEAST_RATE",
+    "MOST_SECONDS",
     "Price",
     "causal_pairs",
     "fit_coefficients",
@@ -43,8 +46,9 @@ __all__ = [
     "without_infinities",
 ]
 
-FloatArray = npt.NDArray[np.float64]
-
+# What a device may be like; beyond, sums of seconds are infinite, and their ratios are no numbers.
+LEAST_RATE = 1.0  # a second
+MOST_SECONDS = 1e6
 # The window of layers in which a row sees all keys before it.
 ALL_KEYS = 2**62
 
@@ -75,8 +79,7 @@ class AttentionShape:
     element_bytes: int
 
     def __post_init__(self) -> None:
-        values = (self.query_heads, self.key_value_heads, self.head_dim, self.value_head_dim, self.element_bytes)
-        if min(values) < 1 or self.query_heads % self.key_value_heads:
+        if min(astuple(self)) < 1 or self.query_heads % self.key_value_heads:
             raise ConfigError(f"{self}: all must be >= 1 and query_heads a multiple of key_value_heads.")
 
     @property
@@ -170,10 +173,9 @@ class KernelCost:
     def from_json(cls, data: dict[str, Any]) -> KernelCost:
         """Read the coefficients by name, None for an infinite one."""
         cost = cls(**{name: rate_or_infinity(value) for name, value in data.items()})
-        seconds = cost.task_seconds, cost.call_seconds, cost.least_seconds
-        rates = cost.bytes_per_second, cost.flops_per_second, cost.row_passes
-        if not (min(seconds) >= 0 and max(*seconds, cost.row_passes) < math.inf and min(rates) > 0):
-            raise ValueError(f"{cost}: seconds must be finite and not negative, passes finite, passes and rates positive")
+        fits = all(0 <= seconds <= MOST_SECONDS for seconds in (cost.task_seconds, cost.call_seconds, cost.least_seconds))
+        if not (fits and min(cost.bytes_per_second, cost.flops_per_second) >= LEAST_RATE and 0 < cost.row_passes < math.inf):
+            raise ValueError(f"{cost}: seconds must be from 0 to 1e6, rates at least 1 a second, passes positive and finite")
         return cost
 
     @classmethod
@@ -276,28 +278,19 @@ class CostModel:
         """Make a model of one second per 2**30 causal pairs, nothing for anything
         else: balances pairs, as published planners do.
         """
-        pair_cost = KernelCost(0.0, np.inf, 2.0**30 * shape.pair_flops)
-        free = KernelCost(0.0, np.inf, np.inf)
-        return cls(shape, pair_cost, free, np.inf, tile=1, name="causal pairs")
+        forward = KernelCost(0.0, np.inf, 2.0**30 * shape.pair_flops)
+        return cls(shape, forward, KernelCost(0.0, np.inf, np.inf), np.inf, tile=1, name="causal pairs")
 
     def within(self, longest: int) -> Self:
         """Return this model for documents of at most `longest` tokens: without a window that none exceeds."""
         return replace(self, window=None) if self.window is not None and self.window >= longest else self
-
-    @property
-    def near(self) -> float:
-        """Time of a byte inside a node, relative to a byte between
-        nodes: 1 if there is only one rate.
-        """
-        inside = self.node_bytes_per_second
-        return 1.0 if inside is None else min(self.exchange_bytes_per_second / inside, 1.0)
 
     def to_json(self) -> str:
         """Return the model as JSON, with the names of its attributes as keys.
 
         Infinite rates, which cost nothing, are null.
         """
-        return json.dumps(without_infinities(asdict(self)), indent=1)
+        return json.dumps(asdict(self, dict_factory=without_infinities), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> CostModel:
@@ -354,20 +347,9 @@ class CostModel:
         return np.asarray(self.directions(rows, keys, heads).sum(axis=0))
 
     @property
-    def prices(self) -> tuple[float, float, float, float]:
-        """Seconds of a task, a query row, a key and a query-key pair, forward and backward together."""
-        shape, forward, backward = self.shape, self.forward, self.backward
-        pair = shape.pair_flops * (1 / forward.flops_per_second + 2.5 / backward.flops_per_second)
-        passes = forward.row_passes / forward.bytes_per_second + 2.0 * backward.row_passes / backward.bytes_per_second
-        key = shape.backward_key_bytes / backward.bytes_per_second
-        return float(forward.task_seconds + backward.task_seconds), shape.row_bytes * passes, key, pair
-
-    def transfer_seconds(self, query_tokens: npt.ArrayLike, key_tokens: npt.ArrayLike) -> FloatArray:
-        """Return the seconds on the wire of moved tokens, forward and
-        backward together, without the fixed part.
-        """
-        moved = np.asarray(query_tokens) * self.shape.moved_query_bytes + np.asarray(key_tokens) * self.shape.moved_key_bytes
-        return np.asarray(moved / self.exchange_bytes_per_second, dtype=np.float64)
+    def key_seconds(self) -> float:
+        """Seconds on the wire of a moved key, forward and backward together, without the fixed part."""
+        return self.shape.moved_key_bytes / self.exchange_bytes_per_second
 
 
 class Price(NamedTuple):
@@ -393,9 +375,19 @@ class Price(NamedTuple):
     @classmethod
     def of(cls, cost: CostModel, grid: int) -> Self:
         """Convert a cost model to prices, for documents cut at multiples of `grid`."""
-        shape, window = cost.shape, ALL_KEYS if cost.window is None else cost.window
-        moved = float(shape.moved_query_bytes), float(shape.moved_key_bytes)
-        return cls(*cost.prices, *moved, cost.tile, grid, window)
+        shape, forward, backward = cost.shape, cost.forward, cost.backward
+        passes = forward.row_passes / forward.bytes_per_second + 2.0 * backward.row_passes / backward.bytes_per_second
+        return cls(
+            task=float(forward.task_seconds + backward.task_seconds),
+            row=shape.row_bytes * passes,
+            key=shape.backward_key_bytes / backward.bytes_per_second,
+            pair=shape.pair_flops * (1 / forward.flops_per_second + 2.5 / backward.flops_per_second),
+            query_bytes=float(shape.moved_query_bytes),
+            key_bytes=float(shape.moved_key_bytes),
+            tile=cost.tile,
+            grid=grid,
+            window=ALL_KEYS if cost.window is None else cost.window,
+        )
 
     def with_exchange(self, bytes_per_second: float) -> Self:
         """Add the cost of receiving to the prices, for a server that
@@ -405,15 +397,9 @@ class Price(NamedTuple):
         return self._replace(row=self.row + row, key=self.key + key)
 
 
-def without_infinities(value: Any) -> Any:
-    """Replace infinite rates, which cost nothing and have no JSON
-    number, by None in nested containers.
-    """
-    if isinstance(value, dict):
-        return {key: without_infinities(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_infinities(entry) for entry in value]
-    return None if isinstance(value, float) and math.isinf(value) else value
+def without_infinities(attributes: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dictionary of attributes, with None for infinite rates, which cost nothing and have no JSON number."""
+    return {name: None if value == math.inf else value for name, value in attributes}
 
 
 def rate_or_infinity(value: Any) -> float:

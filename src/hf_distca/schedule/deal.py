@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ def deal(
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
     cost = cost.within(int(length.max(initial=0)))
-    return _dealt(length, np.ones(len(length), dtype=np.bool_), tokens, cost, tile, ranks_per_node, overlapped=overlapped)
+    return _dealt(length, np.arange(len(length)), tokens, cost, tile, ranks_per_node, overlapped=overlapped)
 
 
 def deal_nano_batches(
@@ -104,8 +105,8 @@ def deal_nano_batches(
     here = _halves(tokens, int(length[first].sum()))
     there = [both - half for both, half in zip(tokens, here, strict=True)]
     return (
-        _dealt(length, first, here, cost, tile, ranks_per_node, overlapped=True),
-        _dealt(length, ~first, there, cost, tile, ranks_per_node, overlapped=True),
+        _dealt(length, np.flatnonzero(first), here, cost, tile, ranks_per_node, overlapped=True),
+        _dealt(length, np.flatnonzero(~first), there, cost, tile, ranks_per_node, overlapped=True),
     )
 
 
@@ -123,7 +124,7 @@ def in_order(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence
 
 def _dealt(
     length: IntArray,
-    among: npt.NDArray[np.bool_],
+    documents: IntArray,
     tokens: list[int],
     cost: CostModel,
     tile: int,
@@ -134,32 +135,29 @@ def _dealt(
     """Deal some documents: to nodes first, or to all ranks if
     the plan of that layout ends earlier.
     """
-    document, ranks = np.flatnonzero(among), Ranks(per_node=ranks_per_node).seen_by(cost)
+    ranks = Ranks(per_node=ranks_per_node).seen_by(cost)
+    config = DistCAConfig(tile=tile, ping_pong=overlapped)
     per_node = len(tokens) if ranks_per_node is None else ranks_per_node
 
     def dealer() -> Dealer:
-        return Dealer(length[document], tokens, cost, tile, per_node, overlapped=overlapped)
-
-    def numbered(dealt: Layout) -> Layout:
-        return Layout(document[dealt.document], dealt.start, dealt.length, dealt.offsets)
-
-    if ranks.per_node is None or per_node == len(tokens):
-        return numbered(dealer().layout())
-    by_nodes, config = dealer().layout_by_nodes(), DistCAConfig(tile=tile, ping_pong=overlapped)
-    if by_nodes is None:
-        return numbered(dealer().layout())
+        return Dealer(length, documents, tokens, cost, tile, per_node, overlapped=overlapped)
 
     def slowest(dealt: Layout) -> float:
         plan = balance(dealt, cost, config, ranks)
         return PlanLoad(plan, cost, overlapped=overlapped, ranks=ranks).slowest_seconds
 
+    in_nodes = ranks.per_node is not None and per_node < len(tokens)
+    by_nodes = dealer().layout_by_nodes() if in_nodes else None
+    if by_nodes is None:
+        return dealer().layout()
+
     end, unmoved = slowest(by_nodes), PlanLoad(Plan.local(by_nodes, cost.window), cost, overlapped=overlapped, ranks=ranks)
     ends = unmoved.compute_seconds if overlapped else unmoved.ends
     # No other layout ends much before what ranks take on average.
     if end <= (1 + _CLOSE) * math.fsum(ends.tolist()) / len(ends):
-        return numbered(by_nodes)
+        return by_nodes
     every = dealer().layout()
-    return numbered(by_nodes if end <= (1 + _EQUAL) * slowest(every) else every)
+    return by_nodes if end <= (1 + _EQUAL) * slowest(every) else every
 
 
 def _halves(tokens: list[int], total: int) -> list[int]:
@@ -182,15 +180,15 @@ def _half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> npt.NDA
     """
     seconds = cost.seconds(length, length).tolist()
     keys = length if cost.window is None else np.minimum(length, cost.window)
-    late = (cost.transfer_seconds(0, keys) > math.fsum(seconds) / (2 * ranks)).tolist()
-    order = np.lexsort((np.arange(len(length)), -length))
+    late = (keys * cost.key_seconds > math.fsum(seconds) / (2 * ranks)).tolist()
+    order = np.argsort(-length, kind="stable")
     shortest_first = np.cumsum(length[order][::-1])
     coins = min(max(int(np.searchsorted(shortest_first, _CHANGE)), _COINS), 256, len(length))
     first = np.zeros(len(length), dtype=np.bool_)
     rooms, loads = [tokens, int(length.sum()) - tokens], [0.0, 0.0]
-    large, small = order[: len(order) - coins].tolist(), order[len(order) - coins :].tolist()
-    reserve = sum(int(length[document]) for document in small) // 3
-    for document in large:
+    large, small = order[: len(order) - coins], order[len(order) - coins :]
+    reserve = int(length[small].sum()) // 3
+    for document in large.tolist():
         count = int(length[document])
         half = 0 if late[document] or loads[0] <= loads[1] else 1
         # With a part of the short documents to come, many more sums can be made than with hardly any or nearly all of them.
@@ -199,17 +197,14 @@ def _half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> npt.NDA
         rooms[half] -= count
         loads[half] += seconds[document]
         first[document] = half == 0
-    for document in _change([int(length[document]) for document in small], rooms[0]):
-        first[small[document]] = True
+    first[small[_change(length[small].tolist(), rooms[0])]] = True
     return first if first.any() else ~first
 
 
 def _change(coins: list[int], amount: int) -> list[int]:
     """Find the indices of the coins whose sum is closest to an amount."""
     # Bit n of a number: whether the coins so far can make n.
-    sums = [1]
-    for coin in coins:
-        sums.append(sums[-1] | sums[-1] << coin)
+    sums = list(accumulate(coins, lambda possible, coin: possible | possible << coin, initial=1))
     total, taken = _nearest_bit(sums[-1], amount), []
     for coin_index in range(len(coins) - 1, -1, -1):
         if not sums[coin_index] >> total & 1:
@@ -219,14 +214,11 @@ def _change(coins: list[int], amount: int) -> list[int]:
 
 
 def _nearest_bit(bits: int, wanted: int) -> int:
-    """Find the set bit that is nearest to the wanted place, without looking at all of them."""
+    """Find the set bit that is nearest to the wanted place; the lower one, if two are."""
     wanted = max(wanted, 0)
-    below = (bits & ((1 << (wanted + 1)) - 1)).bit_length() - 1
-    above = bits >> wanted
-    if not above:
-        return below
-    above = wanted + (above & -above).bit_length() - 1
-    return below if wanted - below <= above - wanted else above
+    digits = f"{bits:b}"[::-1]
+    below, above = digits.rfind("1", 0, wanted + 1), digits.find("1", wanted)
+    return below if above < 0 or wanted - below <= above - wanted else above
 
 
 def _checked(
@@ -234,11 +226,9 @@ def _checked(
 ) -> tuple[IntArray, list[int]]:
     """Check the arguments, and return the lengths and the tokens of each rank."""
     given: Any = tokens_per_rank
-    if isinstance(given, str):  # a sequence, of digits
-        raise ConfigError(f"tokens_per_rank={tokens_per_rank!r} must be a whole number of at least 1.")
-    least = min(tokens_per_rank, default=0) if isinstance(tokens_per_rank, Sequence) else tokens_per_rank
+    by_rank = list(given) if isinstance(given, list | tuple) else [given]
     per_node = 1 if ranks_per_node is None else ranks_per_node
-    numbers = {"ranks": ranks, "tokens_per_rank": least, "tile": tile, "ranks_per_node": per_node}
+    numbers = {"ranks": ranks, "tokens_per_rank": min(by_rank, default=0), "tile": tile, "ranks_per_node": per_node}
     for name, value in numbers.items():
         # Not `isinstance`: True is no number of ranks.
         if type(value) is not int or value < 1:
@@ -246,12 +236,11 @@ def _checked(
     if ranks % per_node:
         raise ConfigError(f"ranks_per_node={per_node} must divide ranks={ranks}.")
     length = as_integers(lengths, "document lengths")
-    if len(length) and length.min() < 1:
-        document = int(np.flatnonzero(length < 1)[0])
-        raise LayoutError(f"document {document} has length {length[document]}: every document must have at least 1 token.")
-    if length.max(initial=0) > _LONGEST:
-        raise LayoutError(f"document {int(length.argmax())} has {length.max()} tokens: the limit is 2**32.")
-    tokens = list(tokens_per_rank) if isinstance(tokens_per_rank, Sequence) else [tokens_per_rank] * ranks
+    wrong = (length < 1) | (length > _LONGEST)
+    if wrong.any():
+        document = int(wrong.argmax())
+        raise LayoutError(f"document {document} has length {length[document]}: at least 1 token is needed, the limit is 2**32.")
+    tokens = [given] * ranks if type(given) is int else by_rank
     total, wanted = sum(length.tolist()), sum(tokens)
     if total != wanted or len(tokens) != ranks:
         raise LayoutError(

@@ -20,20 +20,19 @@ Every rank deals for itself, so everything here is plain IEEE double arithmetic 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_distca.schedule.cost import CostModel, FloatArray, Price
-from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.cost import CostModel, Price
+from hf_distca.schedule.layout import IntArray, Layout, changes
 from hf_distca.schedule.moves import slice_seconds
 
 __all__ = ["DealtPiece", "Dealer", "pour"]
-
-Array = TypeVar("Array", IntArray, FloatArray)
 
 # Parts of the mean seconds of a rank: what documents take that only fill up ranks; and how much more than a whole number of
 # ranks a wide document may take.
@@ -65,19 +64,6 @@ def _divided(length: int, rooms: list[int], tile: int) -> list[int]:
     return tokens
 
 
-def _head_and_tail(document: int, length: int, ranks: Sequence[int], parts: Sequence[int]) -> list[DealtPiece]:
-    """Give each rank a piece from the front and one from the back of a
-    document, with so many tokens together.
-    """
-    pieces, head, tail = [], 0, length
-    for rank, part in zip(ranks, parts, strict=True):
-        front = part // 2
-        back = part - front
-        pieces += [DealtPiece(rank, document, head, front), DealtPiece(rank, document, tail - back, back)]
-        head, tail = head + front, tail - back
-    return [piece for piece in pieces if piece.length]
-
-
 class _Group(NamedTuple):
     """Ranks [first, last) in nodes of `per_node`, and the
     seconds that each takes to receive a key.
@@ -103,7 +89,8 @@ class Dealer:
     """Deals documents to ranks with given numbers of tokens; see `deal` for the other arguments.
 
     Args:
-        length: numbers of tokens of the documents, which are numbered by index.
+        length: numbers of tokens of all documents, which are numbered by index.
+        documents: numbers of those to deal.
         tokens: number of tokens of each rank.
         cost: seconds of tasks and of exchanges.
         tile: documents are cut at multiples of it where tokens allow.
@@ -113,7 +100,15 @@ class Dealer:
     """
 
     def __init__(
-        self, length: IntArray, tokens: list[int], cost: CostModel, tile: int, per_node: int, *, overlapped: bool
+        self,
+        length: IntArray,
+        documents: IntArray,
+        tokens: list[int],
+        cost: CostModel,
+        tile: int,
+        per_node: int,
+        *,
+        overlapped: bool,
     ) -> None:
         if not Price.of(cost, tile).pair:
             # Attention that costs nothing a pair is as long as its tokens are many: pairs decide then.
@@ -121,16 +116,17 @@ class Dealer:
         self.length, self.price, self.tile = length, Price.of(cost, tile), tile
         self.seconds = cost.seconds(length, length)
         self.tokens, self._seconds = length.tolist(), self.seconds.tolist()
-        self.documents = np.argsort(-length, kind="stable")
+        self.documents = documents[np.argsort(-length[documents], kind="stable")]
         self.pieces: list[DealtPiece] = []
         self.room = np.array(tokens, dtype=np.int64)
         self.work = np.zeros(len(self.room))
         # Which rank has all of a document, or -1: so many tuples would make Python look for garbage, in all there is.
         self.home = [-1] * len(length)
-        ranks, key_seconds = len(self.room), 0.0 if overlapped else float(cost.transfer_seconds(0, 1))
+        ranks, key_seconds = len(self.room), 0.0 if overlapped else cost.key_seconds
         self.every = _Group(0, ranks, per_node, key_seconds)
-        starts, near = range(0, ranks, per_node), key_seconds * cost.near
-        self.nodes = [_Group(first, first + per_node, per_node, near) for first in starts]
+        inside = cost.node_bytes_per_second or cost.exchange_bytes_per_second
+        near = min(key_seconds, cost.shape.moved_key_bytes / inside)
+        self.nodes = [_Group(first, first + per_node, per_node, near) for first in range(0, ranks, per_node)]
 
     def layout(self) -> Layout:
         """Deal all documents to all ranks."""
@@ -155,7 +151,7 @@ class Dealer:
         level = (math.fsum(work.tolist()) + math.fsum(self.seconds[documents].tolist())) / nodes
         places, home = _Places(0, self._by_node(self.room).tolist(), (level - work).tolist()), [-1] * len(self.tokens)
         cut: list[list[DealtPiece]] = [[] for _ in self.nodes]
-        for piece in pour(self._whole(self._put_all(documents, level, places, home)), places.tokens):
+        for piece in pour(self._put_all(documents, level, places, home), places.tokens):
             cut[piece.rank].append(piece)
         node = np.array(home, dtype=np.int64)[documents]
         order = np.argsort(node, kind="stable")
@@ -164,32 +160,21 @@ class Dealer:
             self._deal(group, documents[order[first:last]], pieces)
         return self._layout()
 
-    def _by_node(self, values: Array) -> Array:
+    def _by_node(self, values: Any) -> Any:
         """Sum values of the ranks of each node."""
-        sums: Array = np.add.reduceat(values, np.arange(0, len(values), self.every.per_node))
-        return sums
+        return np.add.reduceat(values, np.arange(0, len(values), self.every.per_node))
 
     def _deal(self, group: _Group, documents: IntArray, cut: Sequence[DealtPiece] = ()) -> None:
         """Deal documents, the longest first, and then pieces of others, to the ranks of a group."""
-        some, level = slice(group.first, group.last), self._level(group, documents)
+        some, size = slice(group.first, group.last), group.last - group.first
+        # The mean of ranks, with the documents that they are to get.
+        level = max(math.fsum(self.work[some].tolist() + self.seconds[documents].tolist()) / size, 1e-300)
         wide = (self.length[documents] > int(self.room[some].max())) | (self.seconds[documents] > (1 + _SLACK) * level)
-        received = self._spread_all(group, documents[wide], level) / (group.last - group.first)
+        received = self._spread_all(group, documents[wide], level) / size
         documents = documents[~wide]
         places = _Places(group.first, self.room[some].tolist(), (level + received - self.work[some]).tolist())
-        over = self._put_all(documents, level, places, self.home)
-        pieces = pour([*self._whole(over), *cut], places.tokens)
+        pieces = pour([*self._put_all(documents, level, places, self.home), *cut], places.tokens)
         self.pieces += [piece._replace(rank=piece.rank + group.first) for piece in pieces]
-
-    def _level(self, group: _Group, documents: IntArray) -> float:
-        """Return the mean seconds of the ranks of a group,
-        including documents that they are to get.
-        """
-        seconds = self.work[group.first : group.last].tolist() + self.seconds[documents].tolist()
-        return max(math.fsum(seconds) / (group.last - group.first), 1e-300)
-
-    def _whole(self, documents: list[int]) -> list[DealtPiece]:
-        """Make pieces of whole documents, not yet on a rank."""
-        return [DealtPiece(-1, document, 0, self.tokens[document]) for document in documents]
 
     def _spread_all(self, group: _Group, documents: IntArray, level: float) -> float:
         """Cut documents, the longest first, each over as few ranks of a group
@@ -205,23 +190,28 @@ class Dealer:
         return group.key_seconds * keys
 
     def _spread(self, group: _Group, document: int, parts: int, level: float) -> int:
-        """Cut a document head and tail over so many ranks, or more if rooms require it.
+        """Cut a document head and tail over so many ranks, or more if rooms require it:
+        each gets a piece from the front and one from the back.
 
         Return the keys that these receive.
         """
         length = self.tokens[document]
         ranks, rooms = self._chosen(group, length, parts, level)
-        # Of each rank its own tokens so far, and the keys that it receives: those before its last piece, but for its own.
-        held, keys = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
-        for piece in _head_and_tail(document, length, ranks, _divided(length, rooms, self.tile)):
-            self.pieces.append(piece)
-            self.room[piece.rank] -= piece.length
-            self.work[piece.rank] += slice_seconds(self.price, 1.0, piece.start, piece.start + piece.length)
-            keys[piece.rank] = piece.start - held[piece.rank]
-            held[piece.rank] += piece.length
-        for rank in ranks:
-            self.work[rank] += group.key_seconds * keys[rank]
-        return sum(keys.values())
+        head, tail, received = 0, length, 0
+        for rank, part in zip(ranks, _divided(length, rooms, self.tile), strict=True):
+            front, back = part // 2, part - part // 2
+            tail -= back
+            for start, size in ((head, front), (tail, back)):
+                if size:
+                    self.pieces.append(DealtPiece(rank, document, start, size))
+                    self.work[rank] += slice_seconds(self.price, 1.0, start, start + size)
+            # It receives the keys before its last piece, but for its own.
+            keys = tail - front if part else 0
+            self.work[rank] += group.key_seconds * keys
+            self.room[rank] -= part
+            received += keys
+            head += front
+        return received
 
     def _chosen(self, group: _Group, length: int, parts: int, level: float) -> tuple[list[int], list[int]]:
         """Choose ranks with the least to do that have room for a document together,
@@ -233,12 +223,13 @@ class Dealer:
         work, rooms = np.round(self.work[some] / level, 3), self.room[some]
         room, nodes = rooms.reshape(-1, group.per_node), work.reshape(-1, group.per_node)
         candidates = np.arange(len(work))
-        for able in ((room >= share).sum(axis=1) >= parts, room.sum(axis=1) >= length):
-            if able.any():
-                least = np.sort(np.where(room >= share, nodes, np.inf), axis=1)[:, :parts].mean(axis=1)
-                node = int(np.argmin(np.where(able, np.where(np.isfinite(least), least, nodes.mean(axis=1)), np.inf)))
-                candidates = np.arange(node * group.per_node, (node + 1) * group.per_node)
-                break
+        # Nodes in which enough ranks have room for a part; if there is none, those with room for the document.
+        able = (room >= share).sum(axis=1) >= parts
+        able = able if able.any() else room.sum(axis=1) >= length
+        if able.any():
+            least = np.sort(np.where(room >= share, nodes, np.inf), axis=1)[:, :parts].mean(axis=1)
+            node = int(np.argmin(np.where(able, np.where(np.isfinite(least), least, nodes.mean(axis=1)), np.inf)))
+            candidates = np.arange(node * group.per_node, (node + 1) * group.per_node)
         order = candidates[np.lexsort((-rooms[candidates], work[candidates]))]
         able_ranks = order[rooms[order] >= share]
         if len(able_ranks) >= parts:
@@ -247,15 +238,15 @@ class Dealer:
         count = max(int(np.searchsorted(np.cumsum(rooms[order]), length)) + 1, parts)
         return (order[:count] + group.first).tolist(), rooms[order[:count]].tolist()
 
-    def _put_all(self, documents: IntArray, level: float, places: _Places, home: list[int]) -> list[int]:
+    def _put_all(self, documents: IntArray, level: float, places: _Places, home: list[int]) -> list[DealtPiece]:
         """Put whole documents on places: long ones by the seconds that these lack,
-        short ones by the seconds they lack per token.
+        short ones by the seconds they lack per token. Return those that fit nowhere.
         """
         long = int(np.searchsorted(-self.seconds[documents], -_SHORT * level, side="right"))
         over = self._put(documents[:long].tolist(), places, home, dense=False)
         return over + self._put(documents[long:].tolist(), places, home, dense=True)
 
-    def _put(self, documents: list[int], places: _Places, home: list[int], *, dense: bool) -> list[int]:
+    def _put(self, documents: list[int], places: _Places, home: list[int], *, dense: bool) -> list[DealtPiece]:
         """Put whole documents, in this order, each on the place with room that
         lacks the most seconds, in all or per token.
 
@@ -266,7 +257,7 @@ class Dealer:
             dense: whether seconds per token count.
 
         Returns:
-            Documents that fit nowhere.
+            Documents that fit nowhere, not yet on a rank.
         """
         first, room, left = places
 
@@ -286,7 +277,7 @@ class Dealer:
                 place = heapq.heappop(ready)[1]
                 heapq.heappush(waiting, (-room[place], place))
             if not ready:
-                over.append(document)
+                over.append(DealtPiece(-1, document, 0, tokens))
                 continue
             place = ready[0][1]
             home[document] = first + place
@@ -304,22 +295,19 @@ class Dealer:
         whole, cut = np.flatnonzero(home >= 0), np.array(self.pieces, dtype=np.int64).reshape(-1, 4)
         rows = np.concatenate([np.column_stack([home[whole], whole, np.zeros_like(whole), self.length[whole]]), cut])
         rank, document, start, size = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))].T
-        joins = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1]) & (start[1:] == start[:-1] + size[:-1])
-        begin = np.flatnonzero(np.append(True, ~joins)[: len(rank)])
+        # Pieces that join start where as many tokens of their document are on other ranks.
+        begin = np.flatnonzero(changes(rank, document, start - np.cumsum(size) + size))
         length = np.add.reduceat(size, begin) if len(begin) else size
         return Layout(document[begin], start[begin], length, np.searchsorted(rank[begin], np.arange(len(self.room) + 1)))
 
 
 def pour(documents: Sequence[DealtPiece], room: Sequence[int]) -> list[DealtPiece]:
     """Fill rooms with documents or pieces, one after another, cut where a room ends."""
-    pieces, rank, left = [], -1, 0
-    for _, document, start, length in documents:
-        end = start + length
-        while start < end:
-            while not left:
-                rank += 1
-                left = room[rank]
-            size = min(end - start, left)
-            pieces.append(DealtPiece(rank, document, start, size))
-            start, left = start + size, left - size
-    return pieces
+    _, document, start, length = np.array(documents, dtype=np.int64).reshape(-1, 4).T
+    ends, room_ends = np.cumsum(length), np.cumsum(room)
+    # Counted over all tokens, a piece begins and stops where a document does, or a room.
+    stop = np.union1d(ends, room_ends[(room_ends > 0) & (room_ends < length.sum())])
+    begin = np.append(0, stop[:-1])[: len(stop)]
+    row, rank = np.searchsorted(ends, begin, side="right"), np.searchsorted(room_ends, begin, side="right")
+    pieces = np.column_stack([rank, document[row], start[row] + begin - (ends - length)[row], stop - begin])
+    return list(itertools.starmap(DealtPiece, pieces.tolist()))

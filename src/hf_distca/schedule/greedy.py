@@ -17,10 +17,10 @@ import numpy as np
 
 from hf_distca.schedule.cost import FloatArray, Price
 from hf_distca.schedule.heads import Heads
-from hf_distca.schedule.layout import BoolArray, IntArray, Layout, repeated
+from hf_distca.schedule.layout import BoolArray, IntArray, Layout, changes, repeated
 from hf_distca.schedule.moves import END, PIECE, SERVER, START, Ledger, Loads, Prices, QueryPieces, make_moves
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import ALIKE, Ranks
+from hf_distca.schedule.ranks import Ranks
 
 __all__ = ["Greedy", "Levels", "PlanRows", "Step"]
 
@@ -41,39 +41,30 @@ class Levels(NamedTuple):
     cap: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float], ranks: Ranks, tolerance: float) -> Self:
+    def of(cls, seconds: FloatArray, speeds: FloatArray, serves: BoolArray, tolerance: float) -> Self:
         """Choose levels such that total excess equals total deficit: the side
         with more to do stops inside its edge.
 
+        Ranks that neither serve nor exceed the mean stay as they are, and do not count.
+
         Args:
             seconds: seconds of each rank's work.
-            ranks: properties of the ranks; a rank that ends so many seconds earlier sheds this
-                times its speed in work.
+            speeds: speeds of ranks: one that ends so many seconds earlier sheds this times its
+                speed in work.
+            serves: whether each may get slices.
             tolerance: half the width of the band, as a part of the mean.
         """
-        mean, taken, speed = ranks.level(seconds), np.array(seconds), np.array(ranks.each(len(seconds)))
+        mean = Ranks.of(speeds).level(seconds)
+        counts = serves | (seconds >= mean)
+        if not counts.all():
+            return cls.of(seconds[counts], speeds[counts], serves[counts], tolerance)
         low, high = mean * (1 - tolerance * _INNER_BAND), mean * (1 + tolerance * _INNER_BAND)
-        surplus, deficit = (math.fsum((np.maximum(gap, 0) * speed).tolist()) for gap in (taken - high, low - taken))
+        surplus, deficit = (math.fsum((np.maximum(gap, 0) * speeds).tolist()) for gap in (seconds - high, low - seconds))
         if surplus >= deficit:
-            low = min(_filled(taken, speed, surplus), mean)
+            low = min(_filled(seconds, speeds, surplus), mean)
         else:
-            high = max(-_filled(-taken, speed, deficit), mean)
+            high = max(-_filled(-seconds, speeds, deficit), mean)
         return cls(mean * (1 - tolerance), low, high, mean * (1 + tolerance))
-
-    @classmethod
-    def among(cls, seconds: FloatArray, speeds: FloatArray, serves: BoolArray, tolerance: float) -> Self:
-        """Choose levels for some ranks.
-
-        Ranks that neither serve nor exceed the mean stay as they are, and do not count.
-        """
-        evened = np.ones(len(seconds), dtype=np.bool_)
-        while True:
-            ranks = ALIKE if (speeds == 1.0).all() else Ranks.of(speeds[evened])
-            taken = seconds[evened].tolist()
-            below = evened & ~serves & (seconds < ranks.level(taken))
-            if not below.any():
-                return cls.of(taken, ranks, tolerance)
-            evened &= ~below
 
 
 def _filled(taken: FloatArray, speed: FloatArray, amount: float) -> float:
@@ -164,7 +155,7 @@ class Greedy:
         taken, serves = np.bincount(node, weights=seconds * speeds) / speed, np.bincount(node, weights=self.serves) > 0
         groups = [slice(first, first + size) for first in range(0, len(taken), size)]
         capped = Levels(0.0, 0.95 * step.cap, 0.97 * step.cap, step.cap)
-        levels = [capped if step.cap else Levels.among(taken[g], speed[g], serves[g], step.tolerance) for g in groups]
+        levels = [capped if step.cap else Levels.of(taken[g], speed[g], serves[g], step.tolerance) for g in groups]
         high = np.repeat([of_group.high for of_group in levels], size)
         surplus, work = _sums(np.maximum(taken - high, 0.0) * speed, size), _sums(taken * speed, size)
         order = np.lexsort((-seconds, np.arange(len(seconds)) // step.size))
@@ -188,13 +179,11 @@ class Greedy:
         layout, heads = self.layout, self.heads
         rows = layout.by_document[layout.queries[layout.by_document]]
         rows = rows[np.argsort(layout.rank[rows] * (layout.longest + 1) - layout.end[rows], kind="stable")]
-        parts = heads.groups + 1 if heads.groups > 1 else 1
-        apart = heads.documents[layout.place[rows]] if heads.groups > 1 else np.zeros(len(rows), dtype=np.bool_)
-        index, group = repeated(apart, heads.groups)
+        index, group = repeated(heads.documents[layout.place[rows]], heads.groups)
         segment = rows[index]
         offsets = np.searchsorted(layout.rank[segment], np.arange(layout.world_size + 1))
         part = np.where(group > 0, 1.0 / heads.groups, 1.0)
-        number = layout.place[segment] * parts + group
+        number = layout.place[segment] * (heads.groups + 1) + group
         return segment, QueryPieces(number, layout.start[segment], layout.end[segment], part, offsets)
 
     def plan(self, rows: PlanRows) -> Plan:
@@ -202,7 +191,7 @@ class Greedy:
 
         Neighbours on one server become one task.
         """
-        layout, parts = self.layout, self.heads.groups + 1 if self.heads.groups > 1 else 1
+        layout, parts = self.layout, self.heads.groups + 1
         segment, pieces = self._pieces
         home, place, group = layout.rank[segment], layout.place[segment], pieces.number % parts
         # A document of which no group is moved is not split.
@@ -215,9 +204,8 @@ class Greedy:
             number = number * parts + np.where(apart[place[piece]], group[piece], 0)
         order = np.argsort(pieces.number[piece] * (layout.longest + 1) + start)
         piece, start, end, server, number = (column[order] for column in (piece, start, end, server, number))
-        joins = (piece[1:] == piece[:-1]) & (server[1:] == server[:-1])
-        begin = np.flatnonzero(np.append(True, ~joins)[: len(piece)])
-        last = np.append(begin[1:], len(piece))[: len(begin)] - 1
+        begin = changes(piece, server)
+        last = np.append(begin, True)[1:]
         split = layout.split(apart, self.heads.groups) if apart.any() else layout
         return Plan(split, number[begin], start[begin], end[last], home[piece[begin]], server[begin], self.window)
 
@@ -244,10 +232,9 @@ def _ledger(layout: Layout, segment: IntArray, pieces: QueryPieces, room: int) -
     chained = np.flatnonzero(layout.spans[layout.place[segment]])
     chained = chained[np.lexsort((pieces.end[chained], pieces.number[chained]))]
     number, count = pieces.number[chained], len(chained)
-    same = np.append(False, number[1:] == number[:-1])[:count]
     holders = np.empty((count + room, 3), dtype=np.int64)
     holders[:count] = np.column_stack(
-        [layout.rank[segment[chained]], pieces.end[chained], np.where(same, np.arange(count) - 1, -1)]
+        [layout.rank[segment[chained]], pieces.end[chained], np.where(changes(number), -1, np.arange(count) - 1)]
     )
     last = np.full(int(pieces.number.max(initial=0)) + 1, -1)
     last[number] = np.arange(count)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from hf_distca.schedule.cost import CostModel, FloatArray, Price
 from hf_distca.schedule.layout import Layout
 
-__all__ = ["WHOLE", "Heads", "cut_grid", "possible_groups"]
+__all__ = ["Heads", "cut_grid", "possible_groups"]
 
 # The part of the mean seconds of a rank that a server typically lacks.
 _TYPICAL = 0.25
@@ -44,8 +44,7 @@ class Heads(NamedTuple):
 
     Attributes:
         groups: head groups; 1 if nothing is split.
-        documents: for each document of the layout, whether it may be split; read only if there are
-            groups.
+        documents: for each document of the layout, whether it may be split.
     """
 
     groups: int
@@ -63,11 +62,17 @@ class Heads(NamedTuple):
             most: groups at most; 1 to split nothing.
         """
         possible = possible_groups(cost.shape.key_value_heads, most)
-        if possible == [1] or cost.window is not None or math.isinf(cost.exchange_bytes_per_second) or not price.pair:
-            return WHOLE
-        numbers = np.abs(layout.documents)
-        if layout.groups > 1 or layout.context.any() or not len(numbers) or numbers.max() > _LARGEST:
-            return WHOLE
+        long, given = np.zeros((2, len(layout.documents)), dtype=np.bool_)
+        if (
+            possible == [1]
+            or cost.window is not None
+            or math.isinf(cost.exchange_bytes_per_second)
+            or not price.pair
+            or layout.groups > 1
+            or layout.context.any()
+            or np.abs(layout.documents).max(initial=0) > _LARGEST
+        ):
+            return cls(1, long)
         # A slice of F seconds at position y has F / (p * y) rows. Its bytes of queries are as many as those of keys if
         # q * F / (p * y) = kv * y.
         mean = math.fsum(seconds.tolist()) / len(seconds)
@@ -76,7 +81,6 @@ class Heads(NamedTuple):
         travel = layout.longest * cost.shape.moved_key_bytes / cost.exchange_bytes_per_second
         groups = max(count for count in possible if count <= _USUAL)
         groups = next((count for count in possible if count > groups and travel / groups > _TRAVEL * mean), groups)
-        long, given = np.zeros((2, len(layout.documents)), dtype=np.bool_)
         long[layout.place[layout.end >= length]] = True
         given[layout.place[seconds[layout.rank] > mean]] = True
         return cls(groups, long & given)
@@ -101,6 +105,3 @@ def cut_grid(price: Price, heads: Heads, longest: int, tolerated: float) -> int:
 def possible_groups(heads: int, most: int) -> list[int]:
     """List the numbers of groups into which key/value heads can be split, from 1 up to a limit."""
     return [count for count in range(1, min(most, heads) + 1) if heads % count == 0]
-
-
-WHOLE = Heads(1, np.zeros(0, dtype=np.bool_))

@@ -265,8 +265,7 @@ class Layout:
     @cached_property
     def _positions(self) -> IntArray:
         """Starts of the segments of `by_document`, in one sequence of all documents."""
-        rows = self.by_document
-        return np.asarray(self.place[rows] * (self.longest + 1) + self.start[rows])
+        return np.asarray((self.place * (self.longest + 1) + self.start)[self.by_document])
 
     def segment_of(self, place: IntArray, position: IntArray) -> IntArray:
         """Return the index in `by_document` of the segment that holds a position of
@@ -281,24 +280,16 @@ class Layout:
         """
         return np.minimum(np.searchsorted(self.documents, document), max(len(self.documents) - 1, 0))
 
-    @property
-    def spanning(self) -> frozenset[int]:
-        """Documents that lie on more than one rank."""
-        return frozenset(self.documents[self.spans].tolist())
-
     def segments(self, rank: int) -> list[Segment]:
         """Return the segments of one rank in token order."""
         rows = slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
-        columns = (self.document[rows].tolist(), self.start[rows].tolist(), self.length[rows].tolist())
-        return [Segment(*row) for row in zip(*columns, strict=True)]
+        return list(map(Segment, self.document[rows].tolist(), self.start[rows].tolist(), self.length[rows].tolist()))
 
 
 def changes(*columns: npt.NDArray[Any]) -> BoolArray:
     """Mark rows that differ from the row before in any of these columns; the first row does."""
-    fresh = np.zeros(len(columns[0]), dtype=np.bool_)
-    fresh[:1] = True
-    for column in columns:
-        fresh[1:] |= column[1:] != column[:-1]
+    fresh = np.ones(len(columns[0]), dtype=np.bool_)
+    fresh[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
     return fresh
 
 
@@ -334,20 +325,15 @@ def as_integers(values: object, what: str, shape: tuple[int, ...] = (-1,), error
     try:
         array = np.asarray(values)
     except ValueError as ragged:
-        raise error(f"{expected}, got rows of different lengths: {_shown(values)}.") from ragged
+        raise error(f"{expected}, got rows of different lengths: {values!r:.100}.") from ragged
     if not array.size:
         return np.zeros([max(n, 0) for n in shape], dtype=np.int64)
     fits = array.ndim == len(shape) and all(n in (-1, size) for n, size in zip(shape, array.shape, strict=True))
     if not fits or array.dtype.kind not in "iu":
-        raise error(f"{expected}, got shape {array.shape} of {array.dtype}: {_shown(values)}.")
+        raise error(f"{expected}, got shape {array.shape} of {array.dtype}: {values!r:.100}.")
     if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
         raise error(f"{expected} of 64 bits with sign, got {array.max()}.")
     return array.astype(np.int64)
-
-
-def _shown(values: object) -> str:
-    text = repr(values)
-    return text if len(text) <= 100 else text[:100] + "..."
 
 
 def lengths_from_cu_seqlens(cu_seqlens: Iterable[int]) -> list[int]:

@@ -91,7 +91,7 @@ class PlanLoad:
 
     def with_relays(self, relays: Relays) -> PlanLoad:
         """Return the load of the plan with relays, reusing figures that these do not change."""
-        load = PlanLoad(self.plan.with_relays(relays), self.cost, self.waves, self.overlapped, self.ranks)
+        load = replace(self, plan=self.plan.with_relays(relays))
         kept = {"compute_seconds", "query_tokens", "needed_keys"}
         vars(load).update({name: value for name, value in vars(self).items() if name in kept})
         return load
@@ -161,8 +161,9 @@ class PlanLoad:
     @cached_property
     def exchange_bytes(self) -> FloatArray:
         """Bytes, forward and backward, that each rank exchanges as a home and as a server: shape (2, ranks)."""
-        shape = self.cost.shape
-        return np.asarray(self.query_tokens * shape.moved_query_bytes + self.key_tokens * shape.moved_key_bytes)
+        return np.asarray(
+            self.query_tokens * self.cost.shape.moved_query_bytes + self.key_tokens * self.cost.shape.moved_key_bytes
+        )
 
     @cached_property
     def node_bytes(self) -> NodeBytes:
@@ -187,7 +188,7 @@ class PlanLoad:
         """
         if not self.plan.moved:
             return np.zeros((2, self.plan.layout.world_size))
-        if self.ranks.in_nodes(self.cost):
+        if self.ranks.per_node is not None and self.cost.node_bytes_per_second is not None:
             return self.node_bytes.seconds(self.cost, self.ranks)
         return np.asarray(self.exchange_bytes / self.cost.exchange_bytes_per_second)
 

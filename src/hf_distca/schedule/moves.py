@@ -32,8 +32,21 @@ from hf_distca.schedule.compiled import compiled, inner
 if TYPE_CHECKING:
     from hf_distca.schedule.cost import Price  # which counts with `task_counts`
 
-__all__ = ["END", "PIECE", "SERVER", "START", "Ledger", "Loads", "Prices", "QueryPieces"]
-__all__ += ["make_moves", "slice_seconds", "tail_start", "task_counts"]
+__all__ = [
+    "END",
+    "PIECE",
+    "SERVER",
+    "START",
+    "FloatArray",
+    "Ledger",
+    "Loads",
+    "Prices",
+    "QueryPieces",
+    "make_moves",
+    "slice_seconds",
+    "tail_start",
+    "task_counts",
+]
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -194,8 +207,7 @@ def slice_seconds(price: Price, heads: float, start: int, end: int) -> float:
     if start >= end:
         return 0.0
     read, pairs = _task_counts(end - start, end, price.tile, price.window)
-    seconds: float = price.task + heads * (price.row * (end - start) + price.key * read + price.pair * pairs)
-    return seconds
+    return float(price.task + heads * (price.row * (end - start) + price.key * read + price.pair * pairs))
 
 
 @compiled
@@ -224,20 +236,18 @@ def tail_start(price: Price, heads: float, start: int, end: int, want: float, mo
 def _lack(loads: Loads, rank: int) -> float:
     """Seconds of work that a rank lacks to the lower level; where nodes are evened out, as far as its node lacks them, too."""
     level, node = loads.levels[LOW], rank // loads.per_node
-    lack: float = min(
-        (level - loads.seconds[rank]) * loads.speed[rank], (level - loads.node_seconds[node]) * loads.node_speed[node]
+    return float(
+        min((level - loads.seconds[rank]) * loads.speed[rank], (level - loads.node_seconds[node]) * loads.node_speed[node])
     )
-    return lack
 
 
 @inner
 def _spare(loads: Loads, rank: int, place: int) -> float:
     """Seconds of work that a rank has above a level; where nodes are evened out, as far as its node has them, too."""
     level, node = loads.levels[place], rank // loads.per_node
-    spare: float = min(
-        (loads.seconds[rank] - level) * loads.speed[rank], (loads.node_seconds[node] - level) * loads.node_speed[node]
+    return float(
+        min((loads.seconds[rank] - level) * loads.speed[rank], (loads.node_seconds[node] - level) * loads.node_speed[node])
     )
-    return spare
 
 
 @inner

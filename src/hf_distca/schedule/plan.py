@@ -175,8 +175,7 @@ class Plan:
     @property
     def tasks(self) -> list[CATask]:
         """The tasks as rows."""
-        columns = (getattr(self, name).tolist() for name in CATask._fields)
-        return [CATask(*row) for row in zip(*columns, strict=True)]
+        return list(map(CATask, *(getattr(self, name).tolist() for name in CATask._fields)))
 
     @cached_property
     def place(self) -> IntArray:

@@ -20,15 +20,20 @@ from typing import Any
 
 from hf_distca.errors import ConfigError
 from hf_distca.input_files import read_file
-from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, rate_or_infinity, without_infinities
+from hf_distca.schedule.cost import (
+    LEAST_RATE,
+    MOST_SECONDS,
+    AttentionShape,
+    CostModel,
+    KernelCost,
+    rate_or_infinity,
+    without_infinities,
+)
 
 __all__ = ["ExchangeRates", "KernelRates", "Profile"]
 
 _FORMAT = 2
 _SHIPPED = "profiles_data"
-# What a device may be like; beyond, sums of seconds are infinite, and their ratios are no numbers.
-_LEAST_RATE = 1.0  # a second
-_MOST_SECONDS = 1e6
 _MOST = 2**31  # of a width or a tile
 # By a word of a GPU's name, the device whose timings stand for it; by the name of a kernel, what it runs. The multiprocessors of
 # an H200 are those of an H100.
@@ -129,9 +134,8 @@ class Profile:
         """
 
         def distance(rates: KernelRates) -> tuple[float, float]:
-            widths = (rates.head_dim, shape.head_dim), (rates.value_head_dim, shape.value_head_dim)
-            elements = abs(math.log(rates.element_bytes / shape.element_bytes))
-            return elements, sum(abs(math.log(width / other)) for width, other in widths)
+            key, value = rates.head_dim / shape.head_dim, rates.value_head_dim / shape.value_head_dim
+            return abs(math.log(rates.element_bytes / shape.element_bytes)), abs(math.log(key)) + abs(math.log(value))
 
         return min(self.kernels, key=distance)
 
@@ -170,7 +174,7 @@ class Profile:
 
         Infinite rates, which cost nothing, are null.
         """
-        return json.dumps({"format": _FORMAT, **without_infinities(asdict(self))}, indent=1)
+        return json.dumps({"format": _FORMAT, **asdict(self, dict_factory=without_infinities)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
@@ -187,13 +191,12 @@ class Profile:
             for link in ("inside", "between"):
                 data[link] = None if data.get(link) is None else _exchange_rates(data[link])
             profile = cls(**data)
-            names = (profile.name, profile.device, profile.processor, *(rates.kernel for rates in profile.kernels))
-            told = (*profile.versions.values(), *profile.sources.values())
-            if not all(isinstance(text, str) for text in (*names, profile.date, profile.made_by, *told)):
+            texts = [profile.name, profile.device, profile.processor, profile.date, profile.made_by]
+            texts += [*(rates.kernel for rates in profile.kernels), *profile.versions.values(), *profile.sources.values()]
+            if not all(isinstance(text, str) for text in texts):
                 raise TypeError("its names, date, versions, sources and command must be texts")
-            links = [link for link in (profile.inside, profile.between) if link is not None]
-            errors = [rates.errors for rates in profile.kernels] + [rates.errors for rates in links]
-            if not all(isinstance(error, int | float) for by_name in errors for error in by_name.values()):
+            measured: list[Any] = [*profile.kernels, *filter(None, (profile.inside, profile.between))]
+            if not all(isinstance(error, int | float) for rates in measured for error in rates.errors.values()):
                 raise TypeError("its errors must be numbers")
             if type(profile.tile) is not int or not 1 <= profile.tile < _MOST:
                 raise ValueError(f"a tile of {profile.tile} rows: it must be from 1 to 2**31")
@@ -241,10 +244,6 @@ class Profile:
 
 def _kernel_rates(row: dict[str, Any]) -> KernelRates:
     rates = KernelRates(**{**row, **{name: KernelCost.from_json(row[name]) for name in ("forward", "backward")}})
-    for cost in (rates.forward, rates.backward):
-        longest = max(cost.task_seconds, cost.call_seconds, cost.least_seconds)
-        if not (longest <= _MOST_SECONDS and min(cost.bytes_per_second, cost.flops_per_second) >= _LEAST_RATE):
-            raise ValueError(f"{cost}: seconds must be from 0 to 1e6, rates positive, at least 1 a second")
     if not all(type(size) is int and 1 <= size < _MOST for size in (rates.element_bytes, rates.head_dim, rates.value_head_dim)):
         raise ValueError(f"{rates}: bytes and widths must be from 1 to 2**31")
     return rates
@@ -252,7 +251,7 @@ def _kernel_rates(row: dict[str, Any]) -> KernelRates:
 
 def _exchange_rates(row: dict[str, Any]) -> ExchangeRates:
     rates = ExchangeRates(**{**row, "bytes_per_second": rate_or_infinity(row["bytes_per_second"])})
-    seconds = rates.seconds, rates.peer_seconds
-    if not (rates.bytes_per_second >= _LEAST_RATE and min(seconds) >= 0 and max(seconds) <= _MOST_SECONDS):
+    fits = all(0 <= seconds <= MOST_SECONDS for seconds in (rates.seconds, rates.peer_seconds))
+    if not (fits and rates.bytes_per_second >= LEAST_RATE):
         raise ValueError(f"{rates}: seconds must be from 0 to 1e6, a rate at least 1 a second")
     return rates

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,12 +59,7 @@ class Ranks:
 
     def seen_by(self, cost: CostModel) -> Ranks:
         """Drop nodes if they make no difference to a cost model."""
-        same = self.per_node == 1 or cost.node_bytes_per_second is None
-        return replace(self, per_node=None) if same and self.per_node is not None else self
-
-    def in_nodes(self, cost: CostModel) -> bool:
-        """Return whether exchanges inside nodes have another rate than those between them."""
-        return self.per_node is not None and cost.node_bytes_per_second is not None
+        return replace(self, per_node=None) if self.per_node == 1 or cost.node_bytes_per_second is None else self
 
     def each(self, count: int) -> list[float]:
         """Return the speed of each of so many ranks."""
@@ -77,20 +71,13 @@ class Ranks:
         """
         return seconds if self.speeds is None else np.asarray(seconds / np.array(self.speeds))
 
-    def work(self, taken: Sequence[float]) -> float:
-        """Return the seconds of all work together, on ranks of speed 1, given the
-        seconds that each rank takes for its part.
-        """
-        # fsum: what plain `sum` rounds to depends on the version of Python.
-        if self.speeds is None:
-            return math.fsum(taken)
-        return math.fsum(seconds * speed for seconds, speed in zip(taken, self.each(len(taken)), strict=True))
-
-    def level(self, taken: Sequence[float]) -> float:
+    def level(self, taken: FloatArray) -> float:
         """Return the seconds of every rank if the same work were spread by
         speed: the mean if all are equally fast.
         """
-        return self.work(taken) / (len(taken) if self.speeds is None else math.fsum(self.speeds))
+        speeds = np.array(self.each(len(taken)))
+        # fsum: what plain `sum` rounds to depends on the version of Python.
+        return math.fsum((taken * speeds).tolist()) / math.fsum(speeds.tolist())
 
 
 ALIKE = Ranks()

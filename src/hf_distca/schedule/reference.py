@@ -54,7 +54,7 @@ from hf_distca.schedule.heads import Heads, cut_grid
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import ALIKE, Ranks
+from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.relays import relieve
 
 __all__ = ["reference_plan"]
@@ -117,7 +117,7 @@ class Evening:
     def even_out(self, grid: int) -> None:
         """Make all moves; pieces are cut at multiples of the grid."""
         some = [self.work[rank] for rank in self.group]
-        self.levels = base = Levels.of(some, ALIKE, self.tolerance)
+        self.levels = base = Levels.of(np.array(some), np.ones(len(some)), np.ones(len(some), dtype=np.bool_), self.tolerance)
         surplus, shed, grown = math.fsum(max(seconds - base.high, 0.0) for seconds in some), 0.0, 0.0
         # By document: how many keys ranks have there anyway, in the order in which they came by them.
         self.held: dict[int, dict[int, int]] = defaultdict(dict)

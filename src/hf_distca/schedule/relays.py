@@ -110,8 +110,7 @@ def _relays(load: PlanLoad, beside: FloatArray, unchanged: float) -> Relays | No
     order = np.lexsort((server, reach, document))
     document, server, reach = document[order], server[order], reach[order]
     # Seconds that each rank has left to pass keys on, once its own leave it but once; shared by all documents it may do it for.
-    key_seconds = float(load.cost.transfer_seconds(0, 1))
-    left = unchanged - seconds + key_seconds * _again(_only(keys, keys.source != keys.server), layout)
+    left = unchanged - seconds + load.cost.key_seconds * _again(_only(keys, keys.source != keys.server), layout)
     weight, place = np.maximum(left, 0.0)[server] / np.bincount(server)[server], np.cumsum(changes(document)) - 1
     total = np.bincount(place, weights=weight)[place]
     weight = np.where(np.bincount(place)[place] > 1, np.where(total > 0, weight, 1.0), 0.0)
@@ -128,8 +127,6 @@ def _in_proportion(document: IntArray, server: IntArray, reach: IntArray, weight
         weight: weight of each server.
     """
     able = np.flatnonzero(weight > 0)
-    if not len(able):
-        return None
     # How often the keys before each reach are sent beyond the first time: it grows evenly from one reach to the next.
     place = np.cumsum(changes(document)) - 1
     times = np.searchsorted(place, place, side="right") - 1 - np.arange(len(place))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from hf_distca.schedule.layout import IntArray, changes, expanded
 from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.relays import routed
+from hf_distca.schedule.waves import Waves
 
 __all__ = ["Columns", "RankMessage", "Passing", "WaveShare", "share_of"]
 
@@ -59,36 +60,31 @@ class WaveShare(NamedTuple):
     passing: Passing | None = None
 
 
-def share_of(
-    plan: Plan, rank: int, number: IntArray | None = None, count: int = 1
-) -> tuple[Columns, list[WaveShare], WaveShare | None]:
+def share_of(waves: Waves, rank: int) -> tuple[Columns, list[WaveShare], WaveShare | None]:
     """Compute the share of one rank.
 
     Args:
-        plan: the plan.
+        waves: waves of the plan.
         rank: the rank.
-        number: wave of each task; None if there is one wave.
-        count: number of waves.
 
     Returns:
         Tasks on this rank's own tensors: first query row, query rows, first key, keys. All waves.
         And a wave that needs nothing from other ranks: head groups on keys of this rank alone, if
             it runs any.
     """
-    layout = plan.layout
+    plan, layout = waves.plan, waves.plan.layout
     concerned = np.zeros(len(layout.documents), dtype=np.bool_)
     concerned[plan.place[(plan.server == rank) | (plan.home == rank)]] = True
     concerned[layout.place[layout.offsets[rank] : layout.offsets[rank + 1]]] = True
     tasks = np.flatnonzero(concerned[plan.place])
     here = (plan.server[tasks] == rank) & ~plan.travels[tasks]
-    in_groups, waves = here & (plan.heads[tasks] < 1), []
-    for wave in range(count):
-        with_wave = np.ones_like(here) if number is None else number[tasks] == wave
-        waves.append(_wave(plan, rank, tasks[with_wave], tasks[with_wave & ~here], plan.relays))
+    in_groups = here & (plan.heads[tasks] < 1)
+    in_waves = [waves.number[tasks] == wave for wave in range(waves.count * plan.moved)]
+    shares = [_wave(plan, rank, tasks[some], tasks[some & ~here], plan.relays) for some in in_waves]
     local_wave = _wave(plan, rank, tasks[in_groups], tasks[in_groups], None) if in_groups.any() else None
     rows = _TokenRows.of_tasks(plan, tasks[here & ~in_groups], groups=1)
     rows = rows.some(np.argsort(rows.row))
-    return _batch(rows, rows.row - rows.start, rows.row - layout.context_tokens[rank]), waves, local_wave
+    return _batch(rows, rows.row - rows.start, rows.row - layout.context_tokens[rank]), shares, local_wave
 
 
 class _TokenRows(NamedTuple):
@@ -175,7 +171,7 @@ def _wave(plan: Plan, rank: int, need: IntArray, run: IntArray, relays: Relays |
     if relays is None:
         return wave
     passed = keys.some((keys.relay == rank) & (keys.server != rank))
-    # Of a run of the pool, as much is passed on as the server with the longest need gets.
+    # Each run of the pool is passed on as far as the server needs it that needs most of it.
     piece, most = _piece(pool, passed.number, passed.start), np.zeros_like(pool.rows)
     np.maximum.at(most, piece, passed.rows)
     some = most > 0

@@ -62,10 +62,6 @@ class TransientBytes(NamedTuple):
         # Gradients of copies that are not wide yet become so when they are added up at home.
         return cls(2 * row, key + wide_key, row, key + (wide_key if wide > shape.element_bytes else 0))
 
-    def of_group(self, groups: int) -> TransientBytes:
-        """Return the bytes of one of `groups` head groups, which divide the key/value heads."""
-        return TransientBytes(*(count // groups for count in self))
-
     def last_row(self, most: int | None, price: Price, groups: int) -> int:
         """Find the last row of a head group for which a grid cell of rows fits the bound with its keys.
 
@@ -104,16 +100,14 @@ class Waves:
         Raises:
             ConfigError: if one row and one key are more than the bound.
         """
-        if bound is None:
-            return cls(plan, np.zeros_like(plan.start))
         transient = TransientBytes.of(shape)
         least = transient.query + transient.key
-        if bound < least:
+        if bound is not None and bound < least:
             raise ConfigError(
                 f"max_transient_bytes={bound} is less than the {least} bytes that one query row and one key take in a layer of "
                 f"{shape}: give what many rows take, or None for no bound."
             )
-        if not plan.moved:
+        if bound is None or not plan.moved:
             return cls(plan, np.zeros_like(plan.start))
         groups = plan.layout.groups
         possible = [groups] if groups > 1 else possible_groups(shape.key_value_heads, head_groups)
@@ -164,9 +158,9 @@ def _units(plan: Plan, transient: TransientBytes, tile: int, bound: int) -> list
     columns = (column[tasks] for column in (plan.server, plan.place, plan.heads == 1, plan.start, plan.end))
     rows = zip(*(column.tolist() for column in columns), tasks.tolist(), strict=True)
     units, turns = list[tuple[int, int, int, int]](), Counter[int]()
+    of_group = TransientBytes(*(count // groups for count in transient))
     for (server, _, whole), slices in itertools.groupby(rows, key=itemgetter(0, 1, 2)):
-        bytes_of_token = transient if whole else transient.of_group(groups)
-        fitted = list(_fitting([row[3:] for row in slices], bytes_of_token, window, tile, bound))
+        fitted = list(_fitting([row[3:] for row in slices], transient if whole else of_group, window, tile, bound))
         units += [(task, start, end, (turns[server] + unit) * ranks + server) for task, start, end, unit in fitted]
         turns[server] += fitted[-1][-1] + 1
     return units
@@ -237,25 +231,19 @@ def _first_fit(needs: IntArray, ranks: int, bound: int) -> tuple[IntArray, IntAr
     """
     units, holder, bytes_ = needs
     # What a single unit needs cannot be avoided; a rank that passes the bound for one may use as much for others.
-    limit, least = np.full(ranks, bound), np.full(ranks, np.iinfo(np.int64).max)
+    limit = np.full(ranks, bound)
     np.maximum.at(limit, holder, bytes_)
-    np.minimum.at(least, holder, bytes_)
     loads = np.zeros((16, ranks), dtype=np.int64)
-    # Waves before this have no room for anything on a rank.
-    begin = [0] * ranks
     bounds = np.flatnonzero(np.diff(units, prepend=-1, append=-1)).tolist()
     wave, count = np.zeros(max(len(bounds) - 1, 0), dtype=np.int64), 0
     for unit, (first, last) in enumerate(itertools.pairwise(bounds)):
         rank, amount = holder[first:last], bytes_[first:last]
-        low = max(count - _OPEN, *[begin[r] for r in rank.tolist()])
-        fits = (loads[low:count, rank] + amount <= limit[rank]).all(axis=1)
-        number = low + int(fits.argmax()) if fits.any() else count
-        if number == len(loads):
+        low = max(count - _OPEN, 0)
+        if count == len(loads):
             loads = np.concatenate([loads, np.zeros_like(loads)])
+        # A wave in which nothing travels yet always fits.
+        number = low + int((loads[low : count + 1, rank] + amount <= limit[rank]).all(axis=1).argmax())
         count = max(count, number + 1)
         loads[number, rank] += amount
         wave[unit] = number
-        for r in rank.tolist():
-            while begin[r] < count and loads[begin[r], r] + least[r] > limit[r]:
-                begin[r] += 1
     return wave, loads[:count]

@@ -242,4 +242,5 @@ def _exchange(setting: Setting) -> str:
         rates += "; documents are dealt to nodes first, and work is moved inside them first"
     groups = setting.group // setting.shared
     shared = f"{setting.shared} ranks share attention"
-    return f"{rates}; {shared}{f', {groups} groups of hf-distca have documents of their own' if groups > 1 else ''}"
+    apart = f", {groups} groups of hf-distca have documents of their own" if groups > 1 else ""
+    return f"{rates}; {shared}{apart}"
