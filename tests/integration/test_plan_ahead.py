@@ -211,7 +211,7 @@ def test_a_trainer_plans_its_steps_ahead(rank_pool: Callable[[int], RankPool]) -
             for name in ("loss", "grad_norm"):
                 assert one.get(name) == other.get(name)
         for name in ("imbalance_estimated_before", "imbalance_estimated_after", "exchanged_mb_per_layer"):
-            assert balance.figures()[f"distca/{name}"] == pytest.approx(same_balance.figures()[f"distca/{name}"])
+            assert balance.compute_figures()[f"distca/{name}"] == pytest.approx(same_balance.compute_figures()[f"distca/{name}"])
 
 
 def order(rank: int) -> list[int]:

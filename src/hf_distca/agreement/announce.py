@@ -270,8 +270,7 @@ def check_agreement(
     )
     batches = announced.read_batches()
     for batch in batches:
-        collator = "use the same collator on every rank"
-        check(batch.span_ranks, "ways of giving documents", collator)
+        check(batch.span_ranks, "ways of giving documents", "use the same collator on every rank")
         check(batch.nano, "nano-batches (0 is a whole batch)", "give every rank the same model")
     check(header[:, _REQUEST_COUNT], "numbers of plans at once", micro_batches)
     layers = "run the same layers on every rank"
@@ -358,8 +357,7 @@ def build_layout(batch: AnnouncedBatch) -> Layout:
     if (document >= 0).any():
         return Layout(document, start, length, offsets)
     runs = list(zip(start.tolist(), length.tolist(), strict=True))
-    bounds = pairwise(offsets.tolist())
-    return Layout.from_runs([runs[begin:end] for begin, end in bounds])
+    return Layout.from_runs([runs[begin:end] for begin, end in pairwise(offsets.tolist())])
 
 
 def hash_settings(settings: SharedSettings) -> int:

@@ -268,10 +268,9 @@ class DealtShare:
         pairs = [(name, getattr(self.loader_config, name), getattr(config, name)) for name in names]
         changes = [f"{name} was {old!r} and is {new!r}" for name, old, new in pairs if old != new]
         element_bytes = key.shape.element_bytes
-        shapes = {job.key.shape for job in self._plans}
         sizes = {
             shape.element_bytes
-            for shape in shapes
+            for shape in {job.key.shape for job in self._plans}
             if replace(shape, element_bytes=element_bytes) == key.shape
         }
         if sizes and element_bytes not in sizes:

@@ -127,6 +127,7 @@ def _compute_totals(plan: BatchPlan) -> BalanceTotals:
     before = plan.estimated_before
     measured = plan.measured_after
     servers = plan.servers
+    on_several_nodes = plan.on_several_nodes
     # Both nano-batches go through each layer: the first one counts it.
     layers = 0 if plan.key.nano == 2 else plan.meter.calls
     return BalanceTotals(
@@ -146,8 +147,8 @@ def _compute_totals(plan: BatchPlan) -> BalanceTotals:
         served_seconds=float(measured[servers].sum()),
         server_seconds=float(measured[servers].sum() / max(servers.sum(), 1)),
         all_seconds=float(measured.sum()),
-        between_bytes=float(plan.between_bytes.max()) * plan.on_several_nodes,
-        node_layers=layers * plan.on_several_nodes,
+        between_bytes=float(plan.between_bytes.max()) * on_several_nodes,
+        node_layers=layers * on_several_nodes,
     )
 
 
