@@ -85,8 +85,8 @@ def _no_context(original: Original) -> Original:
 
     def wrapped(self: Documents, at: int) -> tuple[Documents, Documents]:
         first, second = original(self, at)
-        rows = second.rows[1:] * [1, 0, 1] if second.context else second.rows
-        return first, replace(second, rows=rows, context=0)
+        runs = second.runs[1:] * [1, 0, 1] if second.context_tokens else second.runs
+        return first, replace(second, runs=runs, context_tokens=0)
 
     return wrapped
 
