@@ -33,6 +33,7 @@ BOUNDS = {
     "plugins": Bounds(parameters=2),
     "pool": Bounds(parameters=5),
     "recurrent": Bounds(parameters=5),
+    "run": Bounds(parameters=3),
     "run_report": Bounds(parameters=4),
     "runtime": Bounds(parameters=5),
     "schedule": Bounds(parameters=7),

@@ -20,6 +20,8 @@ ARROWS = {
     "input_files": set(),
     "model_shape": set(),
     "borrowed": set(),
+    "late_imports": set(),
+    "stand_ins": set(),
     "schedule": set(),
     "kernels": {"borrowed"},
     "runtime": {"borrowed", "kernels", "schedule"},
@@ -30,7 +32,8 @@ ARROWS = {
     "run_report": {"schedule", "agreement.history"},
     "integration": {
         "borrowed",
-        "register",
+        "late_imports",
+        "stand_ins",
         "data",
         "agreement",
         "measure",
@@ -45,9 +48,8 @@ ARROWS = {
     "doctor": {"integration", "kernels", "model_shape", "runtime"},
     "pool": {"agreement", "borrowed", "doctor.exchange", "integration", "kernels", "runtime", "schedule"},
     "simulate": {"model_shape", "schedule"},
-    "cli": {"model_shape", "schedule", "measure", "simulate", "run", "register", "run_report", "doctor", "pool"},
-    "run": {"register", "integration", "cli", "pool"},
-    "register": {"integration"},
+    "cli": {"model_shape", "schedule", "measure", "simulate", "run", "run_report", "doctor", "pool"},
+    "run": {"late_imports", "stand_ins", "integration", "cli", "pool"},
 }
 FREE_OF = {
     "schedule": {"torch", "transformers", "accelerate"},

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError, UnsupportedError
-from hf_distca.register import register, when_models_load
+from hf_distca.late_imports import when_models_load
 
 if TYPE_CHECKING:
     from hf_distca import pipeline
@@ -82,4 +82,10 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-when_models_load(register)
+def _register() -> None:
+    from hf_distca.integration.register import register_distca  # with it torch and transformers
+
+    register_distca()
+
+
+when_models_load(_register)

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 import hf_distca
 import scripts
 from hf_distca.cli import app
-from hf_distca.run import find_command, main
+from hf_distca.run import find_command
+from hf_distca.run.__main__ import main
 from hf_distca.schedule.profiles import Profile
 from pages import ROOT, words_of
 

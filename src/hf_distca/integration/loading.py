@@ -19,7 +19,7 @@ from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_fam
 from hf_distca.integration.nano_batches import cut_layers
 from hf_distca.integration.processes import warn_once
 from hf_distca.integration.session import current_session
-from hf_distca.register import STAND_INS, check_stand_in
+from hf_distca.stand_ins import STAND_INS, check_stand_in
 
 __all__ = [
     "STAND_INS",

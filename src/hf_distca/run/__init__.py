@@ -24,12 +24,13 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from urllib.parse import quote, unquote
 
 from hf_distca.errors import ConfigError, DistCAError
-from hf_distca.register import check_stand_in, when_imported, when_models_load
+from hf_distca.late_imports import when_imported, when_models_load
+from hf_distca.stand_ins import check_stand_in
 
 __all__ = ["Options", "begin", "find_command", "find_module", "read_options", "run_command", "run_module"]
 
 _PYTHONPATH = "PYTHONPATH"
-_CHILD_START = str(Path(__file__).parent / "cli" / "child_start")
+_CHILD_START = str(Path(__file__).parents[1] / "cli" / "child_start")
 
 
 class Options(NamedTuple):
@@ -104,7 +105,7 @@ class Options(NamedTuple):
             if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
                 raise ConfigError(f"{name}={value!r} must be at least {least}.")
         for address in self.server_address:
-            from hf_distca.pool.launch import parse_address
+            from hf_distca.pool.addresses import parse_address
 
             parse_address(address)
         return self
@@ -350,16 +351,3 @@ def _print_summary() -> None:
         session = current_session()
         if not session.summarized:
             sum_up(session.planner.history.total, session)
-
-
-def main() -> None:
-    """Run ``hf-distca run`` with the arguments of the command
-    line, for launchers that start modules.
-    """
-    from hf_distca.cli import app
-
-    app(["run", *sys.argv[1:]], prog_name="hf-distca")
-
-
-if __name__ == "__main__":
-    main()
