@@ -18,7 +18,7 @@ import hf_distca
 from hf_distca import config as config_module
 from hf_distca.integration import document_shares as shares_module
 from hf_distca.integration.checks import check_loader
-from hf_distca.integration.document_shares import shares_of
+from hf_distca.integration.dealt_trainers import shares_of
 from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool

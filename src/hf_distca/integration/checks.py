@@ -12,8 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.dealt_trainers import follow_trainers
-from hf_distca.integration.document_shares import shares_of
+from hf_distca.integration.dealt_trainers import follow_trainers, shares_of
 from hf_distca.integration.families import why_whole
 from hf_distca.integration.first_gradient import watch_gradient
 from hf_distca.integration.first_loss import is_watched
