@@ -53,8 +53,8 @@ if __name__ == "__main__":
     seen = {"argv": sys.argv, "attention": trainer.model.config._attn_implementation, "world": arguments.world_size}
     seen["customized"] = hasattr(sys, "was_customized")
     seen["tokens"] = [len(row["input_ids"]) for row in trainer.train_dataset]
-    if "hf_distca.integration.session" in sys.modules:
-        config = sys.modules["hf_distca.integration.session"].current_session().config
+    if "hf_distca.integration.current_session" in sys.modules:
+        config = sys.modules["hf_distca.integration.current_session"].current_session().config
         seen["settings"] = [config.balance, config.tolerance, getattr(config.cost_model, "name", None)]
     if arguments.process_index == 0:
         write(options.output, {**seen, "loss": trainer.state.log_history[-1]["train_loss"]})
@@ -190,7 +190,7 @@ def test_the_script_may_set_what_it_likes_itself(tmp_path: Path) -> None:
     (tmp_path / "distca.yaml").write_text("tolerance: 0.1")
     (tmp_path / "train.py").write_text(
         "import hf_distca, transformers.modeling_utils\n"
-        "from hf_distca.integration.session import current_session\n"
+        "from hf_distca.integration.current_session import current_session\n"
         "print(current_session().config.tolerance)\n"
         "print(hf_distca.configure(hf_distca.DistCAConfig(tile=8)).tolerance)\n"
     )

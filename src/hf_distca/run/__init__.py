@@ -323,7 +323,7 @@ def _build_python_path(options: Options) -> str:
 
 def _configure(options: Options) -> None:
     from hf_distca.config import DistCAConfig
-    from hf_distca.integration.session import configure
+    from hf_distca.integration.configure import configure
 
     configure(DistCAConfig(**(options.settings or {})), instead_of=options.instead_of)
 
@@ -344,9 +344,9 @@ def _print_summary() -> None:
     """Print the balance, on the first rank of a process that balanced
     anything, unless that was done before.
     """
-    if "hf_distca.integration.session" in sys.modules:
+    if "hf_distca.integration.current_session" in sys.modules:
+        from hf_distca.integration.current_session import current_session
         from hf_distca.integration.reports import sum_up
-        from hf_distca.integration.session import current_session
 
         session = current_session()
         if not session.summarized:
