@@ -10,21 +10,25 @@ from typing import Any
 
 import torch
 
-from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.announce import PlanKey, Stated, layout_of
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planned import Planned
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, Work
 from hf_distca.integration.processes import said_if_long
 from hf_distca.integration.session import Session
-from hf_distca.integration.work_alone import ALONE, keep_of, work_alone
+from hf_distca.kernels.varlen import to_device
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
 
 __all__ = ["WorkPlanner"]
+
+_ALONE = AttentionGroup()
 
 
 class WorkPlanner:
@@ -45,7 +49,7 @@ class WorkPlanner:
             if together and self.session.pool is not None and (leaving := self._planner.resume_progress().leaving):
                 self.session.gather()
                 self.session.take_group(replace(self.session.pool.without(leaving), session=self.session.join_group().session))
-            handle.group = self.session.join_group() if together else ALONE
+            handle.group = self.session.join_group() if together else _ALONE
         return handle.group
 
     def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
@@ -84,7 +88,7 @@ class WorkPlanner:
             # To time a layer on CUDA, the host records four events.
             meter = Meter(self.session.meter, timed=self.session.times_alone or key.device != "cuda")
             alone, pairs = handle.alone or not training, zip(handles, requests, strict=True)
-            works = [work_alone(part, which, query.device, meter, evaluating=alone) for part, (_, which) in pairs]
+            works = [_work_alone(part, which, query.device, meter, evaluating=alone) for part, (_, which) in pairs]
         else:
             with self._reporting(group, "measuring costs"):
                 self.session.learn_cost(key, query, group)
@@ -112,7 +116,7 @@ class WorkPlanner:
         name += f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
         serial = group.number(route)
         group.notify_servers("use_plan", plan=planned.serial, work=serial)
-        return Work(group, route, keep_of(documents, device), plan.window, meter, nano, OutputStore(), name, serial)
+        return Work(group, route, _keep_of(documents, device), plan.window, meter, nano, OutputStore(), name, serial)
 
     @contextmanager
     def _reporting(self, group: AttentionGroup, doing: str) -> Iterator[None]:
@@ -139,3 +143,50 @@ class WorkPlanner:
                 "Raise the bound, or cut documents so that each lies on one rank.",
                 stacklevel=2,
             )
+
+
+def _work_alone(handle: AttentionHandle, key: PlanKey, device: torch.device, meter: Meter, *, evaluating: bool) -> Work:
+    """Make the work of a micro-batch whose documents were read; for
+    whole documents, their lengths suffice.
+
+    Raises:
+        LayoutError: if a part of a document is missing; an `UnsupportedError` while `evaluating`.
+    """
+    documents = handle.documents
+    if documents is None:
+        raise RuntimeError("a micro-batch was taken up before its documents were read")
+    if documents.are_whole:
+        handle.check(None, key.window)
+        lengths = documents.rows[:, 2].tolist()
+        window = _within(key.window, max(lengths, default=0))
+        route = Route.for_whole_documents(lengths)
+    else:
+        layout = _layout(documents, evaluating=evaluating)
+        handle.check(layout, key.window)
+        window = _within(key.window, layout.longest)
+        route = Route.build(Plan.local(layout, window), 0)
+    return Work(_ALONE, route, _keep_of(documents, device), window, meter, key.nano, OutputStore())
+
+
+def _keep_of(documents: Documents, device: torch.device) -> torch.Tensor | None:
+    """Return `Documents.keep` on a device."""
+    return None if documents.keep is None else to_device(torch.from_numpy(documents.keep), device)
+
+
+def _layout(documents: Documents, *, evaluating: bool) -> Layout:
+    try:
+        return layout_of(Stated.of(documents))
+    except LayoutError as error:
+        if not (evaluating and documents.spans):
+            raise
+        raise UnsupportedError(
+            "a document that spans ranks met a model in evaluation mode, where each rank works alone: "
+            "call model.train() to train, or set DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
+        ) from error
+
+
+def _within(window: int | None, longest: int) -> int | None:
+    """Return the window if it hides a key of the longest document
+    from one of its tokens, else None.
+    """
+    return None if window is None or window >= longest else window
