@@ -94,7 +94,9 @@ def test_figures_are_those_of_the_sources(tmp_path: Path) -> None:
     package, file = tmp_path / "hf_distca", tmp_path / "house.json"
     sources = {
         "errors.py": '"""What went wrong."""\n\nclass Wrong(Exception):\n    """One of those."""\n',
-        "cli/plan.py": "def plan() -> None:\n    from hf_distca.cli import tables\n    from hf_distca.schedule.plan import Plan\n",
+        "cli/plan.py": (
+            "def plan() -> None:\n    from hf_distca.cli import tables\n    from hf_distca.schedule.plan import Plan\n"
+        ),
         "cli/tables.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hf_distca.cli.plan\none = 1\n",
         "schedule/plan.py": (
             "from hf_distca import errors\n\n\nclass Plan:\n    def cut(self, start, *, end, **more):\n"

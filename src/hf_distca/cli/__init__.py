@@ -1,6 +1,9 @@
 """The command line ``hf-distca``: a file holds a verb, or two that share options.
 
 Modules that a verb needs are imported when it runs.
+
+May import `model_shape`, `schedule`, `measure`, `run_report`, `doctor`, `pool`, `simulate` and
+`run`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ which is put in front of their ``PYTHONPATH``. No other way reaches them all: la
 own command lines, and packages of others call launchers in more ways than could be rewritten. That
 folder is part of the installed package, so that a process that outlives the run finds only
 installed files there.
+
+May import `late_imports`, `stand_ins`, `integration`, `pool` and `cli`.
 """
 
 from __future__ import annotations
