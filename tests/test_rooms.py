@@ -22,7 +22,6 @@ ARROWS = {
     "model_shape": set(),
     "borrowed": set(),
     "late_imports": set(),
-    "stand_ins": set(),
     "schedule": set(),
     "kernels": {"borrowed"},
     "runtime": {"borrowed", "kernels", "schedule"},
@@ -34,7 +33,6 @@ ARROWS = {
     "integration": {
         "borrowed",
         "late_imports",
-        "stand_ins",
         "data",
         "agreement",
         "measure",
@@ -50,7 +48,7 @@ ARROWS = {
     "pool": {"agreement", "borrowed", "doctor.exchange", "integration", "kernels", "runtime", "schedule"},
     "simulate": {"model_shape", "schedule"},
     "cli": {"model_shape", "schedule", "measure", "simulate", "run", "run_report", "doctor", "pool"},
-    "run": {"late_imports", "stand_ins", "integration", "cli", "pool"},
+    "run": {"late_imports", "integration", "cli", "pool"},
 }
 FREE_OF = {
     "schedule": {"torch", "transformers", "accelerate"},

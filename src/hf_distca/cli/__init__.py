@@ -66,13 +66,7 @@ def main(
     """Core attention disaggregation for Hugging Face."""
 
 
-app.command()(plan)
-app.command()(deal)
-app.command()(profile)
-app.command()(simulate)
-app.command()(advise)
-app.command()(report)
-app.command()(doctor)
-app.command()(serve)
+for verb in (plan, deal, profile, simulate, advise, report, doctor, serve):
+    app.command()(verb)
 # What follows the script is the script's, options included.
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)

@@ -1,6 +1,6 @@
 """The room for all code that knows transformers, accelerate or the Trainer.
 
-May import `borrowed`, `late_imports`, `stand_ins`, `schedule`, `kernels`, `runtime`, `recurrent`,
+May import `borrowed`, `late_imports`, `schedule`, `kernels`, `runtime`, `recurrent`,
 `measure`, `agreement`, `data` and `run_report.rows`.
 """
 

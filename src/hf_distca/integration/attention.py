@@ -164,7 +164,8 @@ def _first_of_alike(
     which = handle.key(shape, query.device.type, window)
     work = handle.work.get(which)
     if work is None:
-        work = WorkPlanner(session).plan_work(handle, kwargs, query.to(dtype), which, training=module.training)
+        planner = session.elsewhere or WorkPlanner(session)
+        work = planner.plan_work(handle, kwargs, query.to(dtype), which, training=module.training)
     scores = _scores(query, scaling, work.window, softcap)
     if (attend := work.attend) is not None:
         return AlikeLayers(work, dtype, lambda module, inputs: attend(module, inputs, scores))

@@ -49,9 +49,7 @@ def configure(
         raise ConfigError(f"group={group!r}: give it a process group (torch.distributed.new_group), a mesh, or leave it out.")
     if instead_of is not None:
         stand_in(instead_of)
-    session = Session(config or DistCAConfig(), group)
-    keep_session(session)
-    return session.config
+    return keep_session(Session(config or DistCAConfig(), group)).config
 
 
 @contextmanager

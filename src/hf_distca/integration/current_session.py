@@ -31,15 +31,13 @@ def use_session(config: DistCAConfig | None = None, group: dist.ProcessGroup | D
     if _configured is None:
         _configured = Session(DistCAConfig())
     base = _configured
-    if config is None and group is None:
-        _session = base
-    else:
-        _session = Session(config or base.config, base.given if group is None else group)
+    alike = config is None and group is None
+    _session = base if alike else Session(config or base.config, base.given if group is None else group)
     return _session
 
 
-def keep_session(session: Session) -> None:
-    """Make a session the one that `configure` made, and the current one."""
+def keep_session(session: Session) -> Session:
+    """Make a session the one that callbacks without settings of their own use, and the current one."""
     global _configured
     _configured = session
-    use_session()
+    return use_session()

@@ -14,12 +14,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from hf_distca.borrowed import changed_flash_attention, let_names_pass
+from hf_distca.config import STAND_INS, check_stand_in
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop
 from hf_distca.integration.nano_batches import cut_layers
 from hf_distca.integration.processes import warn_once
-from hf_distca.stand_ins import STAND_INS, check_stand_in
 
 __all__ = [
     "STAND_INS",

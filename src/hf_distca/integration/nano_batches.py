@@ -262,8 +262,8 @@ def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
     # Nano-batches fill no cache. Who trains does not read it; who generates does, also with a model in training mode.
     if any(isinstance(argument, Cache) for argument in flat) and not (layer.training and torch.is_grad_enabled()):
         return None
-    planner = WorkPlanner(current_session())
-    if handle.nano or not planner.uses_nano_batches(handle, layer.training):
+    session = current_session()
+    if handle.nano or not (session.elsewhere or WorkPlanner(session)).uses_nano_batches(handle, layer.training):
         return None
     if (why := _holds_attention(layer)) is not None:
         warn_once(
@@ -273,14 +273,14 @@ def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
         )
         return None
     if handle.nano_batches is None:
-        documents = planner.read_documents(handle, kwargs, layer.training)
+        documents = WorkPlanner(session).read_documents(handle, kwargs, layer.training)
         if documents.spans and (documents.dealt is None or documents.dealt.first_tokens is None):
             warn_once(
                 "ping-pong leaves layers whole while documents span ranks, unless they were dealt for it: give the same "
                 "DistCAConfig to `document_shares`."
             )
             return None
-        handle.nano_batches = NanoBatches.of(handle, documents, planner.session.config.tile)
+        handle.nano_batches = NanoBatches.of(handle, documents, session.config.tile)
     if handle.nano_batches.pointless:
         return None
     handle.nano_batches.layers.add(id(layer))

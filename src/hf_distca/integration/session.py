@@ -1,7 +1,8 @@
 """`Session`: state that a process keeps between micro-batches:
 configuration, group, kernels, cost models, history.
 
-Plans and routes are not among them; those live in the handle of their micro-batch.
+Plans and routes are not among them: a `WorkPlanner` makes them, and they live in the handle of
+their micro-batch.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ __all__ = ["Session"]
 
 
 class Elsewhere(Protocol):
-    """Substitute of a session while a schedule of pipeline stages runs forwards."""
+    """Substitute of a `WorkPlanner` while a schedule of pipeline stages runs forwards."""
 
-    def uses_nano_batches(self, handle: AttentionHandle) -> bool:
+    def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
         """See `WorkPlanner.uses_nano_batches`; if this returns True, the handle has its documents."""
 
-    def plan_work(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
+    def plan_work(
+        self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey, *, training: bool
+    ) -> Work:
         """See `WorkPlanner.plan_work`."""
 
 
@@ -72,7 +75,8 @@ class Session:
         given: the group that the user gave; None to find it.
         kernels: names of the kernels that attention ran in, in the order of their first use.
         summarized: whether the summary of the run was printed.
-        elsewhere: its substitute while a schedule of pipeline stages runs forwards.
+        elsewhere: what plans in place of a `WorkPlanner` while a schedule of pipeline stages runs
+            forwards.
         times_alone: whether kernels are timed on CUDA also if no other rank takes part: only once
             figures were read.
     """

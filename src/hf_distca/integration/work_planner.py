@@ -37,7 +37,7 @@ class WorkPlanner:
     """
 
     def __init__(self, session: Session) -> None:
-        self.session, self._planner = session, session.planner
+        self._session, self._planner = session, session.planner
 
     def find_group(self, handle: AttentionHandle, training: bool) -> AttentionGroup:
         """Return the ranks that take part in a forward: this one alone if the others need not run
@@ -45,26 +45,24 @@ class WorkPlanner:
         """
         if handle.group is None:
             # Making the group needs all ranks: a rank that evaluates or generates alone must not ask for it.
-            together = not handle.alone and (training or self.session.config.balance_evaluation)
-            if together and self.session.pool is not None and (leaving := self._planner.resume_progress().leaving):
-                self.session.gather()
-                self.session.take_group(replace(self.session.pool.without(leaving), session=self.session.join_group().session))
-            handle.group = self.session.join_group() if together else _ALONE
+            together = not handle.alone and (training or self._session.config.balance_evaluation)
+            if together and self._session.pool is not None and (leaving := self._planner.resume_progress().leaving):
+                self._session.gather()
+                self._session.take_group(replace(self._session.pool.without(leaving), session=self._session.join_group().session))
+            handle.group = self._session.join_group() if together else _ALONE
         return handle.group
 
     def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
         """Return whether layers run as two nano-batches."""
-        if self.session.elsewhere is not None:
-            return self.session.elsewhere.uses_nano_batches(handle)
-        return self.session.config.ping_pong and self.find_group(handle, training).size > 1
+        return self._session.config.ping_pong and self.find_group(handle, training).size > 1
 
     def read_documents(self, handle: AttentionHandle, arguments: Mapping[str, Any], training: bool) -> Documents:
         """Read the documents of a batch from the keyword arguments of a layer or of attention."""
         if handle.documents is not None:
             return handle.documents
-        group = self.find_group(handle, training)
+        group = handle.group or self.find_group(handle, training)
         with self._reporting(group, "reading documents") if group.size > 1 else nullcontext():
-            return handle.read(arguments, span_ranks=self.session.config.documents_span_ranks, training=training)
+            return handle.read(arguments, span_ranks=self._session.config.documents_span_ranks, training=training)
 
     def plan_work(
         self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey, *, training: bool
@@ -79,19 +77,17 @@ class WorkPlanner:
             key: key of the plan.
             training: whether the module is in training mode on this rank, and so on all.
         """
-        if self.session.elsewhere is not None:
-            return self.session.elsewhere.plan_work(handle, arguments, query, key)
         group = self.find_group(handle, training)
         handles = [handle] if handle.second is None else [handle, handle.second]  # both nano-batches, so that ranks meet once
         requests = [(self.read_documents(part, arguments, training), key._replace(nano=part.nano)) for part in handles]
         if group.size == 1:
             # To time a layer on CUDA, the host records four events.
-            meter = Meter(self.session.meter, timed=self.session.times_alone or key.device != "cuda")
+            meter = Meter(self._session.meter, timed=self._session.times_alone or key.device != "cuda")
             alone, pairs = handle.alone or not training, zip(handles, requests, strict=True)
             works = [_work_alone(part, which, query.device, meter, evaluating=alone) for part, (_, which) in pairs]
         else:
             with self._reporting(group, "measuring costs"):
-                self.session.learn_cost(key, query, group)
+                self._session.learn_cost(key, query, group)
             # The first plan after an installation compiles loops of the scheduler.
             said = said_if_long("making the first plan") if self._planner.resume_progress().next_number == 1 else nullcontext()
             with self._reporting(group, "planning"), said:
@@ -108,7 +104,7 @@ class WorkPlanner:
     def use_plan(self, documents: Documents, planned: Planned, group: AttentionGroup, device: torch.device) -> Work:
         """Use a plan for the current micro-batch, which has these documents on this rank."""
         meter, nano = self._planner.resume_progress().use(planned, documents), planned.key.nano
-        plan, config = planned.plan, self.session.config
+        plan, config = planned.plan, self._session.config
         waves = Waves.of(plan, planned.key.shape, config.tile, config.max_transient_bytes, config.head_groups)
         self._warn_above_bound(waves, group)
         route = Route.build(plan, group.rank, waves)
@@ -135,7 +131,7 @@ class WorkPlanner:
         """Warn if a document over ranks needs more memory than the bound; it is
         computed exactly, and most likely fits.
         """
-        bound, rank = self.session.config.max_transient_bytes, group.rank
+        bound, rank = self._session.config.max_transient_bytes, group.rank
         if bound is not None and waves.bytes is not None and waves.bytes[rank] > bound:
             warnings.warn(
                 f"rank {group.ranks[rank]} needs about {waves.bytes[rank]} transient bytes for a tile of rows of a document "

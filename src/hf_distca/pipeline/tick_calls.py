@@ -239,17 +239,16 @@ class LayerKindRecorder:
     def __init__(self, session: Session) -> None:
         self.session, self.kinds = session, list[LayerKind]()
 
-    def uses_nano_batches(self, _handle: AttentionHandle) -> bool:
+    def uses_nano_batches(self, _handle: AttentionHandle, _training: bool) -> bool:
         """Return False: these layers run whole. See `WorkPlanner.uses_nano_batches`."""
         return False
 
-    def plan_work(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
+    def plan_work(
+        self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey, *, training: bool
+    ) -> Work:
         """See `WorkPlanner.plan_work`."""
-        handle.alone, self.session.elsewhere = True, None
-        try:
-            work = WorkPlanner(self.session).plan_work(handle, arguments, query, key, training=False)
-        finally:
-            self.session.elsewhere = self
+        handle.alone = True
+        work = WorkPlanner(self.session).plan_work(handle, arguments, query, key, training=False)
         handle.work[key] = replace(work, attend=partial(self._attend, work, key))
         return handle.work[key]
 
@@ -273,13 +272,15 @@ class StageAttention:
         self.micro_batch: MicroBatch | None = None
         self.nano_batches = False
 
-    def uses_nano_batches(self, handle: AttentionHandle) -> bool:
+    def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
         """See `WorkPlanner.uses_nano_batches`."""
         if self.nano_batches and self.micro_batch is not None:
             handle.documents = self.micro_batch.documents.in_chunks(handle.mask.chunk)
         return self.nano_batches
 
-    def plan_work(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
+    def plan_work(
+        self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey, *, training: bool
+    ) -> Work:
         """See `WorkPlanner.plan_work`; calls get their routes when they are made."""
         micro_batch = self.micro_batch
         if micro_batch is None:

@@ -8,7 +8,7 @@ own command lines, and packages of others call launchers in more ways than could
 folder is part of the installed package, so that a process that outlives the run finds only
 installed files there.
 
-May import `late_imports`, `stand_ins`, `integration`, `pool` and `cli`.
+May import `late_imports`, `integration`, `pool` and `cli`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from urllib.parse import quote, unquote
 
 from hf_distca.errors import ConfigError, DistCAError
 from hf_distca.late_imports import when_imported, when_models_load
-from hf_distca.stand_ins import check_stand_in
 
 __all__ = ["Options", "begin", "find_command", "find_module", "read_options", "run_command", "run_module"]
 
@@ -101,6 +100,8 @@ class Options(NamedTuple):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False.")
         if self.instead_of is not None:
+            from hf_distca.config import check_stand_in
+
             check_stand_in(self.instead_of)
         for name, least in (("servers", 0), ("server_wait", 1)):
             value = getattr(self, name)
