@@ -24,7 +24,7 @@ from scipy.optimize import nnls
 
 import hf_distca
 from dealt_step_time import WAYS, Steps
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.model_shape import ModelShape
 from hf_distca.runtime import meter
 from hf_distca.schedule.balance import balance

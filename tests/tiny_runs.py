@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_distca
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
 VOCABULARY = 61

@@ -42,7 +42,7 @@ def one_family(setting: Setting, name: str) -> dict[str, Any]:
         with torch.device(setting.device):
             return how(model, documents)
 
-    attentions = ("eager", "sdpa") if tiny.class_of(name)._supports_sdpa else ("eager",)
+    attentions = ("eager", "sdpa") if tiny.class_of(name)._supports_sdpa else ("eager",)  # noqa: SLF001
     with compare.quiet():
         expected = outcome("eager", torch.float32, compare.alone)
         plain = {attention: norms_apart(outcome(attention, torch.bfloat16, compare.alone), expected) for attention in attentions}

@@ -17,7 +17,7 @@ import hf_distca
 from gpu_models import Packed, stack
 from gpu_ranks import Ranks
 from gpu_setting import Setting, seconds_of
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.messages import MessagePart, RowRun, Rows, launch
 from hf_distca.runtime.monitor import FailureMonitor

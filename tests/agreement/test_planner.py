@@ -33,7 +33,7 @@ KEY = PlanKey(SHAPE, "cpu")
 
 def planner(device: str = "cpu", **settings: float) -> Planner:
     made = Planner(DistCAConfig(tile=1, min_gain=0.0, **settings), Meter())
-    made.progress.costs[SHAPE, device] = CostModel.pairs(SHAPE)
+    made.resume_progress().costs[SHAPE, device] = CostModel.pairs(SHAPE)
     return made
 
 
@@ -106,7 +106,7 @@ def test_prepared_plans_are_used_once_under_the_same_settings() -> None:
 def run(ours: Planner, group: MadeUpGroup, key: PlanKey, seconds: float) -> Meter:
     """Plan a micro-batch and pretend to compute it."""
     (planned,) = ours.plan([(documents(96), key)], group)
-    meter = ours.progress.use(planned, documents(96))
+    meter = ours.resume_progress().use(planned, documents(96))
     meter.span("server", 0.0, seconds)
     return meter
 
@@ -128,17 +128,17 @@ def test_gathered_figures_wait_for_the_device() -> None:
     with device.installed():
         for number in (1, 2, 3):
             (planned,) = ours.plan([(documents(96), key)], group)
-            meter = ours.progress.use(planned, documents(96))
+            meter = ours.resume_progress().use(planned, documents(96))
             begin = mark_now(torch.device("cuda"))
             device.launch(float(number))
             meter.span("server", begin, mark_now(torch.device("cuda")))
         assert (device.waits, ours.history.total.micro_batches) == ([], 0)
-        ours.progress.gather(group)
+        ours.resume_progress().gather(group)
         assert ours.history.total.micro_batches == 3
         assert ours.history.total.measured_mean == pytest.approx(6.0)
         assert device.waits[-1] == 6.0
         gathered = list(group.gathered)
-        ours.progress.gather(group)
+        ours.resume_progress().gather(group)
         assert group.gathered == gathered, "there is nothing new"
 
 
@@ -158,7 +158,7 @@ def test_of_micro_batches_that_nobody_gathers_some_are_kept(monkeypatch: pytest.
         run(ours, group, KEY, 1.0)
     assert ours.history.total.micro_batches == 0
     running = False
-    ours.progress.gather(group)
+    ours.resume_progress().gather(group)
     assert ours.history.total.micro_batches == 3
 
 

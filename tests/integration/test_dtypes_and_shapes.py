@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 import hf_distca
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import AttentionHandle, MaskInfo
-from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 from turns import in_turn

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 import hf_distca
 from hf_distca.agreement.planned import Planned
 from hf_distca.agreement.world_progress import Progress
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool
@@ -112,7 +112,7 @@ def train(rank: int, accumulation: int, every: int, case: dict[str, bool]) -> tu
     )
     with recorded() as done:
         trainer.train()
-    assert current_session().planner.progress.number == STEPS * accumulation
+    assert current_session().planner.resume_progress().number == STEPS * accumulation
     return trainer.state.log_history, [did.figures for did in done], seen
 
 

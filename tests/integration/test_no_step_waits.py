@@ -24,7 +24,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.borrowed import without_dispatch_modes
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from host_syncs import HostSyncError, NoHostSyncs
 from ranks import RankPool

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 from turns import in_turn

@@ -23,8 +23,8 @@ from torch.nn.functional import cross_entropy
 import hf_distca
 from float64 import Float64Throughout
 from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import FAMILIES, WHOLE_REASONS
-from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 

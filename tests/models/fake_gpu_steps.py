@@ -26,7 +26,8 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration import checks, mask
-from hf_distca.integration.session import Session, current_session
+from hf_distca.integration.current_session import current_session
+from hf_distca.integration.session import Session
 from hf_distca.kernels import varlen
 from hf_distca.runtime import core_attention
 from hf_distca.runtime.group import AttentionGroup
@@ -140,7 +141,7 @@ class Exchanges(Link):
 def in_group(group: AttentionGroup) -> Iterator[None]:
     """A session's group, and no checks of a first step that need values: of a kernel, of a model's positions, of its loss."""
     with (
-        patch.object(Session, "group", property(lambda session: group)),
+        patch.object(Session, "join_group", lambda session: group),
         patch.object(kernels, "mismatch_reason", lambda *case: None),
         patch.object(mask, "check_positions"),
         patch.object(checks, "watch_gradient"),

@@ -10,7 +10,7 @@ from compare import documents, quiet
 from tiny import build
 
 import hf_distca
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 

@@ -12,7 +12,7 @@ from compare import Outcome, difference, finish, quiet, spying
 from transformers import AutoModelForImageTextToText, Gemma3Config, LlavaConfig, PreTrainedConfig, PreTrainedModel, Qwen2VLConfig
 
 import hf_distca
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 

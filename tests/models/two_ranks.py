@@ -10,8 +10,8 @@ from mutations import mutated
 from tiny import build
 
 import hf_distca
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import FAMILIES
-from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 import hf_distca
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.pipeline import Schedule, split
 from hf_distca.schedule.cost import AttentionShape, CostModel
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import hf_distca
 from checkpointed import checkpoint_layers
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel

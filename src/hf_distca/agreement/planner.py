@@ -71,9 +71,11 @@ class Planner:
         self._progress = Progress(meter, self.history)
         self._pooled: AttentionGroup | None = None  # a group with servers, once shares were planned for it
 
-    @property
-    def progress(self) -> Progress:
-        """Progress of the ranks in the current world of torch.distributed, or in the last one."""
+    def resume_progress(self) -> Progress:
+        """Return the progress of ranks in the current world of torch.distributed, or in the last one.
+
+        In another world than before it begins anew. No other rank is asked.
+        """
         world = current_world()
         if world is not None and world is not self._world:
             if self._world is not None:
@@ -116,11 +118,11 @@ class Planner:
         continues, or in the background (`beside`).
         """
         started, config, keys = time.perf_counter(), self.config, [key for _, key in requests]
-        place = place or f"micro-batch {self.progress.number_of(keys)}"
+        place = place or f"micro-batch {self.resume_progress().number_of(keys)}"
         planning = Planning(place, group)
         planning.serial = group.number(planning)
         group.notify_servers("begin_plans", planning=planning.serial, requests=requests, place=place, beside=beside)
-        layouts = [layout_of(stated) for stated in self.progress.announce(requests, group, place, config)]
+        layouts = [layout_of(stated) for stated in self.resume_progress().announce(requests, group, place, config)]
         jobs = self._jobs(keys, group.size, group.per_node)
 
         def make() -> list[Planned]:
@@ -169,16 +171,16 @@ class Planner:
             for (documents, key), plan, dealt in zip(requests, plans, shares, strict=True)
         ]
         group.notify_servers("plan_shares", plans=_serials(planned, group), shares=shares, requests=requests)
-        place = f"micro-batch {self.progress.number_of(keys)} ({shares[0]})"
+        place = f"micro-batch {self.resume_progress().number_of(keys)} ({shares[0]})"
         dealt_numbers = [*shares[0].batch, shares[0].documents, *map(_number, plans)]
-        self.progress.announce_async(dealt_numbers, keys, group, place, self.config)
+        self.resume_progress().announce_async(dealt_numbers, keys, group, place, self.config)
         return planned
 
     def _meet_kind(self, dealt: Dealt, key: PlanKey, group: AttentionGroup) -> None:
         """Note a kind of layer, so that fetched shares are planned for it, and
         warn if the loader's plans do not fit.
         """
-        kinds = self.progress.kinds_of_shares
+        kinds = self.resume_progress().kinds_of_shares
         if key in kinds:
             return
         other = dealt.other_settings(key, self.config)
@@ -196,7 +198,7 @@ class Planner:
         plans are for other rates or settings.
         """
         whole = dealt.first_tokens is None
-        keys = dict.fromkeys(key._replace(nano=0) if whole else key for key in tuple(self.progress.kinds_of_shares))
+        keys = dict.fromkeys(key._replace(nano=0) if whole else key for key in tuple(self.resume_progress().kinds_of_shares))
         dealt.plan_beside(self._jobs_of_shares(keys, dealt))
 
     def _jobs_of_shares(self, keys: Iterable[PlanKey], dealt: Dealt) -> list[PlanJob]:
@@ -211,7 +213,7 @@ class Planner:
         self, keys: Iterable[PlanKey], size: int, per_node: int | None, holds: tuple[bool, ...] | None = None
     ) -> list[PlanJob]:
         """Return the current inputs of plans with these keys, for a group of this size."""
-        costs = self.progress.costs
+        costs = self.resume_progress().costs
         ranks = costs.ranks(size, per_node)
         return [PlanJob.of(key, costs.of(key), self.config, ranks, holds) for key in keys]
 

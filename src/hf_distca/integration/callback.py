@@ -16,11 +16,12 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import calling_trainer
 from hf_distca.integration.checks import check_evaluation, check_loader
+from hf_distca.integration.current_session import current_session, use_session
 from hf_distca.integration.dealt_trainers import follow_trainers
 from hf_distca.integration.loading import distca_configs, prepare
 from hf_distca.integration.record import Recorder
 from hf_distca.integration.reports import Metrics, metrics_of, sum_up, trace, why_given_up, why_nothing_moved
-from hf_distca.integration.session import Session, current_session, use_session
+from hf_distca.integration.session import Session
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -266,5 +267,5 @@ def _say_what_is_missing(model: torch.nn.Module) -> None:
             'DistCACallback has nothing to do now: no part of this %s has attn_implementation="distca". Load the model with it.',
             type(model).__name__,
         )
-    elif current_session().group.size == 1:
+    elif current_session().join_group().size == 1:
         _log.warning("DistCACallback has nothing to balance: the attention group is this process alone.")

@@ -14,8 +14,9 @@ from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.dealt_trainers import follow_trainers
-from hf_distca.integration.session import Session, current_session
+from hf_distca.integration.session import Session
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray
@@ -59,10 +60,10 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
     """
     follow_trainers()
     session = current_session()
-    group = session.trainers
+    group, progress = session.join_trainers(), session.planner.resume_progress()
     if group.size == 1 or not batches:
         return list(batches)
-    place = f"sharing tokens from micro-batch {session.planner.progress.next_number} on"
+    place = f"sharing tokens from micro-batch {progress.next_number} on"
     with group.reporting(place):
         drawn = [_Drawn.of(batch) for batch in batches]
         counts = [len(batch.lengths) for batch in drawn]
@@ -70,7 +71,7 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
         check_equal(group, np.array([row[0] for row in rows]), "numbers of micro-batches", place, "draw as many on every rank")
         # The lengths in each micro-batch of each rank.
         lengths = [np.split(row[1 + len(drawn) :], np.cumsum(row[1 : len(drawn)])) for row in rows]
-        costs = {key._replace(nano=0): session.planner.progress.costs.of(key) for key in session.planner.progress.recent_keys()}
+        costs = {key._replace(nano=0): progress.costs.of(key) for key in progress.recent_keys()}
         shared = [_deal(session, costs, number, [of_rank[number] for of_rank in lengths]) for number in range(len(drawn))]
         tokens = _exchange(group, drawn, shared, place)
     return [
@@ -149,7 +150,7 @@ class _Shared:
 
 
 def _deal(session: Session, costs: dict[PlanKey, CostModel], number: int, lengths: Sequence[IntArray]) -> _Shared:
-    group, planner = session.trainers, session.planner
+    group, planner = session.join_trainers(), session.planner
     joined = np.concatenate(lengths)
     home = np.repeat(np.arange(group.size), [len(of_rank) for of_rank in lengths])
     start = np.concatenate([np.cumsum(of_rank) - of_rank for of_rank in lengths])
@@ -161,7 +162,7 @@ def _deal(session: Session, costs: dict[PlanKey, CostModel], number: int, length
         session.config,
         group.per_node,
     )
-    return _Shared(dealing.share(joined, (0, planner.progress.number + number + 1), group.rank), home, start)
+    return _Shared(dealing.share(joined, (0, planner.resume_progress().number + number + 1), group.rank), home, start)
 
 
 def _exchange(group: AttentionGroup, drawn: Sequence[_Drawn], shared: Sequence[_Shared], place: str) -> list[torch.Tensor]:

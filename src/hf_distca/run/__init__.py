@@ -7,6 +7,8 @@ which is put in front of their ``PYTHONPATH``. No other way reaches them all: la
 own command lines, and packages of others call launchers in more ways than could be rewritten. That
 folder is part of the installed package, so that a process that outlives the run finds only
 installed files there.
+
+May import `late_imports`, `integration`, `pool` and `cli`.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from urllib.parse import quote, unquote
 
 from hf_distca.errors import ConfigError, DistCAError
-from hf_distca.register import check_stand_in, when_imported, when_models_load
+from hf_distca.late_imports import when_imported, when_models_load
 
 __all__ = ["Options", "begin", "find_command", "find_module", "read_options", "run_command", "run_module"]
 
 _PYTHONPATH = "PYTHONPATH"
-_CHILD_START = str(Path(__file__).parent / "cli" / "child_start")
+_CHILD_START = str(Path(__file__).parents[1] / "cli" / "child_start")
 
 
 class Options(NamedTuple):
@@ -98,13 +100,15 @@ class Options(NamedTuple):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False.")
         if self.instead_of is not None:
+            from hf_distca.config import check_stand_in
+
             check_stand_in(self.instead_of)
         for name, least in (("servers", 0), ("server_wait", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
                 raise ConfigError(f"{name}={value!r} must be at least {least}.")
         for address in self.server_address:
-            from hf_distca.pool.launch import parse_address
+            from hf_distca.pool.addresses import parse_address
 
             parse_address(address)
         return self
@@ -322,7 +326,7 @@ def _build_python_path(options: Options) -> str:
 
 def _configure(options: Options) -> None:
     from hf_distca.config import DistCAConfig
-    from hf_distca.integration.session import configure
+    from hf_distca.integration.configure import configure
 
     configure(DistCAConfig(**(options.settings or {})), instead_of=options.instead_of)
 
@@ -343,23 +347,10 @@ def _print_summary() -> None:
     """Print the balance, on the first rank of a process that balanced
     anything, unless that was done before.
     """
-    if "hf_distca.integration.session" in sys.modules:
+    if "hf_distca.integration.current_session" in sys.modules:
+        from hf_distca.integration.current_session import current_session
         from hf_distca.integration.reports import sum_up
-        from hf_distca.integration.session import current_session
 
         session = current_session()
         if not session.summarized:
             sum_up(session.planner.history.total, session)
-
-
-def main() -> None:
-    """Run ``hf-distca run`` with the arguments of the command
-    line, for launchers that start modules.
-    """
-    from hf_distca.cli import app
-
-    app(["run", *sys.argv[1:]], prog_name="hf-distca")
-
-
-if __name__ == "__main__":
-    main()
