@@ -86,8 +86,15 @@ class DistCACallback(TrainerCallback):
         self._given_up = False  # whether it was said that exchanges were
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Apply the settings, also for evaluation before training."""
+        """Apply the settings, also for evaluation before training.
+
+        Raises:
+            UnsupportedError: if sets of shares would not be evaluated as one process evaluates them.
+        """
         self._apply_settings()
+        trainer = calling_trainer(self)
+        if trainer is not None:
+            check_evaluation(trainer)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Apply the settings, raise for a model or a loader that distca
