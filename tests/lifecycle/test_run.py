@@ -434,7 +434,7 @@ def test_what_children_begin_with_lies_in_the_package(tmp_path: Path) -> None:
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     (hidden / "sitecustomize.py").write_text("import sys\nsys.was_customized = True\n")
-    child = "import os, sys, hf_distca.run as r; print(sys.was_customized, r.Options.read(sys.path), os.environ['PYTHONPATH'])"
+    child = "import os, sys, hf_distca.run as r; print(sys.was_customized, r.Options.read(os.environ), os.environ['PYTHONPATH'])"
     executable(tmp_path / "starts.sh", f'exec {sys.executable} -c "{child}"')
     before = os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])
     options = ["--attn-implementation", "distca", "--no-summary", "--instead-of", "sdpa", "--tokens-per-rank", "64"]
