@@ -57,7 +57,7 @@ def packed(lengths: np.ndarray, ranks: int, tokens: int) -> list[list[int]]:
 
 def placed(rows: list[list[int]]) -> list[list[int]]:
     """Order rows for even nodes, as `hf_distca.place_rows` does in a step of one micro-batch."""
-    seconds = np.array([CUDA.seconds(np.array(row), np.array(row)).sum() for row in rows])
+    seconds = np.array([CUDA.estimate_seconds(np.array(row), np.array(row)).sum() for row in rows])
     order = StepPlaces(len(rows) // NODE, NODE).place(np.rint(seconds * 1e9).astype(np.int64))
     return [rows[row] for row in order.tolist()]
 

@@ -42,7 +42,7 @@ def node_by_node(ranks: list[list[int]], size: int, cost: CostModel, config: Dis
     """Each node planned by itself, as if there were no others."""
     tasks, first = [], 0
     for node in range(0, len(ranks), size):
-        plan = balance(Layout.from_lengths(ranks[node : node + size]), cost, config, Ranks(per_node=size), relayed=False)
+        plan = balance(Layout.from_lengths(ranks[node : node + size]), cost, config, Ranks(per_node=size), allow_relays=False)
         tasks += [CATask(t.document + first, t.start, t.end, t.home + node, t.server + node) for t in plan.tasks]
         first += sum(map(len, ranks[node : node + size]))
     return Plan.from_tasks(Layout.from_lengths(ranks), tasks)
@@ -57,8 +57,8 @@ def test_no_plan_of_nodes_or_of_one_group_ends_earlier(
     cost = replace(CUDA, exchange_bytes_per_second=rate, node_bytes_per_second=rate * times)
     config = DistCAConfig(ping_pong=ping_pong, head_groups=1, min_gain=0.0, tolerance=0.0)
     layout = Layout.from_lengths(ranks)
-    found = slowest(balance(layout, cost, config, Ranks(per_node=size), relayed=False), cost, config, size)
-    one_group = balance(layout, replace(cost, node_bytes_per_second=None), config, relayed=False)
+    found = slowest(balance(layout, cost, config, Ranks(per_node=size), allow_relays=False), cost, config, size)
+    one_group = balance(layout, replace(cost, node_bytes_per_second=None), config, allow_relays=False)
     # At a tolerance of 0, the least of all estimates is taken.
     for other in (one_group, node_by_node(ranks, size, cost, config)):
         assert found <= slowest(other, cost, config, size)

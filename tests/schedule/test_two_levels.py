@@ -17,7 +17,7 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import PlanLoad, summarize, summary_table
+from hf_distca.schedule.load import PlanLoad, format_summary, summarize_plan
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.waves import Waves
@@ -49,9 +49,9 @@ def long_and_short(nodes: int, per_node: int) -> Layout:
 
 def test_every_peer_adds_to_the_fixed_seconds_of_an_exchange() -> None:
     load = PlanLoad(two_moves(), replace(SLOW, exchange_seconds=1.0, peer_seconds=0.25), ranks=Ranks(per_node=2))
-    assert load.peers.tolist() == [2, 1, 1, 0], "rank 0 sends to rank 1 and to rank 2"
+    assert load.peer_counts.tolist() == [2, 1, 1, 0], "rank 0 sends to rank 1 and to rank 2"
     assert (load.exchange_seconds - load.wire_seconds.max(axis=0)).tolist() == pytest.approx([6.0, 5.0, 5.0, 4.0])
-    assert not PlanLoad(two_moves(), SLOW).peers.any(), "not counted where they cost nothing"
+    assert not PlanLoad(two_moves(), SLOW).peer_counts.any(), "not counted where they cost nothing"
 
 
 def test_bytes_inside_nodes_and_between_them() -> None:
@@ -140,12 +140,12 @@ def test_one_node_has_but_fast_links() -> None:
 
 def test_the_summary_tells_bytes_inside_from_bytes_between() -> None:
     layout, ranks = long_and_short(2, 4), Ranks(per_node=4)
-    one, two = (summarize(balance(layout, CUDA, DistCAConfig(), on), CUDA, on) for on in (Ranks(), ranks))
+    one, two = (summarize_plan(balance(layout, CUDA, DistCAConfig(), on), CUDA, on) for on in (Ranks(), ranks))
     assert one["bytes_inside_nodes"] == 0 < one["bytes_between_nodes"]
     assert two["bytes_inside_nodes"] > 0
     assert two["max_bytes_between_nodes"] <= two["bytes_between_nodes"] < one["bytes_between_nodes"]
-    assert "between nodes" in summary_table(two)
-    assert "between nodes" not in summary_table(one)
+    assert "between nodes" in format_summary(two)
+    assert "between nodes" not in format_summary(one)
 
 
 def test_a_model_with_two_rates_as_json() -> None:

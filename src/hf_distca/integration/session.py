@@ -342,7 +342,7 @@ class Session:
         if source == "analytic" and query.device.type == "cuda":
             kernel = self.kernel(query, widths, Scores(1.0), key.shape.ratio)
             if (profile := shipped_profile(query.device, kernel, group)) is not None:
-                cost = profile.cost_model(key.shape, tile=self.config.tile)
+                cost = profile.make_cost_model(key.shape, tile=self.config.tile)
         if source == "calibrated":
             if self.config.kernel == "auto" and key.device == "cuda":
                 with said_if_long("comparing attention kernels before the first plan"):

@@ -111,7 +111,7 @@ def timed(
             seconds = times(model.shape, kernel, tasks, dtype, timer)
             if sum(seconds) >= enough:
                 break
-        counts.append(model.counts(tasks.query_length, tasks.key_length).sum(axis=1))
+        counts.append(model.count_work(tasks.query_length, tasks.key_length).sum(axis=1))
         taken.append(seconds)
     return np.stack(counts, axis=1), np.array(taken).T
 

@@ -125,7 +125,7 @@ class Segments:
             )
         if layout.world_size != group.size:
             raise LayoutError(f"a layout of {layout.world_size} ranks for a group of {group.size}: give the layout of the group.")
-        document = layout.unsplit(layout.document)
+        document = layout.restore_numbers(layout.document)
         order = np.lexsort((layout.end, layout.run, document))
         columns = (column[order] for column in (document, layout.run, layout.end, layout.rank, layout.token))
         document, start, end, rank, token = columns
