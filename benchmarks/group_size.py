@@ -95,7 +95,7 @@ def figures(layouts: list[Layout], config: DistCAConfig) -> dict[str, float]:
         "slowest": max(load.slowest_seconds for load in loads) / mean,
         "if_even_inside": max(float(load.compute_seconds.mean()) for load in local) / mean,
         "peers": max(map(peers, plans)),
-        "gigabytes_between": max(float(load.node_bytes.between.max()) for load in loads) / 1e9,
+        "gigabytes_between": max(float(load.node_bytes.inter_node.max()) for load in loads) / 1e9,
         "plan_milliseconds": statistics.median(milliseconds),
     }
 

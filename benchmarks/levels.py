@@ -56,9 +56,9 @@ def figures(plan: Plan, ranks: Ranks, *, overlapped: bool) -> dict[str, float]:
     return {
         "slowest": load.slowest_seconds / float(load.compute_seconds.mean()),
         "compute": float(load.compute_seconds.max() / load.compute_seconds.mean()),
-        "gigabytes_between": float(moved.between[0].sum() / 1e9),
-        "gigabytes_inside": float(moved.inside[0].sum() / 1e9),
-        "busiest_gigabytes_between": float(moved.between.max() / 1e9),
+        "gigabytes_between": float(moved.inter_node[0].sum() / 1e9),
+        "gigabytes_inside": float(moved.intra_node[0].sum() / 1e9),
+        "busiest_gigabytes_between": float(moved.inter_node.max() / 1e9),
     }
 
 

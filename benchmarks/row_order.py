@@ -61,7 +61,7 @@ def figures(rows: list[np.ndarray], places: StepPlaces) -> dict[str, float]:
         work = np.array([CUDA.estimate_seconds(row, row).sum() for row in rows[first : first + places.ranks]])
         busiest += work.reshape(places.nodes, -1).sum(axis=1).max() / places.ranks_per_node
         slowest, mean = slowest + load.slowest_seconds, mean + work.mean()
-        between = max(between, float(load.node_bytes.between.max() / 1e9))
+        between = max(between, float(load.node_bytes.inter_node.max() / 1e9))
     count = len(rows) / places.ranks
     return {
         "slowest": slowest / mean,

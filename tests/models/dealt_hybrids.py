@@ -142,7 +142,7 @@ def train(rank: int, case: Case, implementation: str = "distca", lengths: Sequen
             trainer.evaluate()
         shares, meter = trainer.train_dataset, current_session().meter
         items = range(0, min(case.steps * case.ranks, len(shares)), case.ranks)
-        spanning = sum(int(shares[item]["distca_documents"].dealt.whole.spans.sum()) for item in items)
+        spanning = sum(int(shares[item]["distca_documents"].dealt.whole.has_many_ranks.sum()) for item in items)
         weights = {name: _whole(parameter) for name, parameter in trainer.model.named_parameters()}
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()

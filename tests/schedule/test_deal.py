@@ -141,7 +141,7 @@ def test_one_document_leaves_the_second_half_empty() -> None:
 
 def test_short_documents_stay_whole() -> None:
     layout = deal([1024] * 64, 8, 8192, CUDA)
-    assert not layout.spans.any()
+    assert not layout.has_many_ranks.any()
     assert layout.length.tolist() == [1024] * 64
 
 
@@ -378,4 +378,4 @@ def test_in_order_means_one_after_another(batch: tuple[list[int], int, int]) -> 
     layout = deal_in_order(lengths, ranks, tokens)
     check(layout, lengths, [tokens] * ranks)
     assert layout.document.tolist() == sorted(layout.document.tolist())
-    assert not layout.is_scattered or layout.spans.any()
+    assert not layout.is_scattered or layout.has_many_ranks.any()

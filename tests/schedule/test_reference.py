@@ -105,5 +105,5 @@ def test_both_planners_know_of_nodes(ping_pong: bool) -> None:
     config, nodes = DistCAConfig(ping_pong=ping_pong), Ranks(per_node=4)
     plans = make_reference_plan(layout, cost, config, per_node=4), balance(layout, cost, config, nodes)
     loads = [PlanLoad(plan, cost, overlapped=ping_pong, ranks=nodes) for plan in plans]
-    assert not any(load.node_bytes.between.any() for load in loads)
+    assert not any(load.node_bytes.inter_node.any() for load in loads)
     assert loads[0].slowest_seconds <= 1.03 * loads[1].slowest_seconds

@@ -121,7 +121,7 @@ def _describe_layout(layout: Layout) -> list[str]:
     tokens = layout.query_tokens
     equal = f"{tokens.max()} on each rank" if tokens.min() == tokens.max() else f"{tokens.min()} or {tokens.max()} on a rank"
     documents = len(set(layout.document.tolist()))
-    return [f"{'tokens':<26} {equal}", f"{'documents':<26} {documents}, {layout.spans.sum()} of them on several ranks"]
+    return [f"{'tokens':<26} {equal}", f"{'documents':<26} {documents}, {layout.has_many_ranks.sum()} of them on several ranks"]
 
 
 def _make_placement(layouts: tuple[Layout, ...], lengths: list[int]) -> dict[str, Any]:

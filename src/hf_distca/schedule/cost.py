@@ -83,7 +83,7 @@ class AttentionShape:
             raise ConfigError(f"{self}: all must be >= 1 and query_heads a multiple of key_value_heads.")
 
     @property
-    def ratio(self) -> int:
+    def heads_per_key_head(self) -> int:
         """Number of query heads for each key/value head."""
         return self.query_heads // self.key_value_heads
 
@@ -112,7 +112,7 @@ class AttentionShape:
         """Bytes that backward moves for a key: k, v, dk, dv of every query head;
         the latter twice where heads share a key.
         """
-        return (3 if self.ratio > 1 else 2) * self.row_bytes
+        return (3 if self.heads_per_key_head > 1 else 2) * self.row_bytes
 
     @property
     def lse_bytes(self) -> int:

@@ -32,10 +32,10 @@ class Levels(NamedTuple):
     """Seconds of a rank: the edges of the tolerated band around the mean,
     and the targets for ranks outside it.
 
-    From the idlest rank to the busiest::
+    On the axis of seconds::
 
-        0 ----- floor --- low ---- mean ---- high --- cap -----> seconds
-          rise to low |     left as they are     | fall to high
+        -------- floor ------ low ------ mean ------ high ------ cap -------->
+        rise to low  |              left as they are              |  fall to high
 
     Ranks above `cap` come down to `high`, and those below `floor` come up to `low`. Slices go to ranks below `low`.
     """
@@ -190,7 +190,7 @@ class GreedyPlanner:
         before anything moves, deepest first.
         """
         layout, heads = self.layout, self.heads
-        rows = layout.by_document[layout.queries[layout.by_document]]
+        rows = layout.by_document[layout.has_queries[layout.by_document]]
         rows = rows[np.argsort(layout.rank[rows] * (layout.longest + 1) - layout.end[rows], kind="stable")]
         index, group = repeat_split_rows(heads.documents[layout.place[rows]], heads.groups)
         segment = rows[index]
@@ -242,7 +242,7 @@ def _make_ledger(layout: Layout, segment: IntArray, pieces: QueryPieces, capacit
 
     Homes of documents on several ranks hold their keys, the deepest first.
     """
-    shared_pieces = np.flatnonzero(layout.spans[layout.place[segment]])
+    shared_pieces = np.flatnonzero(layout.has_many_ranks[layout.place[segment]])
     shared_pieces = shared_pieces[np.lexsort((pieces.end[shared_pieces], pieces.number[shared_pieces]))]
     number, count = pieces.number[shared_pieces], len(shared_pieces)
     holders = np.empty((count + capacity, 3), dtype=np.int64)

@@ -74,12 +74,12 @@ class Layout:
             with a gap on one.
         rank, end: for each segment, its rank, and the document position after its last token.
         token: for each segment, the index of its first token among those of its rank.
-        queries: for each segment, whether its queries are to be computed: false for context.
+        has_queries: for each segment, whether its queries are to be computed: false for context.
         by_document: the segments in order of document and position.
         documents: the numbers of all documents, in order.
         place: for each segment, the place of its document among `documents`.
-        spans: for each of `documents`, whether it lies on more than one rank.
-        run: for each segment, the document position where its run of consecutive tokens on its rank
+        has_many_ranks: for each of `documents`, whether it lies on more than one rank.
+        run_start: for each segment, the document position where its run of consecutive tokens on its rank
             begins.
     """
 
@@ -94,12 +94,12 @@ class Layout:
     rank: IntArray = field(init=False, repr=False)
     end: IntArray = field(init=False, repr=False)
     token: IntArray = field(init=False, repr=False)
-    queries: BoolArray = field(init=False, repr=False)
+    has_queries: BoolArray = field(init=False, repr=False)
     by_document: IntArray = field(init=False, repr=False)
     documents: IntArray = field(init=False, repr=False)
     place: IntArray = field(init=False, repr=False)
-    spans: BoolArray = field(init=False, repr=False)
-    run: IntArray = field(init=False, repr=False)
+    has_many_ranks: BoolArray = field(init=False, repr=False)
+    run_start: IntArray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         counts = np.diff(self.offsets)
@@ -149,12 +149,12 @@ class Layout:
             "rank": rank,
             "end": end,
             "token": token,
-            "queries": np.arange(len(length)) - self.offsets[:-1][rank] >= self.context[rank],
+            "has_queries": np.arange(len(length)) - self.offsets[:-1][rank] >= self.context[rank],
             "by_document": order,
             "documents": document[starts_document],
             "place": place,
-            "spans": np.bincount(place[order], weights=mark_changes(rank[order]) & ~starts_document) > 0,
-            "run": run,
+            "has_many_ranks": np.bincount(place[order], weights=mark_changes(rank[order]) & ~starts_document) > 0,
+            "run_start": run,
         }
 
     @classmethod
@@ -252,14 +252,14 @@ class Layout:
         """Number of tokens of context on each rank: its first query
         row has the key with this index.
         """
-        return np.bincount(self.rank, weights=self.length * ~self.queries, minlength=self.world_size).astype(np.int64)
+        return np.bincount(self.rank, weights=self.length * ~self.has_queries, minlength=self.world_size).astype(np.int64)
 
     @cached_property
     def query_tokens(self) -> IntArray:
         """Number of tokens on each rank whose queries are to be computed;
         those of a split document are counted once.
         """
-        counted = self.queries & (self._find_head_group(self.document) <= 1)
+        counted = self.has_queries & (self._find_head_group(self.document) <= 1)
         return np.bincount(self.rank, weights=self.length * counted, minlength=self.world_size).astype(np.int64)
 
     @cached_property

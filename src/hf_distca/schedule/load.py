@@ -35,21 +35,21 @@ class NodeBytes(NamedTuple):
     node, and of other nodes; shape (2, ranks).
     """
 
-    inside: FloatArray
-    between: FloatArray
+    intra_node: FloatArray
+    inter_node: FloatArray
 
     def estimate_seconds(self, cost: CostModel, ranks: Ranks) -> FloatArray:
         """Return the seconds that each rank sends and receives, without the
         fixed part of exchanges: shape (2, ranks).
         """
-        rank = np.arange(self.between.shape[1])
+        rank = np.arange(self.inter_node.shape[1])
         # A link to other nodes is busy with the bytes of all ranks that share it.
         per_node = ranks.per_node or len(rank)
         shared = min(cost.ranks_per_link, per_node)
         link = rank // per_node * -(-per_node // shared) + rank % per_node // shared
         rate = np.bincount(link) * cost.exchange_bytes_per_second
-        between = [(np.bincount(link, weights=amount) / rate)[link] for amount in self.between]
-        return np.maximum(self.inside / (cost.node_bytes_per_second or cost.exchange_bytes_per_second), between)
+        between = [(np.bincount(link, weights=amount) / rate)[link] for amount in self.inter_node]
+        return np.maximum(self.intra_node / (cost.node_bytes_per_second or cost.exchange_bytes_per_second), between)
 
 
 class Traffic(NamedTuple):
@@ -126,7 +126,7 @@ class PlanLoad:
         of documents that nobody exchanges.
         """
         if self.waves is None or self.waves.bytes is None:
-            plan, is_exchanged = self.plan, self.plan.layout.spans.copy()
+            plan, is_exchanged = self.plan, self.plan.layout.has_many_ranks.copy()
             is_exchanged[plan.place[plan.home != plan.server]] = True
             return plan.list_key_transfers(np.flatnonzero(is_exchanged[plan.place]))
         plan, number = self.waves.plan, self.waves.number
@@ -261,9 +261,9 @@ def summarize_plan(plan: Plan, cost: CostModel, ranks: Ranks = UNIFORM_RANKS) ->
         "max_sent_key_tokens": int(after.key_tokens[0].max()),  # of the busiest rank
         "max_sent_bytes": int(after.exchange_bytes[0].max()),  # of the busiest home
         "max_received_bytes": int(after.exchange_bytes[1].max()),  # of the busiest server
-        "bytes_inside_nodes": int(nodes.inside[0].sum()),  # of all ranks
-        "bytes_between_nodes": int(nodes.between[0].sum()),  # all bytes, if nodes are not told apart
-        "max_bytes_between_nodes": int(nodes.between.max()),  # of the busiest rank, as a home or as a server
+        "bytes_inside_nodes": int(nodes.intra_node[0].sum()),  # of all ranks
+        "bytes_between_nodes": int(nodes.inter_node[0].sum()),  # all bytes, if nodes are not told apart
+        "max_bytes_between_nodes": int(nodes.inter_node.max()),  # of the busiest rank, as a home or as a server
     }
 
 

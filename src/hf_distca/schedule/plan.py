@@ -124,13 +124,13 @@ class Plan:
             (self.server < 0) | (self.server >= layout.world_size),
             f"names a server outside the {layout.world_size} ranks of the layout",
         )
-        held, computed = int(layout.length[layout.queries].sum()), int((self.end - self.start).sum())
+        held, computed = int(layout.length[layout.has_queries].sum()), int((self.end - self.start).sum())
         if not held and len(self.document):
             raise PlanError(f"{len(self.document)} task(s) for a layout without tokens, the first is {self.tasks[0]}.")
         self._check_tasks(self.end > layout.longest, f"ends behind the longest document, which has {layout.longest} tokens")
         segment = layout.by_document[np.maximum(layout.find_segments(layout.find_places(self.document), self.start), 0)]
         outside = (self.start < 0) | (layout.document[segment] != self.document) | (self.start >= self.end)
-        outside |= (self.end > layout.end[segment]) | (self.home != layout.rank[segment]) | ~layout.queries[segment]
+        outside |= (self.end > layout.end[segment]) | (self.home != layout.rank[segment]) | ~layout.has_queries[segment]
         self._check_tasks(outside, "does not lie in one segment of its home rank")
         expected = layout.start[segment]
         expected[1:] = np.where(segment[1:] == segment[:-1], self.end[:-1], expected[1:])
@@ -149,7 +149,7 @@ class Plan:
     @classmethod
     def local(cls, layout: Layout, window: int | None = None) -> Plan:
         """Make the plan that moves nothing: every rank computes its own segments."""
-        rows = layout.by_document[layout.queries[layout.by_document]]
+        rows = layout.by_document[layout.has_queries[layout.by_document]]
         rank = layout.rank[rows]
         return cls(layout, layout.document[rows], layout.start[rows], layout.end[rows], rank, rank, window)
 
@@ -205,7 +205,7 @@ class Plan:
         """True for each task that runs on another rank than its home, or whose keys
         do not lie in one run of its home's tokens.
         """
-        return np.asarray((self.home != self.server) | (self.first_key < self.layout.run[self.segment]))
+        return np.asarray((self.home != self.server) | (self.first_key < self.layout.run_start[self.segment]))
 
     def list_key_transfers(self, tasks: IntArray | None = None, server: IntArray | None = None) -> KeyTransfers:
         """List the K/V runs that each server needs, each token once, cut where segments end.

@@ -133,11 +133,11 @@ class Profile:
         a shape; the element size counts first.
         """
 
-        def distance(rates: KernelRates) -> tuple[float, float]:
+        def measure_distance(rates: KernelRates) -> tuple[float, float]:
             key, value = rates.head_dim / shape.head_dim, rates.value_head_dim / shape.value_head_dim
             return abs(math.log(rates.element_bytes / shape.element_bytes)), abs(math.log(key)) + abs(math.log(value))
 
-        return min(self.kernels, key=distance)
+        return min(self.kernels, key=measure_distance)
 
     def make_cost_model(self, shape: AttentionShape, window: int | None = None, *, tile: int | None = None) -> CostModel:
         """Make the cost model of a shape: rates of the kernel with the

@@ -99,7 +99,11 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
     Each forwards in proportion to the seconds that it has left before `unchanged`.
     """
     layout, keys = load.plan.layout, load.needed_keys
-    seconds, place, late = other_seconds + load.wire_seconds[0], layout.find_places(keys.document), np.zeros_like(layout.spans)
+    seconds, place, late = (
+        other_seconds + load.wire_seconds[0],
+        layout.find_places(keys.document),
+        np.zeros_like(layout.has_many_ranks),
+    )
     late[place[(keys.source != keys.server) & (seconds[keys.source] > unchanged)]] = True
     if not late.any():
         return None

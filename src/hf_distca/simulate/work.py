@@ -216,7 +216,7 @@ def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Mov
     received = (row_bytes.query + kernel.row) * queries[1] + (row_bytes.key + kernel.key) * keys[1]
     received = received + row_bytes.sent_query * queries[0] + row_bytes.sent_key * keys[0]
     received = received + (row_bytes.query // 2 + shape.query_bytes + row_bytes.key) * waiting
-    between = float(load.node_bytes.between[0].sum())
+    between = float(load.node_bytes.inter_node[0].sum())
     return Moves(attention + taken, unblocked, dispatch, back, received, pairs, between)
 
 
