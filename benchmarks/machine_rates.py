@@ -168,5 +168,5 @@ def _counts(plans: Sequence[Plan], cost: CostModel) -> Array:
     """What the tasks of each server count in a layer, (2, ranks, 3), as `CostModel.counts`."""
     found = np.zeros((2, plans[0].layout.world_size, 3))
     for plan in plans:
-        np.add.at(found, (slice(None), plan.server), cost.counts(plan.end - plan.start, plan.end, plan.heads))
+        np.add.at(found, (slice(None), plan.server), cost.count_work(plan.end - plan.start, plan.end, plan.heads))
     return found

@@ -74,7 +74,7 @@ def profile(arguments: argparse.Namespace, task: float, flop: float) -> Profile:
 def truth(arguments: argparse.Namespace) -> CostModel:
     """What timed kernels take."""
     shape = AttentionShape(arguments.heads, max(arguments.heads // 2, 1), 64, 64, 4)
-    return profile(arguments, STRETCH, STRETCH).cost_model(shape)
+    return profile(arguments, STRETCH, STRETCH).make_cost_model(shape)
 
 
 def kernels(arguments: argparse.Namespace, slowness: float) -> AbstractContextManager[None]:

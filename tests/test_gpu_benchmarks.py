@@ -107,9 +107,9 @@ def test_the_cost_model_that_was_fitted_can_be_read(folder: Path) -> None:
     found = figures(folder, "profile")
     model = CostModel.from_json((folder / "cost_model.json").read_text())
     assert model == CostModel.from_json(found["models"]["fitted to batches"])
-    assert model.seconds(128, 128)[0] > 0
+    assert model.estimate_seconds(128, 128)[0] > 0
     measured = found["held_out_batched"]
-    estimates = [float(model.directions(row["rows"], row["keys"])[0, 0]) * row["count"] for row in measured]
+    estimates = [float(model.estimate_directions(row["rows"], row["keys"])[0, 0]) * row["count"] for row in measured]
     errors = found["errors"]["fitted to batches"]["held-out batches"]["forward"]["all"]
     assert errors == pytest.approx([e / row["forward"] - 1 for e, row in zip(estimates, measured, strict=True)])
     for row in found["simulation"]:

@@ -74,7 +74,7 @@ def one_dtype(setting: Setting, rank: int, dtype: torch.dtype, tokens: int) -> d
     expected = computed(exact, "sdpa")
     result: dict[str, Any] = {"sdpa": worst(computed(packed, "sdpa"), expected)}
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
-    cost = CostModel.pairs(AttentionShape(*heads, model.config.head_dim, model.config.head_dim, dtype.itemsize))
+    cost = CostModel.of_pairs(AttentionShape(*heads, model.config.head_dim, model.config.head_dim, dtype.itemsize))
     for mode, settings in MODES.items():
         if bound := settings.get("max_transient_bytes"):
             settings = {**settings, "max_transient_bytes": bound * tokens}

@@ -258,7 +258,7 @@ def is_built_in(source: object) -> bool:
     """Return whether a `cost_model` is the name of a shipped or
     built-in one, rather than the path of a file.
     """
-    return source in (*_BUILT_IN_COSTS, *Profile.shipped())
+    return source in (*_BUILT_IN_COSTS, *Profile.list_shipped())
 
 
 def _load_profile(source: Any) -> Profile:

@@ -25,7 +25,7 @@ from hf_distca.schedule.ranks import Ranks
 
 SHAPE = AttentionShape(4, 2, 16, 16, 2)
 KEY = PlanKey(SHAPE, "cpu")
-COST = CostModel.pairs(SHAPE)
+COST = CostModel.of_pairs(SHAPE)
 
 
 def dealing(ranks: int, tokens: int, placement: str = "dealt", **settings: object) -> Dealing:
@@ -49,7 +49,7 @@ def test_shares_of_all_ranks_are_the_layout(ranks: int, lengths: list[int], ping
     for rank, one in enumerate(shares):
         assert str(one.dealt) == "global batch 7 of epoch 3"
         assert (one.dealt.rank, one.dealt.ranks, one.dealt.longest) == (rank, ranks, max(lengths))
-        assert [one.dealt.whole.segments(r) for r in range(ranks)] == [layout.segments(r) for r in range(ranks)]
+        assert [one.dealt.whole.list_segments(r) for r in range(ranks)] == [layout.list_segments(r) for r in range(ranks)]
         first = one.dealt.first_tokens
         assert first is None or (ping_pong and 0 < first < tokens)
         if first is not None:  # no document is in both nano-batches

@@ -25,7 +25,7 @@ from hf_distca.runtime.meter import Meter, mark_now
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import ALIKE
+from hf_distca.schedule.ranks import UNIFORM_RANKS
 
 SHAPE = AttentionShape(4, 2, 16, 16, 2)
 KEY = PlanKey(SHAPE, "cpu")
@@ -33,7 +33,7 @@ KEY = PlanKey(SHAPE, "cpu")
 
 def planner(device: str = "cpu", **settings: float) -> Planner:
     made = Planner(DistCAConfig(tile=1, min_gain=0.0, **settings), Meter())
-    made.resume_progress().costs[SHAPE, device] = CostModel.pairs(SHAPE)
+    made.resume_progress().costs[SHAPE, device] = CostModel.of_pairs(SHAPE)
     return made
 
 
@@ -183,10 +183,10 @@ def test_measurement_of_running_kernels_is_left_out_everywhere() -> None:
 def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
     ranks = 4096
     layout = Layout.from_lengths([[64, 64, 128]] * ranks)
-    plan, cost = Plan.local(layout), CostModel.pairs(SHAPE)
+    plan, cost = Plan.local(layout), CostModel.of_pairs(SHAPE)
     tracemalloc.start()
     measured = Planned(KEY, plan, DistCAConfig(), layout.offsets, 1.0, figures=np.ones((ranks, 5), dtype=np.int64))
-    measured.begin(1, cost, ALIKE, Meter())
+    measured.begin(1, cost, UNIFORM_RANKS, Meter())
     _ = measured.measured_before
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

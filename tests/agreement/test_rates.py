@@ -100,7 +100,7 @@ class World:
         meter.count(calls=1, kernel_calls=2, backward_calls=1)
         plan = planned.plan
         self.plans.append(plan)
-        tasks = TRUE.seconds(plan.end - plan.start, plan.end, plan.heads)
+        tasks = TRUE.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
         kernel = np.bincount(plan.server, weights=tasks, minlength=RANKS) / self.speeds
         kernel *= self.noise.normal(1.0, 0.01, RANKS)
         moving = self._exchange(plan) if plan.moved else np.zeros(RANKS)
@@ -111,8 +111,10 @@ class World:
         self.measured = np.stack([kernel * 1e9, none, waiting * 1e9, none + 1, none], axis=1).astype(np.int64)
         if self.gathers:
             self.planner.resume_progress().gather(self.group)
-        mine = np.bincount(plan.server, weights=estimate.seconds(plan.end - plan.start, plan.end, plan.heads), minlength=RANKS)
-        return float(self.planner.resume_progress().costs.ranks(RANKS).taken(mine).max() / kernel.max())
+        mine = np.bincount(
+            plan.server, weights=estimate.estimate_seconds(plan.end - plan.start, plan.end, plan.heads), minlength=RANKS
+        )
+        return float(self.planner.resume_progress().costs.ranks(RANKS).scale_by_speed(mine).max() / kernel.max())
 
     def _exchange(self, plan: Plan) -> np.ndarray:
         """Seconds beside kernels: messages, and waits for later waves, which are served one after another."""
@@ -122,7 +124,7 @@ class World:
         if waves.count == 1:
             return messages
         split = waves.plan
-        seconds = TRUE.seconds(split.end - split.start, split.end, split.heads) / self.speeds[split.server]
+        seconds = TRUE.estimate_seconds(split.end - split.start, split.end, split.heads) / self.speeds[split.server]
         served = np.zeros((waves.count, RANKS))
         np.add.at(served, (waves.number, split.server), np.where(waves.number >= 0, seconds, 0.0))
         later = served[1:]
@@ -172,10 +174,10 @@ def test_a_slow_rank_gets_less_and_is_forgotten_when_it_recovers() -> None:
     assert speeds / speeds.max() == pytest.approx([1, 1 / 1.5, 1, 1], rel=0.05)
     plan = world.plans[-1]
     kernel = (
-        np.bincount(plan.server, weights=TRUE.seconds(plan.end - plan.start, plan.end, plan.heads), minlength=RANKS)
+        np.bincount(plan.server, weights=TRUE.estimate_seconds(plan.end - plan.start, plan.end, plan.heads), minlength=RANKS)
         / world.speeds
     )
-    assert kernel.max() <= 1.1 * TRUE.seconds(plan.end - plan.start, plan.end, plan.heads).sum() / world.speeds.sum()
+    assert kernel.max() <= 1.1 * TRUE.estimate_seconds(plan.end - plan.start, plan.end, plan.heads).sum() / world.speeds.sum()
     assert world.planner.resume_progress().costs.ranks(RANKS + 1).speeds is None
     world.speeds[1] = 1.0
     for number in range(16, 40):

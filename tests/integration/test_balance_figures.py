@@ -103,7 +103,7 @@ def on_two_nodes(rank: int) -> tuple[dict[str, float], list[int], float]:
         figures = hf_distca.metrics(gather=True).figures()
     (planned,) = plans
     load = PlanLoad(planned.plan, replace(PAIRS, shape=planned.key.shape), ranks=Ranks(per_node=2))
-    return figures, planned.between_bytes.tolist(), float(load.node_bytes.between[0].sum())
+    return figures, planned.between_bytes.tolist(), float(load.node_bytes.inter_node[0].sum())
 
 
 def test_bytes_between_nodes_are_a_figure(rank_pool: Callable[[int], RankPool]) -> None:

@@ -59,7 +59,7 @@ def recorded() -> Iterator[list[Did]]:
     def spy(self: Progress, planned: Planned, *args: Any) -> Meter:
         meter = use(self, planned, *args)
         cost, plan = self.costs.of(planned.key), planned.plan
-        seconds = cost.seconds(plan.end - plan.start, plan.end, plan.heads)
+        seconds = cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
         before = [float(seconds[plan.home == rank].sum()) for rank in (0, 1)]
         if self.number not in done:
             done[self.number] = Did(0.0, 0.0, [])

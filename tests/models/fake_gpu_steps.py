@@ -163,7 +163,7 @@ def batch_of(way: Way, config: hf_distca.DistCAConfig) -> dict[str, Any]:
     packed = PackedDocuments((600, 424))
     if way.ranks > 1:
         shape = AttentionShape(4, 2, 32, 32, 2)
-        dealing = Dealing(way.ranks, TOKENS, {PlanKey(shape, "cuda"): CostModel.pairs(shape)}, config)
+        dealing = Dealing(way.ranks, TOKENS, {PlanKey(shape, "cuda"): CostModel.of_pairs(shape)}, config)
         packed = dealing.share(np.array(LENGTHS), (0, 0), 0)
     ids = {name: torch.empty(1, TOKENS, dtype=torch.int64, device=CUDA) for name in ("input_ids", "position_ids", "labels")}
     return {**ids, "shift_labels": ids["labels"], "num_items_in_batch": TOKENS, "use_cache": False, "distca_documents": packed}
@@ -171,7 +171,7 @@ def batch_of(way: Way, config: hf_distca.DistCAConfig) -> dict[str, Any]:
 
 def step(family: str, way: Way) -> Step:
     """Two steps: in the first, kernels and plans are chosen."""
-    pairs = CostModel.pairs(AttentionShape(4, 2, 32, 32, 2))
+    pairs = CostModel.of_pairs(AttentionShape(4, 2, 32, 32, 2))
     config = hf_distca.DistCAConfig(ping_pong=way.ping_pong, min_gain=0.0, cost_model=pairs)
     hf_distca.configure(config)
     dtype = torch.float32 if way.autocast else torch.bfloat16

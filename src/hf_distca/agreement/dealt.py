@@ -27,10 +27,10 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.monitor import AwaitedThread
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.deal import deal, deal_nano_batches, in_order
+from hf_distca.schedule.deal import deal, deal_in_order, deal_nano_batches
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import ALIKE, Ranks
+from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 
 __all__ = ["Dealing", "Dealt", "Placement", "PlanJob", "plan_fetched"]
 
@@ -60,7 +60,7 @@ class PlanJob(NamedTuple):
     key: PlanKey
     cost: CostModel
     config: DistCAConfig
-    ranks: Ranks = ALIKE
+    ranks: Ranks = UNIFORM_RANKS
     holds: tuple[bool, ...] | None = None
 
     @classmethod
@@ -71,7 +71,7 @@ class PlanJob(NamedTuple):
 
         Layers that are left whole hide no exchange, whatever the settings are.
         """
-        return cls(key, cost, replace(config, ping_pong=key.nano > 0), ranks.seen_by(cost), holds)
+        return cls(key, cost, replace(config, ping_pong=key.nano > 0), ranks.without_irrelevant_nodes(cost), holds)
 
 
 class Dealt:
@@ -146,7 +146,7 @@ class Dealt:
     @cached_property
     def whole(self) -> Layout:
         """Layout of the whole batch: on each rank, the first nano-batch and then the second."""
-        return self.layouts[0] if len(self.layouts) == 1 else Layout.joined(*self.layouts)
+        return self.layouts[0] if len(self.layouts) == 1 else Layout.concatenate(*self.layouts)
 
     @property
     def first_tokens(self) -> int | None:
@@ -183,7 +183,7 @@ class Dealt:
         if job not in self._plans:
             layout = self.layouts[job.key.nano - 1] if job.key.nano else self.whole
             if job.holds is not None:
-                layout = layout.among(job.holds)
+                layout = layout.place_on_holders(job.holds)
             plan = self._plans[job] = balance(layout, job.cost, job.config, job.ranks)
             _ = plan.digest  # is compared; a loader's worker has the time for it
             self._planned_here += 1
@@ -272,7 +272,7 @@ class Dealing:
             One layout, or with ping-pong those of both nano-batches.
         """
         if self.placement == "in order":
-            return (in_order(lengths, self.ranks, self.tokens_per_rank),)
+            return (deal_in_order(lengths, self.ranks, self.tokens_per_rank),)
         what = lengths, self.ranks, self.tokens_per_rank, next(iter(self.costs.values()))
         if self.config.ping_pong:
             return deal_nano_batches(*what, tile=self.config.tile, ranks_per_node=self.ranks_per_node)
@@ -297,6 +297,6 @@ class Dealing:
                 for nano in (0,) if dealt.first_tokens is None else (1, 2):
                     dealt.plan(PlanJob.of(key._replace(nano=nano), cost, self.config, Ranks(per_node=dealt.per_node)))
             dealt.take_planned_here()
-        runs = dealt.whole.segments(rank)
+        runs = dealt.whole.list_segments(rank)
         lengths_, starts, documents = ([getattr(run, name) for run in runs] for name in ("length", "start", "document"))
         return PackedDocuments(lengths_, starts, documents, dealt=dealt)

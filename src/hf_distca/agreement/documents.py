@@ -11,7 +11,7 @@ import torch
 
 from hf_distca.agreement.document_starts import RowTokens, as_mask, is_whole, read_tokens
 from hf_distca.errors import LayoutError, UnsupportedError
-from hf_distca.schedule.layout import IntArray, as_integers, lengths_from_cu_seqlens
+from hf_distca.schedule.layout import IntArray, lengths_from_cu_seqlens, require_integers
 
 if TYPE_CHECKING:
     from hf_distca.agreement.dealt import Dealt
@@ -102,7 +102,7 @@ _LARGEST = {"lengths": 2**48, "starts": 2**48, "documents": 2**63 - 1}
 
 
 def _counts(values: Sequence[int], name: str) -> tuple[int, ...]:
-    counts: list[int] = as_integers(values, f"{name} of PackedDocuments").tolist()
+    counts: list[int] = require_integers(values, f"{name} of PackedDocuments").tolist()
     for index, count in enumerate(counts):
         if not 0 <= count <= _LARGEST[name]:
             raise LayoutError(f"{name}[{index}] of PackedDocuments is {count}: it must be in 0..{_LARGEST[name]}.")

@@ -18,7 +18,7 @@ from hf_distca.schedule.cost import CostModel, FloatArray
 from hf_distca.schedule.layout import BoolArray, IntArray
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import ALIKE, Ranks
+from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from hf_distca.schedule.waves import Waves
 
 __all__ = ["Observation", "Planned", "observed"]
@@ -62,14 +62,14 @@ class Planned:
     serial: int = 0
     number: int = 0
     seconds: FloatArray = field(default_factory=lambda: np.zeros(0))
-    ranks: Ranks = ALIKE
+    ranks: Ranks = UNIFORM_RANKS
     meter: Meter = field(default_factory=Meter)
     figures: IntArray = field(default_factory=lambda: np.full((1, FIGURES), -1))
 
     def begin(self, number: int, cost: CostModel, ranks: Ranks, meter: Meter) -> None:
         """Begin the use of the plan by a micro-batch; the cost model now estimates its tasks."""
         self.number, self.ranks, self.meter = number, ranks, meter
-        self.seconds = cost.seconds(self.plan.end - self.plan.start, self.plan.end, self.plan.heads)
+        self.seconds = cost.estimate_seconds(self.plan.end - self.plan.start, self.plan.end, self.plan.heads)
 
     @property
     def own_figures(self) -> Figures:
@@ -135,7 +135,9 @@ class Planned:
 
     def _by_rank(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
         """Sum seconds of tasks by their ranks, at the speeds of the ranks: (ranks,)."""
-        return self.ranks.taken(np.bincount(rank, weights=seconds, minlength=self.plan.layout.world_size).astype(np.float64))
+        return self.ranks.scale_by_speed(
+            np.bincount(rank, weights=seconds, minlength=self.plan.layout.world_size).astype(np.float64)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +234,7 @@ def _parts(plan: Plan, cost: CostModel) -> FloatArray:
     """Sum the seconds of tasks, bytes and flops, forward and
     backward, of every server: (ranks, 3).
     """
-    parts = replace(cost, window=plan.window).parts(plan.end - plan.start, plan.end, plan.heads).sum(axis=0)
+    parts = replace(cost, window=plan.window).estimate_parts(plan.end - plan.start, plan.end, plan.heads).sum(axis=0)
     columns = (np.bincount(plan.server, weights=column, minlength=plan.layout.world_size) for column in parts.T)
     return np.stack([column.astype(np.float64) for column in columns], axis=1)
 

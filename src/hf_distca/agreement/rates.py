@@ -32,7 +32,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.planned import Observation, Planned, observed
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
-from hf_distca.schedule.ranks import ALIKE, Ranks
+from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 
 __all__ = ["Correction", "Costs", "is_corrected"]
 
@@ -112,7 +112,7 @@ class Costs(dict[Kind, CostModel]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.measured: Ranks = ALIKE
+        self.measured: Ranks = UNIFORM_RANKS
         self.dtypes: dict[Kind, str] = {}
         self._fitted: dict[Kind, _Fitted] = {}
 
@@ -179,7 +179,7 @@ class Costs(dict[Kind, CostModel]):
         if fitted.seen <= _WARM_UP:
             return changes
         if self.measured.speeds is not None and len(self.measured.speeds) != len(sample.kernel):
-            self.measured = ALIKE
+            self.measured = UNIFORM_RANKS
         fitted.new.append(sample)
         alike = [other for other in fitted.new if len(other.kernel) == len(sample.kernel)]  # of as many ranks
         if len(alike) >= _ENOUGH and self._off(fitted.correction, alike):
@@ -188,7 +188,7 @@ class Costs(dict[Kind, CostModel]):
 
     def _off(self, correction: Correction, samples: Sequence[Observation]) -> bool:
         """Return whether estimates are so far from measurements that rates should change."""
-        estimated = [self.measured.taken(sample.estimated(correction.kernel)) for sample in samples]
+        estimated = [self.measured.scale_by_speed(sample.estimated(correction.kernel)) for sample in samples]
         ratios = [seconds.max() / max(sample.kernel.max(), 1e-12) for seconds, sample in zip(estimated, samples, strict=True)]
         if abs(math.log(max(float(np.median(ratios)), 1e-12))) > _OFF:
             return True
@@ -197,7 +197,7 @@ class Costs(dict[Kind, CostModel]):
     def _fit(self, fitted: _Fitted, samples: Sequence[Observation]) -> list[str]:
         before, ranks_before, changes = fitted.correction, self.measured, []
         count = len(samples[0].kernel)
-        speeds = np.array(self.measured.each(count))
+        speeds = np.array(self.measured.list_speeds(count))
         factors = before.kernel
         for _ in range(3):  # what is a rank's and what is the kernel's tell each other apart in turns
             factors = _factors(samples, speeds)
@@ -205,7 +205,7 @@ class Costs(dict[Kind, CostModel]):
         alike = bool(np.abs(np.log(speeds)).max() <= _SPEED_OFF)
         if alike:
             factors = _factors(samples, np.ones(count))
-        self.measured = ALIKE if alike else Ranks.of([_rounded(speed) for speed in speeds])
+        self.measured = UNIFORM_RANKS if alike else Ranks.of([_rounded(speed) for speed in speeds])
         task, byte, flop = (_rounded(float(np.clip(factor, *_FACTORS))) for factor in factors)
         fitted.correction = replace(before, task=task, byte=byte, flop=flop)
         fitted.new.clear()

@@ -13,7 +13,7 @@ from hf_distca.data.borrowed_readers import kept_rows
 from hf_distca.data.columns import COLUMNS, NO_INPUTS, ForwardInputs, check_column, check_columns
 from hf_distca.data.pieces import SAMPLED, Piece, digest_of
 from hf_distca.errors import LayoutError
-from hf_distca.schedule.layout import IntArray, as_integers
+from hf_distca.schedule.layout import IntArray, require_integers
 
 __all__ = ["Reader", "as_row", "document_lengths", "is_of", "is_stored", "length_of"]
 
@@ -164,7 +164,7 @@ def document_lengths(documents: Any, column: str = "input_ids", lengths: Any = N
     if isinstance(lengths, str):
         counts = _column_of_counts(documents, lengths)
     elif lengths is not None:
-        counts = as_integers(lengths, "lengths of documents")
+        counts = require_integers(lengths, "lengths of documents")
     elif is_of("Dataset", documents):
         counts = _from_offsets(documents, column)
     else:
@@ -180,7 +180,7 @@ def document_lengths(documents: Any, column: str = "input_ids", lengths: Any = N
 
 def _column_of_counts(documents: Any, name: str) -> IntArray:
     if not is_of("Dataset", documents):
-        return as_integers([row[name] for row in documents], f"lengths in column {name!r}")
+        return require_integers([row[name] for row in documents], f"lengths in column {name!r}")
     import pyarrow as pa
 
     values = _in_order(documents, _arrow_column(documents, name))

@@ -144,7 +144,7 @@ def _attention_seconds(lengths: IntArray, model: Any, config: DistCAConfig) -> F
     for key, layers in layer_counts(model, None, PartialState().device.type).items():
         cost, chunk = known_cost(key, config), key.chunk or max(int(lengths.max(initial=1)), 1)
         whole, rest = np.divmod(lengths, chunk)
-        parts = whole * cost.seconds(chunk, chunk) + np.where(rest > 0, cost.seconds(rest, rest), 0.0)
+        parts = whole * cost.estimate_seconds(chunk, chunk) + np.where(rest > 0, cost.estimate_seconds(rest, rest), 0.0)
         seconds += layers * parts
     return seconds
 

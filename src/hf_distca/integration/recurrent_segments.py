@@ -96,7 +96,7 @@ def _layout(documents: Documents, group: AttentionGroup, name: str) -> Layout:
         kind, numbers = _NUMBERED, documents.rows.reshape(-1)
     else:
         dealt.check_is_for(group)
-        if not dealt.whole.spans.any():
+        if not dealt.whole.has_many_ranks.any():
             return dealt.whole
         kind, numbers, name = _SHARE, np.array([*dealt.batch, dealt.documents]), f"{name} ({dealt})"
     row = np.concatenate([[kind], np.zeros(HEADER - 1, dtype=np.int64), numbers])  # as long as an announcement at least

@@ -190,7 +190,7 @@ class Session:
         which compute in the dtype of `query`.
         """
         with work.group.reporting(f"choosing a kernel for {work.name}"):
-            kernel = self.kernel(query, (shape.head_dim, shape.value_head_dim), scores, shape.ratio)
+            kernel = self.kernel(query, (shape.head_dim, shape.value_head_dim), scores, shape.heads_per_key_head)
             return AttentionServer(kernel, scores, work.meter)
 
     def attend(self, work: Work, server: AttentionServer, module: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
@@ -234,15 +234,15 @@ class Session:
         cost = known_cost(key._replace(window=None), self.config)
         widths, source = (key.shape.head_dim, key.shape.value_head_dim), source_of_rates(self.config)
         if source == "analytic" and query.device.type == "cuda":
-            kernel = self.kernel(query, widths, Scores(1.0), key.shape.ratio)
+            kernel = self.kernel(query, widths, Scores(1.0), key.shape.heads_per_key_head)
             if (profile := shipped_profile(query.device, kernel, group)) is not None:
-                cost = profile.cost_model(key.shape, tile=self.config.tile)
+                cost = profile.make_cost_model(key.shape, tile=self.config.tile)
         if source == "calibrated":
             if self.config.kernel == "auto" and key.device == "cuda":
                 with said_if_long("comparing attention kernels before the first plan"):
                     names = get_args(KernelName)
                     self._fastest[query.dtype, widths] = fastest(key.shape, names, query.dtype, query.device, group)
-            kernel = self.kernel(query, widths, Scores(1.0), key.shape.ratio)
+            kernel = self.kernel(query, widths, Scores(1.0), key.shape.heads_per_key_head)
             with said_if_long(f"timing the attention kernel {kernel.name!r} before the first plan"):
                 cost = calibrate(cost, kernel, query.dtype, query.device, group)
         self.planner.resume_progress().costs[key.shape, key.device] = cost

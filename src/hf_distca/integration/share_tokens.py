@@ -145,7 +145,7 @@ class _Shared:
         """List the runs of a rank: (rank that drew it, index of its
         first token there, number of tokens).
         """
-        segments = [] if self.packed.dealt is None else self.packed.dealt.whole.segments(rank)
+        segments = [] if self.packed.dealt is None else self.packed.dealt.whole.list_segments(rank)
         return [(int(self.home[s.document]), int(self.start[s.document]) + s.start, s.length) for s in segments]
 
 
@@ -158,7 +158,7 @@ def _deal(session: Session, costs: dict[PlanKey, CostModel], number: int, length
     dealing = Dealing(
         group.size,
         [fair + (rank < more) for rank in range(group.size)],
-        costs or {PlanKey(_SOME_SHAPE, "cpu"): CostModel.pairs(_SOME_SHAPE)},
+        costs or {PlanKey(_SOME_SHAPE, "cpu"): CostModel.of_pairs(_SOME_SHAPE)},
         session.config,
         group.per_node,
     )

@@ -322,7 +322,7 @@ class StageAttention:
         """Make the server that runs the tasks of a call."""
         shape, scores = part.kind.key.shape, Scores(part.kind.scale, part.window, part.kind.softcap)
         widths = shape.head_dim, shape.value_head_dim
-        kernel = self.session.kernel(part.kind.make_empty_operands(self.device).q_THD, widths, scores, shape.ratio)
+        kernel = self.session.kernel(part.kind.make_empty_operands(self.device).q_THD, widths, scores, shape.heads_per_key_head)
         reporting = partial(self.group.reporting, f"computing {part.name}")
         meter, trace = self.session.meter, self.session.trace
         return AttentionServer(

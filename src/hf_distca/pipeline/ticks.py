@@ -164,7 +164,7 @@ def read_shared_documents(shares: Sequence[Dealt], copies: Sequence[int], part: 
     documents = []
     for dealt in shares:
         layout = dealt.layouts[part.nano - 1] if part.nano else dealt.whole
-        rows = [np.array(layout.segments(copy), dtype=np.int64).reshape(-1, 3) for copy in range(dealt.ranks)]
+        rows = [np.array(layout.list_segments(copy), dtype=np.int64).reshape(-1, 3) for copy in range(dealt.ranks)]
         documents.append([Documents(rows[copy], spans=True).in_chunks(part.chunk) for copy in copies])
     return documents
 

@@ -234,7 +234,9 @@ class Server:
         session, key, used = self._known[work]
         operands = make_empty_operands(key.shape, read_dtype(layer["dtype"]), self._device)
         scores = Scores(layer["scale"], used.window, layer["softcap"])
-        kernel = session.kernel(operands.q_THD, (key.shape.head_dim, key.shape.value_head_dim), scores, key.shape.ratio)
+        kernel = session.kernel(
+            operands.q_THD, (key.shape.head_dim, key.shape.value_head_dim), scores, key.shape.heads_per_key_head
+        )
         server = AttentionServer(kernel, scores, used.meter, partial(used.group.reporting, f"computing {place}"))
         taken = Call(used.route, used.group.at(place, used.route.forward_exchanges), server)
         if backward:
