@@ -34,7 +34,7 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal, deal_nano_batches
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import PlanLoad, imbalance
+from hf_distca.schedule.load import PlanLoad, compute_imbalance
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
 from machine import describe
@@ -63,7 +63,7 @@ def lengths_of(layout: Layout) -> list[int]:
 
 def whole_documents(lengths: list[int], ranks: int) -> Layout:
     """Longest first, each to the rank with the least attention so far."""
-    seconds = CUDA.seconds(np.array(lengths), np.array(lengths)).tolist()
+    seconds = CUDA.estimate_seconds(np.array(lengths), np.array(lengths)).tolist()
     heap = [(0.0, rank) for rank in range(ranks)]
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
     for document in sorted(range(len(lengths)), key=lambda d: (-lengths[d], d)):
@@ -93,7 +93,7 @@ def figures(plan: Plan) -> dict[str, float]:
         "overlapped": float(np.maximum(compute, exchange).max() / compute.mean()),
         "gigabytes": float(load.exchange_bytes[0].sum() / 1e9),
         "busiest_gigabytes": float(max(side.max() for side in load.exchange_bytes) / 1e9),
-        "token_imbalance": imbalance(plan.layout.query_tokens.astype(np.float64)),
+        "token_imbalance": compute_imbalance(plan.layout.query_tokens.astype(np.float64)),
     }
 
 

@@ -31,7 +31,7 @@ def in_even_ticks(setting: Setting, batches: Sequence[IntArray]) -> list[Candida
     """Dealt documents in two nano-batches."""
 
     def planner(layout: Layout, cost: CostModel, config: DistCAConfig, nodes: Ranks) -> Plan:
-        seconds = float(cost.seconds(layout.length, layout.end).sum())
+        seconds = float(cost.estimate_seconds(layout.length, layout.end).sum())
         linear = linear_seconds(setting, layout.query_tokens.astype(np.float64)).sum(axis=0) / setting.model.layers
         if seconds and np.ptp(linear):
             nodes = replace(nodes, speeds=tuple(attention_beside(linear, seconds).tolist()))

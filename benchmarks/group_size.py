@@ -57,7 +57,7 @@ def packed(lengths: np.ndarray, ranks: int, tokens: int) -> list[list[int]]:
 
 def placed(rows: list[list[int]]) -> list[list[int]]:
     """Order rows for even nodes, as `hf_distca.place_rows` does in a step of one micro-batch."""
-    seconds = np.array([CUDA.seconds(np.array(row), np.array(row)).sum() for row in rows])
+    seconds = np.array([CUDA.estimate_seconds(np.array(row), np.array(row)).sum() for row in rows])
     order = StepPlaces(len(rows) // NODE, NODE).place(np.rint(seconds * 1e9).astype(np.int64))
     return [rows[row] for row in order.tolist()]
 
@@ -95,7 +95,7 @@ def figures(layouts: list[Layout], config: DistCAConfig) -> dict[str, float]:
         "slowest": max(load.slowest_seconds for load in loads) / mean,
         "if_even_inside": max(float(load.compute_seconds.mean()) for load in local) / mean,
         "peers": max(map(peers, plans)),
-        "gigabytes_between": max(float(load.node_bytes.between.max()) for load in loads) / 1e9,
+        "gigabytes_between": max(float(load.node_bytes.inter_node.max()) for load in loads) / 1e9,
         "plan_milliseconds": statistics.median(milliseconds),
     }
 

@@ -76,7 +76,7 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import ALIKE
+from hf_distca.schedule.ranks import UNIFORM_RANKS
 from hf_distca.schedule.waves import Waves
 from host_calls import compare, measure_calls
 from machine import describe
@@ -210,7 +210,7 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
 
     def bookkeeping() -> None:
         planned = BatchPlan(key, plan, config, plan.layout.offsets, 1.0, figures=figures)
-        planned.start_use(1, COST, ALIKE, Meter())
+        planned.start_use(1, COST, UNIFORM_RANKS, Meter())
         history.record_plan(planned)
         history.end_micro_batch()
         history.reset()

@@ -21,5 +21,8 @@ def ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:
     for lengths in batches:
         tokens = np.full(1, float(lengths.sum()) / setting.group)
         total += float(linear_seconds(setting, tokens).sum() + head_seconds(setting, tokens)[0]) / setting.stages
-        total += sum(layers * float(setting.cost(w).seconds(lengths, lengths).sum()) for w, layers in setting.model.kinds) / parts
+        total += (
+            sum(layers * float(setting.cost(w).estimate_seconds(lengths, lengths).sum()) for w, layers in setting.model.kinds)
+            / parts
+        )
     return total

@@ -40,7 +40,7 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import ALIKE, Ranks
+from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from machine import describe
 from output import add_json_option, put_out
 
@@ -56,9 +56,9 @@ def figures(plan: Plan, ranks: Ranks, *, overlapped: bool) -> dict[str, float]:
     return {
         "slowest": load.slowest_seconds / float(load.compute_seconds.mean()),
         "compute": float(load.compute_seconds.max() / load.compute_seconds.mean()),
-        "gigabytes_between": float(moved.between[0].sum() / 1e9),
-        "gigabytes_inside": float(moved.inside[0].sum() / 1e9),
-        "busiest_gigabytes_between": float(moved.between.max() / 1e9),
+        "gigabytes_between": float(moved.inter_node[0].sum() / 1e9),
+        "gigabytes_inside": float(moved.intra_node[0].sum() / 1e9),
+        "busiest_gigabytes_between": float(moved.inter_node.max() / 1e9),
     }
 
 
@@ -81,7 +81,7 @@ def measure(path: Path, per_node: int) -> dict[str, Any]:
         dealt = [deal(lengths, count, tokens, CUDA, ranks_per_node=each, overlapped=overlapped) for each in (None, per_node)]
         plans = {
             f"given, {name}": (balance(given, CUDA, config), balance(given, CUDA, config, ranks)),
-            f"dealt, {name}": tuple(balance(d, CUDA, config, on) for d, on in zip(dealt, (ALIKE, ranks), strict=True)),
+            f"dealt, {name}": tuple(balance(d, CUDA, config, on) for d, on in zip(dealt, (UNIFORM_RANKS, ranks), strict=True)),
         }
         for way, pair in plans.items():
             before, after = (figures(plan, ranks, overlapped=overlapped) for plan in pair)

@@ -26,8 +26,8 @@ from rich.table import Table
 import hf_distca
 from dealt_step_time import lengths_of, share_of
 from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import known_cost, layer_keys
-from hf_distca.integration.session import current_session
 from machine import describe
 from output import add_json_option, put_out
 from processes import on_ranks, rounds, setting_of

@@ -24,7 +24,7 @@ from scipy.optimize import nnls
 
 import hf_distca
 from dealt_step_time import WAYS, Steps
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.model_shape import ModelShape
 from hf_distca.runtime import meter
 from hf_distca.schedule.balance import balance
@@ -168,5 +168,5 @@ def _counts(plans: Sequence[Plan], cost: CostModel) -> Array:
     """What the tasks of each server count in a layer, (2, ranks, 3), as `CostModel.counts`."""
     found = np.zeros((2, plans[0].layout.world_size, 3))
     for plan in plans:
-        np.add.at(found, (slice(None), plan.server), cost.counts(plan.end - plan.start, plan.end, plan.heads))
+        np.add.at(found, (slice(None), plan.server), cost.count_work(plan.end - plan.start, plan.end, plan.heads))
     return found

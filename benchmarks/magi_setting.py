@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_distca.model_shape import ModelShape
-from hf_distca.schedule.cost import causal_pairs
-from hf_distca.schedule.deal import in_order
+from hf_distca.schedule.cost import count_causal_pairs
+from hf_distca.schedule.deal import deal_in_order
 from hf_distca.simulate import context
 from hf_distca.simulate.disaggregated import dealt, work_of
 from hf_distca.simulate.hardware import find_hardware
@@ -73,7 +73,7 @@ def ring(setting: Setting, lengths: Lengths) -> MicroBatchWork:
 
 
 def ours_in_order(setting: Setting, lengths: Lengths) -> MicroBatchWork:
-    return work_of(setting, (in_order(lengths, setting.group, setting.tokens_per_rank),))
+    return work_of(setting, (deal_in_order(lengths, setting.group, setting.tokens_per_rank),))
 
 
 def ours_dealt(setting: Setting, lengths: Lengths) -> MicroBatchWork:
@@ -106,7 +106,7 @@ def speed(name: str, gpus: int, rows: list[Lengths]) -> Speed:
     setting, found = setting_of(gpus), []
     for lengths in rows:
         work = STRATEGIES[name](setting, lengths)
-        flops = setting.shape.pair_flops * causal_pairs(lengths, lengths).sum() * np.array([1.0, 2.5]) / gpus / 1e12
+        flops = setting.shape.pair_flops * count_causal_pairs(lengths, lengths).sum() * np.array([1.0, 2.5]) / gpus / 1e12
         tflops = flops / (work.attention + work.exposed).max(axis=1)
         found.append((tflops, 1e3 * work.attention.max(axis=1), 1e3 * work.exposed.max(axis=1)))
     return Speed(*np.mean(found, axis=0))

@@ -35,7 +35,7 @@ from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import imbalance
+from hf_distca.schedule.load import compute_imbalance
 from hf_distca.schedule.waves import Waves
 from machine import describe
 from output import add_json_option, put_out
@@ -132,11 +132,11 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, A
         rows: list[Any] = [None] * ranks
         dist.all_gather_object(rows, layer.counted())
         result[mode] = {name: [row[name] for row in rows] for name in rows[0]}
-        result[mode]["kept_imbalance"] = imbalance(np.array(result[mode]["kept"], dtype=np.float64))
+        result[mode]["kept_imbalance"] = compute_imbalance(np.array(result[mode]["kept"], dtype=np.float64))
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     for round_ in rounds(rank, arguments.rounds):
         for mode in in_turns(layers, round_):
-            seconds[mode].append(layers[mode].seconds())
+            seconds[mode].append(layers[mode].estimate_seconds())
     for mode, taken in seconds.items():
         result[mode]["seconds"] = taken
         result[mode]["median_seconds"] = statistics.median(taken) if taken else None

@@ -41,8 +41,8 @@ import hf_distca
 from dealt_step_time import share_of
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.cli.lengths import open_documents
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import known_cost, layer_keys
-from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from machine import describe
 from nodes import CABLE, inside, set_rate, two_nodes
@@ -116,7 +116,7 @@ class Steps:
         config = hf_distca.DistCAConfig(way.balanced, cost_model=cost, ping_pong=given.ping_pong)
         session.config, costs = config, {key: known_cost(key, config) for key in self.keys}
         for key, cost in costs.items():
-            session.planner.progress.costs[key.shape, key.device] = cost
+            session.planner.resume_progress().costs[key.shape, key.device] = cost
         per_node = PER_NODE if way.nodes else None
         return DealSettings(RANKS, given.tokens, costs, config, per_node, way.placement)
 

@@ -59,7 +59,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_distca
 from core_share import core_shares, join, used
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.pipeline import Schedule, split
 from hf_distca.pipeline.ticks import order_ticks
 from hf_distca.runtime import meter

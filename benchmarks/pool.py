@@ -102,7 +102,7 @@ def _way(setting: Setting, steps: Batches, devices_of: Callable[[Setting], Devic
 def attention_share(setting: Setting, steps: Batches) -> tuple[float, float]:
     """Seconds of a step in which all devices have equal parts of all work, and the part of them that is attention."""
     ideal = float(np.mean([ideal_seconds(setting, batches) for batches in steps]))
-    seconds = [sum(float(setting.cost().seconds(n, n).sum()) for n in batches) for batches in steps]
+    seconds = [sum(float(setting.cost().estimate_seconds(n, n).sum()) for n in batches) for batches in steps]
     return ideal, float(np.mean(seconds)) * setting.model.layers / (setting.group * setting.stages) / ideal
 
 
@@ -173,7 +173,9 @@ def unlike(names: tuple[str, str, int], lengths: str, longest: int, tokens: int,
     other = replace(setting, hardware=hardware(slow))
     steps = list(distribution(LENGTHS[lengths], longest).steps(setting.tokens, 1, batches))
     documents = np.concatenate([n for step in steps for n in step])
-    attention = float(setting.cost().seconds(documents, documents).sum() / other.cost().seconds(documents, documents).sum())
+    attention = float(
+        setting.cost().estimate_seconds(documents, documents).sum() / other.cost().estimate_seconds(documents, documents).sum()
+    )
     held = np.full(1, float(tokens))
     linear = float(linear_seconds(setting, held).sum() / linear_seconds(other, held).sum())
     slower = np.arange(RANKS) >= RANKS - many

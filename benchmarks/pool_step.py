@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 import hf_distca
-from hf_distca.integration.session import Session, current_session
+from hf_distca.integration.current_session import current_session
+from hf_distca.integration.session import Session
 from hf_distca.pool.lead import Pool
 from machine import describe
 from output import add_json_option, put_out

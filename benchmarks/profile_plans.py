@@ -27,7 +27,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import PlanLoad, imbalance
+from hf_distca.schedule.load import PlanLoad, compute_imbalance
 from hf_distca.schedule.placement import parse_placement
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.profiles import Profile
@@ -36,7 +36,7 @@ from machine import describe
 from output import add_json_option, put_out
 
 SHAPE = AttentionShape(32, 8, 128, 128, 2)
-NAMES = [name for name in Profile.shipped() if Profile.load(name).device == "cuda"]
+NAMES = [name for name in Profile.list_shipped() if Profile.load(name).device == "cuda"]
 NODES = Ranks(per_node=8)
 CONFIG = DistCAConfig()
 BUILT_IN = CostModel.analytic(SHAPE)
@@ -47,31 +47,31 @@ def figures(plan: Plan, cost: CostModel) -> dict[str, float]:
     return {
         "gigabytes": float(load.exchange_bytes[0].sum() / 1e9),
         "busiest_gigabytes": float(load.exchange_bytes.max() / 1e9),
-        "imbalance": imbalance(load.compute_seconds),
+        "imbalance": compute_imbalance(load.compute_seconds),
         "slowest_ms": load.slowest_seconds * 1e3,
     }
 
 
 def whole_to_tasks(layout: Layout, plan: Plan, cost: CostModel) -> list[float]:
     """Seconds of whole documents by those of all tasks, forward and backward."""
-    tasks = cost.directions(plan.end - plan.start, plan.end, plan.heads)
+    tasks = cost.estimate_directions(plan.end - plan.start, plan.end, plan.heads)
     lengths = np.zeros(int(layout.document.max()) + 1, dtype=np.int64)
     np.maximum.at(lengths, layout.document, layout.end)
     lengths = lengths[lengths > 0]
-    whole = cost.directions(lengths, lengths)
+    whole = cost.estimate_directions(lengths, lengths)
     return [float(ratio) for ratio in whole.sum(axis=1) / tasks.sum(axis=1)]
 
 
 def costs_before(name: str, profiles: Path | None) -> CostModel:
     """Costs by the profile of this name in the folder; without one, by the built-in figures."""
     file = profiles / f"{name}.json" if profiles else None
-    return Profile.load(file).cost_model(SHAPE) if file and file.exists() else BUILT_IN
+    return Profile.load(file).make_cost_model(SHAPE) if file and file.exists() else BUILT_IN
 
 
 def of_placement(layout: Layout, profiles: Path | None) -> dict[str, Any]:
     found: dict[str, Any] = {"built_in": figures(balance(layout, BUILT_IN, CONFIG, NODES), BUILT_IN)}
     for name in NAMES:
-        cost = Profile.load(name).cost_model(SHAPE)
+        cost = Profile.load(name).make_cost_model(SHAPE)
         local = PlanLoad(Plan.local(layout), cost, ranks=NODES)
         plan, before = (balance(layout, made_with, CONFIG, NODES) for made_with in (cost, costs_before(name, profiles)))
         found[name] = {

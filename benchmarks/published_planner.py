@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from hf_distca.config import DistCAConfig
-from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, causal_pairs
+from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, count_causal_pairs
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
@@ -49,7 +49,7 @@ def plan_published(layout: Layout, shape: AttentionShape, *, tolerance: float = 
         tile: documents are cut at multiples of it.
     """
     items, ranks = _Items(layout), layout.world_size
-    load = np.bincount(layout.rank, weights=causal_pairs(layout.length, layout.end), minlength=ranks)
+    load = np.bincount(layout.rank, weights=count_causal_pairs(layout.length, layout.end), minlength=ranks)
     mean = load.sum() / ranks
     spare = load - mean
     for server in np.argsort(spare, kind="stable").tolist():
@@ -62,7 +62,7 @@ def plan_published(layout: Layout, shape: AttentionShape, *, tolerance: float = 
                 items.split(item, end)
             if start > items.start[item]:
                 item = items.split(item, start)
-            work = float(causal_pairs(end - start, end))
+            work = float(count_causal_pairs(end - start, end))
             spare[items.server[item]] -= work
             spare[server] += work
             items.server[item] = server

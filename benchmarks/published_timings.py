@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import NonlinearConstraint, minimize
 
-from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, causal_pairs
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, count_causal_pairs
 from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
 from hf_distca.simulate.hardware import REACHED, find_hardware
 from machine import describe
@@ -175,7 +175,7 @@ class Cell(NamedTuple):
             cost = costs[way]
             rows, keys, flops, _ = self.counts[way].T
             seconds = (rows * cost.row_passes + keys) / cost.bytes_per_second + flops / cost.flops_per_second
-            taken += float((cost.of_call(seconds * self.in_a_row) / self.in_a_row if self.in_a_row else seconds).mean())
+            taken += float((cost.add_call_overhead(seconds * self.in_a_row) / self.in_a_row if self.in_a_row else seconds).mean())
         return taken
 
     def error(self, costs: Sequence[KernelCost]) -> float:
@@ -186,9 +186,9 @@ class Cell(NamedTuple):
 def counts(shape: AttentionShape, rows: npt.ArrayLike, keys: npt.ArrayLike | None = None, *, causal: bool = True) -> Counts:
     """A call for tasks of so many rows and keys, or for whole sequences, as `Cell.counts`: shape (2, 1, 4)."""
     n, m = np.asarray(rows), np.asarray(rows if keys is None else keys)
-    _, moved, flops = CostModel.analytic(shape).counts(n, m).sum(axis=1).T
+    _, moved, flops = CostModel.analytic(shape).count_work(n, m).sum(axis=1).T
     own = n.sum() * shape.row_bytes * np.array([1.0, 2.0])
-    seen = (causal_pairs(n, m) if causal else n.astype(np.float64) * m).sum() * shape.pair_flops * np.array([1, 2.5])
+    seen = (count_causal_pairs(n, m) if causal else n.astype(np.float64) * m).sum() * shape.pair_flops * np.array([1, 2.5])
     return np.stack([own, moved - own, flops if causal else seen, seen], axis=1)[:, None]
 
 

@@ -39,7 +39,8 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
 import hf_distca
-from hf_distca.integration import session
+from hf_distca.integration import current_session
+from hf_distca.integration.session import Session
 from hf_distca.runtime import meter
 from hf_distca.runtime.channel import Channel
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
@@ -73,7 +74,7 @@ def profile(arguments: argparse.Namespace, task: float, flop: float) -> Profile:
 def truth(arguments: argparse.Namespace) -> CostModel:
     """What timed kernels take."""
     shape = AttentionShape(arguments.heads, max(arguments.heads // 2, 1), 64, 64, 4)
-    return profile(arguments, STRETCH, STRETCH).cost_model(shape)
+    return profile(arguments, STRETCH, STRETCH).make_cost_model(shape)
 
 
 def kernels(arguments: argparse.Namespace, slowness: float) -> AbstractContextManager[None]:
@@ -175,7 +176,7 @@ def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
         "speeds not measured": (slowness, hf_distca.DistCAConfig(cost_model=right, measured_rates=False)),
         "speeds measured": (slowness, hf_distca.DistCAConfig(cost_model=right)),
     }
-    sessions = {name: session.Session(config) for name, (_, config) in modes.items()}
+    sessions = {name: Session(config) for name, (_, config) in modes.items()}
     seconds: dict[str, list[float]] = {name: [] for name in modes}
     slowest: dict[str, float] = dict.fromkeys(modes, 0.0)
     mean = 0.0
@@ -184,7 +185,7 @@ def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
         for name in in_turns(modes, number):
             if number < FIRST - 1 and name != "speeds measured":  # nothing is learned
                 continue
-            with kernels(arguments, modes[name][0]), patch.object(session, "_session", sessions[name]):
+            with kernels(arguments, modes[name][0]), patch.object(current_session, "_session", sessions[name]):
                 row = steps.step(number)
             if number >= FIRST:
                 seconds[name].append(row["seconds"])
@@ -196,7 +197,7 @@ def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
     # Where ranks are alike, a step is what it is without attention and the mean of attention; the slow rank stretches the latter.
     stretch = steps.ranks / (steps.ranks - 1 + 1 / SLOWNESS) - 1
     allowed = [taken + float(one) * stretch for taken, one in zip(seconds["all alike"], means / steps.ranks, strict=True)]
-    speeds = sessions["speeds measured"].planner.progress.costs.measured_ranks.speeds
+    speeds = sessions["speeds measured"].planner.resume_progress().costs.measured_ranks.speeds
     return {
         "median_seconds": {name: statistics.median(row) for name, row in seconds.items()},
         "allowed_seconds": statistics.median(allowed),
@@ -216,14 +217,12 @@ def never_slower(arguments: argparse.Namespace, rank: int, ranks: int) -> dict[s
     for engine, rate in itertools.product(ENGINES, [None, *arguments.megabytes_per_second]):
         steps = Steps(arguments, rank, ranks, engine)
         # Each mode learns from its own steps alone.
-        sessions = {
-            mode: session.Session(hf_distca.DistCAConfig(cost_model=right, balance=mode == "on")) for mode in ("on", "off")
-        }
+        sessions = {mode: Session(hf_distca.DistCAConfig(cost_model=right, balance=mode == "on")) for mode in ("on", "off")}
         seconds: dict[str, list[float]] = {mode: [] for mode in sessions}
         with kernels(arguments, 1.0), network(rate):
             for number in range(arguments.steps):
                 for mode in in_turns(sessions, number):
-                    with patch.object(session, "_session", sessions[mode]):
+                    with patch.object(current_session, "_session", sessions[mode]):
                         seconds[mode].append(steps.step(number)["seconds"])
         ratios = [on / off for on, off in zip(seconds["on"], seconds["off"], strict=True)]
         found[f"{engine}, {'this machine' if rate is None else f'{rate:g} MB/s'}"] = {

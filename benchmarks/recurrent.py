@@ -36,7 +36,7 @@ from hf_distca.recurrent.state_space import ScanInputs, mamba2, scan_by_document
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.schedule.deal import deal, in_order
+from hf_distca.schedule.deal import deal, deal_in_order
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
@@ -88,7 +88,7 @@ def of_placements(folder: Path) -> dict[str, Any]:
         tokens = [int(count) for count in given.query_tokens]
         figures[file.stem] = {
             "head and tail": bytes_of(deal(lengths, given.world_size, tokens, COST)),
-            "in order": bytes_of(in_order(lengths, given.world_size, tokens)),
+            "in order": bytes_of(deal_in_order(lengths, given.world_size, tokens)),
         }
     return figures
 

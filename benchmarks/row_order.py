@@ -58,10 +58,10 @@ def figures(rows: list[np.ndarray], places: StepPlaces) -> dict[str, float]:
         plan = balance(layout, CUDA, config, ranks)
         planning += time.process_time() - started
         load = PlanLoad(plan, CUDA, overlapped=False, ranks=ranks)
-        work = np.array([CUDA.seconds(row, row).sum() for row in rows[first : first + places.ranks]])
+        work = np.array([CUDA.estimate_seconds(row, row).sum() for row in rows[first : first + places.ranks]])
         busiest += work.reshape(places.nodes, -1).sum(axis=1).max() / places.ranks_per_node
         slowest, mean = slowest + load.slowest_seconds, mean + work.mean()
-        between = max(between, float(load.node_bytes.between.max() / 1e9))
+        between = max(between, float(load.node_bytes.inter_node.max() / 1e9))
     count = len(rows) / places.ranks
     return {
         "slowest": slowest / mean,
@@ -81,7 +81,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         count = max(arguments.micro_batches // accumulation, 1) * accumulation * ranks
         rows = packed(text, tokens, count, seed)
         order = np.random.default_rng(seed).permutation(len(rows))[:count].tolist()
-        work = [CUDA.seconds(row, row).sum() for row in rows]
+        work = [CUDA.estimate_seconds(row, row).sum() for row in rows]
         started = time.process_time()
         placed = [row for (row,) in RowPlacement(BatchSampler(order, 1, drop_last=True), work, places)]
         placing = (time.process_time() - started) / (count // (ranks * accumulation))

@@ -40,7 +40,7 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import PlanLoad, summarize
+from hf_distca.schedule.load import PlanLoad, summarize_plan
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
 from machine import describe
@@ -74,17 +74,17 @@ def plan_and_time(layout: Layout, cost: CostModel, config: DistCAConfig, repeats
 
 def measure(path: Path, config: DistCAConfig, repeats: int, window: int | None) -> dict[str, Any]:
     layout = read_placement(path)
-    pairs = replace(CostModel.pairs(LLAMA_3_8B), window=window)
+    pairs = replace(CostModel.of_pairs(LLAMA_3_8B), window=window)
     cuda = replace(CostModel.analytic(LLAMA_3_8B, device_type="cuda"), window=window)
     plan, seconds = plan_and_time(layout, pairs, config, repeats)
-    summary = summarize(plan, pairs)
+    summary = summarize_plan(plan, pairs)
     cuda_plan, cuda_seconds = plan_and_time(layout, cuda, config, repeats)
     return {
         "placement": path.stem,
         "segments": len(layout.document),
         "planning_seconds": seconds,
         **summary,
-        "analytic_cuda": {"planning_seconds": cuda_seconds, **summarize(cuda_plan, cuda)},
+        "analytic_cuda": {"planning_seconds": cuda_seconds, **summarize_plan(cuda_plan, cuda)},
     }
 
 

@@ -115,7 +115,7 @@ def _dealt(setting: Setting, devices: Devices, lengths: IntArray, ping_pong: boo
     cost, trains = setting.dealing_cost, devices.trains
     ends = (lengths.sum() * np.cumsum(devices.tokens[trains]) / devices.tokens.sum()).round().astype(np.int64)
     tokens = np.diff(ends, prepend=0).tolist()
-    nodes = setting.nodes.seen_by(cost).per_node
+    nodes = setting.nodes.without_irrelevant_nodes(cost).per_node
     if nodes is not None:
         nodes = int((trains // nodes == trains[0] // nodes).sum())
     if ping_pong:
@@ -132,9 +132,11 @@ def _work(setting: Setting, devices: Devices, placement: Sequence[Layout], count
     linear = [linear_seconds(setting, count) / layers / devices.linear_speed for count in tokens]
 
     def of_layer(cost: CostModel) -> MicroBatchWork:
-        nodes, moves = setting.nodes.seen_by(cost), []
+        nodes, moves = setting.nodes.without_irrelevant_nodes(cost), []
         for layout, beside in zip(placement, linear, strict=True):
-            ranks = _time_left(devices, beside.sum(axis=0) * counted, float(cost.seconds(layout.length, layout.end).sum()))
+            ranks = _time_left(
+                devices, beside.sum(axis=0) * counted, float(cost.estimate_seconds(layout.length, layout.end).sum())
+            )
             plan = balance(layout, cost, config, replace(nodes, speeds=ranks.speeds))
             moves.append(moves_of(setting, plan, cost, nodes))
         attention, exposed, idle = _followed(devices, linear, moves, layers)

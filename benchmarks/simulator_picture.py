@@ -17,7 +17,7 @@ import matplotlib as mpl
 import numpy as np
 from tqdm import tqdm
 
-from hf_distca.schedule.load import imbalance
+from hf_distca.schedule.load import compute_imbalance
 from hf_distca.simulate.document_lengths import distribution
 from hf_distca.simulate.hardware import find_hardware
 from hf_distca.simulate.models import find_model
@@ -54,7 +54,7 @@ def imbalances(ranks: int, context: int, batches: int) -> dict[str, float]:
     setting, found = setting_of(ranks), {name: [] for name in BALANCED}  # type: dict[str, list[float]]
     for lengths in distribution("prolong", context).batches(setting.tokens, batches):
         for name, values in found.items():
-            values.append(imbalance(STRATEGIES[name].candidates(setting, [lengths])[0].works[0].attention.sum(axis=0)))
+            values.append(compute_imbalance(STRATEGIES[name].candidates(setting, [lengths])[0].works[0].attention.sum(axis=0)))
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 

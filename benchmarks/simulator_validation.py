@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 import hf_distca
 from dealt_step_time import WAYS, Steps, lengths_of
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.model_shape import ModelShape
 from hf_distca.schedule.cost import CostModel
 from hf_distca.simulate.beside_attention import weight_exchange

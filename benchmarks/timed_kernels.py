@@ -32,7 +32,7 @@ def timed_kernels(cost: CostModel | None, slowness: float = 1.0) -> Iterator[Non
             shape = replace(cost.shape, query_heads=pools.q_THD.shape[1], key_value_heads=pools.k_TKD.shape[1])
             priced = replace(cost, shape=shape)
             way = int(isinstance(pools, Saved))
-            seconds = float(priced.directions(tasks.query_length, tasks.key_length)[way].sum()) * slowness
+            seconds = float(priced.estimate_directions(tasks.query_length, tasks.key_length)[way].sum()) * slowness
             time.sleep(max(0.0, seconds - taken))
 
     def slow_forward(self: CpuKernel, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:

@@ -175,7 +175,7 @@ def _draw_layout(axes: Axes, title: str, layout: Any) -> None:
     ]
     for rank in range(layout.world_size):
         left = 0
-        for segment in layout.segments(rank):
+        for segment in layout.list_segments(rank):
             known = segment.document in long
             colour = mpl.colormaps["tab10"](long.index(segment.document) % 10) if known else "lightgrey"
             axes.barh(rank, segment.length, left=left, color=colour, edgecolor="white", linewidth=0.5)

@@ -95,7 +95,7 @@ def announce(model_arguments: ModelArguments, data: DataArguments, training: Fin
             "on, and dealt. A table and two pictures show what that changed."
         )
     if not (model_arguments.model_name_or_path or data.dataset_name or data.train_file):
-        print("On two CPU cores all of this takes one to two minutes, 20 seconds of it before the first step.", flush=True)
+        print("On two CPU cores all of this takes a few minutes, 20 seconds of it before the first step.", flush=True)
 
 
 def compare(trainer: Trainer, tokens: Dataset, data: DataArguments) -> None:

@@ -114,14 +114,14 @@ def test_batches_that_would_never_end() -> None:
 
 def test_a_rate_that_nothing_limits_is_no_number() -> None:
     """Where bytes alone explain the seconds, the fit has no limit for flops."""
-    found = Profile.load(Profile.shipped()[0])
+    found = Profile.load(Profile.list_shipped()[0])
     backward = replace(found.kernels[0].backward, flops_per_second=float("inf"))
     line = summary(replace(found, kernels=(replace(found.kernels[0], backward=backward),))).splitlines()[1]
     assert "Gflop/s forward, as fast as bytes come backward" in line
 
 
 def test_plan_and_deal_take_a_profile(tmp_path: Path) -> None:
-    name = Profile.shipped()[0]
+    name = Profile.list_shipped()[0]
     (tmp_path / "lengths.json").write_text(json.dumps([3072, 1024]))
     dealt = tmp_path / "dealt.json"
     words = ["deal", tmp_path / "lengths.json", "--ranks", 2, "--tokens-per-rank", 2048, "--output", dealt, "--cost-model", name]
@@ -139,7 +139,7 @@ def test_plan_and_deal_take_a_profile(tmp_path: Path) -> None:
 
 
 def test_shipped_profiles_say_how_they_were_made() -> None:
-    for name in Profile.shipped():
+    for name in Profile.list_shipped():
         profile = Profile.load(name)
         assert profile.name == name
         published = bool(profile.sources)
@@ -148,7 +148,7 @@ def test_shipped_profiles_say_how_they_were_made() -> None:
         assert all(rates.kept_aside and rates.errors for rates in profile.kernels)
         cost = DistCAConfig(cost_model=profile).cost_model
         assert isinstance(cost, Profile)
-        assert cost.cost_model(AttentionShape(8, 2, 64, 64, 4)).seconds(512, 1024)[0] > 0
+        assert cost.make_cost_model(AttentionShape(8, 2, 64, 64, 4)).estimate_seconds(512, 1024)[0] > 0
 
 
 def test_no_other_cost_model_is_taken() -> None:

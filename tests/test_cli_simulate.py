@@ -148,7 +148,7 @@ def test_a_profile_is_read(tmp_path: Path) -> None:
         for options in (("--profile", profile), ())
     )
     assert slow > 10 * fast
-    shipped = Profile.shipped()[0]
+    shipped = Profile.list_shipped()[0]
     profile.write_text(Profile.load(shipped).to_json())
     named, from_file = (
         json.loads(run("simulate", "--lengths", "equal:8192", *SMALL, "--profile", source, "--json").stdout)["strategies"]

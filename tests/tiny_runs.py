@@ -12,12 +12,12 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_distca
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
 VOCABULARY = 61
 # With real costs nothing this small is worth moving: here only causal pairs count, and moving is free.
-PAIRS = CostModel.pairs(AttentionShape(4, 2, 16, 16, 8))
+PAIRS = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
 
 # What `TrainingArguments` of all runs have in common: half precision, as people train, with DDP as the Trainer makes it. Runs
 # whose digits are compared have `bf16=False`.

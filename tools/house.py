@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """The house in figures: sizes of the rooms of the package, names used twice, docstrings that begin
-with a riddle, and imports between rooms.
+with a riddle, imports between rooms, and circles of files that import each other.
 
     python tools/house.py [--json FILE] [--source FOLDER]
 
 A room is a folder of `src/hf_distca`; the files beside the folders are the room "top". Statements
 are those of Python's syntax (`ast.stmt`), those inside others included, without docstrings.
-Parameters are counted without `self` and `cls`. `tests/test_house.py` holds bounds of these figures.
+Parameters are counted without `self` and `cls`. Complexity is that of ruff's C901.
+`tests/test_house.py` holds bounds of these figures.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _RIDDLES = "what whether those which where as of that how by in its it this thes
 RIDDLES = frozenset(_RIDDLES.split())
 _Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Branch = _Function | ast.If | ast.For | ast.AsyncFor | ast.While | ast.ExceptHandler | ast.match_case
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,24 @@ class Module:
         return self.room == "cli" and self.path.stem in {function.name for function in self.functions}
 
     @property
+    def name(self) -> str:
+        """Name by which the file is imported."""
+        return ".".join((SOURCE.name, *self.path.with_suffix("").parts)).removesuffix(".__init__")
+
+    @property
+    def imported_names(self) -> set[str]:
+        """Modules, and names in modules, imported anywhere in the file when it runs, not for types only."""
+        checks = (node.body for node in self.nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        for_types = {inner for body in checks for statement in body for inner in ast.walk(statement)}
+        names: set[str] = set()
+        for node in self.nodes:
+            if isinstance(node, ast.Import) and node not in for_types:
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node not in for_types:
+                names.update(f"{node.module}.{alias.name}" for alias in node.names)
+        return names
+
+    @property
     def imported_rooms(self) -> set[str]:
         """Other rooms imported anywhere in the file; modules of the top level by their own names."""
         names: set[str] = set()
@@ -112,6 +132,7 @@ class Size:
         median_function, longest_function: statements of a function, its `def` included; 0 without
             functions.
         parameters: the most parameters of a function.
+        complexity: the largest cyclomatic complexity of a function, branches of inner functions included.
         pronouns: uses of `PRONOUNS` as bare names.
         riddles: docstrings that begin with one of `RIDDLES`.
     """
@@ -124,6 +145,7 @@ class Size:
     median_function: int
     longest_function: int
     parameters: int
+    complexity: int
     pronouns: int
     riddles: int
 
@@ -142,6 +164,7 @@ class Size:
             int(median(lengths or [0])),
             max(lengths, default=0),
             max(map(parameters, functions), default=0),
+            max(map(complexity, functions), default=0),
             sum(module.pronouns for module in modules),
             sum(len(module.riddles) for module in modules),
         )
@@ -161,6 +184,33 @@ def parameters(function: _Function) -> int:
     return len(named) - first + len(given.kwonlyargs) + sum(more is not None for more in (given.vararg, given.kwarg))
 
 
+def complexity(function: _Function) -> int:
+    """Count the ways through a function: one, and one more for each branch."""
+    return sum(isinstance(node, _Branch) for node in ast.walk(function))
+
+
+def find_circles(modules: list[Module]) -> list[list[str]]:
+    """Find the circles of files that import each other, by their paths."""
+    files = {module.name: str(module.path) for module in modules}
+    arrows = {}
+    for module in modules:
+        imported = {name if name in files else name.rpartition(".")[0] for name in module.imported_names}
+        arrows[module.name] = imported & files.keys() - {module.name}
+    reached = {name: _reach(name, arrows) for name in arrows}
+    circles = {frozenset(other for other in reached[name] if name in reached[other]) for name in arrows}
+    return sorted(sorted(files[name] for name in circle) for circle in circles if circle)
+
+
+def _reach(name: str, arrows: dict[str, set[str]]) -> set[str]:
+    """Follow arrows from a file to all that it imports, with what these import; itself only on a circle."""
+    reached, left = set[str](), [name]
+    while left:
+        more = arrows[left.pop()] - reached
+        reached |= more
+        left += more
+    return reached
+
+
 @dataclass(frozen=True, slots=True)
 class House:
     """The package.
@@ -172,6 +222,7 @@ class House:
             command line.
         repeated_classes: names of classes that are defined more than once, with the files.
         arrows: the rooms that each room imports.
+        circles: files that import each other, inside functions included, not for types only.
         riddles: docstrings that begin with one of `RIDDLES`.
     """
 
@@ -180,6 +231,7 @@ class House:
     shared_file_names: dict[str, list[str]]
     repeated_classes: dict[str, list[str]]
     arrows: dict[str, list[str]]
+    circles: list[list[str]]
     riddles: list[str]
 
 
@@ -201,6 +253,7 @@ def survey(source: Path = SOURCE) -> House:
         {name: sorted(rooms) for name, rooms in sorted(names.items()) if len(rooms) > 1},
         {name: files for name, files in sorted(classes.items()) if len(files) > 1},
         {room: sorted(set().union(*(module.imported_rooms for module in by_room[room]))) for room in sorted(by_room)},
+        find_circles(modules),
         [riddle for module in modules for riddle in module.riddles],
     )
 
@@ -227,6 +280,8 @@ def _described(house: House) -> Iterable[str]:
     yield from (f"  {name}: {', '.join(files)}" for name, files in house.repeated_classes.items())
     yield "\nImports"
     yield from (f"  {room} -> {', '.join(rooms) or 'nothing'}" for room, rooms in house.arrows.items())
+    yield f"\nCircles of files that import each other: {len(house.circles)}"
+    yield from (f"  {', '.join(circle)}" for circle in house.circles)
 
 
 def main() -> None:

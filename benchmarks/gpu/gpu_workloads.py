@@ -21,7 +21,7 @@ from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.flash import CUDA, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_3_WITH_ROOM, FLASH_ATTN_4
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel, causal_pairs
+from hf_distca.schedule.cost import AttentionShape, CostModel, count_causal_pairs
 from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.placement import read_placement
@@ -90,7 +90,7 @@ class Batch(NamedTuple):
 
     @property
     def pairs(self) -> float:
-        return float(causal_pairs(self.tasks.query_length, self.tasks.key_length).sum()) / self.groups
+        return float(count_causal_pairs(self.tasks.query_length, self.tasks.key_length).sum()) / self.groups
 
 
 def batch_of(sizes: Sequence[tuple[int, int]]) -> Batch:
@@ -200,6 +200,9 @@ def variants(setting: Setting, only: Sequence[Kernel] | None = None) -> Iterator
 
 def cost_model(setting: Setting, shape: AttentionShape, kernel: Kernel) -> CostModel:
     """The cost model that training would begin with: of the card's and kernel's shipped profile, or the built-in figures."""
-    if setting.device.type == "cuda" and (name := Profile.of_gpu(torch.cuda.get_device_name(), kernel.name)) is not None:
-        return Profile.load(name).cost_model(shape)
+    if (
+        setting.device.type == "cuda"
+        and (name := Profile.find_gpu_profile(torch.cuda.get_device_name(), kernel.name)) is not None
+    ):
+        return Profile.load(name).make_cost_model(shape)
     return CostModel.analytic(shape, device_type=setting.device.type)

@@ -19,7 +19,7 @@ from hf_distca.runtime.call import AttentionServer
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import imbalance
+from hf_distca.schedule.load import compute_imbalance
 from hf_distca.schedule.plan import Plan
 
 # The first two take about 5 and 15 s on an H200 for Llama-8B, before and after; the others are run if there is time.
@@ -69,14 +69,14 @@ def emulate(setting: Setting, kernel: Kernel, cost: CostModel, plan: Plan, repea
     free(setting.device)
     result: dict[str, Any] = {"calls": [len(rank) for rank in batches]}
     lengths, ends = plan.end - plan.start, plan.end
-    estimates = cost.directions(lengths, ends, plan.heads)
+    estimates = cost.estimate_directions(lengths, ends, plan.heads)
     for place, direction in enumerate(("forward", "backward")):
         taken = np.array([statistics.median(found[rank][place] for found in rounds) for rank in ranks])
         guess = np.bincount(plan.server, weights=estimates[place], minlength=len(ranks))
-        result[direction] = {"seconds": taken.tolist(), "imbalance": imbalance(taken), "slowest": float(taken.max())}
-        result[direction] |= {"estimated": guess.tolist(), "estimated_imbalance": imbalance(guess)}
+        result[direction] = {"seconds": taken.tolist(), "imbalance": compute_imbalance(taken), "slowest": float(taken.max())}
+        result[direction] |= {"estimated": guess.tolist(), "estimated_imbalance": compute_imbalance(guess)}
     both = np.array(result["forward"]["seconds"]) + np.array(result["backward"]["seconds"])
-    result["both"] = {"seconds": both.tolist(), "imbalance": imbalance(both), "slowest": float(both.max())}
+    result["both"] = {"seconds": both.tolist(), "imbalance": compute_imbalance(both), "slowest": float(both.max())}
     result["both"]["total"] = float(both.sum())
     return result
 
@@ -87,7 +87,7 @@ def one_placement(
     """A plan beside its documents as they were given, which are measured once."""
     local = Plan.local(layout)
     repeats = setting.size(quick=1, cpu=3, gpu=1)
-    work = float(cost.seconds(local.end - local.start, local.end).sum()) * 2 * (repeats + 0.4)
+    work = float(cost.estimate_seconds(local.end - local.start, local.end).sum()) * 2 * (repeats + 0.4)
     if not setting.time_for(f"{name}, about {work:.0f} s", work):
         return None
     before = before or emulate(setting, kernel, cost, local, repeats)

@@ -11,7 +11,9 @@ import torch
 from gpu_setting import Setting
 
 TESTS = Path(__file__).parents[2] / "tests"
-# A family passes with at most so many times the error of transformers' own attention, and this.
+# A family passes with at most so many times the larger error of transformers' own attentions, and
+# this. A router that takes other experts for a token makes a larger error than all roundings: it
+# flips by chance, so that either of them may have it.
 TIMES, ABOVE = 2.0, 5e-3
 
 
@@ -30,7 +32,7 @@ def norms_apart(found: Any, expected: Any) -> dict[str, float]:
 
 
 def one_family(setting: Setting, name: str) -> dict[str, Any]:
-    """Errors of both in bfloat16."""
+    """Errors of distca and of transformers' own attentions in bfloat16."""
     import compare
     import tiny
 
@@ -40,21 +42,22 @@ def one_family(setting: Setting, name: str) -> dict[str, Any]:
         with torch.device(setting.device):
             return how(model, documents)
 
+    attentions = ("eager", "sdpa") if tiny.class_of(name)._supports_sdpa else ("eager",)  # noqa: SLF001
     with compare.quiet():
         expected = outcome("eager", torch.float32, compare.alone)
-        plain = norms_apart(outcome("eager", torch.bfloat16, compare.alone), expected)
+        plain = {attention: norms_apart(outcome(attention, torch.bfloat16, compare.alone), expected) for attention in attentions}
         ours = norms_apart(outcome("distca", torch.bfloat16, compare.packed), expected)
-    passed = all(ours[what] <= TIMES * plain[what] + ABOVE for what in ours)
-    return {"family": name, "distca": ours, "eager": plain, "passed": passed}
+    passed = all(ours[figure] <= TIMES * max(errors[figure] for errors in plain.values()) + ABOVE for figure in ours)
+    return {"family": name, "distca": ours, **plain, "passed": passed}
 
 
 def run(setting: Setting) -> None:
     """Put one row a family, as many as there is time for."""
     sys.path[:0] = [str(TESTS), str(TESTS / "models")]
-    from hf_distca.integration.families import EQUAL, FAMILIES
+    from hf_distca.integration.families import FAMILIES
 
     rows: list[dict[str, Any]] = []
-    names = sorted(name for name, status in FAMILIES.items() if status in EQUAL)
+    names = sorted(name for name, status in FAMILIES.items() if status in ("PROVEN", "PACKED"))
     for name in names[: setting.size(quick=2, cpu=8, gpu=len(names))]:
         if not setting.time_for(name, setting.size(quick=0.0, cpu=5.0, gpu=2.0)):
             continue

@@ -29,7 +29,7 @@ from gpu_workloads import (
 )
 from hf_distca.kernels import TaskBatch
 from hf_distca.kernels.flash import CUDA, FLASH_ATTN_4
-from hf_distca.schedule.cost import AttentionShape, CostModel, causal_pairs
+from hf_distca.schedule.cost import AttentionShape, CostModel, count_causal_pairs
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 
@@ -69,7 +69,7 @@ def whole_documents(pairs: float, length: int) -> Batch:
 def mean_keys(batches: list[Batch]) -> int:
     """Keys of a task, weighed by its pairs."""
     keys = np.concatenate([batch.tasks.key_length for batch in batches])
-    pairs = causal_pairs(np.concatenate([batch.tasks.query_length for batch in batches]), keys)
+    pairs = count_causal_pairs(np.concatenate([batch.tasks.query_length for batch in batches]), keys)
     return int((keys * pairs).sum() / pairs.sum())
 
 
@@ -131,7 +131,7 @@ ORDERS = {
 def ordered(batch: Batch, order: str) -> Batch:
     """The same tasks in another order; rows and keys stay where they are."""
     tasks = batch.tasks
-    places = ORDERS[order](causal_pairs(tasks.query_length, tasks.key_length).tolist())
+    places = ORDERS[order](count_causal_pairs(tasks.query_length, tasks.key_length).tolist())
     columns = (tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length)
     return batch._replace(tasks=TaskBatch(*(tuple(int(column[i]) for i in places) for column in columns)))
 

@@ -201,18 +201,18 @@ class Stack:
 
 def measured(stack: Stack, load: float, rounds: int) -> dict[str, Any]:
     """Medians over rounds in which all ways take turns, with exchanges and without."""
-    bytes_of_step = {way: stack.seconds(way, 1.0 / 1e12)[1] * 1e12 for way in LOADS[load]}
-    compute = statistics.median(stack.seconds("whole", 0.0)[0] for _ in range(3))
+    bytes_of_step = {way: stack.estimate_seconds(way, 1.0 / 1e12)[1] * 1e12 for way in LOADS[load]}
+    compute = statistics.median(stack.estimate_seconds("whole", 0.0)[0] for _ in range(3))
     rates = [(way, per_byte) for way in LOADS[load] for per_byte in (0.0, load * compute / bytes_of_step[way])]
     taken: dict[tuple[str, float], list[float]] = {rate: [] for rate in rates}
     for round_ in range(rounds):
         for rate in rates[:: 1 if round_ % 2 else -1]:
-            taken[rate].append(stack.seconds(*rate)[0])
+            taken[rate].append(stack.estimate_seconds(*rate)[0])
     result: dict[str, Any] = {"load": load, "exchange_seconds": load * compute}
     for (way, free), (_, busy) in zip(rates[::2], rates[1::2], strict=True):
         without, with_exchanges = (statistics.median(taken[way, per_byte]) for per_byte in (free, busy))
         hidden = 1 - (with_exchanges - without) / (load * compute)
-        stack.seconds(way, 0.0)
+        stack.estimate_seconds(way, 0.0)
         counts = {"bytes": bytes_of_step[way], "exchanges": stack.exchange.exchanges}
         result[way] = {**counts, "without": without, "with": with_exchanges, "hidden": hidden}
     return result

@@ -19,7 +19,7 @@ from gpu_workloads import LLAMA, Calls, batch_of, fastest, made_up, placements, 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
-from hf_distca.schedule.load import summarize
+from hf_distca.schedule.load import summarize_plan
 
 PLACEMENTS = [
     f"{documents}_r{ranks}_t{tokens}_s0"
@@ -65,7 +65,7 @@ def measured(setting: Setting, shape: AttentionShape, cases: list[Case], reserve
 
 
 def fitted(model: CostModel, rows: Sequence[dict[str, Any]], name: str) -> CostModel:
-    counts = np.concatenate([model.counts(row["rows"], row["keys"]) * row["count"] for row in rows], axis=1)
+    counts = np.concatenate([model.count_work(row["rows"], row["keys"]) * row["count"] for row in rows], axis=1)
     forward, backward = map(KernelCost.fit, counts, np.array([(row["forward"], row["backward"]) for row in rows]).T)
     return replace(model, forward=forward, backward=backward, name=name)
 
@@ -74,7 +74,10 @@ def errors(model: CostModel, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Relative errors of estimates, estimate over measurement less one, by direction."""
     result: dict[str, Any] = {}
     for which, direction in enumerate(("forward", "backward")):
-        off = [float(model.directions(row["rows"], row["keys"])[which, 0]) * row["count"] / row[direction] - 1 for row in rows]
+        off = [
+            float(model.estimate_directions(row["rows"], row["keys"])[which, 0]) * row["count"] / row[direction] - 1
+            for row in rows
+        ]
         size = sorted(map(abs, off))
         ninetieth = size[min(len(size) - 1, int(0.9 * len(size)))]
         result[direction] = {"median": statistics.median(size), "90%": ninetieth, "largest": size[-1], "all": off}
@@ -90,7 +93,7 @@ def simulated(setting: Setting, model: CostModel) -> list[dict[str, Any]]:
             if not setting.time_for(f"plan of {name} for {label}", 0.5):
                 continue
             cost = replace(model, shape=shape)
-            figures = summarize(balance(layout, cost, DistCAConfig()), cost)
+            figures = summarize_plan(balance(layout, cost, DistCAConfig()), cost)
             found.append({"placement": name, "model": label, **figures})
     return found
 

@@ -17,7 +17,7 @@ import hf_distca
 from gpu_models import Packed, stack
 from gpu_ranks import Ranks
 from gpu_setting import Setting, seconds_of
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.messages import MessagePart, RowRun, Rows, launch
 from hf_distca.runtime.monitor import FailureMonitor
@@ -74,7 +74,7 @@ def one_dtype(setting: Setting, rank: int, dtype: torch.dtype, tokens: int) -> d
     expected = computed(exact, "sdpa")
     result: dict[str, Any] = {"sdpa": worst(computed(packed, "sdpa"), expected)}
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
-    cost = CostModel.pairs(AttentionShape(*heads, model.config.head_dim, model.config.head_dim, dtype.itemsize))
+    cost = CostModel.of_pairs(AttentionShape(*heads, model.config.head_dim, model.config.head_dim, dtype.itemsize))
     for mode, settings in MODES.items():
         if bound := settings.get("max_transient_bytes"):
             settings = {**settings, "max_transient_bytes": bound * tokens}

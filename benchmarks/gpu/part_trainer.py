@@ -88,7 +88,7 @@ def rows_of(setting: Setting) -> list[dict[str, Any]]:
 def settings_of(model: LlamaForCausalLM, changes: dict[str, Any]) -> hf_distca.DistCAConfig:
     config = model.config
     shape = AttentionShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim, 2)
-    return hf_distca.DistCAConfig(cost_model=CostModel.pairs(shape), tile=32, min_gain=0.0, timeout_seconds=60.0, **changes)
+    return hf_distca.DistCAConfig(cost_model=CostModel.of_pairs(shape), tile=32, min_gain=0.0, timeout_seconds=60.0, **changes)
 
 
 def trainer_of(setting: Setting, name: str, folder: str) -> Trainer:

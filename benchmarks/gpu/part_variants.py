@@ -54,7 +54,7 @@ def with_gaps(draw: np.random.Generator, documents: int, longest: int, gap: int)
 
 def one_kind(setting: Setting, variant: Variant, scores: Scores) -> dict[str, Any]:
     """Compile what a kind of layers may need, as the first plan does; then run layouts and count what they compile."""
-    case = Case(setting.device, setting.dtype, SHAPE.head_dim, SHAPE.value_head_dim, scores, SHAPE.ratio)
+    case = Case(setting.device, setting.dtype, SHAPE.head_dim, SHAPE.value_head_dim, scores, SHAPE.heads_per_key_head)
     ahead = seconds_of_first(setting, lambda: variants.compile_failure_reason(variant.kernel, case))
     reason, before, run = unusable_reason(variant.kernel, case), variants.late_compiles(), 0
     for batch in layouts(np.random.default_rng(7), *setting.size(quick=(3, 64), cpu=(10, 500), gpu=(25, 9000))):

@@ -73,8 +73,10 @@ def families(data: Figures) -> list[str]:
     wrong = []
     for row in rows:
         if "failed" in row:
-            wrong.append((row["family"], row["failed"], ""))
+            wrong.append((row["family"], row["failed"], "", ""))
         elif not row["passed"]:
-            pairs = (f"{row[name]['logits']:.4f}, {row[name]['gradients']:.4f}" for name in ("distca", "eager"))
+            names = ("distca", "eager", "sdpa")
+            pairs = (f"{row[name]['logits']:.4f}, {row[name]['gradients']:.4f}" if name in row else "" for name in names)
             wrong.append((row["family"], *pairs))
-    return text + (table(("family", "distca: logits, gradients", "eager: logits, gradients"), wrong) if wrong else [])
+    columns = ("family", *(f"{name}: logits, gradients" for name in ("distca", "eager", "sdpa")))
+    return text + (table(columns, wrong) if wrong else [])

@@ -6,20 +6,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError, UnsupportedError
-from hf_distca.register import register, when_models_load
+from hf_distca.late_imports import when_models_load
 
 if TYPE_CHECKING:
     from hf_distca import pipeline
     from hf_distca.config import DistCAConfig
     from hf_distca.data.collator import PackingCollator
     from hf_distca.integration.callback import DistCACallback
+    from hf_distca.integration.configure import balancing, configure
     from hf_distca.integration.deal_trainer import deal
     from hf_distca.integration.document_shares import document_shares
     from hf_distca.integration.loading import prepare
     from hf_distca.integration.mixin import DistCATrainerMixin
     from hf_distca.integration.place_rows import place_rows
     from hf_distca.integration.reports import metrics, trace
-    from hf_distca.integration.session import balancing, configure
     from hf_distca.integration.share_tokens import share_tokens
 
     __version__: str
@@ -57,7 +57,7 @@ _MODULES = {
     "integration.mixin": ("DistCATrainerMixin",),
     "integration.place_rows": ("place_rows",),
     "integration.reports": ("metrics", "trace"),
-    "integration.session": ("balancing", "configure"),
+    "integration.configure": ("balancing", "configure"),
     "integration.share_tokens": ("share_tokens",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -82,4 +82,10 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-when_models_load(register)
+def _register() -> None:
+    from hf_distca.integration.register import register_distca  # with it torch and transformers
+
+    register_distca()
+
+
+when_models_load(_register)

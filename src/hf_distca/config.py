@@ -12,12 +12,26 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 
-from hf_distca.errors import ConfigError
+from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.input_files import read_file
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.profiles import Profile
 
-__all__ = ["CostSource", "DistCAConfig", "KernelName", "is_built_in", "parse_values", "read_values", "split_settings"]
+__all__ = [
+    "STAND_INS",
+    "CostSource",
+    "DistCAConfig",
+    "KernelName",
+    "check_stand_in",
+    "is_built_in",
+    "parse_values",
+    "read_values",
+    "split_settings",
+]
+
+# Names of the attentions that distca can stand in for.
+STAND_INS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa")
+
 
 KernelName = Literal[
     "auto", "reference", "cpu", "cuda", "efficient", "flash_attn", "flash_attn_3", "kernels-community/flash-attn3", "flash_attn_4"
@@ -244,7 +258,7 @@ def is_built_in(source: object) -> bool:
     """Return whether a `cost_model` is the name of a shipped or
     built-in one, rather than the path of a file.
     """
-    return source in (*_BUILT_IN_COSTS, *Profile.shipped())
+    return source in (*_BUILT_IN_COSTS, *Profile.list_shipped())
 
 
 def _load_profile(source: Any) -> Profile:
@@ -255,3 +269,16 @@ def _load_profile(source: Any) -> Profile:
         return Profile.load(source)
     except ConfigError as error:
         raise ConfigError(f"cost_model={str(source)!r} {expected}: {error}") from error
+
+
+def check_stand_in(name: str) -> None:
+    """Raise unless distca can stand in for an attention of that name.
+
+    Raises:
+        UnsupportedError: if distca does not compute that attention as it is meant.
+    """
+    if name not in STAND_INS:
+        raise UnsupportedError(
+            f"distca cannot stand in for {name!r}, only for {', '.join(STAND_INS)}: others take masks or arguments of "
+            "their own, or are kernels that transformers loads from the hub."
+        )

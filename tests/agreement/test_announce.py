@@ -28,7 +28,7 @@ from hf_distca.schedule.layout import Layout
 
 SHAPE = AttentionShape(4, 2, 16, 16, 2)
 KEY = PlanKey(SHAPE, "cpu")
-SETTINGS = DistCAConfig(), (CostModel.pairs(SHAPE),), ("torch.bfloat16",)
+SETTINGS = DistCAConfig(), (CostModel.of_pairs(SHAPE),), ("torch.bfloat16",)
 FACTS = collect_shared_settings(*SETTINGS)
 LENGTHS = st.lists(st.lists(st.integers(1, 50), max_size=6), min_size=1, max_size=6)
 
@@ -65,7 +65,7 @@ def test_documents_over_ranks_announce_number_and_start() -> None:
     parts = [PackedDocuments((10, 4), (0, 0), (7, 8)), PackedDocuments((6, 5), (10, 4), (7, 8))]
     rows = [announcement(TokenBatch(1, sum(one.lengths), packed=one).read_documents()).to_row() for one in parts]
     (stated,) = Announcements.from_rows(rows).read_batches()
-    assert [list(map(tuple, build_layout(stated).segments(rank))) for rank in (0, 1)] == [
+    assert [list(map(tuple, build_layout(stated).list_segments(rank))) for rank in (0, 1)] == [
         [(7, 0, 10), (8, 0, 4)],
         [(7, 10, 6), (8, 4, 5)],
     ]
@@ -82,7 +82,7 @@ def test_second_nano_batch_has_context_of_the_cut_document(ranks: list[list[int]
     assert layout.query_tokens.tolist() == [int(one.runs[:, 2].sum()) - one.context_tokens for one in second]
     for rank, one in enumerate(second):
         if one.context_tokens:
-            before, rest = layout.segments(rank)[:2]
+            before, rest = layout.list_segments(rank)[:2]
             assert (before.document, before.end) == (rest.document, rest.start)
 
 

@@ -25,7 +25,7 @@ from hf_distca.schedule.ranks import Ranks
 
 SHAPE = AttentionShape(4, 2, 16, 16, 2)
 KEY = PlanKey(SHAPE, "cpu")
-COST = CostModel.pairs(SHAPE)
+COST = CostModel.of_pairs(SHAPE)
 
 
 def dealing(ranks: int, tokens: int, placement: str = "dealt", **settings: object) -> DealSettings:
@@ -49,7 +49,9 @@ def test_shares_of_all_ranks_are_the_layout(ranks: int, lengths: list[int], ping
     for rank, one in enumerate(shares):
         assert str(one.dealt_share) == "global batch 7 of epoch 3"
         assert (one.dealt_share.rank, one.dealt_share.ranks, one.dealt_share.longest_document) == (rank, ranks, max(lengths))
-        assert [one.dealt_share.whole_layout.segments(r) for r in range(ranks)] == [layout.segments(r) for r in range(ranks)]
+        assert [one.dealt_share.whole_layout.list_segments(r) for r in range(ranks)] == [
+            layout.list_segments(r) for r in range(ranks)
+        ]
         first = one.dealt_share.first_nano_tokens
         assert first is None or (ping_pong and 0 < first < tokens)
         if first is not None:  # no document is in both nano-batches

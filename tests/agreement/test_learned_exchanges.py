@@ -20,7 +20,7 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import ALIKE
+from hf_distca.schedule.ranks import UNIFORM_RANKS
 
 MADE_UP = Path(__file__).parents[2] / "benchmarks" / "placements"
 SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
@@ -89,7 +89,7 @@ def observation(plan: Plan, config: DistCAConfig, truth: Truth, world: str) -> O
     figures = np.stack([truth.kernel * 1e9, none, truth.waited(world) * 1e9, calls, none], axis=1).astype(np.int64)
     plans = [BatchPlan(key, plan, config, plan.layout.offsets, 1.0, figures=figures) for key in keys]
     for planned in plans:
-        planned.start_use(1, COST, ALIKE, Meter())
+        planned.start_use(1, COST, UNIFORM_RANKS, Meter())
     found = observe_plans(plans, COST, config)
     assert found is not None
     return found

@@ -25,7 +25,7 @@ from hf_distca.runtime.meter import Meter, mark_now
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import ALIKE
+from hf_distca.schedule.ranks import UNIFORM_RANKS
 
 SHAPE = AttentionShape(4, 2, 16, 16, 2)
 KEY = PlanKey(SHAPE, "cpu")
@@ -33,7 +33,7 @@ KEY = PlanKey(SHAPE, "cpu")
 
 def planner(device: str = "cpu", **settings: float) -> Planner:
     made = Planner(DistCAConfig(tile=1, min_gain=0.0, **settings), Meter())
-    made.progress.costs[SHAPE, device] = CostModel.pairs(SHAPE)
+    made.resume_progress().costs[SHAPE, device] = CostModel.of_pairs(SHAPE)
     return made
 
 
@@ -106,7 +106,7 @@ def test_prepared_plans_are_used_once_under_the_same_settings() -> None:
 def run(ours: Planner, group: MadeUpGroup, key: PlanKey, seconds: float) -> Meter:
     """Plan a micro-batch and pretend to compute it."""
     (planned,) = ours.plan([(documents(96), key)], group)
-    meter = ours.progress.use_plan(planned, documents(96))
+    meter = ours.resume_progress().use_plan(planned, documents(96))
     meter.span("server", 0.0, seconds)
     return meter
 
@@ -128,17 +128,17 @@ def test_gathered_figures_wait_for_the_device() -> None:
     with device.installed():
         for number in (1, 2, 3):
             (planned,) = ours.plan([(documents(96), key)], group)
-            meter = ours.progress.use_plan(planned, documents(96))
+            meter = ours.resume_progress().use_plan(planned, documents(96))
             begin = mark_now(torch.device("cuda"))
             device.launch(float(number))
             meter.span("server", begin, mark_now(torch.device("cuda")))
         assert (device.waits, ours.history.total.micro_batches) == ([], 0)
-        ours.progress.gather_measurements(group)
+        ours.resume_progress().gather_measurements(group)
         assert ours.history.total.micro_batches == 3
         assert ours.history.total.measured_mean == pytest.approx(6.0)
         assert device.waits[-1] == 6.0
         gathered = list(group.gathered)
-        ours.progress.gather_measurements(group)
+        ours.resume_progress().gather_measurements(group)
         assert group.gathered == gathered, "there is nothing new"
 
 
@@ -158,7 +158,7 @@ def test_of_micro_batches_that_nobody_gathers_some_are_kept(monkeypatch: pytest.
         run(ours, group, KEY, 1.0)
     assert ours.history.total.micro_batches == 0
     running = False
-    ours.progress.gather_measurements(group)
+    ours.resume_progress().gather_measurements(group)
     assert ours.history.total.micro_batches == 3
 
 
@@ -183,10 +183,10 @@ def test_measurement_of_running_kernels_is_left_out_everywhere() -> None:
 def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
     ranks = 4096
     layout = Layout.from_lengths([[64, 64, 128]] * ranks)
-    plan, cost = Plan.local(layout), CostModel.pairs(SHAPE)
+    plan, cost = Plan.local(layout), CostModel.of_pairs(SHAPE)
     tracemalloc.start()
     measured = BatchPlan(KEY, plan, DistCAConfig(), layout.offsets, 1.0, figures=np.ones((ranks, 5), dtype=np.int64))
-    measured.start_use(1, cost, ALIKE, Meter())
+    measured.start_use(1, cost, UNIFORM_RANKS, Meter())
     _ = measured.measured_before
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

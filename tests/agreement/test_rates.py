@@ -69,7 +69,7 @@ class World:
         self.speeds, self.exchange, self.noise = np.array(speeds), exchange, np.random.default_rng(0)
         self.waits, self.gathers = waits, gathers
         self.planner = Planner(DistCAConfig(**settings), Meter())
-        self.planner.progress.costs[SHAPE, "cpu"] = given
+        self.planner.resume_progress().costs[SHAPE, "cpu"] = given
         self.group = MadeUpGroup(RANKS, self._rows)
         self.rows: list[np.ndarray] = []
         self.lengths: list[list[int]] = []
@@ -95,12 +95,12 @@ class World:
         self.lengths = [[8192] if rank == number % RANKS else [8192 // int(random.integers(4, 32))] * 4 for rank in range(RANKS)]
         documents = self._documents(self.lengths[0])
         (planned,) = self.planner.plan([(documents, KEY)], self.group)
-        estimate = self.planner.progress.costs.get_cost(KEY)
-        meter = self.planner.progress.use_plan(planned, documents)
+        estimate = self.planner.resume_progress().costs.get_cost(KEY)
+        meter = self.planner.resume_progress().use_plan(planned, documents)
         meter.count(calls=1, kernel_calls=2, backward_calls=1)
         plan = planned.plan
         self.plans.append(plan)
-        tasks = TRUE.seconds(plan.end - plan.start, plan.end, plan.heads)
+        tasks = TRUE.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
         kernel = np.bincount(plan.server, weights=tasks, minlength=RANKS) / self.speeds
         kernel *= self.noise.normal(1.0, 0.01, RANKS)
         moving = self._exchange(plan) if plan.moved else np.zeros(RANKS)
@@ -110,9 +110,11 @@ class World:
         none = np.zeros(RANKS)
         self.measured = np.stack([kernel * 1e9, none, waiting * 1e9, none + 1, none], axis=1).astype(np.int64)
         if self.gathers:
-            self.planner.progress.gather_measurements(self.group)
-        mine = np.bincount(plan.server, weights=estimate.seconds(plan.end - plan.start, plan.end, plan.heads), minlength=RANKS)
-        return float(self.planner.progress.costs.make_ranks(RANKS).taken(mine).max() / kernel.max())
+            self.planner.resume_progress().gather_measurements(self.group)
+        mine = np.bincount(
+            plan.server, weights=estimate.estimate_seconds(plan.end - plan.start, plan.end, plan.heads), minlength=RANKS
+        )
+        return float(self.planner.resume_progress().costs.make_ranks(RANKS).scale_by_speed(mine).max() / kernel.max())
 
     def _exchange(self, plan: Plan) -> np.ndarray:
         """Seconds beside kernels: messages, and waits for later waves, which are served one after another."""
@@ -122,7 +124,7 @@ class World:
         if waves.count == 1:
             return messages
         split = waves.plan
-        seconds = TRUE.seconds(split.end - split.start, split.end, split.heads) / self.speeds[split.server]
+        seconds = TRUE.estimate_seconds(split.end - split.start, split.end, split.heads) / self.speeds[split.server]
         served = np.zeros((waves.count, RANKS))
         np.add.at(served, (waves.number, split.server), np.where(waves.number >= 0, seconds, 0.0))
         later = served[1:]
@@ -160,27 +162,27 @@ def test_nothing_changes_where_measurements_are_as_estimated() -> None:
     world = World(TRUE)
     for number in range(24):
         world.step(number)
-    assert world.planner.progress.costs.get_cost(KEY).forward == TRUE.forward
-    assert world.planner.progress.costs.make_ranks(RANKS).speeds is None
+    assert world.planner.resume_progress().costs.get_cost(KEY).forward == TRUE.forward
+    assert world.planner.resume_progress().costs.make_ranks(RANKS).speeds is None
 
 
 def test_a_slow_rank_gets_less_and_is_forgotten_when_it_recovers() -> None:
     world = World(TRUE, (1.0, 1 / 1.5, 1.0, 1.0))
     for number in range(16):
         world.step(number)
-    speeds = np.array(world.planner.progress.costs.make_ranks(RANKS).speeds)
+    speeds = np.array(world.planner.resume_progress().costs.make_ranks(RANKS).speeds)
     assert speeds / speeds.max() == pytest.approx([1, 1 / 1.5, 1, 1], rel=0.05)
     plan = world.plans[-1]
     kernel = (
-        np.bincount(plan.server, weights=TRUE.seconds(plan.end - plan.start, plan.end, plan.heads), minlength=RANKS)
+        np.bincount(plan.server, weights=TRUE.estimate_seconds(plan.end - plan.start, plan.end, plan.heads), minlength=RANKS)
         / world.speeds
     )
-    assert kernel.max() <= 1.1 * TRUE.seconds(plan.end - plan.start, plan.end, plan.heads).sum() / world.speeds.sum()
-    assert world.planner.progress.costs.make_ranks(RANKS + 1).speeds is None
+    assert kernel.max() <= 1.1 * TRUE.estimate_seconds(plan.end - plan.start, plan.end, plan.heads).sum() / world.speeds.sum()
+    assert world.planner.resume_progress().costs.make_ranks(RANKS + 1).speeds is None
     world.speeds[1] = 1.0
     for number in range(16, 40):
         world.step(number)
-    assert world.planner.progress.costs.make_ranks(RANKS).speeds is None
+    assert world.planner.resume_progress().costs.make_ranks(RANKS).speeds is None
 
 
 def test_exchanges_that_do_not_pay_are_given_up_and_tried_rarely() -> None:
@@ -191,8 +193,8 @@ def test_exchanges_that_do_not_pay_are_given_up_and_tried_rarely() -> None:
     assert first <= 6
     tried = [number for number, moved in enumerate(world.moved) if moved and number > first]
     assert len(tried) <= 200 // 64
-    assert world.planner.progress.costs.exchange_slowdown is not None
-    assert world.planner.progress.costs.exchange_slowdown > 0.05
+    assert world.planner.resume_progress().costs.exchange_slowdown is not None
+    assert world.planner.resume_progress().costs.exchange_slowdown > 0.05
 
 
 def test_exchanges_are_taken_up_when_they_pay_again() -> None:
@@ -202,9 +204,9 @@ def test_exchanges_are_taken_up_when_they_pay_again() -> None:
     world.exchange = 1.0
     for number in range(100, 6000):
         world.step(number)
-        if world.planner.progress.costs.exchange_slowdown is None:
+        if world.planner.resume_progress().costs.exchange_slowdown is None:
             break
-    assert world.planner.progress.costs.exchange_slowdown is None
+    assert world.planner.resume_progress().costs.exchange_slowdown is None
     for number in range(6000, 6008):
         world.step(number)
     assert all(world.moved[-4:])
@@ -235,7 +237,7 @@ def test_rates_of_exchanges_are_fitted_where_they_pay() -> None:
     for number in range(24):
         world.step(number)
     assert all(world.moved)
-    found = world.planner.progress.costs.get_cost(KEY)
+    found = world.planner.resume_progress().costs.get_cost(KEY)
     assert found.exchange_bytes_per_second == pytest.approx(TRUE.exchange_bytes_per_second, rel=0.5)
 
 
@@ -243,15 +245,15 @@ def test_without_measured_rates_plans_depend_on_documents_alone() -> None:
     world = World(wrong(3, 3), (1.0, 0.5, 1.0, 1.0), exchange=40.0, measured_rates=False)
     for number in range(16):
         world.step(number)
-    assert world.planner.progress.costs.get_cost(KEY) == wrong(3, 3)
-    assert world.planner.progress.costs.make_ranks(RANKS).speeds is None
+    assert world.planner.resume_progress().costs.get_cost(KEY) == wrong(3, 3)
+    assert world.planner.resume_progress().costs.make_ranks(RANKS).speeds is None
 
 
 def test_a_cost_model_of_ones_own_is_taken_as_it_is() -> None:
     world = World(wrong(3, 3), (1.0, 0.5, 1.0, 1.0), cost_model=wrong(3, 3))
     for number in range(16):
         world.step(number)
-    assert world.planner.progress.costs.get_cost(KEY) == wrong(3, 3)
+    assert world.planner.resume_progress().costs.get_cost(KEY) == wrong(3, 3)
 
 
 def test_a_change_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -345,7 +347,7 @@ class Slow(MadeUpGroup):
 def train_on_shares(over_at_once: bool) -> list[tuple[CostModel, tuple[float, ...] | None, str]]:
     """Plan shares of dealt batches. Returns what each plan was made with."""
     planner = Planner(DistCAConfig(), Meter())
-    planner.progress.costs[SHAPE, "cpu"] = TRUE
+    planner.resume_progress().costs[SHAPE, "cpu"] = TRUE
     group = Slow(2)
     object.__setattr__(group, "meetings", [])
     dealing = pickle.loads(pickle.dumps(DealSettings(2, 4096, {KEY: TRUE}, planner.config)))
@@ -354,8 +356,9 @@ def train_on_shares(over_at_once: bool) -> list[tuple[CostModel, tuple[float, ..
         share = dealing.make_share(np.array([5120, 1024, 2048]), (0, number), 0)
         documents = TokenBatch(1, 4096, packed=share).read_documents()
         (planned,) = planner.plan([(documents, KEY)], group)
-        made.append((planner.progress.costs.get_cost(KEY), planner.progress.costs.make_ranks(2).speeds, planned.plan.digest))
-        meter = planner.progress.use_plan(planned, documents)
+        progress = planner.resume_progress()
+        made.append((progress.costs.get_cost(KEY), progress.costs.make_ranks(2).speeds, planned.plan.digest))
+        meter = progress.use_plan(planned, documents)
         meter.count(calls=1, kernel_calls=2, backward_calls=1)
         meter.span("server", 0.0, 0.1)
         if over_at_once:
@@ -395,10 +398,10 @@ def train_on_fetched(planner: Planner, dealing: DealSettings, steps: int, key: P
         step, fetched = 0, pickle.loads(sent[0])
         for step in range(steps):
             share, fetched = fetched, pickle.loads(sent[min(step + 1, steps - 1)])
-            rates.append((planner.progress.costs.get_cost(key), planner.progress.costs.make_ranks(2)))
+            rates.append((planner.resume_progress().costs.get_cost(key), planner.resume_progress().costs.make_ranks(2)))
             documents = TokenBatch(1, 4096, packed=share).read_documents()
             (plan,) = planner.plan([(documents, key)], group)
-            meter = planner.progress.use_plan(plan, documents)
+            meter = planner.resume_progress().use_plan(plan, documents)
             meter.count(calls=1, kernel_calls=2, backward_calls=1)
             meter.span("server", 0.0, 0.1)
     waited = [number for thread, number in planned if thread == current_thread().name]
@@ -408,7 +411,7 @@ def train_on_fetched(planner: Planner, dealing: DealSettings, steps: int, key: P
 def test_fetched_shares_of_workers_are_planned_by_learned_rates() -> None:
     """Shares of workers are planned with learned rates while they are fetched."""
     planner = Planner(DistCAConfig(), Meter())
-    planner.progress.costs[SHAPE, "cpu"] = TRUE
+    planner.resume_progress().costs[SHAPE, "cpu"] = TRUE
     waited, changed = train_on_fetched(planner, DealSettings(2, 4096, {KEY: TRUE}, planner.config), 40)
     assert waited == changed
     assert 1 <= len(changed) <= 5
@@ -430,7 +433,7 @@ def test_shares_planned_for_other_settings_warn_once(
 ) -> None:
     """Shares that were planned for other settings are told of once."""
     planner = Planner(config, Meter())
-    planner.progress.costs[key.shape, "cpu"] = replace(TRUE, shape=key.shape)
+    planner.resume_progress().costs[key.shape, "cpu"] = replace(TRUE, shape=key.shape)
     waited, _ = train_on_fetched(planner, DealSettings(2, 4096, {KEY: TRUE}, DistCAConfig()), 6, key)
     lines = [record.getMessage() for record in caplog.records if "shares were planned for other settings" in record.getMessage()]
     assert len(lines) == (said is not None)

@@ -42,11 +42,11 @@ class Passing:
         assert (k_TKD.shape, v_TKV.shape) == ((max(ends), 1, 8), (max(ends), 1, 4))
         assert all(keys >= rows >= 1 for rows, keys in zip(tasks.query_length, tasks.key_length, strict=True))
         self.batches.append(tasks)
-        self.now += self.launch + float(self.model.directions(tasks.query_length, tasks.key_length)[0].sum())
+        self.now += self.launch + float(self.model.estimate_directions(tasks.query_length, tasks.key_length)[0].sum())
         return Outputs(q_THD[..., :4], q_THD[..., 0])
 
     def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Any:
-        self.now += self.launch + float(self.model.directions(tasks.query_length, tasks.key_length)[1].sum())
+        self.now += self.launch + float(self.model.estimate_directions(tasks.query_length, tasks.key_length)[1].sum())
 
     def measured(self) -> tuple[KernelCost, KernelCost]:
         return measure(MODEL, self, torch.float32, CPU, clock=lambda: self.now)
@@ -65,13 +65,13 @@ def test_timings_of_one_tile_come_back_as_they_were() -> None:
     # Rows of such tasks are as many tiles as there are tasks, so that the two cannot be told apart.
     found, true = CostModel(SHAPE, *Passing(SLOW).measured(), np.inf), CostModel(SHAPE, *SLOW, np.inf)
     tasks = [1, 16, 64, 128], [1, 100, 64, 128]
-    assert found.directions(*tasks) == pytest.approx(true.directions(*tasks), rel=1e-5)
+    assert found.estimate_directions(*tasks) == pytest.approx(true.estimate_directions(*tasks), rel=1e-5)
 
 
 def test_a_launch_is_not_paid_by_every_task() -> None:
     forward, _ = Passing(FAST, launch=2e-5).measured()
-    found = CostModel(SHAPE, forward, forward, np.inf).directions([512] * 64, [512] * 64)[0].sum()
-    true = CostModel(SHAPE, *FAST, np.inf).directions([512] * 64, [512] * 64)[0].sum()
+    found = CostModel(SHAPE, forward, forward, np.inf).estimate_directions([512] * 64, [512] * 64)[0].sum()
+    true = CostModel(SHAPE, *FAST, np.inf).estimate_directions([512] * 64, [512] * 64)[0].sum()
     assert 0 <= found - true < 0.1 * 64 * 2e-5
 
 

@@ -30,7 +30,7 @@ from ranks import RankPool
     ],
 )
 def test_a_gpu_and_a_kernel_have_one(device: str, kernel: str, name: str | None) -> None:
-    assert Profile.of_gpu(device, kernel) == name
+    assert Profile.find_gpu_profile(device, kernel) == name
 
 
 def profile_of(rank: int, devices: list[str], kernels: list[str]) -> str | None:

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_distca
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.mixin import plan_ahead
-from hf_distca.integration.session import current_session
 
 
 def bare(

@@ -134,7 +134,7 @@ def train(rank: int, case: Case, folder: str) -> Run | None:
         if dist.get_world_size() > 1:
             dist.barrier()
     items = range(0, case.steps * case.accumulation * case.ranks, case.ranks) if case.ranks > 1 else range(0)
-    spanning = sum(int(dataset[item]["distca_documents"].dealt_share.whole_layout.spans.sum()) for item in items)
+    spanning = sum(int(dataset[item]["distca_documents"].dealt_share.whole_layout.has_many_ranks.sum()) for item in items)
     return Run(losses, weights, spanning) if rank == 0 else None
 
 

@@ -15,7 +15,7 @@ from checkpointing import SWITCHES
 from tiny_llama import LAYERS, micro_batch, settings, tiny_llama
 
 import hf_distca
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from ranks import RankPool
 from recorded import recorded
 from turns import in_turn
@@ -30,7 +30,7 @@ def step(rank: int, switch: str | None, kernel: str, ping_pong: bool) -> Result:
     if switch is not None:
         SWITCHES[switch](model)
     session = current_session()
-    assert session.group.size >= 1  # made before recording starts
+    assert session.join_group().size >= 1  # made before recording starts
     with recorded() as names:
         loss = model(**micro_batch(rank), use_cache=False).loss
         forwards = session.meter.calls

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hf_distca
 from engines import train
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from ranks import RankPool
 
 PAIRS_OF_TWO = [(0, 2), (1, 3), (0, 2), (1, 3)]
@@ -26,12 +26,12 @@ def group_of_a_model(rank: int, sizes: dict[str, int]) -> tuple[int, ...]:
     with tempfile.TemporaryDirectory() as folder:
         model = natively_sharded(sizes, "distca", Path(folder)).train()
     model(**micro_batch(rank // sizes.get("tp_size", 1)), use_cache=False)
-    return current_session().group.ranks
+    return current_session().join_group().ranks
 
 
 def group_of_a_mesh(rank: int, shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[int, ...]:
     hf_distca.configure(settings(), group=init_device_mesh("cpu", shape, mesh_dim_names=names))
-    return current_session().group.ranks
+    return current_session().join_group().ranks
 
 
 @pytest.mark.parametrize(

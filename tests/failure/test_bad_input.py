@@ -15,7 +15,7 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.errors import LayoutError
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from ranks import RankPool
 
 

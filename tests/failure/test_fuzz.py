@@ -174,7 +174,7 @@ def layout(draw: Random) -> None:
     source = draw.choice(list(sources))
     given = draw.some(3, lambda: draw.some(*sources[source]))
     made = attempt(getattr(Layout, source), given)
-    segments = [list(made.segments(rank)) for rank in range(made.world_size)]
+    segments = [list(made.list_segments(rank)) for rank in range(made.world_size)]
     check_tiling([(s.document, s.start, s.end) for rank in segments for s in rank])
     assert made.world_size == len(given)
     lengths = [[s.length for s in rank] for rank in segments]
@@ -200,7 +200,7 @@ def plan(draw: Random) -> None:
     held = sorted(
         (s.document, at, rank)
         for rank in range(made.layout.world_size)
-        for s in made.layout.segments(rank)
+        for s in made.layout.list_segments(rank)
         for at in range(s.start, s.end)
     )
     assert sorted((d, at, home) for d, a, b, home, _ in made.tasks for at in range(a, b)) == held

@@ -18,7 +18,7 @@ import hf_distca
 from hf_distca.agreement import planner
 from hf_distca.errors import KernelError
 from hf_distca.integration import nano_batches
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.kernels.cpu import CpuKernel
 from ranks import RankPool
 
@@ -41,7 +41,7 @@ def configure(**settings: Any) -> None:
             **{"tile": 8, "min_gain": 0.0, "cost_model": PAIRS, "kernel": "cpu", "timeout_seconds": TIMEOUT, **settings}
         )
     )
-    assert current_session().group.size > 1  # made together, before anything goes wrong
+    assert current_session().join_group().size > 1  # made together, before anything goes wrong
 
 
 def step(model: LlamaForCausalLM, rank: int, **more: Any) -> None:
@@ -300,7 +300,7 @@ def test_a_rank_with_a_bad_batch(rank_pool: Callable[[int], RankPool], ping_pong
 
 def makes_no_group(rank: int) -> Found:
     hf_distca.configure(hf_distca.DistCAConfig(timeout_seconds=TIMEOUT))
-    return outcome(lambda: current_session().group) if rank == 0 else ("", "", 0.0)
+    return outcome(current_session().join_group) if rank == 0 else ("", "", 0.0)
 
 
 def test_a_rank_that_never_trains(waiting: Waiting) -> None:

@@ -22,9 +22,9 @@ import hf_distca
 from checkpointed import checkpoint_layers
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.mask import distca_mask
-from hf_distca.integration.session import current_session
 
 
 def model_for(implementation: str, **changes: object) -> LlamaForCausalLM:

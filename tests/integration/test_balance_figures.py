@@ -15,8 +15,8 @@ from test_trainer import FIGURES
 import hf_distca
 from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.integration import reports
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.reports import Metrics
-from hf_distca.integration.session import current_session
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
 from ranks import RankPool
@@ -103,7 +103,7 @@ def on_two_nodes(rank: int) -> tuple[dict[str, float], list[int], float]:
         figures = hf_distca.metrics(gather=True).figures()
     (planned,) = plans
     load = PlanLoad(planned.plan, replace(PAIRS, shape=planned.key.shape), ranks=Ranks(per_node=2))
-    return figures, planned.between_bytes.tolist(), float(load.node_bytes.between[0].sum())
+    return figures, planned.between_bytes.tolist(), float(load.node_bytes.inter_node[0].sum())
 
 
 def test_bytes_between_nodes_are_a_figure(rank_pool: Callable[[int], RankPool]) -> None:

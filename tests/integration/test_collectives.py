@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_distca
 from checkpointed import checkpoint_layers
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import AttentionHandle
-from hf_distca.integration.session import current_session
+from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels import Scores
 from hf_distca.runtime.call import Inputs
 from hf_distca.schedule.cost import AttentionShape
@@ -39,7 +40,7 @@ def step(rank: int, balance: bool, even: bool, reentrant: bool | None) -> tuple[
     if reentrant is not None:
         checkpoint_layers(model, use_reentrant=reentrant)
         model.enable_input_require_grads()
-    assert current_session().group.size == dist.get_world_size()  # made before recording starts
+    assert current_session().join_group().size == dist.get_world_size()  # made before recording starts
     with recorded() as names:
         model(**batch(1 if even else rank), use_cache=False).loss.backward()
     meter = current_session().meter
@@ -96,7 +97,7 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
     q, k, v = (torch.randn(1, heads, length, 16) for heads in (4, 2, 2))
     handle = AttentionHandle(1, length)
     key = handle.key(AttentionShape(4, 2, 16, 16, 4), "cpu", None)
-    work = session.work_for(handle, {"distca_documents": packed}, q, key, training=True)
+    work = WorkPlanner(session).plan_work(handle, {"distca_documents": packed}, q, key, training=True)
     server = session.server(work, q, key.shape, Scores(0.25))
     leaves = [t[0].transpose(0, 1).contiguous().requires_grad_() for t in (q, k, v)]
 

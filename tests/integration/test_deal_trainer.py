@@ -144,9 +144,6 @@ def test_one_line_trains_as_one_process_does(rank_pool: Callable[[int], RankPool
     assert rank_pool(2)(train, 2, "distca", name)[0] == pytest.approx(expected, rel=1e-5)
 
 
-# What users do by default: autocast to bfloat16, and DDP as the Trainer sets it up without activation checkpointing.
-
-
 def test_masks_and_packing_change_nothing_but_what_they_should() -> None:
     assert one_process("targets of masks") != pytest.approx(one_process("plain"), rel=1e-3)
     assert one_process("packed rows") == pytest.approx(one_process("targets of masks"), rel=1e-6)

@@ -21,7 +21,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 from recorded import counted_planning
@@ -31,7 +31,7 @@ VOCABULARY, WINDOW = 61, 24
 # Gemma's norms compute in float32, whatever the model is in.
 CLOSE = {"full": {"rtol": 1e-9, "atol": 1e-12}, "windows": {"rtol": 1e-4, "atol": 1e-8}}
 SHAPE = AttentionShape(4, 2, 16, 16, 8)
-PAIRS = CostModel.pairs(SHAPE)
+PAIRS = CostModel.of_pairs(SHAPE)
 TOKENS = 192  # of a global batch, on any number of ranks
 # Longer than a rank of two, three or four; one token; two long ones.
 BATCHES = ([180, 1, 11], [96, 95, 1], [7, 9, 150, 26], [12] * 16)

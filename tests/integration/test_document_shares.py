@@ -25,7 +25,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import LayoutError
-from hf_distca.integration.document_shares import shares_of
+from hf_distca.integration.dealt_trainers import shares_of
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 from recorded import counted_planning
@@ -186,7 +186,7 @@ def test_dealing_follows_the_model_settings_and_place() -> None:
     assert [cost.window for cost in made.costs.values()] == [None, 40]
     assert made.costs[PlanKey(half, "cuda")] == CostModel.analytic(half, device_type="cuda", tile=64)
 
-    own = CostModel.pairs(AttentionShape(1, 1, 8, 8, 2))
+    own = CostModel.of_pairs(AttentionShape(1, 1, 8, 8, 2))
     hf_distca.configure(hf_distca.DistCAConfig(cost_model=own))
     made = dealing_of(model=tiny_runs.tiny_llama("sdpa"), dtype=torch.float64)
     (key,) = made.costs

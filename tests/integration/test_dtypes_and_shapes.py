@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 import hf_distca
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import AttentionHandle, MaskInfo
-from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 from turns import in_turn
@@ -97,7 +97,7 @@ def ours(fused: torch.Tensor, d_out: torch.Tensor, case: Case, documents: list[t
 
 def errors(rank: int, case: Case) -> tuple[dict[str, tuple[float, float]], bool, int]:
     """Errors of (distca, sdpa) against float64 by name, whether padding got nothing, and bytes sent."""
-    pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 8))
+    pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
     rows = PACKED[rank] if case.padding is None else PADDED[case.padding][rank]
     length, documents = where(rows, case.padding)

@@ -12,7 +12,7 @@ import torch
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.integration import session as module
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.kernels import Scores
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape
@@ -67,5 +67,5 @@ def test_a_gpu_begins_with_the_shipped_profile_of_its_kernel(
     session, query = current_session(), SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
     shape = AttentionShape(32, 8, 128, 128, 2)
     session.learn_cost(PlanKey(shape, "cuda", 4096), cast("torch.Tensor", query), AttentionGroup())
-    cost = session.planner.progress.costs[shape, "cuda"]
+    cost = session.planner.resume_progress().costs[shape, "cuda"]
     assert (cost.name, cost.tile, cost.window) == (name, 256, None)

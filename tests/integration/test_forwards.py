@@ -19,8 +19,8 @@ import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration import session as session_module
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.mixin import plan_ahead
-from hf_distca.integration.session import current_session
 from live_bytes import LiveBytes
 from ranks import RankPool
 from recorded import counted_planning
@@ -44,14 +44,14 @@ def collectives_of_a_step(rank: int, dtype: torch.dtype | None, ahead: bool, pin
     data = batch(*([96], [16, 16, 16])[rank])
     if ahead:  # what there is to plan is known from the micro-batch before
         model(**data, use_cache=False).loss.backward()
-    before = current_session().planner.progress.number
+    before = current_session().planner.resume_progress().number
     counts = []
     with counted_planning() as seen:
         planned = plan_ahead([data])[0] if ahead else data
         counts.append(len(seen))
         model(**planned, use_cache=False).loss.backward()
         counts.append(len(seen) - counts[0])
-    return counts[0], counts[1], current_session().planner.progress.number - before
+    return counts[0], counts[1], current_session().planner.resume_progress().number - before
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
@@ -141,7 +141,7 @@ def costs_under_autocast(rank: int) -> tuple[list[int], list[torch.dtype]]:
     hf_distca.configure(hf_distca.DistCAConfig(cost_model="calibrated"))
     with patch.object(session_module, "calibrate", calibrate), torch.autocast("cpu", torch.bfloat16):
         model_for(2, "distca", torch.float32)(**batch(*([96], [16])[rank]), use_cache=False).loss.backward()
-    return [shape.element_bytes for shape, _ in current_session().planner.progress.costs], timed
+    return [shape.element_bytes for shape, _ in current_session().planner.resume_progress().costs], timed
 
 
 def test_costs_are_those_of_the_dtype_that_is_computed_in(rank_pool: Callable[[int], RankPool]) -> None:

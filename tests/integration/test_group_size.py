@@ -18,8 +18,8 @@ import hf_distca
 from hf_distca import config as config_module
 from hf_distca.integration import document_shares as shares_module
 from hf_distca.integration.checks import check_loader
-from hf_distca.integration.document_shares import shares_of
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
+from hf_distca.integration.dealt_trainers import shares_of
 from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool
 
@@ -46,7 +46,7 @@ def loss_and_gradients(rank: int, group_size: int | None, ping_pong: bool) -> tu
     with patch.object(dist, "all_to_all_single", recorded):
         loss = model(**drawn(rank), use_cache=False).loss
         loss.backward()
-    return loss.item(), gradients(model), (worlds, current_session().group.ranks, hf_distca.metrics(gather=True).figures())
+    return loss.item(), gradients(model), (worlds, current_session().join_group().ranks, hf_distca.metrics(gather=True).figures())
 
 
 @pytest.mark.parametrize("ping_pong", [False, True], ids=["whole", "ping-pong"])
@@ -82,7 +82,7 @@ def cut_by_default(rank: int) -> tuple[tuple[int, ...], int, list[str]]:
     log.setLevel(logging.INFO)
     try:
         with state, patch.multiple(config_module, _MOST_RANKS=2, _FEWEST_RANKS=2, _WHOLE_NODES=2):
-            ranks = current_session().group.ranks
+            ranks = current_session().join_group().ranks
             shares = shares_of(hf_distca.document_shares([[1, 2, 3]] * 64, 8, shapes=[(SHAPE, None)], device="cpu"))
             check_loader(DataLoader(shares, sampler=DistributedSampler(shares, shuffle=False), collate_fn=list))
     finally:

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import hf_distca
 from hf_distca.integration import processes
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from ranks import RankPool
 from tiny_runs import PAIRS, documents, make_trainer, rows, settings, tiny_llama
 

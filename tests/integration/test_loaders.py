@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, JambaConfig, Trainer, TrainingArg
 
 import hf_distca
 from hf_distca.integration.checks import check_loader
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
+from hf_distca.integration.dealt_trainers import shares_of
 from ranks import RankPool
 from tiny_runs import COMMON, PAIRS, documents, make_trainer, rows, settings, tiny_llama
 
@@ -204,7 +205,7 @@ def test_columns_that_the_trainer_drops_are_named() -> None:
     """Of a torch data set it looks at the items; a `datasets.Dataset` keeps what is made when it is read."""
     trainer = trainer_of(remove_unused_columns=True)
     trainer.train()
-    trainer.train_dataset = hf_distca.integration.document_shares.shares_of(shares(1))
+    trainer.train_dataset = shares_of(shares(1))
     with pytest.raises(hf_distca.UnsupportedError, match=r"drops distca_documents, shift_labels .*remove_unused_columns=False"):
         trainer.train()
 

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 import hf_distca
 from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.world_progress import Progress
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool
@@ -59,7 +59,7 @@ def recorded() -> Iterator[list[Did]]:
     def spy(self: Progress, planned: BatchPlan, *args: Any) -> Meter:
         meter = use(self, planned, *args)
         cost, plan = self.costs.get_cost(planned.key), planned.plan
-        seconds = cost.seconds(plan.end - plan.start, plan.end, plan.heads)
+        seconds = cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
         before = [float(seconds[plan.home == rank].sum()) for rank in (0, 1)]
         if self.number not in done:
             done[self.number] = Did(0.0, 0.0, [])
@@ -112,7 +112,7 @@ def train(rank: int, accumulation: int, every: int, case: dict[str, bool]) -> tu
     )
     with recorded() as done:
         trainer.train()
-    assert current_session().planner.progress.number == STEPS * accumulation
+    assert current_session().planner.resume_progress().number == STEPS * accumulation
     return trainer.state.log_history, [did.figures for did in done], seen
 
 

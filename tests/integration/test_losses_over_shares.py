@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -309,6 +309,7 @@ def test_a_loss_over_shares_is_that_of_one_process_or_refused(
 
 @pytest.mark.parametrize("watched", [True, False])
 def test_evaluation_of_shares_is_checked_before_training(watched: bool) -> None:
+    """With the callback as soon as the Trainer is made, else before its first step."""
     hf_distca.configure(settings())
     shares = hf_distca.document_shares(documents(*LENGTHS), TOKENS, shapes=[(PAIRS.shape, None)], ranks=1, device="cpu")
     changes = {
@@ -317,10 +318,16 @@ def test_evaluation_of_shares_is_checked_before_training(watched: bool) -> None:
         "per_device_eval_batch_size": 8,
         "train_sampling_strategy": "sequential",
     }
-    trainer = make_trainer("distca", shares, config=settings(), eval_dataset={"some": shares}, max_steps=4, **changes)
-    if not watched:
-        trainer.remove_callback(hf_distca.DistCACallback)
-    with pytest.raises(hf_distca.UnsupportedError, match=r"batches of 8\. Set per_device_eval_batch_size=1\."):
+    make = partial(make_trainer, "distca", shares, config=settings(), eval_dataset={"some": shares}, max_steps=4)
+    refused = pytest.raises(hf_distca.UnsupportedError, match=r"batches of 8\. Set per_device_eval_batch_size=1\.")
+    if watched:
+        with refused:
+            make(**changes)
+        return
+    trainer = make(**{**changes, "per_device_eval_batch_size": 1})
+    trainer.remove_callback(hf_distca.DistCACallback)
+    trainer.args.per_device_eval_batch_size = 8
+    with refused:
         trainer.train()
     assert not trainer.state.global_step
 

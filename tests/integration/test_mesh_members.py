@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_distca
 from hf_distca import UnsupportedError
 from hf_distca.borrowed import loaded_mesh
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.processes import data_parallel_group, find_members
-from hf_distca.integration.session import current_session
 from ranks import RankPool
 
 try:
@@ -33,7 +33,7 @@ def groups_made(rank: int, names: tuple[str, ...]) -> list[int]:
     for _ in range(3):
         before = len(c10d._world.pg_map)
         hf_distca.configure(hf_distca.DistCAConfig(timeout_seconds=47.0), group=mesh)
-        assert current_session().group.size == (2 if "tp" in names else 4)
+        assert current_session().join_group().size == (2 if "tp" in names else 4)
         counts.append(len(c10d._world.pg_map) - before)
     return counts
 
@@ -72,7 +72,7 @@ def test_members_are_read_off_a_mesh(
 def group_of_an_uneven_mesh(rank: int) -> tuple[int, ...]:
     mesh = DeviceMesh("cpu", torch.tensor([[3, 0], [1, 2]]), mesh_dim_names=("dp", "tp"))
     hf_distca.configure(group=mesh)
-    return current_session().group.ranks
+    return current_session().join_group().ranks
 
 
 def test_ranks_of_a_mesh_in_another_order(rank_pool: Callable[[int], RankPool]) -> None:
@@ -118,7 +118,7 @@ def refusal_in_a_loop(rank: int, sizes: dict[str, int]) -> str:
     """That of the first training forward, which asks for the group."""
     hf_distca.configure()
     with accelerated(sizes), pytest.raises(UnsupportedError) as caught:
-        _ = current_session().group
+        current_session().join_group()
     return str(caught.value)
 
 

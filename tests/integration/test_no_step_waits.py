@@ -24,7 +24,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.borrowed import without_dispatch_modes
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from host_syncs import HostSyncError, NoHostSyncs
 from ranks import RankPool
@@ -75,7 +75,7 @@ def dealt(rank: int) -> dict[str, Any]:
 
 def step(rank: int, way: dict[str, Any], batch: str, reentrant: bool | None) -> tuple[int, int]:
     """Returns the operations that were looked at, and the exchanges of the step."""
-    pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 4))
+    pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4))
     hf_distca.configure(settings(cost_model=pairs, documents_span_ranks=batch == "dealt", **way))
     model = tiny_llama("distca", layers=2)
     if reentrant is not None:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 from turns import in_turn
@@ -21,7 +21,7 @@ from turns import in_turn
 Parts = list[tuple[int, int, int]]  # (document, start, end)
 
 # With real costs nothing this small is worth moving: here only causal pairs count, and moving is free.
-PAIRS = CostModel.pairs(AttentionShape(4, 2, 16, 16, 8))
+PAIRS = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
 
 # Documents of 1 token, odd lengths, equal and very unequal ones.
 LENGTHS = [150, 1, 33, 7, 64, 1, 129]

@@ -21,9 +21,9 @@ import hf_distca
 from checkpointed import checkpoint_layers
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.integration import nano_batches
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.nano_batches import NanoBatches
-from hf_distca.integration.session import current_session
 from ranks import RankPool
 from turns import in_turn
 

@@ -25,8 +25,8 @@ from transformers import (
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.agreement.history import BalanceTotals
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.mixin import plan_ahead
-from hf_distca.integration.session import current_session
 from ranks import RankPool
 from recorded import counted_planning
 from tiny_runs import losses as logged_losses
@@ -68,7 +68,7 @@ def train(rank: int, ahead: bool, kind: str, wrapper: str) -> tuple[list[float],
         optimizer.zero_grad()
         gathers.append(len(gather))
         figures.append((hf_distca.metrics(gather=True) - before).figures())
-    return losses, figures, gathers, current_session().planner.progress.number
+    return losses, figures, gathers, current_session().planner.resume_progress().number
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def train_with(rank: int, ahead: bool) -> tuple[list[dict[str, float]], BalanceT
     with counted_planning() as gather:
         trainer.train()
     history = [row for row in trainer.state.log_history if "loss" in row]
-    return history, hf_distca.metrics().balance, current_session().planner.progress.number, len(gather)
+    return history, hf_distca.metrics().balance, current_session().planner.resume_progress().number, len(gather)
 
 
 def test_a_trainer_plans_its_steps_ahead(rank_pool: Callable[[int], RankPool]) -> None:

@@ -18,7 +18,7 @@ from transformers import MambaConfig, MambaForCausalLM, OPTConfig, OPTForCausalL
 
 import hf_distca
 from hf_distca.integration.callers import MaskCall
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.group import AttentionGroup
 from ranks import RankPool
 from tiny_runs import dispatches, rows, settings, tiny_llama
@@ -53,7 +53,7 @@ def prepared(rank: int, prepares: bool) -> tuple[int, bool, int, int]:
         before = made.call_count
         wrapped(**hf_distca.PackingCollator()([rows(2)[rank]]), use_cache=False).loss.backward()
     cut = hasattr(type(model.model.layers[0]), "_distca_whole")
-    return current_session().group.size, cut, before, made.call_count
+    return current_session().join_group().size, cut, before, made.call_count
 
 
 def test_a_prepared_model_needs_no_call_stack(rank_pool: Callable[[int], RankPool]) -> None:

@@ -159,7 +159,7 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
 ) -> None:
     """Kinds of layers have plans of the same tokens; a rank of half the speed takes twice as long."""
     history, ranks = History(), Ranks(speeds=(0.5, 1.25))
-    planner = SimpleNamespace(progress=SimpleNamespace(number=0, costs=Costs()), history=history)
+    planner = SimpleNamespace(resume_progress=lambda: SimpleNamespace(number=0, costs=Costs()), history=history)
     session: Any = SimpleNamespace(planner=planner, ranks=2, nodes=1, config=settings(), kernels=["cpu"])
     recorder = Recorder(tmp_path, session, every_plan=True)
     recorder.begin(TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), 0, None)
@@ -236,7 +236,7 @@ def test_warnings_are_seen_while_they_are_recorded(rank_pool: Callable[[int], Ra
 
 
 def test_the_record_names_no_folder(tmp_path: Path) -> None:
-    planner = SimpleNamespace(progress=SimpleNamespace(number=0, costs=Costs()), history=History())
+    planner = SimpleNamespace(resume_progress=lambda: SimpleNamespace(number=0, costs=Costs()), history=History())
     session: Any = SimpleNamespace(planner=planner, ranks=2, nodes=1, config=settings(), kernels=["cpu"])
     arguments = TrainingArguments(str(tmp_path / "run"), use_cpu=True, report_to="none")
     recorder = Recorder(tmp_path / "run", session, every_plan=True)

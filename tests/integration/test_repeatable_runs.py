@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 
 import hf_distca
 from hf_distca.agreement.batch_plan import BatchPlan
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.rows import StepsRow
 from hf_distca.schedule.cost import KernelCost
@@ -64,7 +64,7 @@ def train(rank: int, folder: str, slower: float, deterministic: bool, changes: d
             hf_distca.deal(trainer, 96).train()
         finally:
             torch.use_deterministic_algorithms(False)
-    costs = current_session().planner.progress.costs
+    costs = current_session().planner.resume_progress().costs
     weights = torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()])
     return weights, current_session().meter.dispatches, costs.learned_corrections
 

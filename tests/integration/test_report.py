@@ -32,7 +32,7 @@ EVEN = [{"documents": documents(48, 48, seed=at)} for at in range(12)]
 
 def session(**changes: Any) -> Session:
     made = Session(hf_distca.DistCAConfig(**changes))
-    made.planner.progress.costs[SHAPE, "cpu"] = CostModel.analytic(SHAPE, device_type="cpu")
+    made.planner.resume_progress().costs[SHAPE, "cpu"] = CostModel.analytic(SHAPE, device_type="cpu")
     return made
 
 
@@ -82,7 +82,7 @@ def test_why_exchanges_were_given_up() -> None:
     kernel, waiting = np.array([2.0, 2.0]), np.array([3.0, 3.0])
     slow = Observation(np.ones((2, 3)), kernel, waiting, np.array([0.5, 0.5]), np.array([4.0, 0.0]), none)
     for _ in range(8):
-        made.planner.progress.costs.learn_from_sample((SHAPE, "cpu"), slow)
+        made.planner.resume_progress().costs.learn_from_sample((SHAPE, "cpu"), slow)
     said = why_given_up(made)
     assert said is not None
     assert "attention took 25% longer than it would have taken where it was" in said

@@ -17,7 +17,7 @@ from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.agreement.history import History
 from hf_distca.errors import LayoutError
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
@@ -112,7 +112,7 @@ def test_evaluation_is_shared_on_request(rank_pool: Callable[[int], RankPool]) -
 def calibrated(rank: int) -> tuple[str, float]:
     hf_distca.configure(hf_distca.DistCAConfig(cost_model="calibrated"))
     model_for(2, "distca", torch.float32)(**batch(rank), use_cache=False).loss.backward()
-    (cost,) = current_session().planner.progress.costs.values()
+    (cost,) = current_session().planner.resume_progress().costs.values()
     return cost.name, cost.forward.flops_per_second + cost.backward.flops_per_second
 
 

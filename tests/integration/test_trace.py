@@ -20,7 +20,7 @@ from test_pingpong import PLACEMENTS, batch_of, configure
 
 import hf_distca
 from hf_distca.agreement import planner
-from hf_distca.integration import session
+from hf_distca.integration.current_session import current_session
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved, TaskBatch
 from hf_distca.measure.timeline import Span
 from hf_distca.runtime.call import AttentionServer
@@ -163,4 +163,4 @@ def test_without_exchanges_nothing_travelled() -> None:
     assert total(trace.spans, "server") > 0
     with pytest.raises(ZeroDivisionError), hf_distca.trace():
         _ = 1 / 0
-    assert session.current_session().trace is None
+    assert current_session().trace is None

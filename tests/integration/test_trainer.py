@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback
 
 import hf_distca
 from checkpointed import ARGUMENT
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from ranks import RankPool
 from tiny_runs import dispatches, make_trainer, rows, settings
 from turns import in_turn
@@ -239,7 +239,7 @@ def groups(rank: int) -> list[tuple[int, ...]]:
     def begin(callback: hf_distca.DistCACallback) -> None:
         callback.on_init_end(None, None, None)
         callback.on_train_begin(None, None, None)
-        found.append(current_session().group.ranks)
+        found.append(current_session().join_group().ranks)
 
     hf_distca.configure(group=own)
     begin(hf_distca.DistCACallback(settings()))

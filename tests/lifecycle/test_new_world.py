@@ -15,7 +15,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool
 from tiny_runs import PAIRS, dispatches, settings, tiny_llama

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 import hf_distca
 import scripts
 from hf_distca.cli import app
-from hf_distca.run import find_command, main
+from hf_distca.run import find_command
+from hf_distca.run.__main__ import main
 from hf_distca.schedule.profiles import Profile
 from pages import ROOT, words_of
 
@@ -56,8 +57,8 @@ if __name__ == "__main__":
     seen = {"argv": sys.argv, "attention": attention, "world": arguments.world_size}
     seen["customized"] = hasattr(sys, "was_customized")
     seen["tokens"] = [len(row["input_ids"]) for row in trainer.train_dataset]
-    if "hf_distca.integration.session" in sys.modules:
-        config = sys.modules["hf_distca.integration.session"].current_session().config
+    if "hf_distca.integration.current_session" in sys.modules:
+        config = sys.modules["hf_distca.integration.current_session"].current_session().config
         cost_model = getattr(config.cost_model, "name", None)
         seen["settings"] = [config.balance, config.tolerance, cost_model]
     if arguments.process_index == 0:
@@ -195,7 +196,7 @@ def test_the_script_may_set_what_it_likes_itself(tmp_path: Path) -> None:
     (tmp_path / "distca.yaml").write_text("tolerance: 0.1")
     (tmp_path / "train.py").write_text(
         "import hf_distca, transformers.modeling_utils\n"
-        "from hf_distca.integration.session import current_session\n"
+        "from hf_distca.integration.current_session import current_session\n"
         "print(current_session().config.tolerance)\n"
         "print(hf_distca.configure(hf_distca.DistCAConfig(tile=8)).tolerance)\n"
     )
@@ -433,7 +434,7 @@ def test_what_children_begin_with_lies_in_the_package(tmp_path: Path) -> None:
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     (hidden / "sitecustomize.py").write_text("import sys\nsys.was_customized = True\n")
-    child = "import os, sys, hf_distca.run as r; print(sys.was_customized, r.Options.read(sys.path), os.environ['PYTHONPATH'])"
+    child = "import os, sys, hf_distca.run as r; print(sys.was_customized, r.Options.read(os.environ), os.environ['PYTHONPATH'])"
     executable(tmp_path / "starts.sh", f'exec {sys.executable} -c "{child}"')
     before = os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])
     options = ["--attn-implementation", "distca", "--no-summary", "--instead-of", "sdpa", "--tokens-per-rank", "64"]

@@ -23,15 +23,15 @@ from torch.nn.functional import cross_entropy
 import hf_distca
 from float64 import Float64Throughout
 from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import FAMILIES, WHOLE_REASONS
-from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 
 Parts = tuple[tuple[tuple[int, int, int], ...], ...]  # (document, start, end) on each rank
 CUT: Parts = (((0, 0, 17), (0, 40, 61), (2, 0, 1), (3, 5, 14)), ((1, 0, 9), (0, 17, 40), (3, 0, 5)))
 WHOLE: Parts = (((0, 0, 61),), ((1, 0, 9),))
-PAIRS = CostModel.pairs(AttentionShape(4, 2, 16, 16, 8))
+PAIRS = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from hf_distca.integration.families import FAMILIES
 from hf_distca.integration.recurrent_layers import MODULES
-from hf_distca.schedule.deal import deal, in_order
+from hf_distca.schedule.deal import deal, deal_in_order
 from hf_distca.schedule.layout import Layout
 from ranks import RankPool
 
@@ -49,7 +49,7 @@ PLACEMENTS: dict[str, tuple[Parts, bool]] = {
     "packed, 1 rank": ((((0, 0, 150), (1, 0, 9), (2, 0, 1), (3, 0, 32)),), False),
     "packed, 2 ranks": ((((0, 0, 150),), ((1, 0, 9), (2, 0, 1), (3, 0, 32))), False),
     "head and tail": (parts_of(deal(LENGTHS, RANKS, TOKENS, PAIRS, tile=8)), True),
-    "in order": (parts_of(in_order(LENGTHS, RANKS, TOKENS)), True),
+    "in order": (parts_of(deal_in_order(LENGTHS, RANKS, TOKENS)), True),
     "one-token pieces": (token_by_token(), True),
     "over 4 ranks": (
         (((0, 60, 101), (1, 0, 9)), ((0, 120, 150), (2, 0, 1)), ((0, 0, 60),), ((3, 0, 32), (0, 101, 120))),

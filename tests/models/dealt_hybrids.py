@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 
 import hf_distca
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from tiny_runs import COMMON, losses
 
@@ -116,7 +116,7 @@ def _model(case: Case, implementation: str, folder: Path) -> PreTrainedModel:
 def train(rank: int, case: Case, implementation: str = "distca", lengths: Sequence[int] = LENGTHS) -> Run:
     """Train on this rank; every rank of the world must call it."""
     disable_progress_bars()
-    pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 4))
+    pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4))
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, ping_pong=case.ping_pong))
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
@@ -142,11 +142,11 @@ def train(rank: int, case: Case, implementation: str = "distca", lengths: Sequen
             trainer.evaluate()
         shares, meter = trainer.train_dataset, current_session().meter
         items = range(0, min(case.steps * case.ranks, len(shares)), case.ranks)
-        spanning = sum(int(shares[item]["distca_documents"].dealt_share.whole_layout.spans.sum()) for item in items)
+        spanning = sum(int(shares[item]["distca_documents"].dealt_share.whole_layout.has_many_ranks.sum()) for item in items)
         weights = {name: _whole(parameter) for name, parameter in trainer.model.named_parameters()}
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()
-    halves = any(key.nano for key in current_session().planner.progress.pop_recent_keys())
+    halves = any(key.nano for key in current_session().planner.resume_progress().pop_recent_keys())
     logged = (row for row in trainer.state.log_history if "loss" in row)
     states_mb = sum(row.get("distca/states_mb", 0.0) * row.get("distca/micro_batches", 0) for row in logged)
     return Run(losses(trainer), weights, meter.state_exchanges, halves, spanning, states_mb)
@@ -159,7 +159,7 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
 
 def draw_and_share(rank: int, model_type: str, lengths: Sequence[Sequence[int]]) -> tuple[float, dict[str, torch.Tensor], int]:
     """Loss and gradients, both summed over ranks, of documents that this rank has drawn and then dealt with the others."""
-    pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 4))
+    pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4))
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
     docs = documents(tuple(length for drawn in lengths for length in drawn))
     first = sum(map(len, lengths[:rank]))
@@ -187,7 +187,7 @@ BATCHES = {
 
 def train_on_other_documents(rank: int, model_type: str, what: str) -> str:
     """What a rank says if the second reads other documents than the first."""
-    pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 4))
+    pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4))
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, timeout_seconds=20))
     lengths, batches = BATCHES[what]
     rows = Dataset.from_dict({"input_ids": [doc.tolist() for doc in documents(lengths)]})

@@ -26,7 +26,8 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration import checks, mask
-from hf_distca.integration.session import Session, current_session
+from hf_distca.integration.current_session import current_session
+from hf_distca.integration.session import Session
 from hf_distca.kernels import varlen
 from hf_distca.runtime import core_attention
 from hf_distca.runtime.group import AttentionGroup
@@ -140,7 +141,7 @@ class Exchanges(Link):
 def in_group(group: AttentionGroup) -> Iterator[None]:
     """A session's group, and no checks of a first step that need values: of a kernel, of a model's positions, of its loss."""
     with (
-        patch.object(Session, "group", property(lambda session: group)),
+        patch.object(Session, "join_group", lambda session: group),
         patch.object(kernels, "mismatch_reason", lambda *case: None),
         patch.object(mask, "check_positions"),
         patch.object(checks, "watch_gradient"),
@@ -162,7 +163,7 @@ def batch_of(way: Way, config: hf_distca.DistCAConfig) -> dict[str, Any]:
     packed = PackedDocuments((600, 424))
     if way.ranks > 1:
         shape = AttentionShape(4, 2, 32, 32, 2)
-        dealing = DealSettings(way.ranks, TOKENS, {PlanKey(shape, "cuda"): CostModel.pairs(shape)}, config)
+        dealing = DealSettings(way.ranks, TOKENS, {PlanKey(shape, "cuda"): CostModel.of_pairs(shape)}, config)
         packed = dealing.make_share(np.array(LENGTHS), (0, 0), 0)
     ids = {name: torch.empty(1, TOKENS, dtype=torch.int64, device=CUDA) for name in ("input_ids", "position_ids", "labels")}
     return {**ids, "shift_labels": ids["labels"], "num_items_in_batch": TOKENS, "use_cache": False, "distca_documents": packed}
@@ -170,7 +171,7 @@ def batch_of(way: Way, config: hf_distca.DistCAConfig) -> dict[str, Any]:
 
 def step(family: str, way: Way) -> Step:
     """Two steps: in the first, kernels and plans are chosen."""
-    pairs = CostModel.pairs(AttentionShape(4, 2, 32, 32, 2))
+    pairs = CostModel.of_pairs(AttentionShape(4, 2, 32, 32, 2))
     config = hf_distca.DistCAConfig(ping_pong=way.ping_pong, min_gain=0.0, cost_model=pairs)
     hf_distca.configure(config)
     dtype = torch.float32 if way.autocast else torch.bfloat16

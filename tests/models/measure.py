@@ -37,7 +37,7 @@ from hf_distca import DistCAError, UnsupportedError
 from hf_distca.integration import nano_batches
 from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.integration.recurrent_layers import MODULES
-from hf_distca.integration.session import Session
+from hf_distca.integration.work_planner import WorkPlanner
 
 # The statuses with which a type is not refused, and their names in families.py.
 WORKING = {"proven": "PROVEN", "packed": "PACKED", "carries state": "CARRIES_STATE", "no positions": "NO_POSITIONS"}
@@ -175,7 +175,7 @@ def _judge_leaks(model_type: str, result: Result, dtype: torch.dtype, want: Outc
 def in_halves() -> Iterator[None]:
     """Let all layers run as halves, on one rank as well, whatever the table says of the type."""
     with (
-        patch.object(Session, "is_collective", lambda self, handle, training: training),
+        patch.object(WorkPlanner, "uses_nano_batches", lambda self, handle, training: training),
         patch.object(NanoBatches, "pointless", False),
         patch.object(nano_batches, "PING_PONG", frozenset(MODEL_TYPES)),
     ):

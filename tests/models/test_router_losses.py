@@ -10,7 +10,7 @@ from compare import documents, quiet
 from tiny import build
 
 import hf_distca
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 
@@ -38,7 +38,7 @@ def step(model_type: str, implementation: str, lengths: tuple[int, ...]) -> dict
 
 def compared(rank: int, model_type: str) -> tuple[dict[str, float], int]:
     """Relative differences on this rank, and bytes it sent."""
-    pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 8))
+    pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
     other = TYPES[model_type]
     lengths = (PACKED if other == "sdpa" else WHOLE)[rank]

@@ -12,7 +12,7 @@ from compare import Outcome, difference, finish, quiet, spying
 from transformers import AutoModelForImageTextToText, Gemma3Config, LlavaConfig, PreTrainedConfig, PreTrainedModel, Qwen2VLConfig
 
 import hf_distca
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 
@@ -108,7 +108,7 @@ def alone(kind: str) -> Outcome:
 
 def balanced(rank: int, kind: str, world: int) -> tuple[Outcome, list[str], list[str], int]:
     """This rank's documents in one row, gradients summed over ranks; who called distca and sdpa; bytes sent."""
-    pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 8))
+    pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
     model = build(kind, {"text_config": "distca", "vision_config": "sdpa"})
     docs = documents(kind, model)

@@ -10,15 +10,15 @@ from mutations import mutated
 from tiny import build
 
 import hf_distca
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import FAMILIES
-from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 
 
 def share(rank: int, model_type: str, dtype: torch.dtype, mutation: str | None, ping_pong: bool) -> tuple[Outcome, int, int]:
     """This rank's documents under distca with gradients summed over ranks, bytes sent, and calls of attention."""
-    pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 8))
+    pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, ping_pong=ping_pong))
     docs = documents(lengths_of(model_type))
     with quiet(), mutated(mutation):

@@ -13,12 +13,12 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 import hf_distca
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.pipeline import Schedule, split
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
 # With real costs nothing this small is worth moving: here only causal pairs count, and moving is free.
-PAIRS = CostModel.pairs(AttentionShape(4, 2, 16, 16, 8))
+PAIRS = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
 
 
 class Case(NamedTuple):

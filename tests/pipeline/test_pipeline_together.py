@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from hf_distca import PackingCollator, document_shares
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.pipeline import Schedule, save_pretrained, split
 from hf_distca.runtime.group import AttentionGroup
 from ranks import RankPool

@@ -25,7 +25,8 @@ import forks
 import hf_distca
 from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.history import History
-from hf_distca.integration.session import Session, current_session
+from hf_distca.integration.current_session import current_session
+from hf_distca.integration.session import Session
 from hf_distca.pool import server as pool_server
 from hf_distca.pool.lead import PoolController
 from hf_distca.pool.words import JsonLineConnection
@@ -155,7 +156,7 @@ def _join(size: int, servers: int, port: int, rank: int) -> None:
 
 
 def _end(_rank: int) -> NoReturn:
-    group = current_session().group
+    group = current_session().join_group()
     if group.lead is not None:
         group.lead.end()
     os._exit(0)

@@ -17,7 +17,7 @@ import torch
 from exact_training import Exact, Outcome, train
 from launches import Launch, pooled, unpooled
 
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from turns import in_turn
 
 
@@ -46,7 +46,7 @@ def train_while_servers_leave(rank: int, case: Exact, servers: dict[int, Leaving
         return loss_of(model, batch)
 
     with patch.object(exact_training, "loss_of", leaving):
-        return train(rank, case), current_session().group.size
+        return train(rank, case), current_session().join_group().size
 
 
 @pytest.fixture

@@ -253,7 +253,7 @@ def test_whole_documents_are_one_call_of_the_rule() -> None:
 
 def test_segments_are_those_of_a_layout_that_is_split_by_heads() -> None:
     layout = Layout.from_segments(ODD)
-    split = layout.split(np.isin(layout.documents, [0, 4]), 2)
+    split = layout.split_heads(np.isin(layout.documents, [0, 4]), 2)
     for rank in range(4):
         group = AttentionGroup((0, 1, 2, 3), rank)
         whole, parts = Segments.from_layout(layout, group), Segments.from_layout(split, group)

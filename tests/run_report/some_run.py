@@ -31,7 +31,7 @@ def documents(ranks: int, step: int) -> list[list[int]]:
 
 def plan_row(step: int, ranks: int = 4) -> PlanRow:
     plan = plan_of(documents(ranks, step))
-    seconds = COST.seconds(plan.end - plan.start, plan.end, plan.heads)
+    seconds = COST.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
     before, after = (np.bincount(side, seconds, minlength=ranks) for side in (plan.home, plan.server))
     tokens = plan.layout.query_tokens
     sent = tokens * 100

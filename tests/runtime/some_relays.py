@@ -13,7 +13,7 @@ def some_relays(random_: random.Random, plan: Plan) -> Relays | None:
     """Any relays that a plan may have, for some of its documents."""
     needs: dict[int, dict[int, int]] = {}
     sources: dict[int, set[int]] = {}
-    for document, _, end, source, server in zip(*(column.tolist() for column in plan.key_transfers()), strict=True):
+    for document, _, end, source, server in zip(*(column.tolist() for column in plan.list_key_transfers()), strict=True):
         needs.setdefault(document, {})[server] = max(needs.get(document, {}).get(server, 0), end)
         sources.setdefault(document, set()).add(source)
     rows = []

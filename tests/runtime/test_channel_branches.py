@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import hf_distca
 from checkpointed import checkpoint_layers
-from hf_distca.integration.session import current_session
+from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel
@@ -91,7 +91,7 @@ BRANCHES = {"as it is": as_it_is, "untagged": untagged, "staged": staged}
 
 def gradients(rank: int, way: dict[str, Any], checkpointing: bool) -> list[torch.Tensor]:
     """Of a model of two layers, the output first."""
-    hf_distca.configure(settings(cost_model=CostModel.pairs(AttentionShape(4, 2, 16, 16, 4)), **way))
+    hf_distca.configure(settings(cost_model=CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4)), **way))
     model = tiny_llama("distca")
     if checkpointing:
         checkpoint_layers(model, use_reentrant=False)

@@ -78,7 +78,7 @@ def run_plan(
     should give, and the counts of exchanges.
     """
     layout = Layout.from_segments(ranks, context)
-    layout = layout if split is None else layout.split(np.isin(layout.documents, split), KEY_HEADS)
+    layout = layout if split is None else layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
     plan = Plan.from_tasks(layout, tasks, scores.window)
     plan = replace(plan, relays=relays)
     group = AttentionGroup.of(timeout_seconds=60)

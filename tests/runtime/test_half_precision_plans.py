@@ -48,7 +48,7 @@ def errors(
     """Errors over this rank's tokens, if a plan runs forward and backward, in waves if there is a bound of transient bytes."""
     scores, shape = Scores(DIM**-0.5, window), AttentionShape(HEADS, KEY_HEADS, DIM, DIM, dtype.itemsize)
     layout = Layout.from_segments(ranks, [0] * len(ranks))
-    layout = layout if split is None else layout.split(np.isin(layout.documents, split), KEY_HEADS)
+    layout = layout if split is None else layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
     plan = Plan.from_tasks(layout, tasks, window)
     ends = sorted((document, start + length) for row in ranks for document, start, length in row)
     inputs = {document: document_tensors(document, end, dtype) for document, end in dict(ends).items()}

@@ -144,7 +144,7 @@ def world_of(ranks: int, way: str) -> World:
     """Every 32nd rank has one long document, the others short ones; or the same documents are dealt over ranks."""
     lengths = [[LONG] if rank % 32 == 0 else [40, 17, 7] for rank in range(ranks)]
     layout = Layout.from_lengths(lengths)
-    cost = replace(CostModel.pairs(SHAPE), tile=TILE, exchange_bytes_per_second=1e11)
+    cost = replace(CostModel.of_pairs(SHAPE), tile=TILE, exchange_bytes_per_second=1e11)
     if way == "dealt":
         flat = np.array([length for row in lengths for length in row])
         layout = deal(flat, ranks, layout.query_tokens.tolist(), cost)

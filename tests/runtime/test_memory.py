@@ -104,7 +104,7 @@ def measure(rank: int, plan: Plan, dtype: torch.dtype, bound: int | None) -> dic
 
 def balanced(lengths: list[list[int]], bound: int | None = None) -> Plan:
     config = DistCAConfig(tile=16, max_transient_bytes=bound)
-    return balance(Layout.from_lengths(lengths), CostModel.pairs(shape_of(torch.float32)), config)
+    return balance(Layout.from_lengths(lengths), CostModel.of_pairs(shape_of(torch.float32)), config)
 
 
 @pytest.mark.parametrize("world", in_turn([2, 4], 2))

@@ -30,7 +30,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.relays import senders
+from hf_distca.schedule.relays import with_sending_ranks
 from ranks import RankPool
 
 COST = CostModel.analytic(AttentionShape(32, 8, 128, 128, 2))
@@ -66,7 +66,7 @@ def test_relays_of_head_groups_are_exact(rank_pool: Callable[[int], RankPool], w
         ranks, _, _ = random_case(random_, world)
         split, tasks = split_case(random_, world, whole_tasks(ranks))
         layout = Layout.from_segments(ranks)
-        layout = layout.split(np.isin(layout.documents, split), KEY_HEADS)
+        layout = layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
         relays = some_relays(random_, Plan.from_tasks(layout, tasks))
         results = pool(run_plan, ranks, [0] * world, tasks, torch.float64, Scores(DIM**-0.5), False, None, relays, split)
         assert max(error for error, *_ in results) < 1e-9, (seed, relays)
@@ -90,7 +90,7 @@ def test_relayed_routes_fit_together_and_send_the_planned_load(random_: random.R
     received = [sum(w.keys.receive.values()) + sum(w.passing.keys.receive.values()) for w in waves]
     load = PlanLoad(plan, COST).key_tokens
     assert [sent, received] == [side.tolist() for side in load]
-    whom = senders(plan.key_transfers(), plan.relays)
+    whom = with_sending_ranks(plan.list_key_transfers(), plan.relays)
     sent_to = np.zeros((world, world), dtype=int)
     np.add.at(sent_to, (whom.source, whom.server), whom.end - whom.start)
     for rank, wave in enumerate(waves):

@@ -87,7 +87,7 @@ Rows = npt.NDArray[np.int64]
 def own_rows(layout: Layout, rank: int, context: bool) -> Rows:
     """(document, position, head group) of the rows of a rank, of its queries or with `context` of its keys."""
     rows: list[tuple[int, int, int]] = []
-    for at, segment in enumerate(layout.segments(rank)):
+    for at, segment in enumerate(layout.list_segments(rank)):
         document, group = divmod(segment.document, layout.groups + 1) if layout.groups > 1 else (segment.document, 0)
         if group > 1 or (not context and at < layout.context[rank]):
             continue
@@ -161,7 +161,7 @@ def test_every_task_finds_its_keys(random_: random.Random, world: int, kind: int
     layout = Layout.from_segments(ranks, context if kind != "groups" else ())
     if kind == "groups":
         split, tasks = split_case(random_, world, whole_tasks(ranks))
-        layout = layout.split(np.isin(layout.documents, split), KEY_HEADS)
+        layout = layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
     plan = Plan.from_tasks(layout, tasks, kind if isinstance(kind, int) else None)
     waves = Waves.of(plan, AttentionShape(HEADS, KEY_HEADS, DIM, VALUE_DIM, 8), TILE, bound)
     if isinstance(kind, str) and bound is None:

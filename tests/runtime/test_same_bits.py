@@ -59,7 +59,7 @@ def some_plan(random_: random.Random, way: str, world: int) -> tuple[Plan, Waves
         layout = Layout.from_segments(ranks)
         if way == "head groups":
             split, tasks = split_case(random_, world, whole_tasks(ranks))
-            layout = layout.split(np.isin(layout.documents, split), KEY_HEADS)
+            layout = layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
         plan = Plan.from_tasks(layout, tasks)
         waves = None
         if "relays" in way:

@@ -38,7 +38,7 @@ def layouts(draw: st.DrawFn, *, longest: int = 20_000, ranks: int = 9) -> Layout
     layout = deal(world_size, draw(st.lists(document, max_size=24)))
     if not draw(st.booleans()):
         return layout
-    ranks = [[tuple(segment) for segment in layout.segments(rank)] for rank in range(world_size)]
+    ranks = [[tuple(segment) for segment in layout.list_segments(rank)] for rank in range(world_size)]
     return Layout.from_segments(ranks, [draw(st.integers(0, min(2, len(rank)))) for rank in ranks])
 
 
@@ -48,7 +48,7 @@ def plans(draw: st.DrawFn) -> Plan:
     layout = draw(layouts(longest=60, ranks=5))
     tasks = []
     for rank in range(layout.world_size):
-        for segment in layout.segments(rank)[layout.context[rank] :]:
+        for segment in layout.list_segments(rank)[layout.context[rank] :]:
             cuts = draw(st.sets(st.integers(segment.start, segment.end), max_size=3))
             bounds = sorted({segment.start, segment.end} | cuts)
             for start, end in itertools.pairwise(bounds):

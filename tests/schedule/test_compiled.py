@@ -25,7 +25,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.schedule.share import share_of
+from hf_distca.schedule.share import compute_share
 from hf_distca.schedule.waves import Waves
 
 assert (compiled.numba is None) == (sys.argv[1] == "interpreted")
@@ -67,10 +67,10 @@ for _ in range(150):
 assert sum(plan.relays is not None for plan in plans[-150:]) > 10
 assert sum(plan.layout.groups > 1 for plan in plans[-150:]) > 10
 assert all((plan.home != plan.server).any() for plan in plans[:8])
-shares = [share_of(Waves(plan, plan.start * 0), rank) for plan in plans for rank in range(plan.layout.world_size)]
+shares = [compute_share(Waves(plan, plan.start * 0), rank) for plan in plans for rank in range(plan.layout.world_size)]
 for plan in plans[-60:]:
     waves = Waves.of(plan, shape, 128, 2**27, 4)
-    shares += [share_of(waves, rank) for rank in range(plan.layout.world_size)]
+    shares += [compute_share(waves, rank) for rank in range(plan.layout.world_size)]
 text = hashlib.sha256(json.dumps(shares).encode()).hexdigest()
 print(json.dumps([*(plan.digest for plan in plans), text]))
 """
@@ -107,16 +107,17 @@ def run_in(folder: Path, code: str, **environment: str) -> subprocess.CompletedP
 CALL = """
 import numpy as np
 import moves
-price = (0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1, 1, 2**62)
+values = (0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1, 1, 2**62)
 rows, seconds = np.zeros(0, np.int64), np.zeros(0)
-price = __import__("collections").namedtuple("Price", "task row key pair query_bytes key_bytes tile grid window")(*price)
+names = "task row key pair query_bytes key_bytes tile grid window"
+marginal = __import__("collections").namedtuple("MarginalCost", names)(*values)
 pieces = moves.QueryPieces(rows, rows, rows, seconds, np.zeros(1, np.int64))
 ranks = seconds, seconds, seconds > 0, 0
 group = np.zeros((0, 5)), np.zeros(5), np.zeros(2, np.int64), np.zeros(0), np.zeros(0)
-loads = moves.Loads(*ranks, *group, 0, seconds, seconds, 0)
+loads = moves.RankLoads(*ranks, *group, 0, seconds, seconds, 0)
 ledger = moves.Ledger(np.zeros((0, 4), np.int64), np.zeros((0, 3), np.int64), rows)
 for _ in range(2):
-    print(moves.make_moves(pieces, moves.Prices(price, price), loads, ledger, (rows, 0)))
+    print(moves.make_moves(pieces, moves.MarginalCosts(marginal, marginal), loads, ledger, (rows, 0)))
 """
 
 

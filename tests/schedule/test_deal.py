@@ -18,7 +18,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
-from hf_distca.schedule.deal import deal, deal_nano_batches, in_order
+from hf_distca.schedule.deal import deal, deal_in_order, deal_nano_batches
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
@@ -28,7 +28,7 @@ from turns import in_turn
 
 SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
 CUDA = CostModel.analytic(SHAPE, device_type="cuda")
-PAIRS = CostModel.pairs(SHAPE)
+PAIRS = CostModel.of_pairs(SHAPE)
 MODELS = [CUDA, PAIRS, CostModel.analytic(SHAPE, device_type="cpu"), replace(CUDA, window=100), replace(PAIRS, window=4096)]
 PLACEMENTS = Path(__file__).parents[2] / "benchmarks" / "placements"
 
@@ -58,7 +58,7 @@ def test_a_window_as_long_as_all_documents_is_none(cost: CostModel, window: int)
     for found, wanted in zip(
         _dealt_both_ways(lengths, replace(cost, window=window)), _dealt_both_ways(lengths, cost), strict=True
     ):
-        assert [found.segments(rank) for rank in range(8)] == [wanted.segments(rank) for rank in range(8)]
+        assert [found.list_segments(rank) for rank in range(8)] == [wanted.list_segments(rank) for rank in range(8)]
 
 
 def _dealt_both_ways(lengths: list[int], cost: CostModel) -> list[Layout]:
@@ -75,7 +75,7 @@ def test_any_documents(batch: tuple[list[int], int, int], cost: CostModel, overl
     assert set(layout.document.tolist()) == set(range(len(lengths)))
     # No two pieces of a document on a rank that could be one.
     for rank in range(ranks):
-        for one, other in itertools.pairwise(layout.segments(rank)):
+        for one, other in itertools.pairwise(layout.list_segments(rank)):
             assert (one.document, one.end) != (other.document, other.start)
 
 
@@ -127,7 +127,7 @@ def test_documents_whose_keys_travel_longest_are_in_one_half() -> None:
     lengths = [200_000, 150_000, *[12_000] * 1000]
     lengths.append(-sum(lengths) % 512)
     ranks, halves = 512, deal_nano_batches(lengths, 512, sum(lengths) // 512, CUDA)
-    seconds = CUDA.seconds(lengths, lengths).sum() / (2 * ranks)
+    seconds = CUDA.estimate_seconds(lengths, lengths).sum() / (2 * ranks)
     assert 150_000 * CUDA.key_seconds > seconds
     assert [{0, 1} & set(half.document.tolist()) for half in halves] == [{0, 1}, set()]
 
@@ -141,7 +141,7 @@ def test_one_document_leaves_the_second_half_empty() -> None:
 
 def test_short_documents_stay_whole() -> None:
     layout = deal([1024] * 64, 8, 8192, CUDA)
-    assert not layout.spans.any()
+    assert not layout.has_many_ranks.any()
     assert layout.length.tolist() == [1024] * 64
 
 
@@ -375,7 +375,7 @@ def test_documents_of_real_placements() -> None:
 @given(batches())
 def test_in_order_means_one_after_another(batch: tuple[list[int], int, int]) -> None:
     lengths, ranks, tokens = batch
-    layout = in_order(lengths, ranks, tokens)
+    layout = deal_in_order(lengths, ranks, tokens)
     check(layout, lengths, [tokens] * ranks)
     assert layout.document.tolist() == sorted(layout.document.tolist())
-    assert not layout.scattered or layout.spans.any()
+    assert not layout.is_scattered or layout.has_many_ranks.any()

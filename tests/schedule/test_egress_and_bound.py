@@ -12,13 +12,13 @@ from hf_distca.errors import ConfigError
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import PlanLoad, imbalance, summarize
+from hf_distca.schedule.load import PlanLoad, compute_imbalance, summarize_plan
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import TransientBytes, Waves
 
 SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
 CUDA = CostModel.analytic(SHAPE, device_type="cuda")
-PAIRS = CostModel.pairs(SHAPE)
+PAIRS = CostModel.of_pairs(SHAPE)
 EACH = TransientBytes.of(SHAPE)
 # What one row takes with one key.
 LEAST = EACH.query + EACH.key
@@ -44,12 +44,12 @@ def test_one_long_document_is_not_sent_to_everyone(ranks: int, longest: int, slo
     layout = Layout.from_lengths([[longest], *([[8192] * (longest // 65536)] * (ranks - 1))])
     # A bound, as large as it may be, rules relays out.
     plan = balance(layout, CUDA, DistCAConfig(max_transient_bytes=2**50, head_groups=1))
-    summary = summarize(plan, CUDA)
+    summary = summarize_plan(plan, CUDA)
     # Sent to all ranks, its keys take longer than the attention that is saved; to a few, home and servers end early.
     assert summary["slowest_seconds_after"] < slowest * summary["slowest_seconds_before"]
     assert summary["moved_tasks"] < 32
     # With relays nobody sends its keys much more than once, and they may go to more.
-    relayed = summarize(balance(layout, CUDA, DistCAConfig()), CUDA)
+    relayed = summarize_plan(balance(layout, CUDA, DistCAConfig()), CUDA)
     assert relayed["slowest_seconds_after"] < 0.8 * summary["slowest_seconds_after"]
     assert relayed["moved_tasks"] >= 2 * summary["moved_tasks"]
     assert relayed["max_sent_key_tokens"] < 2 * longest
@@ -68,7 +68,7 @@ def test_moved_slices_fit_the_bound(window: int | None) -> None:
     assert waves.bytes is not None
     assert waves.bytes.max() <= bound
     assert waves.count == Waves.of(plan, SHAPE, config.tile, bound).count
-    before, after = (summarize(p, cost) for p in (balance(layout, cost, DistCAConfig(balance=False)), plan))
+    before, after = (summarize_plan(p, cost) for p in (balance(layout, cost, DistCAConfig(balance=False)), plan))
     assert after["seconds_imbalance_after"] < before["seconds_imbalance_after"]
 
 
@@ -135,7 +135,7 @@ def test_a_bound_that_is_large_enough_changes_nothing() -> None:
     free = balance(layout, PAIRS, DistCAConfig())
     assert balance(layout, PAIRS, DistCAConfig(max_transient_bytes=2**40)).digest == free.digest
     assert Waves.of(free, SHAPE, 128, 2**40).count == 1
-    assert imbalance(Waves.of(free, SHAPE, 128, 2**40).bytes.astype(float)) >= 1
+    assert compute_imbalance(Waves.of(free, SHAPE, 128, 2**40).bytes.astype(float)) >= 1
 
 
 def test_a_bound_is_a_positive_number_of_bytes() -> None:

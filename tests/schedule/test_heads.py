@@ -14,11 +14,11 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError, PlanError
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel, Price
+from hf_distca.schedule.cost import AttentionShape, CostModel, MarginalCost
 from hf_distca.schedule.deal import deal
-from hf_distca.schedule.heads import Heads
+from hf_distca.schedule.heads import HeadSplit
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import PlanLoad, imbalance
+from hf_distca.schedule.load import PlanLoad, compute_imbalance
 from hf_distca.schedule.plan import Plan
 
 SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
@@ -48,16 +48,16 @@ def test_as_many_head_groups_as_anyone_likes(bound: int | None) -> None:
 def test_a_split_layout_is_the_same_tokens(layout: Layout) -> None:
     layout = replace(layout, context=np.zeros(layout.world_size, dtype=np.int64))
     documents = np.unique(layout.document)[::2]
-    split = layout.split(np.isin(layout.documents, documents), 3)
+    split = layout.split_heads(np.isin(layout.documents, documents), 3)
     assert split.query_tokens.tolist() == layout.query_tokens.tolist()
     assert split.longest == layout.longest
     where = dict(zip(zip(layout.document, layout.start, layout.rank, strict=True), layout.token, strict=True))
-    numbers = split.unsplit(split.document)
+    numbers = split.restore_numbers(split.document)
     for document, start, rank, token in zip(numbers, split.start, split.rank, split.token, strict=True):
         assert where[document, start, rank] == token
     count = np.where(np.isin(layout.document, documents), 3, 1)
     assert len(split.document) == count.sum()
-    weight = split.heads_of(split.document)
+    weight = split.compute_head_fractions(split.document)
     assert np.bincount(split.rank, split.length * weight, split.world_size) == pytest.approx(layout.query_tokens)
     # What ranks compute, with no cost of a task, and what they exchange if nothing is moved, is the same.
     free = replace(CUDA, forward=replace(CUDA.forward, task_seconds=0.0), backward=replace(CUDA.backward, task_seconds=0.0))
@@ -83,7 +83,7 @@ def test_far_fewer_bytes_for_the_same_balance(ranks: int) -> None:
     whole, split = (PlanLoad(balance(layout, FAST, config), FAST, overlapped=True) for config in (WHOLE, SPLIT))
     assert split.exchange_bytes[0].sum() <= 0.65 * whole.exchange_bytes[0].sum()
     assert split.slowest_seconds <= 1.01 * whole.slowest_seconds
-    assert imbalance(split.compute_seconds) <= 1.01
+    assert compute_imbalance(split.compute_seconds) <= 1.01
     assert split.pairs.sum() == pytest.approx(whole.pairs.sum())
 
 
@@ -115,8 +115,8 @@ def test_more_groups_where_the_keys_of_four_travel_too_long() -> None:
     layout = deal([2**19, *[1024] * 1536], 32, 65536, CUDA)
     seconds = PlanLoad(Plan.local(layout), CUDA).compute_seconds
     slow = replace(CUDA, exchange_bytes_per_second=CUDA.exchange_bytes_per_second / 16)
-    assert Heads.of(layout, Price.of(CUDA, 128), CUDA, seconds, 8).groups == 4
-    assert Heads.of(layout, Price.of(slow, 128), slow, seconds, 8).groups == 8
+    assert HeadSplit.of(layout, MarginalCost.of(CUDA, 128), CUDA, seconds, 8).groups == 4
+    assert HeadSplit.of(layout, MarginalCost.of(slow, 128), slow, seconds, 8).groups == 8
 
 
 def test_windows_and_context_are_not_split() -> None:
@@ -125,11 +125,11 @@ def test_windows_and_context_are_not_split() -> None:
     context = Layout.from_segments([[(0, 0, 32768)], [(0, 0 + 32768, 32768)], [(1, 0, 512)], [(2, 0, 512)]], [0, 0, 1, 0])
     assert balance(context, CUDA, SPLIT).layout.groups == 1
     with pytest.raises(LayoutError, match="cannot be split"):
-        context.split(np.array([True, False, False]), 2)
-    split = Layout.from_lengths([[8], [8]]).split(np.array([True, False]), 2)
-    assert split.split(np.array([False, False, True]), 2).document.tolist() == [1, 2, 4, 5]
+        context.split_heads(np.array([True, False, False]), 2)
+    split = Layout.from_lengths([[8], [8]]).split_heads(np.array([True, False]), 2)
+    assert split.split_heads(np.array([False, False, True]), 2).document.tolist() == [1, 2, 4, 5]
     with pytest.raises(LayoutError, match="2 head groups"):
-        split.split(np.array([False, False, True]), 4)
+        split.split_heads(np.array([False, False, True]), 4)
     with pytest.raises(PlanError, match="only documents of layers without a window"):
         Plan.local(split, window=4)
     with pytest.raises(ConfigError, match="head_groups=0"):

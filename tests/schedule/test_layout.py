@@ -17,25 +17,25 @@ LENGTHS = st.lists(st.lists(st.integers(1, 40), max_size=6), min_size=1, max_siz
 def test_lengths_become_documents_in_order() -> None:
     layout = Layout.from_lengths([[3, 2], [], [4]])
     assert layout.world_size == 3
-    assert layout.segments(0) == [Segment(0, 0, 3), Segment(1, 0, 2)]
-    assert layout.segments(1) == []
-    assert layout.segments(2) == [Segment(2, 0, 4)]
+    assert layout.list_segments(0) == [Segment(0, 0, 3), Segment(1, 0, 2)]
+    assert layout.list_segments(1) == []
+    assert layout.list_segments(2) == [Segment(2, 0, 4)]
     assert layout.query_tokens.tolist() == [5, 0, 4]
     assert layout.token.tolist() == [0, 3, 0]
     assert layout.rank.tolist() == [0, 0, 2]
     assert layout.longest == 4
-    assert not layout.spans.any()
+    assert not layout.has_many_ranks.any()
 
 
 def test_head_and_tail_on_one_rank() -> None:
     layout = Layout.from_segments([[(5, 0, 2), (5, 6, 2)], [(5, 2, 4), (1, 0, 1)]])
-    assert layout.documents[layout.spans].tolist() == [5]
-    assert layout.segments(0)[1].end == 8
+    assert layout.documents[layout.has_many_ranks].tolist() == [5]
+    assert layout.list_segments(0)[1].end == 8
     assert layout.token.tolist() == [0, 2, 0, 4]
 
 
 def test_a_document_in_two_segments_of_one_rank_does_not_span() -> None:
-    assert not Layout.from_segments([[(0, 0, 2), (1, 0, 1), (0, 2, 2)], []]).spans.any()
+    assert not Layout.from_segments([[(0, 0, 2), (1, 0, 1), (0, 2, 2)], []]).has_many_ranks.any()
 
 
 @pytest.mark.parametrize("ranks", [[[]], [[], [], []]])
@@ -43,7 +43,7 @@ def test_no_tokens_at_all(ranks: list[list[int]]) -> None:
     layout = Layout.from_lengths(ranks)
     assert layout.world_size == len(ranks)
     assert layout.longest == 0
-    assert not layout.spans.any()
+    assert not layout.has_many_ranks.any()
     assert layout.query_tokens.tolist() == [0] * len(ranks)
     assert layout.token.tolist() == []
 
@@ -56,10 +56,10 @@ def test_cu_seqlens_say_the_same_as_lengths(lengths: list[int]) -> None:
 def test_run_that_starts_above_zero_continues_a_document() -> None:
     """A run that starts above zero continues another rank's document."""
     spanning = Layout.from_runs([[(0, 10), (0, 7)], [(7, 2), (0, 3)], [(9, 3)]])
-    document = spanning.segments(0)[1].document
-    assert spanning.documents[spanning.spans].tolist() == [document]
-    assert spanning.segments(1)[0] == Segment(document, 7, 2)
-    assert spanning.segments(2) == [Segment(document, 9, 3)]
+    document = spanning.list_segments(0)[1].document
+    assert spanning.documents[spanning.has_many_ranks].tolist() == [document]
+    assert spanning.list_segments(1)[0] == Segment(document, 7, 2)
+    assert spanning.list_segments(2) == [Segment(document, 9, 3)]
 
 
 @given(layouts())
@@ -72,7 +72,7 @@ def test_tokens_of_a_rank_are_its_segments_one_after_another(layout: Layout) -> 
         assert layout.context_tokens[rank] == sum(lengths[:context])
         assert layout.query_tokens[rank] == sum(lengths[context:])
     ranks_of = {d: set(layout.rank[layout.document == d].tolist()) for d in layout.document.tolist()}
-    assert set(layout.documents[layout.spans].tolist()) == {d for d, ranks in ranks_of.items() if len(ranks) > 1}
+    assert set(layout.documents[layout.has_many_ranks].tolist()) == {d for d, ranks in ranks_of.items() if len(ranks) > 1}
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def node_by_node(ranks: list[list[int]], size: int, cost: CostModel, config: Dis
     """Each node planned by itself, as if there were no others."""
     tasks, first = [], 0
     for node in range(0, len(ranks), size):
-        plan = balance(Layout.from_lengths(ranks[node : node + size]), cost, config, Ranks(per_node=size), relayed=False)
+        plan = balance(Layout.from_lengths(ranks[node : node + size]), cost, config, Ranks(per_node=size), allow_relays=False)
         tasks += [CATask(t.document + first, t.start, t.end, t.home + node, t.server + node) for t in plan.tasks]
         first += sum(map(len, ranks[node : node + size]))
     return Plan.from_tasks(Layout.from_lengths(ranks), tasks)
@@ -57,8 +57,8 @@ def test_no_plan_of_nodes_or_of_one_group_ends_earlier(
     cost = replace(CUDA, exchange_bytes_per_second=rate, node_bytes_per_second=rate * times)
     config = DistCAConfig(ping_pong=ping_pong, head_groups=1, min_gain=0.0, tolerance=0.0)
     layout = Layout.from_lengths(ranks)
-    found = slowest(balance(layout, cost, config, Ranks(per_node=size), relayed=False), cost, config, size)
-    one_group = balance(layout, replace(cost, node_bytes_per_second=None), config, relayed=False)
+    found = slowest(balance(layout, cost, config, Ranks(per_node=size), allow_relays=False), cost, config, size)
+    one_group = balance(layout, replace(cost, node_bytes_per_second=None), config, allow_relays=False)
     # At a tolerance of 0, the least of all estimates is taken.
     for other in (one_group, node_by_node(ranks, size, cost, config)):
         assert found <= slowest(other, cost, config, size)
@@ -76,7 +76,7 @@ def test_documents_that_fit_nodes_need_no_exchange_between_them(name: str, token
     assert layout.query_tokens.tolist() == [tokens] * 64
     load = PlanLoad(balance(layout, CUDA, DistCAConfig(), NODES), CUDA, ranks=NODES)
     assert load.slowest_seconds <= most * load.compute_seconds.mean()
-    assert load.node_bytes.between[0].sum() <= 0.1 * load.node_bytes.inside[0].sum()
+    assert load.node_bytes.inter_node[0].sum() <= 0.1 * load.node_bytes.intra_node[0].sum()
 
 
 @pytest.mark.parametrize("longest", [65536, 131072, 262144])
@@ -99,7 +99,7 @@ def test_nano_batches_stay_in_their_nodes() -> None:
     for half in halves:
         load = PlanLoad(balance(half, CUDA, config, NODES), CUDA, overlapped=True, ranks=NODES)
         assert load.slowest_seconds <= 1.021 * load.compute_seconds.mean()
-        assert load.node_bytes.between[0].sum() <= 0.1 * load.node_bytes.inside[0].sum()
+        assert load.node_bytes.inter_node[0].sum() <= 0.1 * load.node_bytes.intra_node[0].sum()
 
 
 def test_work_crosses_nodes_only_where_a_node_has_too_much() -> None:
@@ -113,6 +113,6 @@ def test_work_crosses_nodes_only_where_a_node_has_too_much() -> None:
     load = PlanLoad(plan, CUDA, ranks=ranks)
     one_group = PlanLoad(balance(layout, CUDA, DistCAConfig()), CUDA, ranks=ranks)
     assert load.slowest_seconds <= one_group.slowest_seconds
-    assert load.node_bytes.between[0].sum() < one_group.node_bytes.between[0].sum()
+    assert load.node_bytes.inter_node[0].sum() < one_group.node_bytes.inter_node[0].sum()
     away = plan.home // 4 != plan.server // 4
     assert set((plan.home // 4)[away].tolist()) == {0}, "only the heavy node gives"

@@ -11,7 +11,7 @@ from layouts import plans
 from hf_distca.errors import PlanError
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import PlanLoad, summarize, summary_table
+from hf_distca.schedule.load import PlanLoad, format_summary, summarize_plan
 from hf_distca.schedule.plan import CATask, Plan
 
 LAYOUT = Layout.from_segments([[(0, 0, 4), (0, 8, 2)], [(0, 4, 4), (1, 0, 3)]])
@@ -24,7 +24,7 @@ def keys_by_hand(plan: Plan) -> set[tuple[int, int, int, int]]:
     holder = {
         (s.document, position): rank
         for rank in range(plan.layout.world_size)
-        for s in plan.layout.segments(rank)
+        for s in plan.layout.list_segments(rank)
         for position in range(s.start, s.end)
     }
     window = plan.window or plan.layout.longest
@@ -35,11 +35,11 @@ def keys_by_hand(plan: Plan) -> set[tuple[int, int, int, int]]:
 @given(plans())
 def test_key_transfers_are_what_the_tasks_need(plan: Plan) -> None:
     needed = keys_by_hand(plan)
-    rows = list(zip(*(column.tolist() for column in plan.key_transfers()), strict=True))
+    rows = list(zip(*(column.tolist() for column in plan.list_key_transfers()), strict=True))
     found = [(d, position, source, to) for d, start, end, source, to in rows for position in range(start, end)]
     assert len(found) == len(set(found)), "a key is sent once per server"
     assert rows == sorted(rows, key=lambda row: (row[4], *row[:2])), "in order of server, document and start"
-    segments = {(s.document, s.start, s.end) for r in range(plan.layout.world_size) for s in plan.layout.segments(r)}
+    segments = {(s.document, s.start, s.end) for r in range(plan.layout.world_size) for s in plan.layout.list_segments(r)}
     borders = {(d, end) for d, _, end in segments}
     for one, two in itertools.pairwise(rows):
         meet = (one[4], one[0], one[2]) == (two[4], two[0], two[1])
@@ -49,7 +49,7 @@ def test_key_transfers_are_what_the_tasks_need(plan: Plan) -> None:
 
 @given(plans())
 def test_summary_counts_what_the_tasks_say(plan: Plan) -> None:
-    summary = summarize(plan, COST)
+    summary = summarize_plan(plan, COST)
     sent = [key for key in keys_by_hand(plan) if key[2] != key[3]]
     unplanned = [key for key in keys_by_hand(Plan.local(plan.layout, plan.window)) if key[2] != key[3]]
     moved = [task for task in plan.tasks if task.home != task.server]
@@ -60,7 +60,7 @@ def test_summary_counts_what_the_tasks_say(plan: Plan) -> None:
     sources = [key[2] for key in sent]
     assert summary["max_sent_key_tokens"] == max(map(sources.count, range(summary["ranks"])))
     assert json.loads(json.dumps(summary)) == summary
-    assert len({line.index(line[27:].split(" ")[0], 27) for line in summary_table(summary).splitlines()}) == 1
+    assert len({line.index(line[27:].split(" ")[0], 27) for line in format_summary(summary).splitlines()}) == 1
 
 
 @given(plans())
@@ -88,7 +88,7 @@ def test_digests_tell_plans_and_layouts_apart() -> None:
 
 def test_a_window_leaves_keys_out() -> None:
     def runs_of_first(window: int) -> list[tuple[int, ...]]:
-        rows = zip(*(column.tolist() for column in Plan.from_tasks(LAYOUT, TASKS, window).key_transfers()), strict=True)
+        rows = zip(*(column.tolist() for column in Plan.from_tasks(LAYOUT, TASKS, window).list_key_transfers()), strict=True)
         return [row for row in rows if 0 in row[3:]]
 
     # Task [6, 8) on rank 0 needs 4..7 and rank 0's own tasks need 0..3 and 6..9: two tasks share keys, one run of document 0.

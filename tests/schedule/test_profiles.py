@@ -38,7 +38,7 @@ def shape(head_dim: int, element_bytes: int = 4, heads: int = 8) -> AttentionSha
     ("asked", "expected"), [(shape(64), NARROW), (shape(80), NARROW), (shape(256), WIDE), (shape(256, 2), HALF)]
 )
 def test_a_shape_gets_the_nearest_rates_of_its_element_size(asked: AttentionShape, expected: KernelRates) -> None:
-    cost = PROFILE.cost_model(asked, window=512)
+    cost = PROFILE.make_cost_model(asked, window=512)
     assert (cost.shape, cost.forward, cost.backward, cost.window) == (asked, expected.forward, expected.backward, 512)
     assert (cost.exchange_bytes_per_second, cost.exchange_seconds, cost.tile) == (3e10, 1e-5, 128)
     assert cost.name == "profile made up"
@@ -46,11 +46,11 @@ def test_a_shape_gets_the_nearest_rates_of_its_element_size(asked: AttentionShap
 
 def test_unmeasured_links_are_those_of_the_device_type() -> None:
     """Links that were not measured are those of the device type."""
-    cost = replace(PROFILE, inside=None).cost_model(shape(64))
+    cost = replace(PROFILE, inside=None).make_cost_model(shape(64))
     assert cost.exchange_bytes_per_second == CostModel.analytic(shape(64), device_type="cpu").exchange_bytes_per_second
-    between = replace(PROFILE, between=ExchangeRates(1e9, 1e-4)).cost_model(shape(64))
+    between = replace(PROFILE, between=ExchangeRates(1e9, 1e-4)).make_cost_model(shape(64))
     assert (between.exchange_bytes_per_second, between.node_bytes_per_second) == (1e9, 3e10)
-    assert PROFILE.cost_model(shape(64)).node_bytes_per_second is cost.node_bytes_per_second is None
+    assert PROFILE.make_cost_model(shape(64)).node_bytes_per_second is cost.node_bytes_per_second is None
 
 
 def test_a_profile_comes_back_from_json_and_a_pickle(tmp_path: Path) -> None:

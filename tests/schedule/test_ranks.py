@@ -14,7 +14,7 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import PlanLoad, summarize
+from hf_distca.schedule.load import PlanLoad, summarize_plan
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 
@@ -55,7 +55,7 @@ def test_ranks_of_any_speeds(speeds: list[float]) -> None:
     assert load.compute_seconds.max() <= 1.06 * work / sum(speeds)
 
 
-@given(layouts(), st.booleans(), st.sampled_from([CPU, CUDA, CostModel.pairs(SHAPE)]))
+@given(layouts(), st.booleans(), st.sampled_from([CPU, CUDA, CostModel.of_pairs(SHAPE)]))
 @settings(max_examples=40)
 def test_equal_speeds_are_none(layout: Layout, ping_pong: bool, cost: CostModel) -> None:
     config = DistCAConfig(ping_pong=ping_pong)
@@ -77,12 +77,12 @@ def test_a_dealt_layout_on_a_slower_rank_is_balanced_again() -> None:
     assert not balance(layout, CUDA, DistCAConfig(ping_pong=True)).moved
     ranks = Ranks.of([1, 1, 1, 1 / 1.5, 1, 1, 1, 1])
     load = PlanLoad(balance(layout, CUDA, DistCAConfig(ping_pong=True), ranks), CUDA, overlapped=True, ranks=ranks)
-    assert load.slowest_seconds <= 1.02 * load.ranks.level(load.compute_seconds)
+    assert load.slowest_seconds <= 1.02 * load.ranks.compute_even_seconds(load.compute_seconds)
 
 
 def test_the_summary_speaks_of_what_ranks_take() -> None:
     ranks = Ranks.of([1, 1, 1, 1 / 1.5, 1, 1, 1, 1])
-    summary = summarize(balance(ALIKE, CPU, DistCAConfig(), ranks), CPU, ranks)
+    summary = summarize_plan(balance(ALIKE, CPU, DistCAConfig(), ranks), CPU, ranks)
     assert summary["seconds_imbalance_before"] == pytest.approx(1.5 / (8.5 / 8))
     assert summary["seconds_imbalance_after"] <= 1.02
     assert summary["slowest_seconds_after"] < 0.75 * summary["slowest_seconds_before"]

@@ -15,7 +15,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import CATask, Plan
-from hf_distca.schedule.relays import relieve
+from hf_distca.schedule.relays import add_relays
 
 SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
 CUDA = CostModel.analytic(SHAPE, device_type="cuda")
@@ -37,7 +37,7 @@ def shared_by(servers: int, length: int = 65536) -> Plan:
 @pytest.mark.parametrize("servers", [3, 16, 200])
 def test_the_home_sends_its_keys_about_once(servers: int, overlapped: bool) -> None:
     load = PlanLoad(shared_by(servers), SLOW, overlapped=overlapped)
-    relieved = relieve(load)
+    relieved = add_relays(load)
     before, after = load.key_tokens, relieved.key_tokens
     assert before[0][0] > 0.7 * servers * 65536
     # Without more to send than once, the home takes part in passing on as its servers do.
@@ -50,10 +50,10 @@ def test_the_home_sends_its_keys_about_once(servers: int, overlapped: bool) -> N
 
 def test_an_exchange_more_must_pay() -> None:
     load = PlanLoad(shared_by(16), SLOW)
-    gain = load.slowest_seconds - relieve(load).slowest_seconds
+    gain = load.slowest_seconds - add_relays(load).slowest_seconds
     for fixed, passed_on in ((gain / 3.2, True), (gain / 2.8, False)):
         dear = PlanLoad(load.plan, replace(SLOW, exchange_seconds=fixed))
-        assert (relieve(dear).plan.relays is not None) == passed_on
+        assert (add_relays(dear).plan.relays is not None) == passed_on
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_an_exchange_more_must_pay() -> None:
     ids=["one server", "window", "free network", "nothing moved"],
 )
 def test_nothing_changes_where_relays_do_not_pay(load: PlanLoad) -> None:
-    assert relieve(load) is load
+    assert add_relays(load) is load
     assert load.plan.digest == replace(load.plan).digest
 
 
@@ -75,13 +75,13 @@ def test_nothing_changes_where_relays_do_not_pay(load: PlanLoad) -> None:
 @given(plans(), st.booleans(), st.sampled_from([1e4, 1e7, 4e10]))
 def test_relays_of_any_plan_are_what_a_plan_may_have(plan: Plan, overlapped: bool, rate: float) -> None:
     load = PlanLoad(plan, replace(CUDA, exchange_bytes_per_second=rate, exchange_seconds=0.0), overlapped=overlapped)
-    relieved = relieve(load)
+    relieved = add_relays(load)
     relays = relieved.plan.relays
     assert relieved.slowest_seconds <= load.slowest_seconds
     if relays is None:
         return
     needs: dict[tuple[int, int], int] = {}
-    for document, _, end, source, server in zip(*(column.tolist() for column in plan.key_transfers()), strict=True):
+    for document, _, end, source, server in zip(*(column.tolist() for column in plan.list_key_transfers()), strict=True):
         needs[document, server] = max(needs.get((document, server), 0), end)
         if len(set(plan.layout.rank[plan.layout.document == document].tolist())) == 1:
             needs[document, source] = plan.layout.longest

@@ -15,13 +15,13 @@ from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import PlanLoad, summarize
+from hf_distca.schedule.load import PlanLoad, summarize_plan
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
 
 PLACEMENTS = Path(__file__).parents[2] / "benchmarks" / "placements"
 SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
-PAIRS = CostModel.pairs(SHAPE)
+PAIRS = CostModel.of_pairs(SHAPE)
 MODELS = [PAIRS, CostModel.analytic(SHAPE, device_type="cpu"), CostModel.analytic(SHAPE, device_type="cuda")]
 CONFIGS = st.builds(
     DistCAConfig,
@@ -74,7 +74,7 @@ def test_tolerance_holds_up_to_two_tiles(layout: Layout, tolerance: float) -> No
     config = DistCAConfig(tolerance=tolerance, min_gain=0.0, tile=16)
     seconds = PlanLoad(balance(layout, PAIRS, config), PAIRS).compute_seconds
     # What can move is at least a tile of rows, at most as deep as the longest document.
-    tile = float(PAIRS.seconds(16, max(layout.longest, 16))[0])
+    tile = float(PAIRS.estimate_seconds(16, max(layout.longest, 16))[0])
     assert seconds.max() <= seconds.mean() * (1 + tolerance) + 2 * tile
 
 
@@ -100,7 +100,7 @@ def test_what_ping_pong_hides_is_moved_for_less() -> None:
 
 def test_a_wider_tolerance_moves_less() -> None:
     moved = [
-        summarize(balance(Layout.from_lengths(LONG), PAIRS, DistCAConfig(tolerance=tolerance)), PAIRS)["query_tokens_moved"]
+        summarize_plan(balance(Layout.from_lengths(LONG), PAIRS, DistCAConfig(tolerance=tolerance)), PAIRS)["query_tokens_moved"]
         for tolerance in (0.01, 0.3)
     ]
     assert moved[1] < moved[0]
@@ -110,7 +110,7 @@ def test_servers_that_hold_the_keys_are_preferred() -> None:
     # Rank 1 holds the first half of the document that makes rank 0 heavy; rank 2 is emptier, but holds nothing of it.
     layout = Layout.from_segments([[(0, 32768, 32768)], [(0, 0, 32768)], [(1, 0, 31000)]])
     plan = balance(layout, PAIRS, DistCAConfig())
-    assert summarize(plan, PAIRS)["pairs_imbalance_after"] <= 1.01
+    assert summarize_plan(plan, PAIRS)["pairs_imbalance_after"] <= 1.01
     deepest = plan.server[(plan.document == 0) & (plan.end == 65536)]
     assert deepest.tolist() == [1], "the slice that needs the most keys"
 
@@ -121,7 +121,7 @@ def test_a_whole_tail_takes_its_keys_along() -> None:
 
     def keys_of_document_0(plan: Plan) -> list[list[int]]:
         """(start, end, source, server) of the runs that travel."""
-        runs = zip(*(column.tolist() for column in plan.key_transfers()), strict=True)
+        runs = zip(*(column.tolist() for column in plan.list_key_transfers()), strict=True)
         return [run for document, *run in runs if document == 0 and run[2] != run[3]]
 
     local, plan = Plan.local(layout), balance(layout, PAIRS, DistCAConfig())
@@ -129,7 +129,7 @@ def test_a_whole_tail_takes_its_keys_along() -> None:
     assert keys_of_document_0(plan) == [[8192, 9216, 0, 1]]
     received = [PlanLoad(one, PAIRS).key_tokens[1, 0] for one in (local, plan)]
     assert received == [8192, 0], "as it is counted"
-    assert summarize(plan, PAIRS)["pairs_imbalance_after"] <= 1.02
+    assert summarize_plan(plan, PAIRS)["pairs_imbalance_after"] <= 1.02
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_small_worlds(ranks: list[list[int]], cost: CostModel) -> None:
 def test_ranks_without_tokens_serve() -> None:
     plan = balance(Layout.from_lengths([[], [65536], [], []]), PAIRS, DistCAConfig())
     assert set(plan.server.tolist()) == {0, 1, 2, 3}
-    assert summarize(plan, PAIRS)["pairs_imbalance_after"] <= 1.02
+    assert summarize_plan(plan, PAIRS)["pairs_imbalance_after"] <= 1.02
 
 
 def test_balanced_layouts_stay() -> None:
@@ -164,7 +164,7 @@ def load_of(layout: Layout, min_gain: float) -> PlanLoad:
 
 def test_min_gain() -> None:
     layout = Layout.from_lengths([[4096], [4096], [4096], [3900]])
-    gain = 1 - load_of(layout, 0.0).slowest_seconds / PAIRS.seconds(4096, 4096)[0]
+    gain = 1 - load_of(layout, 0.0).slowest_seconds / PAIRS.estimate_seconds(4096, 4096)[0]
     assert load_of(layout, gain * 0.99).plan.moved
     assert not load_of(layout, gain * 1.01).plan.moved
 
@@ -181,7 +181,7 @@ def test_a_coarser_plan_where_the_fine_one_does_not_pay() -> None:
     layout = Layout.from_lengths(LONG)
     for bytes_per_second in (1e9, 3e9, 5e9, 1e10):
         cost = CostModel(SHAPE, MODELS[2].forward, MODELS[2].backward, bytes_per_second, 1e-4)
-        summary = summarize(balance(layout, cost, DistCAConfig()), cost)
+        summary = summarize_plan(balance(layout, cost, DistCAConfig()), cost)
         assert summary["slowest_seconds_after"] <= summary["slowest_seconds_before"]
 
 
@@ -198,7 +198,7 @@ def test_real_placements(path: Path) -> None:
     begin = time.perf_counter()
     plan = balance(layout, PAIRS, DistCAConfig())
     seconds = time.perf_counter() - begin
-    summary = summarize(plan, PAIRS)
+    summary = summarize_plan(plan, PAIRS)
     assert summary["pairs_imbalance_after"] <= 1.02
     assert seconds < 2, "about 0.05 s on a free core"
 

@@ -53,7 +53,7 @@ def test_the_example_of_two_nodes_prints_what_stands_on_the_page(capsys: pytest.
     before, after = (PlanLoad(one, cost, ranks=nodes) for one in (Plan.local(names["layout"]), plan))
     text = " ".join(PAGE.split("### Two nodes")[1].split())
     assert f"from {1e3 * before.slowest_seconds:.0f} to {1e3 * after.slowest_seconds:.0f} ms" in text
-    assert after.node_bytes.between.sum() == 0
+    assert after.node_bytes.inter_node.sum() == 0
     assert balance(names["layout"], cost, DistCAConfig(head_groups=1), nodes).digest == plan.digest
 
 

@@ -13,7 +13,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.ranks import Ranks
 
-COST = CostModel.pairs(AttentionShape(8, 4, 64, 64, 2))
+COST = CostModel.of_pairs(AttentionShape(8, 4, 64, 64, 2))
 LENGTHS = st.lists(st.integers(1, 4000), min_size=1, max_size=6)
 RANKS = st.lists(st.one_of(LENGTHS, st.just([])), min_size=2, max_size=8).filter(lambda ranks: any(ranks))
 
@@ -30,7 +30,7 @@ def test_without_serving_in_place_empty_ranks_get_slices(ranks: list[list[int]],
 
 def test_servers_take_what_ranks_have_above_the_mean() -> None:
     plan = balance(Layout.from_lengths([[16384], [16384], [16384], []]), COST, DistCAConfig(serve_in_place=False))
-    seconds = np.bincount(plan.server, weights=COST.seconds(plan.end - plan.start, plan.end, plan.heads), minlength=4)
+    seconds = np.bincount(plan.server, weights=COST.estimate_seconds(plan.end - plan.start, plan.end, plan.heads), minlength=4)
     assert seconds.max() <= 1.03 * seconds.mean()
 
 
@@ -41,11 +41,11 @@ def test_without_servers_nothing_moves_if_nobody_serves_in_place() -> None:
 @given(RANKS, st.data())
 def test_a_layout_among_more_ranks_has_the_same_tokens(ranks: list[list[int]], data: st.DataObject) -> None:
     holds = data.draw(st.permutations([True] * len(ranks) + [False] * 3))
-    layout, among = Layout.from_lengths(ranks), Layout.from_lengths(ranks).among(holds)
+    layout, among = Layout.from_lengths(ranks), Layout.from_lengths(ranks).place_on_holders(holds)
     holders = np.flatnonzero(holds)
     assert among.world_size == len(holds)
     for rank, holder in enumerate(holders.tolist()):
-        assert among.segments(holder) == layout.segments(rank)
+        assert among.list_segments(holder) == layout.list_segments(rank)
     assert among.query_tokens[~np.array(holds)].sum() == 0
 
 
@@ -55,4 +55,4 @@ def test_context_stays_with_its_rank_among_more(place: int) -> None:
     two = Layout(layout.document, layout.start, layout.length, layout.offsets, np.array([0, 1]))
     holds = [True] * 4
     holds[place] = holds[1] = False
-    assert two.among(holds).context[holds].tolist() == [0, 1]
+    assert two.place_on_holders(holds).context[holds].tolist() == [0, 1]

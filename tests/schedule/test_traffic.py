@@ -16,13 +16,13 @@ from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import CATask, Plan
-from hf_distca.schedule.relays import relieve
+from hf_distca.schedule.relays import add_relays
 
 
 def check_tokens(plan: Plan) -> None:
-    runs = plan.key_transfers()
+    runs = plan.list_key_transfers()
     away = runs.source != runs.server
-    tokens = ((runs.end - runs.start) * plan.layout.heads_of(runs.document))[away]
+    tokens = ((runs.end - runs.start) * plan.layout.compute_head_fractions(runs.document))[away]
     ranks = plan.layout.world_size
     expected = [np.bincount(rank[away], weights=tokens, minlength=ranks) for rank in (runs.source, runs.server)]
     np.testing.assert_array_equal(PlanLoad(plan, CostModel.analytic(SHAPE)).key_tokens, expected)
@@ -31,9 +31,9 @@ def check_tokens(plan: Plan) -> None:
 @settings(max_examples=50, deadline=None)
 @given(layouts(longest=200_000), CONFIGS, st.sampled_from(MODELS))
 def test_tokens_of_any_plan(layout: Layout, config: DistCAConfig, cost: CostModel) -> None:
-    plan = balance(layout, cost, config, relayed=False)
+    plan = balance(layout, cost, config, allow_relays=False)
     check_tokens(plan)
-    relieved = relieve(PlanLoad(plan, cost))
+    relieved = add_relays(PlanLoad(plan, cost))
     counted = PlanLoad(relieved.plan, cost)
     np.testing.assert_array_equal(relieved.key_tokens, counted.key_tokens)
 
@@ -49,7 +49,7 @@ def test_tokens_of_tasks_anywhere(layout: Layout, random_: random.Random) -> Non
 def test_relays_of_head_groups_are_counted_as_they_are_sent() -> None:
     layout = Layout.from_lengths([[2**18], *[[4096] * 8] * 15])
     cost = CostModel.analytic(SHAPE, device_type="cuda")
-    relieved = relieve(PlanLoad(balance(layout, cost, DistCAConfig(), relayed=False), cost))
+    relieved = add_relays(PlanLoad(balance(layout, cost, DistCAConfig(), allow_relays=False), cost))
     assert relieved.plan.relays is not None
     assert relieved.plan.layout.groups > 1
     np.testing.assert_array_equal(relieved.key_tokens, PlanLoad(relieved.plan, cost).key_tokens)
@@ -58,4 +58,4 @@ def test_relays_of_head_groups_are_counted_as_they_are_sent() -> None:
 def test_context_alone_is_no_traffic() -> None:
     layout = Layout.from_segments([[(0, 0, 1), (1, 0, 1)], [(1, 1, 1)], []], [0, 1, 0])
     assert PlanLoad(Plan.local(layout), MODELS[0]).key_tokens[0].tolist() == [0, 0, 0]
-    relieve(PlanLoad(Plan.local(layout), MODELS[0]))
+    add_relays(PlanLoad(Plan.local(layout), MODELS[0]))

@@ -17,7 +17,7 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import PlanLoad, summarize, summary_table
+from hf_distca.schedule.load import PlanLoad, format_summary, summarize_plan
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.waves import Waves
@@ -49,16 +49,16 @@ def long_and_short(nodes: int, per_node: int) -> Layout:
 
 def test_every_peer_adds_to_the_fixed_seconds_of_an_exchange() -> None:
     load = PlanLoad(two_moves(), replace(SLOW, exchange_seconds=1.0, peer_seconds=0.25), ranks=Ranks(per_node=2))
-    assert load.peers.tolist() == [2, 1, 1, 0], "rank 0 sends to rank 1 and to rank 2"
+    assert load.peer_counts.tolist() == [2, 1, 1, 0], "rank 0 sends to rank 1 and to rank 2"
     assert (load.exchange_seconds - load.wire_seconds.max(axis=0)).tolist() == pytest.approx([6.0, 5.0, 5.0, 4.0])
-    assert not PlanLoad(two_moves(), SLOW).peers.any(), "not counted where they cost nothing"
+    assert not PlanLoad(two_moves(), SLOW).peer_counts.any(), "not counted where they cost nothing"
 
 
 def test_bytes_inside_nodes_and_between_them() -> None:
     load = PlanLoad(two_moves(), SLOW, ranks=Ranks(per_node=2))
     inside, between = 4 * QUERY + 16 * KEY, 2 * QUERY + 12 * KEY
-    assert load.node_bytes.inside.tolist() == [[inside, 0, 0, 0], [0, inside, 0, 0]]
-    assert load.node_bytes.between.tolist() == [[between, 0, 0, 0], [0, 0, between, 0]]
+    assert load.node_bytes.intra_node.tolist() == [[inside, 0, 0, 0], [0, inside, 0, 0]]
+    assert load.node_bytes.inter_node.tolist() == [[between, 0, 0, 0], [0, 0, between, 0]]
     assert sum(load.node_bytes).tolist() == load.exchange_bytes.tolist()
 
 
@@ -92,7 +92,7 @@ def test_waves_count_keys_that_travel_twice() -> None:
     plan = two_moves()
     waves = Waves(plan, np.array([0, 1, 0, 0]), 2, np.zeros(4, dtype=np.int64))
     load = PlanLoad(plan, SLOW, waves, ranks=Ranks(per_node=2))
-    assert load.node_bytes.between[0].sum() + load.node_bytes.inside[0].sum() == load.exchange_bytes[0].sum()
+    assert load.node_bytes.inter_node[0].sum() + load.node_bytes.intra_node[0].sum() == load.exchange_bytes[0].sum()
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
@@ -101,7 +101,7 @@ def test_work_stays_in_nodes_that_are_even_among_themselves(ping_pong: bool) -> 
     ranks = Ranks(per_node=8)
     blind, plan = balance(layout, CUDA, config), balance(layout, CUDA, config, ranks)
     before, after = (PlanLoad(one, CUDA, overlapped=ping_pong, ranks=ranks) for one in (blind, plan))
-    assert after.node_bytes.between[0].sum() <= 0.02 * before.node_bytes.between[0].sum()
+    assert after.node_bytes.inter_node[0].sum() <= 0.02 * before.node_bytes.inter_node[0].sum()
     assert after.slowest_seconds <= max(before.slowest_seconds, (1 + config.tolerance) * after.compute_seconds.mean())
     assert after.compute_seconds.max() <= 1.02 * after.compute_seconds.mean()
 
@@ -112,7 +112,7 @@ def test_nodes_that_are_not_even_share_work() -> None:
     ranks = Ranks(per_node=4)
     load = PlanLoad(balance(layout, CUDA, DistCAConfig(ping_pong=True), ranks), CUDA, overlapped=True, ranks=ranks)
     assert load.compute_seconds.max() <= 1.02 * load.compute_seconds.mean()
-    assert load.node_bytes.between[0].sum() > 0
+    assert load.node_bytes.inter_node[0].sum() > 0
 
 
 @given(layouts(), st.booleans(), st.sampled_from([1, 2, 3]))
@@ -140,12 +140,12 @@ def test_one_node_has_but_fast_links() -> None:
 
 def test_the_summary_tells_bytes_inside_from_bytes_between() -> None:
     layout, ranks = long_and_short(2, 4), Ranks(per_node=4)
-    one, two = (summarize(balance(layout, CUDA, DistCAConfig(), on), CUDA, on) for on in (Ranks(), ranks))
+    one, two = (summarize_plan(balance(layout, CUDA, DistCAConfig(), on), CUDA, on) for on in (Ranks(), ranks))
     assert one["bytes_inside_nodes"] == 0 < one["bytes_between_nodes"]
     assert two["bytes_inside_nodes"] > 0
     assert two["max_bytes_between_nodes"] <= two["bytes_between_nodes"] < one["bytes_between_nodes"]
-    assert "between nodes" in summary_table(two)
-    assert "between nodes" not in summary_table(one)
+    assert "between nodes" in format_summary(two)
+    assert "between nodes" not in format_summary(one)
 
 
 def test_a_model_with_two_rates_as_json() -> None:
@@ -186,7 +186,7 @@ def test_dealt_documents_are_exchanged_inside_nodes(overlapped: bool) -> None:
         plan = balance(layout, CUDA, config, Ranks(per_node=per_node))
         loads.append(PlanLoad(plan, CUDA, overlapped=overlapped, ranks=ranks))
     blind, dealt = loads
-    assert dealt.node_bytes.between[0].sum() <= 0.1 * blind.node_bytes.between[0].sum()
+    assert dealt.node_bytes.inter_node[0].sum() <= 0.1 * blind.node_bytes.inter_node[0].sum()
     assert dealt.slowest_seconds <= (1.005 if overlapped else 1.0) * blind.slowest_seconds  # overlapped, both are hidden
 
 

@@ -14,10 +14,10 @@ from test_scheduler import CONFIGS, LONG, MODELS, PAIRS, PLACEMENTS, SHAPE, chec
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import CostModel, KernelCost, Price
+from hf_distca.schedule.cost import CostModel, KernelCost, MarginalCost
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import PlanLoad, summarize
-from hf_distca.schedule.moves import slice_seconds, tail_start
+from hf_distca.schedule.load import PlanLoad, summarize_plan
+from hf_distca.schedule.moves import estimate_slice_seconds, find_tail_start
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
 
@@ -30,8 +30,8 @@ SMOOTH = CostModel(SHAPE, KernelCost(1e-5, 1e12, 1e13), KernelCost(2e-5, 1e12, 1
 @given(start=st.integers(0, 10**6), rows=st.integers(1, 10**5), window=st.integers(1, 10**5))
 def test_scalar_prices_agree_with_the_model(model: CostModel, start: int, rows: int, window: int) -> None:
     cost = replace(model, window=window)
-    seconds = slice_seconds(Price.of(cost, 128), 1.0, start, start + rows)
-    assert seconds == pytest.approx(cost.seconds(rows, start + rows)[0], rel=1e-12)
+    seconds = estimate_slice_seconds(MarginalCost.of(cost, 128), 1.0, start, start + rows)
+    assert seconds == pytest.approx(cost.estimate_seconds(rows, start + rows)[0], rel=1e-12)
 
 
 @given(
@@ -45,15 +45,15 @@ def test_scalar_prices_agree_with_the_model(model: CostModel, start: int, rows: 
 def test_tails_begin_on_tiles_and_take_what_is_wanted(
     start: int, rows: int, window: int, part: float, room: float, model: CostModel
 ) -> None:
-    price, end = Price.of(replace(model, window=window), 128), start + rows
-    want = slice_seconds(price, 1.0, start, end) * part
-    x = tail_start(price, 1.0, start, end, want, want * room)
+    price, end = MarginalCost.of(replace(model, window=window), 128), start + rows
+    want = estimate_slice_seconds(price, 1.0, start, end) * part
+    x = find_tail_start(price, 1.0, start, end, want, want * room)
     assert start <= x < end
     assert x == start or x % 128 == 0
-    assert slice_seconds(price, 1.0, x, end) <= want * room * (1 + 1e-9) or end - x <= 128
+    assert estimate_slice_seconds(price, 1.0, x, end) <= want * room * (1 + 1e-9) or end - x <= 128
     # No other tile comes nearer.
     before = max((x - 1) // 128 * 128, start)
-    assert model.tile > 1 or part > 1 or slice_seconds(price, 1.0, before, end) >= want * (1 - 1e-9) or x == start
+    assert model.tile > 1 or part > 1 or estimate_slice_seconds(price, 1.0, before, end) >= want * (1 - 1e-9) or x == start
 
 
 @settings(max_examples=75)
@@ -76,7 +76,7 @@ def test_tolerance_holds_up_to_two_tiles(layout: Layout, tolerance: float, windo
     cost = replace(PAIRS, window=window)
     config = DistCAConfig(tolerance=tolerance, min_gain=0.0, tile=16)
     seconds = PlanLoad(balance(layout, cost, config), cost).compute_seconds
-    tile = float(cost.seconds(16, max(layout.longest, 16))[0])
+    tile = float(cost.estimate_seconds(16, max(layout.longest, 16))[0])
     assert seconds.max() <= seconds.mean() * (1 + tolerance) + 2 * tile
 
 
@@ -96,7 +96,7 @@ def test_long_documents_move_in_one_run() -> None:
     layout = Layout.from_lengths([[65536], []])
     cost = replace(PAIRS, window=1024)
     plan = balance(layout, cost, DistCAConfig())
-    sent = summarize(plan, cost)
+    sent = summarize_plan(plan, cost)
     assert len(plan.tasks) == 2
     assert sent["key_tokens_sent"] == sent["query_tokens_moved"] + 1023
     assert sent["pairs_imbalance_after"] <= 1.01

@@ -108,7 +108,7 @@ def test_rows_end_where_they_are_full() -> None:
 
 def test_alone_a_rank_takes_the_same_however_a_row_is_cut(setting: Setting) -> None:
     row, cost = np.zeros(len(LENGTHS), dtype=np.int64), setting.cost()
-    tasks = cost.directions(LENGTHS, LENGTHS).sum(axis=1)
+    tasks = cost.estimate_directions(LENGTHS, LENGTHS).sum(axis=1)
     expected = in_calls(cost, np.array(tasks))
     assert (expected > tasks).all(), "a call takes something besides its tasks"
     work = of_documents(replace(setting, ranks=1), LENGTHS, row)
@@ -125,7 +125,7 @@ def test_head_and_tail_of_documents_cost_what_their_tasks_do(setting: Setting, w
     chunks = [(n // 8, n // 8 * (at + 1)) for n in lengths.tolist() for at in range(8)]
     rows, keys = np.array(chunks).T
     found = context.shared_by_document(cost, context.SharedRows(lengths, np.zeros(3, dtype=np.int64), 1), degree)
-    heads_and_tails = in_calls(cost, cost.directions(rows, keys).sum(axis=1) / degree, 2)
+    heads_and_tails = in_calls(cost, cost.estimate_directions(rows, keys).sum(axis=1) / degree, 2)
     assert found[:, 0] == pytest.approx(heads_and_tails, rel=0.02)
 
 
@@ -144,9 +144,9 @@ def test_row_cut_as_one_sequence_costs_its_slowest_rank(setting: Setting) -> Non
             for chunk in range(4):
                 low, high = max(start, cuts[chunk]), min(start + n, cuts[chunk + 1])
                 if low < high:
-                    seconds[min(chunk, 3 - chunk)] += float(cost.directions(high - low, high - start)[0, 0])
+                    seconds[min(chunk, 3 - chunk)] += float(cost.estimate_directions(high - low, high - start)[0, 0])
             start += n
-        slowest.append(float(cost.forward.of_call(max(seconds))))
+        slowest.append(float(cost.forward.add_call_overhead(max(seconds))))
     assert context.shared_by_row(cost, context.SharedRows(LENGTHS, row, 2), degree)[0].tolist() == pytest.approx(slowest)
 
 
@@ -197,12 +197,12 @@ def test_messages_of_a_plan_take_what_the_scheduler_says(setting: Setting) -> No
     free = replace(setting, hardware=replace(setting.hardware, memory_rate=1e30))
     work, load = of_plan(free, plan, cost), PlanLoad(plan, cost)
     assert plan.moved
-    assert load.peers.tolist() == [1, 1]
+    assert load.peer_counts.tolist() == [1, 1]
     assert work.wire.tolist() == pytest.approx(load.exchange_seconds.tolist(), rel=0.05)
     copied = of_plan(setting, plan, cost).wire - work.wire
     assert copied.tolist() == pytest.approx((2 * load.exchange_bytes.sum(axis=0) / setting.hardware.copy_rate).tolist(), rel=0.05)
-    forward = np.bincount(plan.server, cost.directions(plan.end - plan.start, plan.end, plan.heads)[0])
-    assert work.attention[0].tolist() == pytest.approx(cost.forward.of_call(forward).tolist())
+    forward = np.bincount(plan.server, cost.estimate_directions(plan.end - plan.start, plan.end, plan.heads)[0])
+    assert work.attention[0].tolist() == pytest.approx(cost.forward.add_call_overhead(forward).tolist())
     copies = of_plan(setting, plan, cost).attention - work.attention
     rows = (
         (plan.end - plan.start) * plan.heads * (plan.server == plan.home) * (plan.home == plan.home[plan.home != plan.server][0])

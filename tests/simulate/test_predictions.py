@@ -12,7 +12,7 @@ import pytest
 
 from benchmark_modules import import_benchmark
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.cost import causal_pairs
+from hf_distca.schedule.cost import count_causal_pairs
 from hf_distca.simulate.advice import advise, assumptions
 from hf_distca.simulate.beside_attention import head_seconds
 from hf_distca.simulate.document_lengths import distribution, from_list
@@ -229,7 +229,7 @@ def test_ranks_beyond_a_group_have_documents_of_their_own(setting: Setting, ping
     assert first.sum() > 2 * second.sum(), "no rank of the other group computes a part of the long document"
     assert second.tolist() == alone.attention[1].tolist()
     assert (found.tokens == 1024).all()
-    assert found.pairs == pytest.approx(float(causal_pairs(lengths, lengths).sum()))
+    assert found.pairs == pytest.approx(float(count_causal_pairs(lengths, lengths).sum()))
 
 
 def test_a_document_inside_a_node_travels_on_its_links(setting: Setting) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from benchmark_modules import import_benchmark
-from hf_distca.schedule.cost import AttentionShape, causal_pairs
-from hf_distca.schedule.deal import in_order
+from hf_distca.schedule.cost import AttentionShape, count_causal_pairs
+from hf_distca.schedule.deal import deal_in_order
 from hf_distca.simulate.document_lengths import distribution, from_list
 from hf_distca.simulate.predict import simulate
 from hf_distca.simulate.setting import Setting
@@ -38,10 +38,10 @@ def test_even_ticks_are_faster_if_messages_take_no_time(setting: Setting) -> Non
 
 
 def test_ranks_below_the_mean_are_filled_only() -> None:
-    layout = in_order(np.array([65536, *[2048] * 224]), 8, 65536)
+    layout = deal_in_order(np.array([65536, *[2048] * 224]), 8, 65536)
     shape = AttentionShape(32, 8, 128, 128, 2)
     plan = published_planner.plan_published(layout, shape, tolerance=0.05)
-    pairs = np.bincount(plan.server, weights=causal_pairs(plan.end - plan.start, plan.end), minlength=8)
+    pairs = np.bincount(plan.server, weights=count_causal_pairs(plan.end - plan.start, plan.end), minlength=8)
     assert pairs.min() >= 0.9 * pairs.mean()
     assert pairs.max() < 1.4 * pairs.mean()
     loose = published_planner.plan_published(layout, shape, tolerance=1.0)

@@ -62,7 +62,7 @@ def test_attention_and_links_are_those_of_a_shipped_profile(
     setting: Setting, name: str, kernel: str | None, profile: str
 ) -> None:
     hardware = find_hardware(name, kernel)
-    simulated, shipped = replace(setting, hardware=hardware).cost(), Profile.load(profile).cost_model(setting.shape)
+    simulated, shipped = replace(setting, hardware=hardware).cost(), Profile.load(profile).make_cost_model(setting.shape)
     faster = 4.8 / 3.35 if name == "h200" else 1  # its memory, than that of the GPU that was timed
     for ours, theirs in ((simulated.forward, shipped.forward), (simulated.backward, shipped.backward)):
         assert ours == replace(theirs, bytes_per_second=pytest.approx(faster * theirs.bytes_per_second))

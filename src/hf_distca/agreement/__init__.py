@@ -1,4 +1,6 @@
 """Agreement of ranks on plans, and comparison of their measurements.
 
 Knows no model; tested without one.
+
+May import `schedule`, `runtime.group`, `runtime.meter`, `runtime.monitor` and `runtime.rendezvous`.
 """

@@ -18,7 +18,7 @@ from hf_distca.schedule.cost import CostModel, FloatArray
 from hf_distca.schedule.layout import BoolArray, IntArray
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import ALIKE, Ranks
+from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from hf_distca.schedule.waves import Waves
 
 __all__ = ["BatchPlan", "Observation", "observe_plans"]
@@ -63,7 +63,7 @@ class BatchPlan:
     serial: int = 0
     number: int = 0
     task_seconds: FloatArray = field(default_factory=lambda: np.zeros(0))
-    ranks: Ranks = ALIKE
+    ranks: Ranks = UNIFORM_RANKS
     meter: Meter = field(default_factory=Meter)
     figures: IntArray = field(default_factory=lambda: np.full((1, FIGURE_COUNT), -1))
 
@@ -73,7 +73,7 @@ class BatchPlan:
         self.ranks = ranks
         self.meter = meter
         plan = self.plan
-        self.task_seconds = cost.seconds(plan.end - plan.start, plan.end, plan.heads)
+        self.task_seconds = cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
 
     @property
     def own_figures(self) -> Figures:
@@ -142,7 +142,7 @@ class BatchPlan:
     def _sum_by_rank(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
         """Sum seconds of tasks by their ranks, at the speeds of the ranks: (ranks,)."""
         total = np.bincount(rank, weights=seconds, minlength=self.plan.layout.world_size)
-        return self.ranks.taken(total.astype(np.float64))
+        return self.ranks.scale_by_speed(total.astype(np.float64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,7 +252,7 @@ def observe_plans(
 def _sum_parts(plan: Plan, cost: CostModel) -> FloatArray:
     """Sum the seconds of tasks, bytes and flops, forward and backward, of each rank: (ranks, 3)."""
     cost = replace(cost, window=plan.window)
-    parts = cost.parts(plan.end - plan.start, plan.end, plan.heads).sum(axis=0)
+    parts = cost.estimate_parts(plan.end - plan.start, plan.end, plan.heads).sum(axis=0)
     columns = (
         np.bincount(plan.server, weights=column, minlength=plan.layout.world_size)
         for column in parts.T

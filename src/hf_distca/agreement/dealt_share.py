@@ -27,10 +27,10 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.monitor import AwaitedThread
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.deal import deal, deal_nano_batches, in_order
+from hf_distca.schedule.deal import deal, deal_in_order, deal_nano_batches
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import ALIKE, Ranks
+from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 
 __all__ = ["DealSettings", "DealtShare", "Placement", "PlanJob", "register_share_planner"]
 
@@ -66,7 +66,7 @@ class PlanJob(NamedTuple):
     key: PlanKey
     cost: CostModel
     config: DistCAConfig
-    ranks: Ranks = ALIKE
+    ranks: Ranks = UNIFORM_RANKS
     holds: tuple[bool, ...] | None = None
 
     @classmethod
@@ -82,7 +82,8 @@ class PlanJob(NamedTuple):
 
         A plan of a whole batch hides no exchange, even if the settings have ping-pong on.
         """
-        return cls(key, cost, replace(config, ping_pong=key.nano > 0), ranks.seen_by(cost), holds)
+        config = replace(config, ping_pong=key.nano > 0)
+        return cls(key, cost, config, ranks.without_irrelevant_nodes(cost), holds)
 
 
 class DealtShare:
@@ -185,7 +186,7 @@ class DealtShare:
     @cached_property
     def whole_layout(self) -> Layout:
         """Layout of the whole batch: on each rank, the first nano-batch and then the second."""
-        return self.layouts[0] if len(self.layouts) == 1 else Layout.joined(*self.layouts)
+        return self.layouts[0] if len(self.layouts) == 1 else Layout.concatenate(*self.layouts)
 
     @property
     def first_nano_tokens(self) -> int | None:
@@ -229,7 +230,7 @@ class DealtShare:
         if job not in self._plans:
             layout = self.layouts[job.key.nano - 1] if job.key.nano else self.whole_layout
             if job.holds is not None:
-                layout = layout.among(job.holds)
+                layout = layout.place_on_holders(job.holds)
             plan = self._plans[job] = balance(layout, job.cost, job.config, job.ranks)
             _ = plan.digest  # cached for later comparison: a loader's worker has the time for it
             self._local_plan_count += 1
@@ -330,7 +331,7 @@ class DealSettings:
             LayoutError: if lengths do not fill the ranks; see `deal`.
         """
         if self.placement == "in order":
-            return (in_order(lengths, self.ranks, self.tokens_per_rank),)
+            return (deal_in_order(lengths, self.ranks, self.tokens_per_rank),)
         arguments = lengths, self.ranks, self.tokens_per_rank, next(iter(self.costs.values()))
         options: dict[str, Any] = {
             "tile": self.config.tile,
@@ -365,7 +366,7 @@ class DealSettings:
                 for nano in (0,) if share.first_nano_tokens is None else (1, 2):
                     share.plan(PlanJob.of(key._replace(nano=nano), cost, self.config, ranks))
             share.pop_local_plan_count()
-        runs = share.whole_layout.segments(rank)
+        runs = share.whole_layout.list_segments(rank)
         return PackedDocuments(
             [run.length for run in runs],
             [run.start for run in runs],

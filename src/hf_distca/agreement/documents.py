@@ -16,7 +16,7 @@ from hf_distca.agreement.document_starts import (
     read_positions,
 )
 from hf_distca.errors import LayoutError, UnsupportedError
-from hf_distca.schedule.layout import IntArray, as_integers, lengths_from_cu_seqlens
+from hf_distca.schedule.layout import IntArray, lengths_from_cu_seqlens, require_integers
 
 if TYPE_CHECKING:
     from hf_distca.agreement.dealt_share import DealtShare
@@ -109,7 +109,7 @@ _MAX_COUNTS = {"lengths": 2**48, "starts": 2**48, "documents": 2**63 - 1}
 
 
 def _check_counts(values: Sequence[int], name: str) -> tuple[int, ...]:
-    counts: list[int] = as_integers(values, f"{name} of PackedDocuments").tolist()
+    counts: list[int] = require_integers(values, f"{name} of PackedDocuments").tolist()
     for index, count in enumerate(counts):
         if not 0 <= count <= _MAX_COUNTS[name]:
             raise LayoutError(

@@ -69,9 +69,11 @@ class Planner:
         # A group with servers of a pool, once shares have been planned for it.
         self._pool_group: AttentionGroup | None = None
 
-    @property
-    def progress(self) -> Progress:
-        """Progress of the ranks in the current world of torch.distributed, or in the last one."""
+    def resume_progress(self) -> Progress:
+        """Return the progress of ranks in the current world of torch.distributed, or in the last.
+
+        In another world than before, it starts again. No other rank is asked.
+        """
         world = get_current_world()
         if world is not None and world is not self._world:
             if self._world is not None:
@@ -138,7 +140,7 @@ class Planner:
         started = time.perf_counter()
         config = self.config
         keys = [key for _, key in requests]
-        place = place or f"micro-batch {self.progress.find_number(keys)}"
+        place = place or f"micro-batch {self.resume_progress().find_number(keys)}"
         pending = PendingPlans(place, group)
         pending.serial = group.number(pending)
         group.notify_servers(
@@ -148,7 +150,7 @@ class Planner:
             place=place,
             beside=in_background,
         )
-        batches = self.progress.announce_requests(requests, group, place, config)
+        batches = self.resume_progress().announce_requests(requests, group, place, config)
         layouts = [build_layout(batch) for batch in batches]
         jobs = self._make_jobs(keys, group.size, group.per_node)
 
@@ -231,9 +233,9 @@ class Planner:
         ]
         serials = _assign_serials(batch_plans, group)
         group.notify_servers("plan_shares", plans=serials, shares=shares, requests=requests)
-        place = f"micro-batch {self.progress.find_number(keys)} ({shares[0]})"
+        place = f"micro-batch {self.resume_progress().find_number(keys)} ({shares[0]})"
         share_numbers = [*shares[0].batch_id, shares[0].digest, *map(_shorten_digest, plans)]
-        self.progress.announce_share(share_numbers, keys, group, place, self.config)
+        self.resume_progress().announce_share(share_numbers, keys, group, place, self.config)
         return batch_plans
 
     def _register_kind(self, share: DealtShare, key: PlanKey, group: AttentionGroup) -> None:
@@ -241,7 +243,7 @@ class Planner:
 
         Warn if the loader's plans do not fit the first one.
         """
-        kinds = self.progress.share_kinds
+        kinds = self.resume_progress().share_kinds
         if key in kinds:
             return
         reason = share.replanning_reason(key, self.config)
@@ -261,7 +263,7 @@ class Planner:
         Nothing is left to do where the loader's plans are for the current rates and settings.
         """
         is_whole = share.first_nano_tokens is None
-        kinds = tuple(self.progress.share_kinds)
+        kinds = tuple(self.resume_progress().share_kinds)
         keys = dict.fromkeys(key._replace(nano=0) if is_whole else key for key in kinds)
         share.plan_in_background(self._make_share_jobs(keys, share))
 
@@ -283,7 +285,7 @@ class Planner:
         holds: tuple[bool, ...] | None = None,
     ) -> list[PlanJob]:
         """Make the current inputs of plans with these keys, for a group of this size."""
-        costs = self.progress.costs
+        costs = self.resume_progress().costs
         ranks = costs.make_ranks(size, per_node)
         return [PlanJob.of(key, costs.get_cost(key), self.config, ranks, holds) for key in keys]
 

@@ -32,7 +32,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.batch_plan import BatchPlan, Observation, observe_plans
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
-from hf_distca.schedule.ranks import ALIKE, Ranks
+from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 
 __all__ = ["Correction", "Costs", "can_correct_rates"]
 
@@ -136,7 +136,7 @@ class Costs(dict[Kind, CostModel]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.measured_ranks: Ranks = ALIKE
+        self.measured_ranks: Ranks = UNIFORM_RANKS
         self.dtypes: dict[Kind, str] = {}
         self._rates: dict[Kind, _KindRates] = {}
 
@@ -225,7 +225,7 @@ class Costs(dict[Kind, CostModel]):
         count = len(sample.kernel)
         speeds = self.measured_ranks.speeds
         if speeds is not None and len(speeds) != count:
-            self.measured_ranks = ALIKE
+            self.measured_ranks = UNIFORM_RANKS
         rates.new_samples.append(sample)
         samples = [other for other in rates.new_samples if len(other.kernel) == count]
         if len(samples) >= _MIN_SAMPLES and self._is_far_off(rates.correction, samples):
@@ -236,7 +236,8 @@ class Costs(dict[Kind, CostModel]):
         """Return whether estimates are so far from measurements that rates should change."""
         factors = correction.kernel_factors
         estimated = [
-            self.measured_ranks.taken(sample.estimate_seconds(factors)) for sample in samples
+            self.measured_ranks.scale_by_speed(sample.estimate_seconds(factors))
+            for sample in samples
         ]
         ratios = [
             seconds.max() / max(sample.kernel.max(), 1e-12)
@@ -252,7 +253,7 @@ class Costs(dict[Kind, CostModel]):
         ranks_before = self.measured_ranks
         changes = []
         count = len(samples[0].kernel)
-        speeds = np.array(ranks_before.each(count))
+        speeds = np.array(ranks_before.list_speeds(count))
         factors = correction_before.kernel_factors
         for _ in range(3):  # in turns, as each of the two needs the other
             factors = _fit_factors(samples, speeds)
@@ -260,7 +261,7 @@ class Costs(dict[Kind, CostModel]):
             speeds = _compute_speeds(estimated, samples)
         if np.abs(np.log(speeds)).max() <= _SPEED_TOLERANCE:
             factors = _fit_factors(samples, np.ones(count))
-            self.measured_ranks = ALIKE
+            self.measured_ranks = UNIFORM_RANKS
         else:
             self.measured_ranks = Ranks.of([_round_rate(speed) for speed in speeds])
         rounded = [_round_rate(float(np.clip(factor, *_FACTOR_RANGE))) for factor in factors]

@@ -1,6 +1,9 @@
 """The command line ``hf-distca``: a file holds a verb, or two that share options.
 
 Modules that a verb needs are imported when it runs.
+
+May import `model_shape`, `schedule`, `measure`, `run_report`, `doctor`, `pool`, `simulate` and
+`run`.
 """
 
 from __future__ import annotations
@@ -63,13 +66,7 @@ def main(
     """Core attention disaggregation for Hugging Face."""
 
 
-app.command()(plan)
-app.command()(deal)
-app.command()(profile)
-app.command()(simulate)
-app.command()(advise)
-app.command()(report)
-app.command()(doctor)
-app.command()(serve)
+for verb in (plan, deal, profile, simulate, advise, report, doctor, serve):
+    app.command()(verb)
 # What follows the script is the script's, options included.
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)

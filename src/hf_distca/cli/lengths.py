@@ -21,7 +21,7 @@ _TOKENS, _LENGTH = "input_ids", "length"  # columns of rows in lines that are lo
 def read_lengths(path: Path) -> list[int]:
     """Read the lengths of a JSON file with a list of them."""
     from hf_distca.errors import LayoutError
-    from hf_distca.schedule.placement import whole_number
+    from hf_distca.schedule.placement import require_whole_number
 
     name = input_name(path)
     try:
@@ -34,7 +34,7 @@ def read_lengths(path: Path) -> list[int]:
     if not isinstance(data, list):
         raise LayoutError(f"{name} must hold a list of document lengths, it holds {type(data).__name__}.")
     try:
-        return [whole_number(value) for value in data]
+        return [require_whole_number(value) for value in data]
     except LayoutError as error:
         raise LayoutError(f"{name}: {error}") from error
 
@@ -60,7 +60,7 @@ def _count_rows(path: Path, column: str) -> list[int]:
     """
     from hf_distca.errors import LayoutError
     from hf_distca.input_files import check_file
-    from hf_distca.schedule.placement import whole_number
+    from hf_distca.schedule.placement import require_whole_number
 
     check_file(path)
     lengths = []
@@ -71,7 +71,7 @@ def _count_rows(path: Path, column: str) -> list[int]:
             try:
                 row = json.loads(line)
                 value = row[_LENGTH if column == _TOKENS and _TOKENS not in row else column]
-                lengths.append(len(value) if isinstance(value, list) else whole_number(value))
+                lengths.append(len(value) if isinstance(value, list) else require_whole_number(value))
             except (KeyError, TypeError) as error:
                 has = f"only {', '.join(map(repr, row))}" if isinstance(row, dict) else f"but {row!r:.40}"
                 raise LayoutError(

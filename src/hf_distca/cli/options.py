@@ -102,9 +102,9 @@ class Layer:
                 profile = Profile.load(self.measured)
             except ConfigError as error:
                 raise ConfigError(str(error) if self.measured in str(error) else f"{self.measured}: {error}") from error
-            model = profile.cost_model(shape, self.window, tile=self.tile)
+            model = profile.make_cost_model(shape, self.window, tile=self.tile)
         elif self.cost == "pairs":
-            model = CostModel.pairs(shape)
+            model = CostModel.of_pairs(shape)
         else:
             model = CostModel.analytic(shape, device_type=self.cost, tile=self.tile)
         links: dict[str, Any] = {}

@@ -45,7 +45,7 @@ def plan(
     """
     from hf_distca.config import DistCAConfig
     from hf_distca.schedule.balance import balance
-    from hf_distca.schedule.load import summarize, summary_table
+    from hf_distca.schedule.load import format_summary, summarize_plan
     from hf_distca.schedule.placement import parse_placement
     from hf_distca.schedule.ranks import Ranks
 
@@ -63,7 +63,7 @@ def plan(
         if layer.window is not None:
             # Without, the plan is for layers that see all: no document is longer than the window.
             lines.append(f"{'sliding window':<26} {layer.window} keys{'' if result.window else ', as long as any document'}")
-        lines.append(summary_table(summarize(result, model, ranks), seconds=layer.has_seconds))
+        lines.append(format_summary(summarize_plan(result, model, ranks), seconds=layer.has_seconds))
         write(result.to_json(), "\n".join(lines), output)
 
 
@@ -89,7 +89,7 @@ def deal(
     from hf_distca.schedule.balance import balance
     from hf_distca.schedule.deal import deal as deal_documents
     from hf_distca.schedule.deal import deal_nano_batches
-    from hf_distca.schedule.load import summarize, summary_table
+    from hf_distca.schedule.load import format_summary, summarize_plan
     from hf_distca.schedule.ranks import Ranks
 
     with exit_on_error():
@@ -111,8 +111,8 @@ def deal(
                 if ping_pong:
                     lines.append(f"{'nano-batch':<26} {number}")
                 nodes = Ranks(per_node=layer.ranks_per_node)
-                summary = summarize(balance(layout, model, config, nodes), model, nodes)
-                lines += [*_describe_layout(layout), summary_table(summary, seconds=layer.has_seconds)]
+                summary = summarize_plan(balance(layout, model, config, nodes), model, nodes)
+                lines += [*_describe_layout(layout), format_summary(summary, seconds=layer.has_seconds)]
         write(json.dumps(_make_placement(layouts, documents), separators=(",", ":")), "\n".join(lines), output)
 
 
@@ -121,13 +121,15 @@ def _describe_layout(layout: Layout) -> list[str]:
     tokens = layout.query_tokens
     equal = f"{tokens.max()} on each rank" if tokens.min() == tokens.max() else f"{tokens.min()} or {tokens.max()} on a rank"
     documents = len(set(layout.document.tolist()))
-    return [f"{'tokens':<26} {equal}", f"{'documents':<26} {documents}, {layout.spans.sum()} of them on several ranks"]
+    return [f"{'tokens':<26} {equal}", f"{'documents':<26} {documents}, {layout.has_many_ranks.sum()} of them on several ranks"]
 
 
 def _make_placement(layouts: tuple[Layout, ...], lengths: list[int]) -> dict[str, Any]:
     """Return the rows of each rank, those of its first nano-batch first."""
     ranks = range(layouts[0].world_size)
-    rows = [[[s.document, s.start, s.end, lengths[s.document]] for layout in layouts for s in layout.segments(r)] for r in ranks]
+    rows = [
+        [[s.document, s.start, s.end, lengths[s.document]] for layout in layouts for s in layout.list_segments(r)] for r in ranks
+    ]
     placement: dict[str, Any] = {"rank_segments": rows}
     if len(layouts) > 1:
         placement["first_nano_batch"] = layouts[0].query_tokens.tolist()

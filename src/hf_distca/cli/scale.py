@@ -133,7 +133,7 @@ def _read_profile(source: Path) -> CostModel | MeasuredProfile:
     from hf_distca.schedule.cost import CostModel
     from hf_distca.schedule.profiles import Profile
 
-    if str(source) in Profile.shipped():
+    if str(source) in Profile.list_shipped():
         return Profile.load(source)
     try:
         text = read(source).decode("utf-8")

@@ -28,7 +28,8 @@ def serve(
     Ends with the ranks that it served, and says what it did.
     """
     from hf_distca.errors import DistCAError
-    from hf_distca.pool.launch import listen_at, parse_address, serve_alone
+    from hf_distca.pool.addresses import parse_address
+    from hf_distca.pool.launch import listen_at, serve_alone
 
     try:
         status = serve_alone(listen_at(*parse_address(address)), device, wait)

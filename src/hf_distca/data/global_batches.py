@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tqdm.auto import tqdm
 
 from hf_distca.errors import ConfigError, LayoutError
-from hf_distca.schedule.layout import IntArray, as_integers
+from hf_distca.schedule.layout import IntArray, require_integers
 
 __all__ = ["BatchPieces", "FillRule", "GlobalBatches", "LongerRule"]
 
@@ -90,7 +90,7 @@ class GlobalBatches:
         quiet: bool = False,
     ) -> None:
         _check_arguments(tokens, seed, fill, longer)
-        counts = as_integers(lengths, "lengths of documents")
+        counts = require_integers(lengths, "lengths of documents")
         if len(counts) and counts.min() < 0:
             document = int(counts.argmin())
             raise LayoutError(

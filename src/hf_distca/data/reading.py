@@ -19,7 +19,7 @@ from hf_distca.data.columns import (
 )
 from hf_distca.data.pieces import SAMPLE_COUNT, DocumentPiece, hash_pieces
 from hf_distca.errors import LayoutError
-from hf_distca.schedule.layout import IntArray, as_integers
+from hf_distca.schedule.layout import IntArray, require_integers
 
 __all__ = [
     "DocumentReader",
@@ -237,7 +237,7 @@ def read_document_lengths(
     if isinstance(lengths, str):
         counts = _read_length_column(documents, lengths)
     elif lengths is not None:
-        counts = as_integers(lengths, "lengths of documents")
+        counts = require_integers(lengths, "lengths of documents")
     elif is_datasets_class("Dataset", documents):
         counts = _read_offsets(documents, column)
     else:
@@ -259,7 +259,7 @@ def read_document_lengths(
 
 def _read_length_column(documents: Any, name: str) -> IntArray:
     if not is_datasets_class("Dataset", documents):
-        return as_integers([row[name] for row in documents], f"lengths in column {name!r}")
+        return require_integers([row[name] for row in documents], f"lengths in column {name!r}")
     import pyarrow as pa
 
     values = _select_rows(documents, _get_stored_column(documents, name))

@@ -163,7 +163,9 @@ def kernels(config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.d
         for key in keys:
             widths = key.shape.head_dim, key.shape.value_head_dim
             named = f"heads of {widths[0]}" + (f", window {key.window}" if key.window else "") + (", softcap" if softcap else "")
-            cases.append((named, Case(device, dtype, *widths, Scores(1.0, key.window, softcap or None), key.shape.ratio)))
+            cases.append(
+                (named, Case(device, dtype, *widths, Scores(1.0, key.window, softcap or None), key.shape.heads_per_key_head))
+            )
     for named, case in dict.fromkeys(cases):
         yield from _check_case(named, case)
 

@@ -20,10 +20,11 @@ from hf_distca.borrowed import (
     without_dispatch_modes,
 )
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import EQUAL, FAMILIES
 from hf_distca.integration.handle import AlikeLayers, AttentionHandle, CachedMask, ForeignMask
 from hf_distca.integration.recurrent_rows import RECURRENT_ROWS
-from hf_distca.integration.session import current_session
+from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels import Scores
 from hf_distca.runtime.call import Inputs
 from hf_distca.schedule.cost import AttentionShape
@@ -163,7 +164,8 @@ def _first_of_alike(
     which = handle.key(shape, query.device.type, window)
     work = handle.work.get(which)
     if work is None:
-        work = session.work_for(handle, kwargs, query.to(dtype), which, training=module.training)
+        planner = session.elsewhere or WorkPlanner(session)
+        work = planner.plan_work(handle, kwargs, query.to(dtype), which, training=module.training)
     scores = _scores(query, scaling, work.window, softcap)
     if (attend := work.attend) is not None:
         return AlikeLayers(work, dtype, lambda module, inputs: attend(module, inputs, scores))

@@ -16,11 +16,12 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import calling_trainer
 from hf_distca.integration.checks import check_evaluation, check_loader
+from hf_distca.integration.current_session import current_session, use_session
 from hf_distca.integration.dealt_trainers import follow_trainers
 from hf_distca.integration.loading import distca_configs, prepare
 from hf_distca.integration.record import Recorder
 from hf_distca.integration.reports import Metrics, metrics_of, sum_up, trace, why_given_up, why_nothing_moved
-from hf_distca.integration.session import Session, current_session, use_session
+from hf_distca.integration.session import Session
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -85,8 +86,15 @@ class DistCACallback(TrainerCallback):
         self._given_up = False  # whether it was said that exchanges were
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Apply the settings, also for evaluation before training."""
+        """Apply the settings, also for evaluation before training.
+
+        Raises:
+            UnsupportedError: if sets of shares would not be evaluated as one process evaluates them.
+        """
         self._apply_settings()
+        trainer = calling_trainer(self)
+        if trainer is not None:
+            check_evaluation(trainer)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Apply the settings, raise for a model or a loader that distca
@@ -266,5 +274,5 @@ def _say_what_is_missing(model: torch.nn.Module) -> None:
             'DistCACallback has nothing to do now: no part of this %s has attn_implementation="distca". Load the model with it.',
             type(model).__name__,
         )
-    elif current_session().group.size == 1:
+    elif current_session().join_group().size == 1:
         _log.warning("DistCACallback has nothing to balance: the attention group is this process alone.")

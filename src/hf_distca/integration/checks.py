@@ -12,14 +12,13 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.dealt_trainers import follow_trainers
-from hf_distca.integration.document_shares import shares_of
+from hf_distca.integration.current_session import current_session
+from hf_distca.integration.dealt_trainers import follow_trainers, shares_of
 from hf_distca.integration.families import why_whole
 from hf_distca.integration.first_gradient import watch_gradient
 from hf_distca.integration.first_loss import is_watched
 from hf_distca.integration.loading import distca_configs
 from hf_distca.integration.reading_order import Wrong, check_reader, wrong_epochs, wrong_reading
-from hf_distca.integration.session import current_session
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainingArguments

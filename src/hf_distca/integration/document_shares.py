@@ -23,16 +23,16 @@ from hf_distca.data.reading import read_document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import ConfigError
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.dealt_trainers import follow_trainers
 from hf_distca.integration.families import known_cost, layer_keys
-from hf_distca.integration.session import current_session
 from hf_distca.runtime.members import launched_per_node
 from hf_distca.schedule.cost import AttentionShape
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["document_shares", "lazy_dataset", "shares_of"]
+__all__ = ["document_shares", "lazy_dataset"]
 
 
 def document_shares(
@@ -152,19 +152,6 @@ def lazy_dataset(shares: Shares) -> Dataset:
     dataset = Dataset(pa.table({"input_ids": np.arange(len(shares))})).with_transform(shares)
     dataset.set_epoch = shares.set_epoch  # accelerate's loaders call it, and with them the Trainer
     return dataset
-
-
-def shares_of(dataset: object) -> Shares | StreamedShares | None:
-    """Return the shares that a data set or a loader reads, under any wrappers of
-    Trainer, TRL or accelerate; None if there are none.
-    """
-    while dataset is not None:
-        if isinstance(dataset, Shares | StreamedShares):
-            return dataset
-        form = getattr(dataset, "format", None)
-        transform = form["format_kwargs"].get("transform") if isinstance(form, dict) and "format_kwargs" in form else None
-        dataset = getattr(dataset, "dataset", None) if transform is None else transform
-    return None
 
 
 def _launched_processes() -> int:

@@ -293,7 +293,7 @@ def known_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
     if isinstance(config.cost_model, CostModel):
         return replace(config.cost_model, shape=key.shape, window=key.window)
     if isinstance(config.cost_model, Profile):
-        return config.cost_model.cost_model(key.shape, key.window, tile=config.tile)
+        return config.cost_model.make_cost_model(key.shape, key.window, tile=config.tile)
     return replace(CostModel.analytic(key.shape, device_type=key.device, tile=config.tile), window=key.window)
 
 

@@ -211,7 +211,7 @@ class AttentionHandle:
         documents.check_holes(window)
         if documents.has_mask_numbers:
             check_numbered(model_type, self.mask.unnumbered)
-        if layout is not None and documents.span_ranks and layout.scattered:
+        if layout is not None and documents.span_ranks and layout.is_scattered:
             check_parts(model_type, self.mask.whole or (None if self.segmented else why_unsegmented(model_type)))
 
     def contiguous(self) -> AttentionHandle:

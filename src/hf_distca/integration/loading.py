@@ -14,12 +14,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from hf_distca.borrowed import changed_flash_attention, let_names_pass
+from hf_distca.config import STAND_INS, check_stand_in
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop
 from hf_distca.integration.nano_batches import cut_layers
 from hf_distca.integration.processes import warn_once
-from hf_distca.integration.session import current_session
-from hf_distca.register import STAND_INS, check_stand_in
 
 __all__ = [
     "STAND_INS",
@@ -186,7 +186,7 @@ def prepare(model: Model) -> Model:
             if part.config.model_type in PING_PONG:  # of others the first forward says why it leaves them whole
                 cut_layers(part)
     if dist.is_available() and dist.is_initialized():
-        _ = session.group  # made at the first use
+        session.join_group()
     return model
 
 

@@ -17,13 +17,13 @@ from hf_distca.borrowed import CAUSAL_MASK_PARTS, MASK_BLOCKS, MASK_CHUNKS, MASK
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import MaskCall
 from hf_distca.integration.checks import check_step
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import check_family, check_layerdrop, warn_of_family, why_unnumbered, why_whole
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, MaskInfo
 from hf_distca.integration.loading import check_untouched
 from hf_distca.integration.nano_batches import cut_layers
 from hf_distca.integration.positions import check_positions, first_position, mark_starts, see_longest
 from hf_distca.integration.recomputed_masks import handle_of_forward
-from hf_distca.integration.session import current_session
 
 __all__ = ["distca_mask"]
 

@@ -19,8 +19,8 @@ from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.agreement.planner import PendingPlans
 from hf_distca.integration.callback import DistCACallback, put_before_reporters
 from hf_distca.integration.checks import check_sharing
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.nano_batches import cut
-from hf_distca.integration.session import current_session
 from hf_distca.integration.share_tokens import share_tokens
 
 __all__ = ["Announced", "DistCATrainerMixin", "announce", "plan_ahead"]
@@ -44,7 +44,7 @@ def plan_ahead(batches: Sequence[Any]) -> list[Any]:
     Raises:
         DistCADesyncError: if ranks do not agree, or do not all call it.
     """
-    announced = announce(batches, current_session().planner.progress.pop_recent_keys())
+    announced = announce(batches, current_session().planner.resume_progress().pop_recent_keys())
     return list(batches) if announced is None else announced.planned()
 
 
@@ -92,11 +92,13 @@ def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, bes
     if not keys or not _to_be_planned(batches):
         return None
     session = current_session()
-    first = session.planner.progress.next_number + after
+    first = session.planner.resume_progress().next_number + after
     place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
-    with session.group.reporting(f"planning {place}"):
+    with session.join_group().reporting(f"planning {place}"):
         requests = [_requests(batch, keys, session.config.tile) for batch in batches]
-        planning = session.planner.begin_plans(list(chain.from_iterable(requests)), session.group, place, in_background=beside)
+        planning = session.planner.begin_plans(
+            list(chain.from_iterable(requests)), session.join_group(), place, in_background=beside
+        )
     return Announced(list(batches), keys, planning)
 
 
@@ -164,12 +166,12 @@ class DistCATrainerMixin:
             self._iterator = epoch_iterator
             if self.shares_tokens:
                 trainer: Any = self
-                check_sharing(trainer, current_session().trainers.size)
+                check_sharing(trainer, current_session().join_trainers().size)
         source = chain(self._drawn, epoch_iterator)
         batches, *rest = super().get_batch_samples(source, num_batches, *args, **kwargs)  # type: ignore[misc]
         if self.shares_tokens:
             return (share_tokens(batches), *rest)
-        keys, announced, self._announced = current_session().planner.progress.pop_recent_keys(), self._announced, None
+        keys, announced, self._announced = current_session().planner.resume_progress().pop_recent_keys(), self._announced, None
         if announced is None or list(map(id, batches)) != list(map(id, announced.batches)):
             announced = announce(batches, keys)
         planned = batches if announced is None else announced.planned()

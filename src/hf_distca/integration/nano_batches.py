@@ -26,10 +26,11 @@ from transformers.cache_utils import Cache
 from hf_distca.agreement.documents import Documents
 from hf_distca.borrowed import in_backward
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import PING_PONG
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.processes import warn_once
-from hf_distca.integration.session import current_session
+from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.runtime.pingpong import find_checkpointed_parts, run_nano_batches
 
 __all__ = ["Handover", "NanoBatches", "can_cut", "cut", "cut_layers"]
@@ -262,7 +263,7 @@ def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
     if any(isinstance(argument, Cache) for argument in flat) and not (layer.training and torch.is_grad_enabled()):
         return None
     session = current_session()
-    if handle.nano or not session.uses_nano_batches(handle, layer.training):
+    if handle.nano or not (session.elsewhere or WorkPlanner(session)).uses_nano_batches(handle, layer.training):
         return None
     if (why := _holds_attention(layer)) is not None:
         warn_once(
@@ -272,7 +273,7 @@ def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
         )
         return None
     if handle.nano_batches is None:
-        documents = session.documents(handle, kwargs, layer.training)
+        documents = WorkPlanner(session).read_documents(handle, kwargs, layer.training)
         if documents.span_ranks and (documents.dealt_share is None or documents.dealt_share.first_nano_tokens is None):
             warn_once(
                 "ping-pong leaves layers whole while documents span ranks, unless they were dealt for it: give the same "

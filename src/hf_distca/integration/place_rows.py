@@ -30,10 +30,10 @@ from hf_distca.data.row_documents import find_row_documents
 from hf_distca.data.row_placement import RowPlacement, StepPlaces
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.callback import DistCACallback
-from hf_distca.integration.document_shares import shares_of
+from hf_distca.integration.current_session import current_session
+from hf_distca.integration.dealt_trainers import shares_of
 from hf_distca.integration.families import known_cost, layer_counts
 from hf_distca.integration.processes import say
-from hf_distca.integration.session import current_session
 from hf_distca.runtime.members import node_number
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray
@@ -144,7 +144,7 @@ def _attention_seconds(lengths: IntArray, model: Any, config: DistCAConfig) -> F
     for key, layers in layer_counts(model, None, PartialState().device.type).items():
         cost, chunk = known_cost(key, config), key.chunk or max(int(lengths.max(initial=1)), 1)
         whole, rest = np.divmod(lengths, chunk)
-        parts = whole * cost.seconds(chunk, chunk) + np.where(rest > 0, cost.seconds(rest, rest), 0.0)
+        parts = whole * cost.estimate_seconds(chunk, chunk) + np.where(rest > 0, cost.estimate_seconds(rest, rest), 0.0)
         seconds += layers * parts
     return seconds
 

@@ -72,7 +72,7 @@ class Recorder(logging.Filter):
     def __init__(self, folder: Path, session: Session, *, every_plan: bool) -> None:
         super().__init__()
         self._path, self._session, self._every_plan = folder / RECORD_NAME, session, every_plan
-        self._began = session.planner.progress.number
+        self._began = session.planner.resume_progress().number
         self._tally, self._ranks = BalanceTotals(), np.zeros((len(fields(PerRank)), 0))
         self._worst: tuple[float, PlannedMicroBatch] | None = None  # seconds of the slowest rank by the mean
         self._plan_bytes = 0
@@ -110,7 +110,7 @@ class Recorder(logging.Filter):
             rows.append(self._plan_row(self._worst[1]))
             self._worst = None
         number = loss if isinstance(loss, float) and math.isfinite(loss) else None
-        kernels, rates = list(self._session.kernels), self._session.planner.progress.costs.learned_corrections
+        kernels, rates = list(self._session.kernels), self._session.planner.resume_progress().costs.learned_corrections
         rows.append(StepsRow(step, asdict(tally), _per_rank(ranks), number, kernels, rates))
         self._write(rows)
 

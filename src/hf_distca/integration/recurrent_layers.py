@@ -35,12 +35,13 @@ from transformers import PreTrainedModel
 from hf_distca.borrowed import is_of_package
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import check_parts, warn_of_packing, why_unsegmented
-from hf_distca.integration.recurrent_rows import RECURRENT_ROWS, RecurrentRows, recurrent_rows, rows_of
+from hf_distca.integration.recurrent_rows import RECURRENT_ROWS, RecurrentRows, recurrent_rows
+from hf_distca.integration.recurrent_segments import rows_of
+from hf_distca.late_imports import when_imported
 from hf_distca.recurrent.convolution import causal_convolution
 from hf_distca.recurrent.delta_rule import DeltaInputs, RuleOutputs, document_by_document, gated_delta_rule
 from hf_distca.recurrent.segments import Segments
 from hf_distca.recurrent.state_space import ScanInputs, mamba2, scan_by_document
-from hf_distca.register import when_imported
 from hf_distca.runtime.outputs import LayerOutputs
 
 __all__ = ["MODULES", "begin_documents_anew"]

@@ -5,27 +5,17 @@ run, on this rank and from rank to rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from hf_distca.agreement.announce import HEADER_SIZE, AnnouncedBatch, build_layout, check_equal, check_shares
-from hf_distca.agreement.document_starts import convert_mask
-from hf_distca.agreement.documents import Documents, TokenBatch
-from hf_distca.errors import LayoutError, UnsupportedError
-from hf_distca.integration.positions import mark_starts
+from hf_distca.agreement.documents import Documents
 from hf_distca.kernels.varlen import to_device
 from hf_distca.recurrent.segments import Segments
-from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import OutputStore
-from hf_distca.schedule.layout import Layout
 
-if TYPE_CHECKING:
-    from hf_distca.integration.session import Session
-
-__all__ = ["RECURRENT_ROWS", "RecurrentRows", "recurrent_rows", "rows_of"]
+__all__ = ["RECURRENT_ROWS", "RecurrentRows", "recurrent_rows"]
 
 RECURRENT_ROWS = "distca_rows"  # the keyword argument
 
@@ -84,92 +74,3 @@ def recurrent_rows(arguments: Mapping[str, Any]) -> RecurrentRows | None:
     """
     rows = arguments.get(RECURRENT_ROWS)
     return rows if isinstance(rows, RecurrentRows) else None
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads documents
-def rows_of(model: PreTrainedModel, given: Mapping[str, Any]) -> RecurrentRows | None:
-    """Make the rows of a batch; None if a cache is read, or if
-    attention will raise for its documents.
-    """
-    from hf_distca.integration.session import current_session  # it imports handles, which import this
-
-    session = current_session()
-    tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
-    cache, mask = given.get("past_key_values"), given.get("attention_mask")
-    if not isinstance(tokens, torch.Tensor) or isinstance(mask, dict) or (cache is not None and cache.get_seq_length()):
-        return None
-    batch_size, length = tokens.shape[:2]
-    padding = convert_mask(mask[:, :length]) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-    try:
-        told = given.get("distca_documents"), given.get("cu_seq_lens_q"), _of_text(given.get("position_ids"))
-        batch = TokenBatch(batch_size, length, *told, padding)
-        documents = batch.read_documents(span_ranks=session.config.documents_span_ranks, training=model.training)
-        segments = _cut(documents, session, model.training) if documents.span_ranks else _packed(documents, batch_size, length)
-    except (LayoutError, UnsupportedError):
-        return None
-    if segments is not None and cache is not None:
-        raise UnsupportedError(
-            f"{type(model).__name__} got past_key_values, and {len(documents.runs)} packed documents in {batch_size} rows: a "
-            "cache does not keep their states apart. Leave past_key_values out."
-        )
-    return RecurrentRows(documents, batch_size, length, segments)
-
-
-def _of_text(positions: torch.Tensor | None) -> torch.Tensor | None:
-    """Return text positions (axis 0 of 4) of M-RoPE position ids; for three
-    axes, marks of the beginnings of documents.
-    """
-    if positions is None or positions.dim() < 3:
-        return positions
-    return positions[0] if len(positions) == 4 else mark_starts(positions)
-
-
-def _packed(documents: Documents, batch_size: int, length: int) -> Segments | None:
-    """Make segments of whole documents, each with the padding after it;
-    None if each row is at most one document.
-    """
-    if not documents.is_packed(length):
-        return None
-    begin = documents.first_token_indices
-    begin[0] = 0  # with the padding before it
-    return Segments.packed(np.diff(begin, append=batch_size * length).tolist())
-
-
-def _cut(documents: Documents, session: Session, training: bool) -> Segments:
-    """Make the segments of this rank of documents that may continue on other ranks. Collective."""
-    group = session.trainers if training or session.config.balance_evaluation else AttentionGroup()
-    name = f"micro-batch {session.planner.progress.next_number}"
-    return Segments.from_layout(_layout(documents, group, name), group, session.meter, name)
-
-
-# What begins a row of numbers for other ranks. Announcements for attention begin with their count, which is not negative.
-_NUMBERED, _SHARE = -1, -2
-
-
-def _layout(documents: Documents, group: AttentionGroup, name: str) -> Layout:
-    """Return the layout of all ranks, known from a share or else
-    exchanged; all ranks get the same, or an error.
-
-    Attention compares shares while ranks continue. Here states would travel before that, and over
-    gloo messages of unequal sizes end a process.
-    """
-    dealt = documents.dealt_share
-    if dealt is None:
-        kind, numbers = _NUMBERED, documents.runs.reshape(-1)
-    else:
-        dealt.check_group(group)
-        if not dealt.whole_layout.spans.any():
-            return dealt.whole_layout
-        kind, numbers, name = _SHARE, np.array([*dealt.batch_id, dealt.digest]), f"{name} ({dealt})"
-    row = np.concatenate([[kind], np.zeros(HEADER_SIZE - 1, dtype=np.int64), numbers])  # as long as an announcement at least
-    rows = group.gather(row, doing=f"comparing documents of {name} for recurrent layers")
-    kinds = np.array([-min(int(row[0]), 0) for row in rows])
-    what = "documents in recurrent layers (0: all whole, 1: numbered parts, 2: parts of a share)"
-    check_equal(group, kinds, what, name, "use the same data set and collator on every rank")
-    columns = [row[HEADER_SIZE:] for row in rows]
-    if dealt is not None:
-        check_shares(np.stack(columns), group, name)
-        return dealt.whole_layout
-    none = np.zeros(group.size, dtype=np.int64)
-    parts = np.concatenate(columns).reshape(-1, 3)
-    return build_layout(AnnouncedBatch(none + 1, none, none, np.array([len(column) // 3 for column in columns]), parts))

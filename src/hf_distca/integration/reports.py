@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.history import BalanceTotals
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.processes import say
-from hf_distca.integration.session import Session, current_session
+from hf_distca.integration.session import Session
 from hf_distca.kernels.variants import late_compiles
 from hf_distca.measure.timeline import Trace
 
@@ -160,7 +161,7 @@ def why_nothing_moved(done: BalanceTotals, session: Session) -> str | None:
     saved, milliseconds = 1 - 1 / ratio, (done.estimated_before - done.estimated_mean) / done.micro_batches * 1e3
     if saved < config.min_gain:
         return f"{said}: {uneven}, and evening that out saves {saved:.1%} at most, less than min_gain={config.min_gain:g}."
-    costs = session.planner.progress.costs
+    costs = session.planner.resume_progress().costs
     cost = costs.get_cost(PlanKey(*next(iter(costs))))
     return (
         f"{said}: {uneven}, and evening that out saves {milliseconds:.3g} ms a layer at most, of which the exchange would leave "
@@ -174,7 +175,7 @@ def why_given_up(session: Session) -> str | None:
     """Return a message that exchanges were given up because they cost more
     than they saved, with the figures; else None.
     """
-    slower = session.planner.progress.costs.exchange_slowdown
+    slower = session.planner.resume_progress().costs.exchange_slowdown
     if slower is None:
         return None
     return (

@@ -14,8 +14,9 @@ from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.dealt_trainers import follow_trainers
-from hf_distca.integration.session import Session, current_session
+from hf_distca.integration.session import Session
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray
@@ -59,10 +60,10 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
     """
     follow_trainers()
     session = current_session()
-    group = session.trainers
+    group, progress = session.join_trainers(), session.planner.resume_progress()
     if group.size == 1 or not batches:
         return list(batches)
-    place = f"sharing tokens from micro-batch {session.planner.progress.next_number} on"
+    place = f"sharing tokens from micro-batch {progress.next_number} on"
     with group.reporting(place):
         drawn = [_Drawn.of(batch) for batch in batches]
         counts = [len(batch.lengths) for batch in drawn]
@@ -70,10 +71,7 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
         check_equal(group, np.array([row[0] for row in rows]), "numbers of micro-batches", place, "draw as many on every rank")
         # The lengths in each micro-batch of each rank.
         lengths = [np.split(row[1 + len(drawn) :], np.cumsum(row[1 : len(drawn)])) for row in rows]
-        costs = {
-            key._replace(nano=0): session.planner.progress.costs.get_cost(key)
-            for key in session.planner.progress.pop_recent_keys()
-        }
+        costs = {key._replace(nano=0): progress.costs.get_cost(key) for key in progress.pop_recent_keys()}
         shared = [_deal(session, costs, number, [of_rank[number] for of_rank in lengths]) for number in range(len(drawn))]
         tokens = _exchange(group, drawn, shared, place)
     return [
@@ -147,12 +145,12 @@ class _Shared:
         """List the runs of a rank: (rank that drew it, index of its
         first token there, number of tokens).
         """
-        segments = [] if self.packed.dealt_share is None else self.packed.dealt_share.whole_layout.segments(rank)
+        segments = [] if self.packed.dealt_share is None else self.packed.dealt_share.whole_layout.list_segments(rank)
         return [(int(self.home[s.document]), int(self.start[s.document]) + s.start, s.length) for s in segments]
 
 
 def _deal(session: Session, costs: dict[PlanKey, CostModel], number: int, lengths: Sequence[IntArray]) -> _Shared:
-    group, planner = session.trainers, session.planner
+    group, planner = session.join_trainers(), session.planner
     joined = np.concatenate(lengths)
     home = np.repeat(np.arange(group.size), [len(of_rank) for of_rank in lengths])
     start = np.concatenate([np.cumsum(of_rank) - of_rank for of_rank in lengths])
@@ -160,11 +158,11 @@ def _deal(session: Session, costs: dict[PlanKey, CostModel], number: int, length
     dealing = DealSettings(
         group.size,
         [fair + (rank < more) for rank in range(group.size)],
-        costs or {PlanKey(_SOME_SHAPE, "cpu"): CostModel.pairs(_SOME_SHAPE)},
+        costs or {PlanKey(_SOME_SHAPE, "cpu"): CostModel.of_pairs(_SOME_SHAPE)},
         session.config,
         group.per_node,
     )
-    return _Shared(dealing.make_share(joined, (0, planner.progress.number + number + 1), group.rank), home, start)
+    return _Shared(dealing.make_share(joined, (0, planner.resume_progress().number + number + 1), group.rank), home, start)
 
 
 def _exchange(group: AttentionGroup, drawn: Sequence[_Drawn], shared: Sequence[_Shared], place: str) -> list[torch.Tensor]:

@@ -1,4 +1,7 @@
-"""Attention kernels behind one signature. `select_kernel` picks the one to run and says which."""
+"""Attention kernels behind one signature. `select_kernel` picks the one to run and says which.
+
+May import `borrowed`.
+"""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def timed(
             seconds = times(model.shape, kernel, tasks, dtype, timer)
             if sum(seconds) >= enough:
                 break
-        counts.append(model.counts(tasks.query_length, tasks.key_length).sum(axis=1))
+        counts.append(model.count_work(tasks.query_length, tasks.key_length).sum(axis=1))
         taken.append(seconds)
     return np.stack(counts, axis=1), np.array(taken).T
 
@@ -143,7 +143,7 @@ def fastest(
     Returns:
         Its name, None if there is no kernel that runs on all ranks.
     """
-    case = Case(device, dtype, shape.head_dim, shape.value_head_dim, Scores(1.0), shape.ratio)
+    case = Case(device, dtype, shape.head_dim, shape.value_head_dim, Scores(1.0), shape.heads_per_key_head)
     kernels = {kernel.name: kernel for kernel in list_runnable(case)}
     ours = np.array([0.0 if name in kernels else np.inf for name in names])
     if group.rank == 0 and len(kernels) > 1:

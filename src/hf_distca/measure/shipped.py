@@ -20,8 +20,8 @@ def shipped_profile(device: torch.device, kernel: Kernel, group: AttentionGroup)
     and learn speeds in training.
     """
     active = torch.nn.attention.current_flash_attention_impl() if kernel.name == "cuda" else None  # not torch's own kernel
-    profile = None if active is not None else Profile.of_gpu(torch.cuda.get_device_name(device), kernel.name)
-    names = Profile.shipped()
+    profile = None if active is not None else Profile.find_gpu_profile(torch.cuda.get_device_name(device), kernel.name)
+    names = Profile.list_shipped()
     place = -1 if profile is None else names.index(profile)
     same = group.all_equal(np.array([place]), doing="comparing GPUs and attention kernels")
     return Profile.load(names[place]) if same and place >= 0 else None

@@ -20,8 +20,8 @@ from hf_distca.agreement.announce import SharedSettings, hash_settings
 from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.errors import ConfigError, DistCAError, LayoutError
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.nano_batches import can_cut, cut
-from hf_distca.integration.session import current_session
 from hf_distca.pipeline.borrowed_pipelining import OneStageSchedule
 from hf_distca.pipeline.stage_ranks import (
     StepRow,
@@ -195,7 +195,7 @@ class Schedule(OneStageSchedule):
         """Plan all ticks: from one announcement, or from dealt shares, which
         hold all documents, so that no rank waits.
         """
-        progress = self._session.planner.progress
+        progress = self._session.planner.resume_progress()
         shares = [read.dealt_share for read in documents if read.dealt_share is not None]
         place = f"{name}, {self.micro_batches} micro-batches in {self.stage.num_stages} stages"
         with group.reporting(f"planning {place}"):

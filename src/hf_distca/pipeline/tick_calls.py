@@ -19,6 +19,7 @@ from hf_distca.borrowed import in_backward
 from hf_distca.errors import DistCADesyncError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, Work
 from hf_distca.integration.session import Session
+from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels.base import Operands, Scores, TaskBatch
 from hf_distca.kernels.varlen import to_device
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
@@ -238,17 +239,16 @@ class LayerKindRecorder:
     def __init__(self, session: Session) -> None:
         self.session, self.kinds = session, list[LayerKind]()
 
-    def uses_nano_batches(self, _handle: AttentionHandle) -> bool:
-        """Return False: these layers run whole. See `Session.uses_nano_batches`."""
+    def uses_nano_batches(self, _handle: AttentionHandle, _training: bool) -> bool:
+        """Return False: these layers run whole. See `WorkPlanner.uses_nano_batches`."""
         return False
 
-    def work_for(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
-        """See `Session.work_for`."""
-        handle.alone, self.session.elsewhere = True, None
-        try:
-            work = self.session.work_for(handle, arguments, query, key, training=False)
-        finally:
-            self.session.elsewhere = self
+    def plan_work(
+        self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey, *, training: bool
+    ) -> Work:
+        """See `WorkPlanner.plan_work`."""
+        handle.alone = True
+        work = WorkPlanner(self.session).plan_work(handle, arguments, query, key, training=False)
         handle.work[key] = replace(work, attend=partial(self._attend, work, key))
         return handle.work[key]
 
@@ -272,14 +272,16 @@ class StageAttention:
         self.micro_batch: MicroBatch | None = None
         self.nano_batches = False
 
-    def uses_nano_batches(self, handle: AttentionHandle) -> bool:
-        """See `Session.uses_nano_batches`."""
+    def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
+        """See `WorkPlanner.uses_nano_batches`."""
         if self.nano_batches and self.micro_batch is not None:
             handle.documents = self.micro_batch.documents.cut_into_chunks(handle.mask.chunk)
         return self.nano_batches
 
-    def work_for(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
-        """See `Session.work_for`; calls get their routes when they are made."""
+    def plan_work(
+        self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey, *, training: bool
+    ) -> Work:
+        """See `WorkPlanner.plan_work`; calls get their routes when they are made."""
         micro_batch = self.micro_batch
         if micro_batch is None:
             raise DistCADesyncError("a stage of a pipeline ran a forward outside its schedule: let `Schedule.step` run it.")
@@ -320,7 +322,7 @@ class StageAttention:
         """Make the server that runs the tasks of a call."""
         shape, scores = part.kind.key.shape, Scores(part.kind.scale, part.window, part.kind.softcap)
         widths = shape.head_dim, shape.value_head_dim
-        kernel = self.session.kernel(part.kind.make_empty_operands(self.device).q_THD, widths, scores, shape.ratio)
+        kernel = self.session.kernel(part.kind.make_empty_operands(self.device).q_THD, widths, scores, shape.heads_per_key_head)
         reporting = partial(self.group.reporting, f"computing {part.name}")
         meter, trace = self.session.meter, self.session.trace
         return AttentionServer(

@@ -164,7 +164,7 @@ def read_shared_documents(shares: Sequence[DealtShare], copies: Sequence[int], p
     documents = []
     for dealt in shares:
         layout = dealt.layouts[part.nano - 1] if part.nano else dealt.whole_layout
-        rows = [np.array(layout.segments(copy), dtype=np.int64).reshape(-1, 3) for copy in range(dealt.ranks)]
+        rows = [np.array(layout.list_segments(copy), dtype=np.int64).reshape(-1, 3) for copy in range(dealt.ranks)]
         documents.append([Documents(rows[copy], span_ranks=True).cut_into_chunks(part.chunk) for copy in copies])
     return documents
 

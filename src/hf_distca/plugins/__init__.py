@@ -1,1 +1,4 @@
-"""Plugins for trainers that load them by name, one file for each trainer."""
+"""Plugins for trainers that load them by name, one file for each trainer.
+
+May import `integration`.
+"""

@@ -10,8 +10,9 @@ from datetime import timedelta
 from typing import NamedTuple, NoReturn
 
 from hf_distca.errors import ConfigError
+from hf_distca.pool.addresses import store_key
 
-__all__ = ["QUIET", "LaunchPlace", "listen_at", "parse_address", "store_key", "serve_alone", "serve_launched"]
+__all__ = ["QUIET", "LaunchPlace", "listen_at", "serve_alone", "serve_launched"]
 
 # What keeps torch from writing frames of C++ where a connection ends, as all do with rank 0.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -71,25 +72,6 @@ class LaunchPlace(NamedTuple):
         trains = self.per_node - each_node
         rank, size = str(self.node * trains + self.local), str(self.nodes * trains)
         return {"RANK": rank, "WORLD_SIZE": size, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": size, "LOCAL_WORLD_SIZE": str(trains)}
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """Split ``HOST:PORT`` into host and port.
-
-    Raises:
-        ConfigError: if the text does not have this form.
-    """
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{text!r} must be HOST:PORT, such as 10.0.0.7:29600.")
-    return host.strip("[]"), int(port)
-
-
-def store_key(number: int, attempt: str) -> str:
-    """Return the key under which the server of this number publishes
-    its address, in the store of a launch.
-    """
-    return f"distca server {number} of attempt {attempt}"
 
 
 def listen_at(host: str, port: int) -> socket.socket:

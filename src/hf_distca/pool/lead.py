@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from hf_distca.borrowed import PrefixStore, Store, TCPStore, store_of_world, timeout_of
 from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError
-from hf_distca.pool.launch import parse_address, store_key
+from hf_distca.pool.addresses import parse_address, store_key
 from hf_distca.pool.words import JsonLineConnection
 from hf_distca.runtime.group import AttentionGroup, Members, ServerNotifier
 from hf_distca.runtime.members import PoolRanks

@@ -32,6 +32,7 @@ from hf_distca.doctor.exchange import exchange, versions
 from hf_distca.errors import DistCADesyncError
 from hf_distca.integration.handle import Work
 from hf_distca.integration.session import Session
+from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels.base import Scores
 from hf_distca.pool.lead import find_pool_ranks
 from hf_distca.pool.words import JsonLineConnection, read_config, read_dtype, read_key, read_requests, read_shares, read_step
@@ -215,14 +216,14 @@ class Server:
     def use_plan(self, session: int, plan: int, work: int) -> None:
         """Use a plan for a micro-batch."""
         planned, user = self._known.pop(plan), self._known[session]
-        before = user.planner.progress.number
-        taken = user.use_plan(Documents(planned.runs), planned, self._group, self._device)
+        before = user.planner.resume_progress().number
+        taken = WorkPlanner(user).use_plan(Documents(planned.runs), planned, self._group, self._device)
         self._known[work] = _UsedPlan(user, planned.key, taken)
-        self._micro_batches += user.planner.progress.number - before
+        self._micro_batches += user.planner.resume_progress().number - before
 
     def gather(self, session: int) -> None:
         """Take part when ranks gather their measurements."""
-        self._known[session].planner.progress.gather_measurements(self._group)
+        self._known[session].planner.resume_progress().gather_measurements(self._group)
 
     def try_exchange(self, session: int) -> None:
         """Take part in the trial exchange of `hf-distca doctor`, in no session."""
@@ -233,7 +234,9 @@ class Server:
         session, key, used = self._known[work]
         operands = make_empty_operands(key.shape, read_dtype(layer["dtype"]), self._device)
         scores = Scores(layer["scale"], used.window, layer["softcap"])
-        kernel = session.kernel(operands.q_THD, (key.shape.head_dim, key.shape.value_head_dim), scores, key.shape.ratio)
+        kernel = session.kernel(
+            operands.q_THD, (key.shape.head_dim, key.shape.value_head_dim), scores, key.shape.heads_per_key_head
+        )
         server = AttentionServer(kernel, scores, used.meter, partial(used.group.reporting, f"computing {place}"))
         taken = Call(used.route, used.group.at(place, used.route.forward_exchanges), server)
         if backward:

@@ -125,9 +125,9 @@ class Segments:
             )
         if layout.world_size != group.size:
             raise LayoutError(f"a layout of {layout.world_size} ranks for a group of {group.size}: give the layout of the group.")
-        document = layout.unsplit(layout.document)
-        order = np.lexsort((layout.end, layout.run, document))
-        columns = (column[order] for column in (document, layout.run, layout.end, layout.rank, layout.token))
+        document = layout.restore_numbers(layout.document)
+        order = np.lexsort((layout.end, layout.run_start, document))
+        columns = (column[order] for column in (document, layout.run_start, layout.end, layout.rank, layout.token))
         document, start, end, rank, token = columns
         fresh = np.flatnonzero(np.append(True, (document[1:] != document[:-1]) | (start[1:] != start[:-1]))[: len(order)])
         last = np.append(fresh[1:], len(order))[: len(fresh)] - 1
@@ -141,7 +141,7 @@ class Segments:
             number: tuple(HeldSegment(*row[1:]) for row in rows) for number, rows in itertools.groupby(held, lambda row: row[0])
         }
         cut = {number: rows for number, rows in by_document.items() if len(rows) > 1}
-        return cls(here, cut, bool(layout.spans.any()), group, meter or Meter(), name or "a micro-batch")
+        return cls(here, cut, bool(layout.has_many_ranks.any()), group, meter or Meter(), name or "a micro-batch")
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:

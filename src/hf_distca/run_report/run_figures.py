@@ -176,10 +176,10 @@ def _drawn(row: PlanRow) -> PlanFigures:
     for part in row.parts:
         plan = Plan.from_json(json.dumps(part.plan))
         layout, rows = plan.layout, (plan.end - plan.start) * plan.heads
-        for document, end in zip(layout.unsplit(layout.document).tolist(), layout.end.tolist(), strict=True):
+        for document, end in zip(layout.restore_numbers(layout.document).tolist(), layout.end.tolist(), strict=True):
             lengths[document] = max(lengths.get(document, 0), end)
         speeds = np.array(part.speeds or [1.0] * layout.world_size, dtype=np.float64)
-        placed = [layout.unsplit(plan.document), plan.home, plan.server, speeds[plan.home], speeds[plan.server]]
+        placed = [layout.restore_numbers(plan.document), plan.home, plan.server, speeds[plan.home], speeds[plan.server]]
         tasks.append(np.array([*placed, rows, part.seconds], dtype=np.float64))  # fails if there are other numbers of seconds
     documents, homes, servers, home_speeds, server_speeds, rows, seconds = np.concatenate(tasks, axis=1)
     at_home = _pieces(lengths, [homes, documents, homes], [rows, seconds / home_speeds])

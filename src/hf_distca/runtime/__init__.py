@@ -1,1 +1,4 @@
-"""The room that carries a plan out with torch. It knows nothing of transformers."""
+"""The room that carries a plan out with torch. It knows nothing of transformers.
+
+May import `borrowed`, `schedule` and `kernels`.
+"""

@@ -20,7 +20,7 @@ import torch
 from hf_distca.kernels.base import TaskBatch
 from hf_distca.runtime.messages import MessageLayouts, PoolRun, RowRun, Rows, add_rows, concat_rows, split_runs, view_rows
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.share import Columns, Passing, RankMessage, WaveShare, share_of
+from hf_distca.schedule.share import Columns, RankMessage, RelayDuty, WaveShare, compute_share
 from hf_distca.schedule.waves import Waves
 
 __all__ = ["KeyPool", "KeyRelay", "Route", "Wave"]
@@ -173,7 +173,7 @@ class Route:
     def build(cls, plan: Plan, rank: int, waves: Waves | None = None) -> Route:
         """Derive the route of `rank`. `waves` are those of the plan."""
         waves = waves or Waves(plan, np.zeros_like(plan.start))
-        local_tasks, shares, local = share_of(waves, rank)
+        local_tasks, shares, local = compute_share(waves, rank)
         groups, moved = waves.plan.layout.groups, waves.plan.moved
         built, local_wave = (_wave(share, groups) for share in shares), None if local is None else _wave(local, groups)
         return cls(_batch(local_tasks), tuple(built) or (_make_empty_wave(),), moved, groups, local_wave)
@@ -200,16 +200,16 @@ def _wave(share: WaveShare, groups: int) -> Wave:
         _rows(share.queries, groups),
         _rows(share.keys, groups),
         _runs(share.own_queries, groups),
-        KeyPool(tuple(pool), _rows(share.way_back)),
-        _batch(share.arrived),
-        None if share.passing is None else _relay(share.passing),
+        KeyPool(tuple(pool), _rows(share.gradients)),
+        _batch(share.pool_tasks),
+        None if share.relay_duty is None else _relay(share.relay_duty),
     )
 
 
-def _relay(passing: Passing) -> KeyRelay:
-    sections, starts, rows, places = passing.pieces
+def _relay(duty: RelayDuty) -> KeyRelay:
+    sections, starts, rows, places = duty.pieces
     pieces, in_pool = map(PoolRun, sections, starts, rows), map(PoolRun, repeat(None), places, rows)
-    return KeyRelay(tuple(pieces), tuple(in_pool), _rows(passing.keys), _rows(passing.way_back))
+    return KeyRelay(tuple(pieces), tuple(in_pool), _rows(duty.keys), _rows(duty.gradients))
 
 
 def _rows(message: RankMessage, step: int = 1) -> Rows:

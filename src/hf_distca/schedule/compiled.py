@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["compiled", "inner"]
+__all__ = ["compile_function", "compile_inner"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -24,7 +24,7 @@ except ImportError:
     numba = None
 
 
-def compiled(function: F, *, keep: Path | None = None, inside: bool = False) -> F:
+def compile_function(function: F, *, keep: Path | None = None, inside: bool = False) -> F:
     """Compile a function, which may call only compiled functions.
 
     Divisions by zero behave as in numpy.
@@ -49,10 +49,10 @@ def compiled(function: F, *, keep: Path | None = None, inside: bool = False) -> 
             "numba finds no folder that it can write to, so every process compiles the moves of the scheduler again, in a few "
             "seconds: set NUMBA_CACHE_DIR to a folder that can be written."
         )
-        return compiled(function)
+        return compile_function(function)
     return machine_code
 
 
-def inner(function: F) -> F:
+def compile_inner(function: F) -> F:
     """Compile a function that only compiled functions may call."""
-    return compiled(function, inside=True)
+    return compile_function(function, inside=True)

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.moves import FloatArray, task_counts
+from hf_distca.schedule.moves import FloatArray, count_task_work
 
 __all__ = [
     "ALL_KEYS",
@@ -37,29 +37,29 @@ __all__ = [
     "CostModel",
     "FloatArray",
     "KernelCost",
-    "LEAST_RATE",
-    "MOST_SECONDS",
-    "Price",
-    "causal_pairs",
+    "MIN_RATE",
+    "MAX_SECONDS",
+    "MarginalCost",
+    "count_causal_pairs",
     "fit_coefficients",
-    "rate_or_infinity",
-    "without_infinities",
+    "read_rate",
+    "replace_infinities",
 ]
 
 # What a device may be like; beyond, sums of seconds are infinite, and their ratios are no numbers.
-LEAST_RATE = 1.0  # a second
-MOST_SECONDS = 1e6
+MIN_RATE = 1.0  # a second
+MAX_SECONDS = 1e6
 # The window of layers in which a row sees all keys before it.
 ALL_KEYS = 2**62
 
 
-def causal_pairs(rows: npt.ArrayLike, keys: npt.ArrayLike, window: int | None = None) -> FloatArray:
+def count_causal_pairs(rows: npt.ArrayLike, keys: npt.ArrayLike, window: int | None = None) -> FloatArray:
     """Count the query-key pairs of `rows` query rows that end at document position `keys`.
 
     The last row sees `keys` keys, its own position included, or the last `window` of them.
     """
     n, m = np.broadcast_arrays(rows, keys)
-    return np.asarray(task_counts(n, m, 1, ALL_KEYS if window is None else window)[1], dtype=np.float64)
+    return np.asarray(count_task_work(n, m, 1, ALL_KEYS if window is None else window)[1], dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class AttentionShape:
             raise ConfigError(f"{self}: all must be >= 1 and query_heads a multiple of key_value_heads.")
 
     @property
-    def ratio(self) -> int:
+    def heads_per_key_head(self) -> int:
         """Number of query heads for each key/value head."""
         return self.query_heads // self.key_value_heads
 
@@ -112,7 +112,7 @@ class AttentionShape:
         """Bytes that backward moves for a key: k, v, dk, dv of every query head;
         the latter twice where heads share a key.
         """
-        return (3 if self.ratio > 1 else 2) * self.row_bytes
+        return (3 if self.heads_per_key_head > 1 else 2) * self.row_bytes
 
     @property
     def lse_bytes(self) -> int:
@@ -161,20 +161,20 @@ class KernelCost:
         """Seconds of a task, a byte and a flop: shape (3,)."""
         return np.array([self.task_seconds, 1 / self.bytes_per_second, 1 / self.flops_per_second])
 
-    def of_call(self, seconds: npt.ArrayLike, calls: npt.ArrayLike = 1) -> FloatArray:
+    def add_call_overhead(self, seconds: npt.ArrayLike, calls: npt.ArrayLike = 1) -> FloatArray:
         """Return the seconds of so many calls whose tasks take `seconds`
         together; without tasks there is no call.
         """
-        taken = np.asarray(seconds, dtype=np.float64)
-        whole = np.maximum(taken + self.call_seconds * np.asarray(calls), self.least_seconds * np.asarray(calls))
-        return np.where(taken > 0, whole, 0.0)
+        task_seconds = np.asarray(seconds, dtype=np.float64)
+        call_seconds = np.maximum(task_seconds + self.call_seconds * np.asarray(calls), self.least_seconds * np.asarray(calls))
+        return np.where(task_seconds > 0, call_seconds, 0.0)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> KernelCost:
         """Read the coefficients by name, None for an infinite one."""
-        cost = cls(**{name: rate_or_infinity(value) for name, value in data.items()})
-        fits = all(0 <= seconds <= MOST_SECONDS for seconds in (cost.task_seconds, cost.call_seconds, cost.least_seconds))
-        if not (fits and min(cost.bytes_per_second, cost.flops_per_second) >= LEAST_RATE and 0 < cost.row_passes < math.inf):
+        cost = cls(**{name: read_rate(value) for name, value in data.items()})
+        fits = all(0 <= seconds <= MAX_SECONDS for seconds in (cost.task_seconds, cost.call_seconds, cost.least_seconds))
+        if not (fits and min(cost.bytes_per_second, cost.flops_per_second) >= MIN_RATE and 0 < cost.row_passes < math.inf):
             raise ValueError(f"{cost}: seconds must be from 0 to 1e6, rates at least 1 a second, passes positive and finite")
         return cost
 
@@ -274,14 +274,14 @@ class CostModel:
         return cls(shape, forward, backward, bandwidth, latency, tile, f"analytic {kind}", node_bytes_per_second=inside)
 
     @classmethod
-    def pairs(cls, shape: AttentionShape) -> CostModel:
+    def of_pairs(cls, shape: AttentionShape) -> CostModel:
         """Make a model of one second per 2**30 causal pairs, nothing for anything
         else: balances pairs, as published planners do.
         """
         forward = KernelCost(0.0, np.inf, 2.0**30 * shape.pair_flops)
         return cls(shape, forward, KernelCost(0.0, np.inf, np.inf), np.inf, tile=1, name="causal pairs")
 
-    def within(self, longest: int) -> Self:
+    def without_unused_window(self, longest: int) -> Self:
         """Return this model for documents of at most `longest` tokens: without a window that none exceeds."""
         return replace(self, window=None) if self.window is not None and self.window >= longest else self
 
@@ -290,7 +290,7 @@ class CostModel:
 
         Infinite rates, which cost nothing, are null.
         """
-        return json.dumps(asdict(self, dict_factory=without_infinities), indent=1)
+        return json.dumps(asdict(self, dict_factory=replace_infinities), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> CostModel:
@@ -303,7 +303,7 @@ class CostModel:
             data: Any = json.loads(text)
             shape = AttentionShape(**data.pop("shape"))
             forward, backward = (KernelCost.from_json(data.pop(direction)) for direction in ("forward", "backward"))
-            data["exchange_bytes_per_second"] = rate_or_infinity(data["exchange_bytes_per_second"])
+            data["exchange_bytes_per_second"] = read_rate(data["exchange_bytes_per_second"])
             model = cls(shape, forward, backward, **data)
             numbers = (model.exchange_bytes_per_second, model.exchange_seconds, model.peer_seconds, model.tile)
             if not (min(numbers) >= 0 and model.exchange_bytes_per_second > 0 and model.tile >= 1):
@@ -315,36 +315,36 @@ class CostModel:
             ) from error
         return model
 
-    def counts(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
+    def count_work(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
         """Count tasks, bytes and flops of tasks with `rows`
         query rows that end at position `keys`.
 
         `heads` is the part of the heads that each computes, as in the methods below. Shape (2, tasks, 3), forward and backward.
         """
         n, m = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(keys))
-        read, pairs = task_counts(n, m, self.tile, ALL_KEYS if self.window is None else self.window)
+        read, pairs = count_task_work(n, m, self.tile, ALL_KEYS if self.window is None else self.window)
         tasks, flops = np.ones(n.shape), pairs * (self.shape.pair_flops * np.asarray(heads))
         rows_moved = n * (self.shape.row_bytes * np.asarray(heads, dtype=np.float64))
         forward = rows_moved * self.forward.row_passes
         backward = 2.0 * rows_moved * self.backward.row_passes + read * self.shape.backward_key_bytes * heads
         return np.array([[tasks, forward, flops], [tasks, backward, 2.5 * flops]]).transpose(0, 2, 1)
 
-    def parts(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
-        """Return the three parts that add up to `directions`: of the task, of
+    def estimate_parts(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
+        """Return the three parts that add up to `estimate_directions`: of the task, of
         bytes and of flops, shape (2, tasks, 3).
         """
         coefficients = np.stack([self.forward.coefficients, self.backward.coefficients])
-        return np.asarray(self.counts(rows, keys, heads) * coefficients[:, None])
+        return np.asarray(self.count_work(rows, keys, heads) * coefficients[:, None])
 
-    def directions(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
+    def estimate_directions(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
         """Return the seconds of each task, forward and backward: shape (2, tasks)."""
         # Not a matrix product: BLAS rounds differently from one processor to the next, and plans are decided by these seconds.
-        task, moved, computed = np.moveaxis(self.parts(rows, keys, heads), -1, 0)
+        task, moved, computed = np.moveaxis(self.estimate_parts(rows, keys, heads), -1, 0)
         return np.asarray(task + moved + computed)
 
-    def seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
+    def estimate_seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
         """Return forward plus backward seconds of each task."""
-        return np.asarray(self.directions(rows, keys, heads).sum(axis=0))
+        return np.asarray(self.estimate_directions(rows, keys, heads).sum(axis=0))
 
     @property
     def key_seconds(self) -> float:
@@ -352,8 +352,8 @@ class CostModel:
         return self.shape.moved_key_bytes / self.exchange_bytes_per_second
 
 
-class Price(NamedTuple):
-    """A cost model as numbers, for the loop that prices one slice after another (`schedule.moves`).
+class MarginalCost(NamedTuple):
+    """Marginal cost of slices: a cost model as numbers, for the loop that weighs one slice after another (`schedule.moves`).
 
     Attributes:
         task, row, key, pair: seconds of a task, query row, key and query-key pair, forward and backward.
@@ -374,7 +374,7 @@ class Price(NamedTuple):
 
     @classmethod
     def of(cls, cost: CostModel, grid: int) -> Self:
-        """Convert a cost model to prices, for documents cut at multiples of `grid`."""
+        """Convert a cost model to marginal costs, for documents cut at multiples of `grid`."""
         shape, forward, backward = cost.shape, cost.forward, cost.backward
         passes = forward.row_passes / forward.bytes_per_second + 2.0 * backward.row_passes / backward.bytes_per_second
         return cls(
@@ -390,18 +390,18 @@ class Price(NamedTuple):
         )
 
     def with_exchange(self, bytes_per_second: float) -> Self:
-        """Add the cost of receiving to the prices, for a server that
+        """Add the cost of receiving to the marginal cost, for a server that
         receives and computes one after the other.
         """
         row, key = self.query_bytes / bytes_per_second, self.key_bytes / bytes_per_second
         return self._replace(row=self.row + row, key=self.key + key)
 
 
-def without_infinities(attributes: list[tuple[str, Any]]) -> dict[str, Any]:
+def replace_infinities(attributes: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a dictionary of attributes, with None for infinite rates, which cost nothing and have no JSON number."""
     return {name: None if value == math.inf else value for name, value in attributes}
 
 
-def rate_or_infinity(value: Any) -> float:
+def read_rate(value: Any) -> float:
     """Read a rate from JSON, where None stands for infinity."""
     return math.inf if value is None else float(value)

@@ -19,22 +19,22 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.dealer import Dealer, DealtPiece, pour
-from hf_distca.schedule.layout import IntArray, Layout, as_integers
+from hf_distca.schedule.dealer import Dealer, DealtPiece, fill_rooms
+from hf_distca.schedule.layout import IntArray, Layout, require_integers
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 
-__all__ = ["deal", "deal_nano_batches", "in_order"]
+__all__ = ["deal", "deal_nano_batches", "deal_in_order"]
 
 # Tokens of the short documents that make the halves of a global batch equal, at most, and how many documents at least.
-_CHANGE = 2**19
-_COINS = 16
+_SMALL_TOKENS = 2**19
+_MIN_SMALL_DOCUMENTS = 16
 # Part by which a layout by nodes may be slower than one over all ranks; and than the mean, for no other to be made.
-_EQUAL = 0.002
-_CLOSE = 0.05
+_TIE_PART = 0.002
+_CLOSE_PART = 0.05
 # Tokens of a document. Cuts are found with products of such numbers, which must fit 64 bits.
-_LONGEST = 2**32
+_MAX_LENGTH = 2**32
 
 
 def deal(
@@ -74,9 +74,9 @@ def deal(
             ranks' tokens.
         ConfigError: if another argument is out of its range.
     """
-    length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
-    cost = cost.within(int(length.max(initial=0)))
-    return _dealt(length, np.arange(len(length)), tokens, cost, tile, ranks_per_node, overlapped=overlapped)
+    length, tokens = _check_arguments(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
+    cost = cost.without_unused_window(int(length.max(initial=0)))
+    return _deal_documents(length, np.arange(len(length)), tokens, cost, tile, ranks_per_node, overlapped=overlapped)
 
 
 def deal_nano_batches(
@@ -99,30 +99,30 @@ def deal_nano_batches(
 
     For arguments and errors see `deal`.
     """
-    length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
-    cost = cost.within(int(length.max(initial=0)))
-    first = _half(length, cost, ranks, sum(count // 2 for count in tokens))
-    here = _halves(tokens, int(length[first].sum()))
-    there = [both - half for both, half in zip(tokens, here, strict=True)]
+    length, tokens = _check_arguments(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
+    cost = cost.without_unused_window(int(length.max(initial=0)))
+    first = _choose_half(length, cost, ranks, sum(count // 2 for count in tokens))
+    first_tokens = _divide_halves(tokens, int(length[first].sum()))
+    second_tokens = [total - half for total, half in zip(tokens, first_tokens, strict=True)]
     return (
-        _dealt(length, np.flatnonzero(first), here, cost, tile, ranks_per_node, overlapped=True),
-        _dealt(length, np.flatnonzero(~first), there, cost, tile, ranks_per_node, overlapped=True),
+        _deal_documents(length, np.flatnonzero(first), first_tokens, cost, tile, ranks_per_node, overlapped=True),
+        _deal_documents(length, np.flatnonzero(~first), second_tokens, cost, tile, ranks_per_node, overlapped=True),
     )
 
 
-def in_order(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence[int]) -> Layout:
+def deal_in_order(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence[int]) -> Layout:
     """Put the documents of a global batch one after another, cut where a
     rank is full, as a baseline for `deal`.
 
     For arguments and errors see `deal`.
     """
-    length, tokens = _checked(lengths, ranks, tokens_per_rank, 1, None)
-    pieces = pour([DealtPiece(-1, document, 0, count) for document, count in enumerate(length.tolist())], tokens)
+    length, tokens = _check_arguments(lengths, ranks, tokens_per_rank, 1, None)
+    pieces = fill_rooms([DealtPiece(-1, document, 0, count) for document, count in enumerate(length.tolist())], tokens)
     rank, document, start, size = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
     return Layout(document, start, size, np.searchsorted(rank, np.arange(ranks + 1)))
 
 
-def _dealt(
+def _deal_documents(
     length: IntArray,
     documents: IntArray,
     tokens: list[int],
@@ -135,93 +135,96 @@ def _dealt(
     """Deal some documents: to nodes first, or to all ranks if
     the plan of that layout ends earlier.
     """
-    ranks = Ranks(per_node=ranks_per_node).seen_by(cost)
+    ranks = Ranks(per_node=ranks_per_node).without_irrelevant_nodes(cost)
     config = DistCAConfig(tile=tile, ping_pong=overlapped)
     per_node = len(tokens) if ranks_per_node is None else ranks_per_node
 
-    def dealer() -> Dealer:
+    def make_dealer() -> Dealer:
         return Dealer(length, documents, tokens, cost, tile, per_node, overlapped=overlapped)
 
-    def slowest(dealt: Layout) -> float:
-        plan = balance(dealt, cost, config, ranks)
+    def find_slowest_seconds(layout: Layout) -> float:
+        plan = balance(layout, cost, config, ranks)
         return PlanLoad(plan, cost, overlapped=overlapped, ranks=ranks).slowest_seconds
 
-    in_nodes = ranks.per_node is not None and per_node < len(tokens)
-    by_nodes = dealer().layout_by_nodes() if in_nodes else None
+    has_nodes = ranks.per_node is not None and per_node < len(tokens)
+    by_nodes = make_dealer().deal_to_nodes() if has_nodes else None
     if by_nodes is None:
-        return dealer().layout()
+        return make_dealer().deal_to_ranks()
 
-    end, unmoved = slowest(by_nodes), PlanLoad(Plan.local(by_nodes, cost.window), cost, overlapped=overlapped, ranks=ranks)
-    ends = unmoved.compute_seconds if overlapped else unmoved.ends
+    end, unmoved = (
+        find_slowest_seconds(by_nodes),
+        PlanLoad(Plan.local(by_nodes, cost.window), cost, overlapped=overlapped, ranks=ranks),
+    )
+    ends = unmoved.compute_seconds if overlapped else unmoved.end_seconds
     # No other layout ends much before what ranks take on average.
-    if end <= (1 + _CLOSE) * math.fsum(ends.tolist()) / len(ends):
+    if end <= (1 + _CLOSE_PART) * math.fsum(ends.tolist()) / len(ends):
         return by_nodes
-    every = dealer().layout()
-    return by_nodes if end <= (1 + _EQUAL) * slowest(every) else every
+    over_all_ranks = make_dealer().deal_to_ranks()
+    return by_nodes if end <= (1 + _TIE_PART) * find_slowest_seconds(over_all_ranks) else over_all_ranks
 
 
-def _halves(tokens: list[int], total: int) -> list[int]:
+def _divide_halves(tokens: list[int], total: int) -> list[int]:
     """Divide `total` tokens of the first half among ranks: half of each
     rank's own, and its part of the difference.
     """
     halves = np.array(tokens) // 2
-    change = total - int(halves.sum())
-    room = np.array(tokens) - halves if change > 0 else halves
-    parts = [abs(change) * count // max(int(room.sum()), 1) for count in np.cumsum([0, *room]).tolist()]
-    return (halves + np.sign(change) * np.diff(parts)).tolist()  # type: ignore[no-any-return]
+    difference = total - int(halves.sum())
+    room = np.array(tokens) - halves if difference > 0 else halves
+    parts = [abs(difference) * count // max(int(room.sum()), 1) for count in np.cumsum([0, *room]).tolist()]
+    return (halves + np.sign(difference) * np.diff(parts)).tolist()  # type: ignore[no-any-return]
 
 
-def _half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> npt.NDArray[np.bool_]:
+def _choose_half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> npt.NDArray[np.bool_]:
     """Choose documents with `tokens` tokens together, or as close as
     possible, and about half of the seconds.
 
     Documents whose keys travel longer than ranks compute are all in one half, on different ranks,
     so that only this half is late.
     """
-    seconds = cost.seconds(length, length).tolist()
+    seconds = cost.estimate_seconds(length, length).tolist()
     keys = length if cost.window is None else np.minimum(length, cost.window)
-    late = (keys * cost.key_seconds > math.fsum(seconds) / (2 * ranks)).tolist()
+    is_late = (keys * cost.key_seconds > math.fsum(seconds) / (2 * ranks)).tolist()
     order = np.argsort(-length, kind="stable")
     shortest_first = np.cumsum(length[order][::-1])
-    coins = min(max(int(np.searchsorted(shortest_first, _CHANGE)), _COINS), 256, len(length))
+    small_count = min(max(int(np.searchsorted(shortest_first, _SMALL_TOKENS)), _MIN_SMALL_DOCUMENTS), 256, len(length))
     first = np.zeros(len(length), dtype=np.bool_)
     rooms, loads = [tokens, int(length.sum()) - tokens], [0.0, 0.0]
-    large, small = order[: len(order) - coins], order[len(order) - coins :]
+    large, small = order[: len(order) - small_count], order[len(order) - small_count :]
     reserve = int(length[small].sum()) // 3
     for document in large.tolist():
         count = int(length[document])
-        half = 0 if late[document] or loads[0] <= loads[1] else 1
+        half = 0 if is_late[document] or loads[0] <= loads[1] else 1
         # With a part of the short documents to come, many more sums can be made than with hardly any or nearly all of them.
         if rooms[half] - count < reserve and rooms[1 - half] > rooms[half]:
             half = 1 - half
         rooms[half] -= count
         loads[half] += seconds[document]
         first[document] = half == 0
-    first[small[_change(length[small].tolist(), rooms[0])]] = True
+    first[small[_find_closest_subset(length[small].tolist(), rooms[0])]] = True
     return first if first.any() else ~first
 
 
-def _change(coins: list[int], amount: int) -> list[int]:
+def _find_closest_subset(lengths: list[int], target: int) -> list[int]:
     """Find the indices of the coins whose sum is closest to an amount."""
     # Bit n of a number: whether the coins so far can make n.
-    sums = list(accumulate(coins, lambda possible, coin: possible | possible << coin, initial=1))
-    total, taken = _nearest_bit(sums[-1], amount), []
-    for coin_index in range(len(coins) - 1, -1, -1):
-        if not sums[coin_index] >> total & 1:
-            taken.append(coin_index)
-            total -= coins[coin_index]
-    return taken
+    sums = list(accumulate(lengths, lambda reachable, length: reachable | reachable << length, initial=1))
+    total, chosen = _find_nearest_bit(sums[-1], target), []
+    for index in range(len(lengths) - 1, -1, -1):
+        if not sums[index] >> total & 1:
+            chosen.append(index)
+            total -= lengths[index]
+    return chosen
 
 
-def _nearest_bit(bits: int, wanted: int) -> int:
+def _find_nearest_bit(bits: int, target: int) -> int:
     """Find the set bit that is nearest to the wanted place; the lower one, if two are."""
-    wanted = max(wanted, 0)
+    target = max(target, 0)
     digits = f"{bits:b}"[::-1]
-    below, above = digits.rfind("1", 0, wanted + 1), digits.find("1", wanted)
-    return below if above < 0 or wanted - below <= above - wanted else above
+    below, above = digits.rfind("1", 0, target + 1), digits.find("1", target)
+    return below if above < 0 or target - below <= above - target else above
 
 
-def _checked(
+def _check_arguments(
     lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence[int], tile: int, ranks_per_node: int | None
 ) -> tuple[IntArray, list[int]]:
     """Check the arguments, and return the lengths and the tokens of each rank."""
@@ -235,16 +238,16 @@ def _checked(
             raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
     if ranks % per_node:
         raise ConfigError(f"ranks_per_node={per_node} must divide ranks={ranks}.")
-    length = as_integers(lengths, "document lengths")
-    wrong = (length < 1) | (length > _LONGEST)
+    length = require_integers(lengths, "document lengths")
+    wrong = (length < 1) | (length > _MAX_LENGTH)
     if wrong.any():
         document = int(wrong.argmax())
         raise LayoutError(f"document {document} has length {length[document]}: at least 1 token is needed, the limit is 2**32.")
     tokens = [given] * ranks if type(given) is int else by_rank
-    total, wanted = sum(length.tolist()), sum(tokens)
-    if total != wanted or len(tokens) != ranks:
+    total, expected = sum(length.tolist()), sum(tokens)
+    if total != expected or len(tokens) != ranks:
         raise LayoutError(
-            f"{len(length)} documents have {total} tokens, {ranks} ranks with {tokens_per_rank} tokens each have {wanted}: "
+            f"{len(length)} documents have {total} tokens, {ranks} ranks with {tokens_per_rank} tokens each have {expected}: "
             "every token must have its place, so the numbers must be equal."
         )
     return length, tokens

@@ -10,7 +10,7 @@ The steps for a group of ranks are:
 3. Fill ranks up with short ones, denser ones where more attention is missing; the last ones are cut
    to fit, to the token.
 
-The group is all ranks (`Dealer.layout`). Or documents go to nodes first (`Dealer.layout_by_nodes`):
+The group is all ranks (`Dealer.deal_to_ranks`). Or documents go to nodes first (`Dealer.deal_to_nodes`):
 step 1 with those that alone take longer than a node should, over all ranks; steps 2 and 3 with
 nodes in place of ranks; then all steps inside each node.
 
@@ -28,18 +28,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_distca.schedule.cost import CostModel, Price
-from hf_distca.schedule.layout import IntArray, Layout, changes
-from hf_distca.schedule.moves import slice_seconds
+from hf_distca.schedule.cost import CostModel, MarginalCost
+from hf_distca.schedule.layout import IntArray, Layout, mark_changes
+from hf_distca.schedule.moves import estimate_slice_seconds
 
-__all__ = ["DealtPiece", "Dealer", "pour"]
+__all__ = ["DealtPiece", "Dealer", "fill_rooms"]
 
 # Parts of the mean seconds of a rank: what documents take that only fill up ranks; and how much more than a whole number of
 # ranks a wide document may take.
-_SHORT = 0.004
-_SLACK = 0.3
+_SHORT_PART = 0.004
+_WIDE_SLACK = 0.3
 # Part of all seconds that documents which take longer than a node may have, for the others to go to nodes first.
-_MOST = 0.5
+_MAX_WIDE_PART = 0.5
 
 
 class DealtPiece(NamedTuple):
@@ -51,20 +51,20 @@ class DealtPiece(NamedTuple):
     length: int
 
 
-def _divided(length: int, rooms: list[int], tile: int) -> list[int]:
+def _divide_tokens(length: int, rooms: list[int], tile: int) -> list[int]:
     """Divide tokens among ranks, in proportion to the rooms and in whole tiles where possible."""
     tokens: list[int] = []
-    scale, wanted = length / sum(rooms), 0.0
+    scale, target = length / sum(rooms), 0.0
     for room in rooms:
-        wanted += room * scale
-        count = max(int(wanted / tile + 0.5) * tile - sum(tokens), 0)
+        target += room * scale
+        count = max(int(target / tile + 0.5) * tile - sum(tokens), 0)
         tokens.append(min(count, room, length - sum(tokens)))
     for index, room in enumerate(rooms):
         tokens[index] += min(length - sum(tokens), room - tokens[index])
     return tokens
 
 
-class _Group(NamedTuple):
+class _RankGroup(NamedTuple):
     """Ranks [first, last) in nodes of `per_node`, and the
     seconds that each takes to receive a key.
     """
@@ -75,7 +75,7 @@ class _Group(NamedTuple):
     key_seconds: float
 
 
-class _Places(NamedTuple):
+class _Receivers(NamedTuple):
     """Ranks or nodes that get whole documents: the number of the first, and the
     tokens and seconds that each may still get.
     """
@@ -110,11 +110,11 @@ class Dealer:
         *,
         overlapped: bool,
     ) -> None:
-        if not Price.of(cost, tile).pair:
+        if not MarginalCost.of(cost, tile).pair:
             # Attention that costs nothing a pair is as long as its tokens are many: pairs decide then.
-            cost = replace(CostModel.pairs(cost.shape), window=cost.window)
-        self.length, self.price, self.tile = length, Price.of(cost, tile), tile
-        self.seconds = cost.seconds(length, length)
+            cost = replace(CostModel.of_pairs(cost.shape), window=cost.window)
+        self.length, self.marginal, self.tile = length, MarginalCost.of(cost, tile), tile
+        self.seconds = cost.estimate_seconds(length, length)
         self.tokens, self._seconds = length.tolist(), self.seconds.tolist()
         self.documents = documents[np.argsort(-length[documents], kind="stable")]
         self.pieces: list[DealtPiece] = []
@@ -123,60 +123,62 @@ class Dealer:
         # Which rank has all of a document, or -1: so many tuples would make Python look for garbage, in all there is.
         self.home = [-1] * len(length)
         ranks, key_seconds = len(self.room), 0.0 if overlapped else cost.key_seconds
-        self.every = _Group(0, ranks, per_node, key_seconds)
+        self.all_ranks = _RankGroup(0, ranks, per_node, key_seconds)
         inside = cost.node_bytes_per_second or cost.exchange_bytes_per_second
-        near = min(key_seconds, cost.shape.moved_key_bytes / inside)
-        self.nodes = [_Group(first, first + per_node, per_node, near) for first in range(0, ranks, per_node)]
+        node_key_seconds = min(key_seconds, cost.shape.moved_key_bytes / inside)
+        self.nodes = [_RankGroup(first, first + per_node, per_node, node_key_seconds) for first in range(0, ranks, per_node)]
 
-    def layout(self) -> Layout:
+    def deal_to_ranks(self) -> Layout:
         """Deal all documents to all ranks."""
-        self._deal(self.every, self.documents)
-        return self._layout()
+        self._deal_to_group(self.all_ranks, self.documents)
+        return self._build_layout()
 
-    def layout_by_nodes(self) -> Layout | None:
+    def deal_to_nodes(self) -> Layout | None:
         """Deal documents that take longer than a node should to all ranks, the
         others to nodes, and then inside each node.
 
         Returns None if such documents have most of the seconds: the others could not make nodes
         even.
         """
-        nodes, size, documents = len(self.nodes), self.every.per_node, self.documents
-        fair, most = math.fsum(self.seconds[documents].tolist()) / nodes, int(self._by_node(self.room).max())
-        wide = (self.seconds[documents] > fair) | (self.length[documents] > most)
-        if math.fsum(self.seconds[documents[wide]].tolist()) > _MOST * nodes * fair:
+        nodes, size, documents = len(self.nodes), self.all_ranks.per_node, self.documents
+        fair_seconds, max_tokens = math.fsum(self.seconds[documents].tolist()) / nodes, int(self._sum_by_node(self.room).max())
+        is_wide = (self.seconds[documents] > fair_seconds) | (self.length[documents] > max_tokens)
+        if math.fsum(self.seconds[documents[is_wide]].tolist()) > _MAX_WIDE_PART * nodes * fair_seconds:
             return None
-        self._spread_all(self.every, documents[wide], fair / size)
-        documents = documents[~wide]
-        work = self._by_node(self.work)
+        self._spread_documents(self.all_ranks, documents[is_wide], fair_seconds / size)
+        documents = documents[~is_wide]
+        work = self._sum_by_node(self.work)
         level = (math.fsum(work.tolist()) + math.fsum(self.seconds[documents].tolist())) / nodes
-        places, home = _Places(0, self._by_node(self.room).tolist(), (level - work).tolist()), [-1] * len(self.tokens)
+        places, home = _Receivers(0, self._sum_by_node(self.room).tolist(), (level - work).tolist()), [-1] * len(self.tokens)
         cut: list[list[DealtPiece]] = [[] for _ in self.nodes]
-        for piece in pour(self._put_all(documents, level, places, home), places.tokens):
+        for piece in fill_rooms(self._place_all_documents(documents, level, places, home), places.tokens):
             cut[piece.rank].append(piece)
         node = np.array(home, dtype=np.int64)[documents]
         order = np.argsort(node, kind="stable")
         bounds = np.searchsorted(node[order], np.arange(nodes + 1)).tolist()
         for group, first, last, pieces in zip(self.nodes, bounds, bounds[1:], cut, strict=False):
-            self._deal(group, documents[order[first:last]], pieces)
-        return self._layout()
+            self._deal_to_group(group, documents[order[first:last]], pieces)
+        return self._build_layout()
 
-    def _by_node(self, values: Any) -> Any:
+    def _sum_by_node(self, values: Any) -> Any:
         """Sum values of the ranks of each node."""
-        return np.add.reduceat(values, np.arange(0, len(values), self.every.per_node))
+        return np.add.reduceat(values, np.arange(0, len(values), self.all_ranks.per_node))
 
-    def _deal(self, group: _Group, documents: IntArray, cut: Sequence[DealtPiece] = ()) -> None:
+    def _deal_to_group(self, group: _RankGroup, documents: IntArray, cut: Sequence[DealtPiece] = ()) -> None:
         """Deal documents, the longest first, and then pieces of others, to the ranks of a group."""
-        some, size = slice(group.first, group.last), group.last - group.first
+        group_ranks, size = slice(group.first, group.last), group.last - group.first
         # The mean of ranks, with the documents that they are to get.
-        level = max(math.fsum(self.work[some].tolist() + self.seconds[documents].tolist()) / size, 1e-300)
-        wide = (self.length[documents] > int(self.room[some].max())) | (self.seconds[documents] > (1 + _SLACK) * level)
-        received = self._spread_all(group, documents[wide], level) / size
-        documents = documents[~wide]
-        places = _Places(group.first, self.room[some].tolist(), (level + received - self.work[some]).tolist())
-        pieces = pour([*self._put_all(documents, level, places, self.home), *cut], places.tokens)
+        level = max(math.fsum(self.work[group_ranks].tolist() + self.seconds[documents].tolist()) / size, 1e-300)
+        is_wide = (self.length[documents] > int(self.room[group_ranks].max())) | (
+            self.seconds[documents] > (1 + _WIDE_SLACK) * level
+        )
+        received = self._spread_documents(group, documents[is_wide], level) / size
+        documents = documents[~is_wide]
+        places = _Receivers(group.first, self.room[group_ranks].tolist(), (level + received - self.work[group_ranks]).tolist())
+        pieces = fill_rooms([*self._place_all_documents(documents, level, places, self.home), *cut], places.tokens)
         self.pieces += [piece._replace(rank=piece.rank + group.first) for piece in pieces]
 
-    def _spread_all(self, group: _Group, documents: IntArray, level: float) -> float:
+    def _spread_documents(self, group: _RankGroup, documents: IntArray, level: float) -> float:
         """Cut documents, the longest first, each over as few ranks of a group
         as hold its tokens and its attention.
 
@@ -185,26 +187,26 @@ class Dealer:
         """
         tokens, keys = max(int(self.room[group.first : group.last].max()), 1), 0
         for document in documents.tolist():
-            parts = max(-(-self.tokens[document] // tokens), math.ceil(self._seconds[document] / ((1 + _SLACK) * level)))
-            keys += self._spread(group, document, min(max(parts, 1), group.last - group.first), level)
+            parts = max(-(-self.tokens[document] // tokens), math.ceil(self._seconds[document] / ((1 + _WIDE_SLACK) * level)))
+            keys += self._spread_document(group, document, min(max(parts, 1), group.last - group.first), level)
         return group.key_seconds * keys
 
-    def _spread(self, group: _Group, document: int, parts: int, level: float) -> int:
+    def _spread_document(self, group: _RankGroup, document: int, parts: int, level: float) -> int:
         """Cut a document head and tail over so many ranks, or more if rooms require it:
         each gets a piece from the front and one from the back.
 
         Return the keys that these receive.
         """
         length = self.tokens[document]
-        ranks, rooms = self._chosen(group, length, parts, level)
+        ranks, rooms = self._choose_ranks(group, length, parts, level)
         head, tail, received = 0, length, 0
-        for rank, part in zip(ranks, _divided(length, rooms, self.tile), strict=True):
+        for rank, part in zip(ranks, _divide_tokens(length, rooms, self.tile), strict=True):
             front, back = part // 2, part - part // 2
             tail -= back
             for start, size in ((head, front), (tail, back)):
                 if size:
                     self.pieces.append(DealtPiece(rank, document, start, size))
-                    self.work[rank] += slice_seconds(self.price, 1.0, start, start + size)
+                    self.work[rank] += estimate_slice_seconds(self.marginal, 1.0, start, start + size)
             # It receives the keys before its last piece, but for its own.
             keys = tail - front if part else 0
             self.work[rank] += group.key_seconds * keys
@@ -213,22 +215,22 @@ class Dealer:
             head += front
         return received
 
-    def _chosen(self, group: _Group, length: int, parts: int, level: float) -> tuple[list[int], list[int]]:
+    def _choose_ranks(self, group: _RankGroup, length: int, parts: int, level: float) -> tuple[list[int], list[int]]:
         """Choose ranks with the least to do that have room for a document together,
         in one node if possible, and the division.
         """
         share = -(-length // parts)
         # Work that differs by what rounds off is equal: then the emptiest.
-        some = slice(group.first, group.last)
-        work, rooms = np.round(self.work[some] / level, 3), self.room[some]
+        group_ranks = slice(group.first, group.last)
+        work, rooms = np.round(self.work[group_ranks] / level, 3), self.room[group_ranks]
         room, nodes = rooms.reshape(-1, group.per_node), work.reshape(-1, group.per_node)
         candidates = np.arange(len(work))
         # Nodes in which enough ranks have room for a part; if there is none, those with room for the document.
-        able = (room >= share).sum(axis=1) >= parts
-        able = able if able.any() else room.sum(axis=1) >= length
-        if able.any():
-            least = np.sort(np.where(room >= share, nodes, np.inf), axis=1)[:, :parts].mean(axis=1)
-            node = int(np.argmin(np.where(able, np.where(np.isfinite(least), least, nodes.mean(axis=1)), np.inf)))
+        is_able = (room >= share).sum(axis=1) >= parts
+        is_able = is_able if is_able.any() else room.sum(axis=1) >= length
+        if is_able.any():
+            mean_work = np.sort(np.where(room >= share, nodes, np.inf), axis=1)[:, :parts].mean(axis=1)
+            node = int(np.argmin(np.where(is_able, np.where(np.isfinite(mean_work), mean_work, nodes.mean(axis=1)), np.inf)))
             candidates = np.arange(node * group.per_node, (node + 1) * group.per_node)
         order = candidates[np.lexsort((-rooms[candidates], work[candidates]))]
         able_ranks = order[rooms[order] >= share]
@@ -238,15 +240,15 @@ class Dealer:
         count = max(int(np.searchsorted(np.cumsum(rooms[order]), length)) + 1, parts)
         return (order[:count] + group.first).tolist(), rooms[order[:count]].tolist()
 
-    def _put_all(self, documents: IntArray, level: float, places: _Places, home: list[int]) -> list[DealtPiece]:
+    def _place_all_documents(self, documents: IntArray, level: float, places: _Receivers, home: list[int]) -> list[DealtPiece]:
         """Put whole documents on places: long ones by the seconds that these lack,
         short ones by the seconds they lack per token. Return those that fit nowhere.
         """
-        long = int(np.searchsorted(-self.seconds[documents], -_SHORT * level, side="right"))
-        over = self._put(documents[:long].tolist(), places, home, dense=False)
-        return over + self._put(documents[long:].tolist(), places, home, dense=True)
+        long_count = int(np.searchsorted(-self.seconds[documents], -_SHORT_PART * level, side="right"))
+        unplaced = self._place_documents(documents[:long_count].tolist(), places, home, per_token=False)
+        return unplaced + self._place_documents(documents[long_count:].tolist(), places, home, per_token=True)
 
-    def _put(self, documents: list[int], places: _Places, home: list[int], *, dense: bool) -> list[DealtPiece]:
+    def _place_documents(self, documents: list[int], places: _Receivers, home: list[int], *, per_token: bool) -> list[DealtPiece]:
         """Put whole documents, in this order, each on the place with room that
         lacks the most seconds, in all or per token.
 
@@ -254,54 +256,54 @@ class Dealer:
             documents: in order of falling length.
             places: places that get the documents; updated.
             home: for each document, the place that has all of it; updated.
-            dense: whether seconds per token count.
+            per_token: whether seconds per token count.
 
         Returns:
             Documents that fit nowhere, not yet on a rank.
         """
-        first, room, left = places
+        first, room, deficit = places
 
-        def lacking(place: int) -> tuple[float, int]:
-            return -left[place] / (room[place] if dense else 1), place
+        def rank_by_deficit(place: int) -> tuple[float, int]:
+            return -deficit[place] / (room[place] if per_token else 1), place
 
-        ready = [lacking(place) for place, tokens in enumerate(room) if tokens]
+        ready = [rank_by_deficit(place) for place, tokens in enumerate(room) if tokens]
         heapq.heapify(ready)
         # Places without room for a document wait for a shorter one.
         waiting: list[tuple[int, int]] = []
-        over, taken = [], self._seconds
+        unplaced, document_seconds = [], self._seconds
         for document in documents:
             tokens = self.tokens[document]
             while waiting and -waiting[0][0] >= tokens:
-                heapq.heappush(ready, lacking(heapq.heappop(waiting)[1]))
+                heapq.heappush(ready, rank_by_deficit(heapq.heappop(waiting)[1]))
             while ready and room[ready[0][1]] < tokens:
                 place = heapq.heappop(ready)[1]
                 heapq.heappush(waiting, (-room[place], place))
             if not ready:
-                over.append(DealtPiece(-1, document, 0, tokens))
+                unplaced.append(DealtPiece(-1, document, 0, tokens))
                 continue
             place = ready[0][1]
             home[document] = first + place
             room[place] -= tokens
-            left[place] -= taken[document]
+            deficit[place] -= document_seconds[document]
             if room[place]:
-                heapq.heapreplace(ready, lacking(place))
+                heapq.heapreplace(ready, rank_by_deficit(place))
             else:
                 heapq.heappop(ready)
-        return over
+        return unplaced
 
-    def _layout(self) -> Layout:
+    def _build_layout(self) -> Layout:
         """Merge all pieces into a layout, in order of ranks, documents and positions."""
         home = np.array(self.home, dtype=np.int64)
         whole, cut = np.flatnonzero(home >= 0), np.array(self.pieces, dtype=np.int64).reshape(-1, 4)
         rows = np.concatenate([np.column_stack([home[whole], whole, np.zeros_like(whole), self.length[whole]]), cut])
         rank, document, start, size = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))].T
         # Pieces that join start where as many tokens of their document are on other ranks.
-        begin = np.flatnonzero(changes(rank, document, start - np.cumsum(size) + size))
+        begin = np.flatnonzero(mark_changes(rank, document, start - np.cumsum(size) + size))
         length = np.add.reduceat(size, begin) if len(begin) else size
         return Layout(document[begin], start[begin], length, np.searchsorted(rank[begin], np.arange(len(self.room) + 1)))
 
 
-def pour(documents: Sequence[DealtPiece], room: Sequence[int]) -> list[DealtPiece]:
+def fill_rooms(documents: Sequence[DealtPiece], room: Sequence[int]) -> list[DealtPiece]:
     """Fill rooms with documents or pieces, one after another, cut where a room ends."""
     _, document, start, length = np.array(documents, dtype=np.int64).reshape(-1, 4).T
     ends, room_ends = np.cumsum(length), np.cumsum(room)

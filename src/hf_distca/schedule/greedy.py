@@ -15,14 +15,14 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from hf_distca.schedule.cost import FloatArray, Price
-from hf_distca.schedule.heads import Heads
-from hf_distca.schedule.layout import BoolArray, IntArray, Layout, changes, repeated
-from hf_distca.schedule.moves import END, PIECE, SERVER, START, Ledger, Loads, Prices, QueryPieces, make_moves
+from hf_distca.schedule.cost import FloatArray, MarginalCost
+from hf_distca.schedule.heads import HeadSplit
+from hf_distca.schedule.layout import BoolArray, IntArray, Layout, mark_changes, repeat_split_rows
+from hf_distca.schedule.moves import END, PIECE, SERVER, START, Ledger, MarginalCosts, QueryPieces, RankLoads, make_moves
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 
-__all__ = ["Greedy", "Levels", "PlanRows", "Step"]
+__all__ = ["GreedyPlanner", "Levels", "PlanRows", "BalanceStep"]
 
 # Levels are set inside the tolerated band, because slices end on a grid and seldom move exactly what was wanted.
 _INNER_BAND = 0.7
@@ -31,6 +31,11 @@ _INNER_BAND = 0.7
 class Levels(NamedTuple):
     """Seconds of a rank: the edges of the tolerated band around the mean,
     and the targets for ranks outside it.
+
+    On the axis of seconds::
+
+        -------- floor ------ low ------ mean ------ high ------ cap -------->
+        rise to low  |              left as they are              |  fall to high
 
     Ranks above `cap` come down to `high`, and those below `floor` come up to `low`. Slices go to ranks below `low`.
     """
@@ -41,7 +46,7 @@ class Levels(NamedTuple):
     cap: float
 
     @classmethod
-    def of(cls, seconds: FloatArray, speeds: FloatArray, serves: BoolArray, tolerance: float) -> Self:
+    def of(cls, seconds: FloatArray, speeds: FloatArray, can_serve: BoolArray, tolerance: float) -> Self:
         """Choose levels such that total excess equals total deficit: the side
         with more to do stops inside its edge.
 
@@ -49,126 +54,134 @@ class Levels(NamedTuple):
 
         Args:
             seconds: seconds of each rank's work.
-            speeds: speeds of ranks: one that ends so many seconds earlier sheds this times its
+            speeds: speeds of ranks: one that ends so many seconds earlier gives away this times its
                 speed in work.
-            serves: whether each may get slices.
+            can_serve: whether each may get slices.
             tolerance: half the width of the band, as a part of the mean.
         """
-        mean = Ranks.of(speeds).level(seconds)
-        counts = serves | (seconds >= mean)
+        mean = Ranks.of(speeds).compute_even_seconds(seconds)
+        counts = can_serve | (seconds >= mean)
         if not counts.all():
-            return cls.of(seconds[counts], speeds[counts], serves[counts], tolerance)
+            return cls.of(seconds[counts], speeds[counts], can_serve[counts], tolerance)
         low, high = mean * (1 - tolerance * _INNER_BAND), mean * (1 + tolerance * _INNER_BAND)
-        surplus, deficit = (math.fsum((np.maximum(gap, 0) * speeds).tolist()) for gap in (seconds - high, low - seconds))
-        if surplus >= deficit:
-            low = min(_filled(seconds, speeds, surplus), mean)
+        excess, deficit = (math.fsum((np.maximum(gap, 0) * speeds).tolist()) for gap in (seconds - high, low - seconds))
+        if excess >= deficit:
+            low = min(_find_fill_level(seconds, speeds, excess), mean)
         else:
-            high = max(-_filled(-seconds, speeds, deficit), mean)
+            high = max(-_find_fill_level(-seconds, speeds, deficit), mean)
         return cls(mean * (1 - tolerance), low, high, mean * (1 + tolerance))
 
 
-def _filled(taken: FloatArray, speed: FloatArray, amount: float) -> float:
-    """The level that `amount` poured over the lowest ranks reaches."""
-    order = np.lexsort((speed, taken))
-    levels = (amount + np.cumsum((taken * speed)[order])) / np.cumsum(speed[order])
-    return float(levels[np.argmax(levels <= np.append(taken[order][1:], np.inf))])
+def _find_fill_level(seconds: FloatArray, speed: FloatArray, amount: float) -> float:
+    """Find the level that `amount` reaches, spread over the lowest ranks."""
+    order = np.lexsort((speed, seconds))
+    levels = (amount + np.cumsum((seconds * speed)[order])) / np.cumsum(speed[order])
+    return float(levels[np.argmax(levels <= np.append(seconds[order][1:], np.inf))])
 
 
-class Step(NamedTuple):
+class BalanceStep(NamedTuple):
     """Moves of slices among the ranks of each group.
 
     Attributes:
-        prices: of slices.
+        marginals: of slices.
         tolerance: half the width of the band around the mean that ranks should end in, as a part of it.
         size: ranks of a group.
         per_node: ranks of a node, if work moves between the nodes of a group until these are even; else 1.
-        near: ranks of a node, if servers in the node of a source are preferred; else 0.
+        preferred_node_size: ranks of a node, if servers in the node of a source are preferred; else 0.
         cap: seconds that ranks should take at most, if as few as can be are to serve; else 0.
     """
 
-    prices: Prices
+    marginals: MarginalCosts
     tolerance: float
     size: int
     per_node: int = 1
-    near: int = 0
+    preferred_node_size: int = 0
     cap: float = 0.0
 
 
 @dataclass(frozen=True)
-class Greedy:
+class GreedyPlanner:
     """Makes plans for a layout.
 
     Attributes:
         layout: layout of all ranks.
         heads: documents that may be split by heads.
-        price: of tasks.
+        marginal: of tasks.
         speeds: (ranks,) how fast each is.
-        ends: where movable rows of a head group, and of all heads, end at most.
+        movable_ends: where movable rows of a head group, and of all heads, end at most.
         window: of the plans.
-        serves: (ranks,) whether each may get slices of others.
+        can_serve: (ranks,) whether each may get slices of others.
     """
 
     layout: Layout
-    heads: Heads
-    price: Price
+    heads: HeadSplit
+    marginal: MarginalCost
     speeds: FloatArray
-    ends: Sequence[int]
+    movable_ends: Sequence[int]
     window: int | None
-    serves: BoolArray
+    can_serve: BoolArray
 
-    def even_out(self, steps: Sequence[Step], seconds: FloatArray) -> PlanRows:
+    def even_out(self, steps: Sequence[BalanceStep], seconds: FloatArray) -> PlanRows:
         """Return the rows of the plan that evens out the seconds of ranks, in steps.
 
         Args:
             steps: the moves.
             seconds: seconds of each rank if nothing moves; shape (ranks,).
         """
-        room = 16 * len(seconds) + 64
-        while (rows := self._moved(steps, seconds.copy(), room)) is None:
-            room *= 4
+        capacity = 16 * len(seconds) + 64
+        while (rows := self._try_moves(steps, seconds.copy(), capacity)) is None:
+            capacity *= 4
         return rows
 
-    def _moved(self, steps: Sequence[Step], seconds: FloatArray, room: int) -> PlanRows | None:
+    def _try_moves(self, steps: Sequence[BalanceStep], seconds: FloatArray, capacity: int) -> PlanRows | None:
         """Make the moves and return the rows; None if there are more moves than room for them."""
-        segment, before = self._pieces
-        movable = np.minimum(before.end, np.where(before.heads < 1, *self.ends))
-        pieces = before._replace(start=before.start.copy(), end=movable.copy())
-        ledger, count = _ledger(self.layout, segment, before, room), 0
+        segment, unmoved_pieces = self._pieces
+        movable = np.minimum(unmoved_pieces.end, np.where(unmoved_pieces.heads < 1, *self.movable_ends))
+        pieces = unmoved_pieces._replace(start=unmoved_pieces.start.copy(), end=movable.copy())
+        ledger, count = _make_ledger(self.layout, segment, unmoved_pieces, capacity), 0
         for step in steps:
-            loads, order = self._loads(step, seconds)
-            count = make_moves(pieces, step.prices, loads, ledger, (order, count))
+            loads, order = self._prepare_loads(step, seconds)
+            count = make_moves(pieces, step.marginals, loads, ledger, (order, count))
             if count < 0:
                 return None
         moves = ledger.moves[:count]
-        left, stayed = np.flatnonzero(pieces.start < pieces.end), np.flatnonzero(movable < before.end)
+        left, stayed = np.flatnonzero(pieces.start < pieces.end), np.flatnonzero(movable < unmoved_pieces.end)
         return PlanRows(
             np.concatenate([moves[:, PIECE], left, stayed]),
-            np.concatenate([moves[:, START], pieces.start[left], np.maximum(movable, before.start)[stayed]]),
-            np.concatenate([moves[:, END], pieces.end[left], before.end[stayed]]),
+            np.concatenate([moves[:, START], pieces.start[left], np.maximum(movable, unmoved_pieces.start)[stayed]]),
+            np.concatenate([moves[:, END], pieces.end[left], unmoved_pieces.end[stayed]]),
             np.concatenate([moves[:, SERVER], self.layout.rank[segment[left]], self.layout.rank[segment[stayed]]]),
         )
 
-    def _loads(self, step: Step, seconds: FloatArray) -> tuple[Loads, IntArray]:
+    def _prepare_loads(self, step: BalanceStep, seconds: FloatArray) -> tuple[RankLoads, IntArray]:
         """Return seconds of ranks before a step and the levels to end at; and the order in which they give."""
         speeds, size, node = self.speeds, step.size // step.per_node, np.arange(len(seconds)) // step.per_node
-        speed = np.bincount(node, weights=speeds).astype(np.float64)
-        taken, serves = np.bincount(node, weights=seconds * speeds) / speed, np.bincount(node, weights=self.serves) > 0
-        groups = [slice(first, first + size) for first in range(0, len(taken), size)]
+        node_speed = np.bincount(node, weights=speeds).astype(np.float64)
+        node_seconds, can_serve = (
+            np.bincount(node, weights=seconds * speeds) / node_speed,
+            np.bincount(node, weights=self.can_serve) > 0,
+        )
+        groups = [slice(first, first + size) for first in range(0, len(node_seconds), size)]
         capped = Levels(0.0, 0.95 * step.cap, 0.97 * step.cap, step.cap)
-        levels = [capped if step.cap else Levels.of(taken[g], speed[g], serves[g], step.tolerance) for g in groups]
+        levels = [capped if step.cap else Levels.of(node_seconds[g], node_speed[g], can_serve[g], step.tolerance) for g in groups]
         high = np.repeat([of_group.high for of_group in levels], size)
-        surplus, work = _sums(np.maximum(taken - high, 0.0) * speed, size), _sums(taken * speed, size)
+        excess, total_work = (
+            _sum_groups(np.maximum(node_seconds - high, 0.0) * node_speed, size),
+            _sum_groups(node_seconds * node_speed, size),
+        )
         order = np.lexsort((-seconds, np.arange(len(seconds)) // step.size))
-        group = step.size, np.array(levels), np.zeros(4), np.zeros(2, dtype=np.int64), surplus, work
-        return Loads(seconds, speeds, self.serves, *group, step.per_node, taken, speed, step.near), order
+        group = step.size, np.array(levels), np.zeros(4), np.zeros(2, dtype=np.int64), excess, total_work
+        return RankLoads(
+            seconds, speeds, self.can_serve, *group, step.per_node, node_seconds, node_speed, step.preferred_node_size
+        ), order
 
-    def mixed(self, several: Sequence[PlanRows], chosen: IntArray) -> PlanRows:
+    def combine_rows(self, alternatives: Sequence[PlanRows], choice: IntArray) -> PlanRows:
         """Combine rows: for the pieces of each rank, take one of
-        several ways to move them inside groups.
+        several alternatives of moving them inside groups.
         """
-        of = chosen[self.layout.rank[self._pieces[0]]]
-        parts = [np.flatnonzero(of[rows.piece] == number) for number, rows in enumerate(several)]
-        columns = zip(*several, strict=True)
+        piece_choice = choice[self.layout.rank[self._pieces[0]]]
+        parts = [np.flatnonzero(piece_choice[rows.piece] == number) for number, rows in enumerate(alternatives)]
+        columns = zip(*alternatives, strict=True)
         return PlanRows(*(np.concatenate([c[p] for c, p in zip(column, parts, strict=True)]) for column in columns))
 
     @cached_property
@@ -177,16 +190,16 @@ class Greedy:
         before anything moves, deepest first.
         """
         layout, heads = self.layout, self.heads
-        rows = layout.by_document[layout.queries[layout.by_document]]
+        rows = layout.by_document[layout.has_queries[layout.by_document]]
         rows = rows[np.argsort(layout.rank[rows] * (layout.longest + 1) - layout.end[rows], kind="stable")]
-        index, group = repeated(heads.documents[layout.place[rows]], heads.groups)
+        index, group = repeat_split_rows(heads.documents[layout.place[rows]], heads.groups)
         segment = rows[index]
         offsets = np.searchsorted(layout.rank[segment], np.arange(layout.world_size + 1))
         part = np.where(group > 0, 1.0 / heads.groups, 1.0)
         number = layout.place[segment] * (heads.groups + 1) + group
         return segment, QueryPieces(number, layout.start[segment], layout.end[segment], part, offsets)
 
-    def plan(self, rows: PlanRows) -> Plan:
+    def make_plan(self, rows: PlanRows) -> Plan:
         """Make a plan of rows of pieces, each on a segment.
 
         Neighbours on one server become one task.
@@ -195,18 +208,18 @@ class Greedy:
         segment, pieces = self._pieces
         home, place, group = layout.rank[segment], layout.place[segment], pieces.number % parts
         # A document of which no group is moved is not split.
-        apart = np.zeros(len(layout.documents), dtype=np.bool_)
-        apart[place[rows.piece[(rows.server != home[rows.piece]) & (group[rows.piece] > 0)]]] = True
-        taken = (apart[place] | (group <= 1))[rows.piece]
-        piece, start, end, server = (column[taken] for column in rows)
+        split_mask = np.zeros(len(layout.documents), dtype=np.bool_)
+        split_mask[place[rows.piece[(rows.server != home[rows.piece]) & (group[rows.piece] > 0)]]] = True
+        is_used = (split_mask[place] | (group <= 1))[rows.piece]
+        piece, start, end, server = (column[is_used] for column in rows)
         number = layout.documents[place[piece]]
-        if apart.any():
-            number = number * parts + np.where(apart[place[piece]], group[piece], 0)
+        if split_mask.any():
+            number = number * parts + np.where(split_mask[place[piece]], group[piece], 0)
         order = np.argsort(pieces.number[piece] * (layout.longest + 1) + start)
         piece, start, end, server, number = (column[order] for column in (piece, start, end, server, number))
-        begin = changes(piece, server)
+        begin = mark_changes(piece, server)
         last = np.append(begin, True)[1:]
-        split = layout.split(apart, self.heads.groups) if apart.any() else layout
+        split = layout.split_heads(split_mask, self.heads.groups) if split_mask.any() else layout
         return Plan(split, number[begin], start[begin], end[last], home[piece[begin]], server[begin], self.window)
 
 
@@ -219,23 +232,23 @@ class PlanRows(NamedTuple):
     server: IntArray
 
 
-def _sums(values: FloatArray, size: int) -> FloatArray:
+def _sum_groups(values: FloatArray, size: int) -> FloatArray:
     """Sum each `size` consecutive values."""
     return np.array([math.fsum(some) for some in values.reshape(-1, size).tolist()], dtype=np.float64)
 
 
-def _ledger(layout: Layout, segment: IntArray, pieces: QueryPieces, room: int) -> Ledger:
+def _make_ledger(layout: Layout, segment: IntArray, pieces: QueryPieces, capacity: int) -> Ledger:
     """Make a ledger with room for so many moves.
 
     Homes of documents on several ranks hold their keys, the deepest first.
     """
-    chained = np.flatnonzero(layout.spans[layout.place[segment]])
-    chained = chained[np.lexsort((pieces.end[chained], pieces.number[chained]))]
-    number, count = pieces.number[chained], len(chained)
-    holders = np.empty((count + room, 3), dtype=np.int64)
+    shared_pieces = np.flatnonzero(layout.has_many_ranks[layout.place[segment]])
+    shared_pieces = shared_pieces[np.lexsort((pieces.end[shared_pieces], pieces.number[shared_pieces]))]
+    number, count = pieces.number[shared_pieces], len(shared_pieces)
+    holders = np.empty((count + capacity, 3), dtype=np.int64)
     holders[:count] = np.column_stack(
-        [layout.rank[segment[chained]], pieces.end[chained], np.where(changes(number), -1, np.arange(count) - 1)]
+        [layout.rank[segment[shared_pieces]], pieces.end[shared_pieces], np.where(mark_changes(number), -1, np.arange(count) - 1)]
     )
     last = np.full(int(pieces.number.max(initial=0)) + 1, -1)
     last[number] = np.arange(count)
-    return Ledger(np.empty((room, 4), dtype=np.int64), holders, last)
+    return Ledger(np.empty((capacity, 4), dtype=np.int64), holders, last)

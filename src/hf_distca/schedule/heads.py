@@ -20,26 +20,26 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_distca.schedule.cost import CostModel, FloatArray, Price
+from hf_distca.schedule.cost import CostModel, FloatArray, MarginalCost
 from hf_distca.schedule.layout import Layout
 
-__all__ = ["Heads", "cut_grid", "possible_groups"]
+__all__ = ["HeadSplit", "choose_grid", "list_group_counts"]
 
 # The part of the mean seconds of a rank that a server typically lacks.
-_TYPICAL = 0.25
+_TYPICAL_DEFICIT = 0.25
 # Groups where that is enough, and the part of the mean seconds that the keys of a group may travel for it to be.
-_USUAL = 4
-_TRAVEL = 0.4
+_USUAL_GROUPS = 4
+_LONG_TRAVEL = 0.4
 # The part of the seconds of its pairs that the keys of a slice may take for it to be long enough; tiles that always are; and how
 # many times the tolerance a slice may take: ranks are evened out by many, most of them from earlier in a document.
-_OF_PAIRS = 0.125
-_LONG = 8
-_TIMES_TOLERATED = 4
+_KEY_SECONDS_PART = 0.125
+_LONG_TILES = 8
+_TOLERANCES_PER_SLICE = 4
 # Numbers of documents are multiplied by that of the groups.
-_LARGEST = 2**56
+_LARGEST_NUMBER = 2**56
 
 
-class Heads(NamedTuple):
+class HeadSplit(NamedTuple):
     """Documents that a plan may split, and the number of groups.
 
     Attributes:
@@ -51,57 +51,63 @@ class Heads(NamedTuple):
     documents: npt.NDArray[np.bool_]
 
     @classmethod
-    def of(cls, layout: Layout, price: Price, cost: CostModel, seconds: FloatArray, most: int) -> Heads:
+    def of(cls, layout: Layout, marginal: MarginalCost, cost: CostModel, seconds: FloatArray, max_groups: int) -> HeadSplit:
         """Find documents whose slices would have more bytes of keys than of queries, on ranks with work to give away.
 
         Args:
             layout: documents and their ranks.
-            price: prices of tasks.
+            marginal: marginal cost of tasks.
             cost: the cost model.
             seconds: attention seconds of each rank.
-            most: groups at most; 1 to split nothing.
+            max_groups: groups at most; 1 to split nothing.
         """
-        possible = possible_groups(cost.shape.key_value_heads, most)
-        long, given = np.zeros((2, len(layout.documents)), dtype=np.bool_)
+        group_counts = list_group_counts(cost.shape.key_value_heads, max_groups)
+        long, on_busy_rank = np.zeros((2, len(layout.documents)), dtype=np.bool_)
         if (
-            possible == [1]
+            group_counts == [1]
             or cost.window is not None
             or math.isinf(cost.exchange_bytes_per_second)
-            or not price.pair
+            or not marginal.pair
             or layout.groups > 1
             or layout.context.any()
-            or np.abs(layout.documents).max(initial=0) > _LARGEST
+            or np.abs(layout.documents).max(initial=0) > _LARGEST_NUMBER
         ):
             return cls(1, long)
         # A slice of F seconds at position y has F / (p * y) rows. Its bytes of queries are as many as those of keys if
         # q * F / (p * y) = kv * y.
         mean = math.fsum(seconds.tolist()) / len(seconds)
-        length = math.sqrt(_TYPICAL * mean * price.query_bytes / (price.key_bytes * price.pair))
+        length = math.sqrt(_TYPICAL_DEFICIT * mean * marginal.query_bytes / (marginal.key_bytes * marginal.pair))
         # More groups are more tasks; they are worth it where keys travel nearly as long as ranks compute.
-        travel = layout.longest * cost.shape.moved_key_bytes / cost.exchange_bytes_per_second
-        groups = max(count for count in possible if count <= _USUAL)
-        groups = next((count for count in possible if count > groups and travel / groups > _TRAVEL * mean), groups)
+        travel_seconds = layout.longest * cost.shape.moved_key_bytes / cost.exchange_bytes_per_second
+        groups = max(count for count in group_counts if count <= _USUAL_GROUPS)
+        groups = next(
+            (count for count in group_counts if count > groups and travel_seconds / groups > _LONG_TRAVEL * mean), groups
+        )
         long[layout.place[layout.end >= length]] = True
-        given[layout.place[seconds[layout.rank] > mean]] = True
-        return cls(groups, long & given)
+        on_busy_rank[layout.place[seconds[layout.rank] > mean]] = True
+        return cls(groups, long & on_busy_rank)
 
 
-def cut_grid(price: Price, heads: Heads, longest: int, tolerated: float) -> int:
-    """Choose the grid on which documents are cut: the grid of the price, doubled
+def choose_grid(marginal: MarginalCost, heads: HeadSplit, longest: int, tolerated_seconds: float) -> int:
+    """Choose the grid on which documents are cut: the grid of the marginal cost, doubled
     until slices are long enough for their keys.
 
     Args:
-        price: prices of tasks.
+        marginal: marginal cost of tasks.
         heads: possible splits by heads: slices of some of the heads take less.
         longest: rows of the longest document, whose last rows take longest.
-        tolerated: seconds by which ranks may differ from their mean.
+        tolerated_seconds: seconds by which ranks may differ from their mean.
     """
-    grid, most = price.grid, _TIMES_TOLERATED * min(heads.groups, _USUAL) * tolerated
-    while grid < _LONG * price.tile and price.key > _OF_PAIRS * price.pair * grid and 2 * grid * price.pair * longest <= most:
+    grid, max_slice_seconds = marginal.grid, _TOLERANCES_PER_SLICE * min(heads.groups, _USUAL_GROUPS) * tolerated_seconds
+    while (
+        grid < _LONG_TILES * marginal.tile
+        and marginal.key > _KEY_SECONDS_PART * marginal.pair * grid
+        and 2 * grid * marginal.pair * longest <= max_slice_seconds
+    ):
         grid *= 2
     return grid
 
 
-def possible_groups(heads: int, most: int) -> list[int]:
+def list_group_counts(heads: int, max_groups: int) -> list[int]:
     """List the numbers of groups into which key/value heads can be split, from 1 up to a limit."""
-    return [count for count in range(1, min(most, heads) + 1) if heads % count == 0]
+    return [count for count in range(1, min(max_groups, heads) + 1) if heads % count == 0]

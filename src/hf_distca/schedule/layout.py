@@ -23,18 +23,18 @@ __all__ = [
     "IntArray",
     "Layout",
     "Segment",
-    "as_integers",
-    "changes",
-    "expanded",
+    "require_integers",
+    "mark_changes",
+    "enumerate_ranges",
     "lengths_from_cu_seqlens",
-    "repeated",
+    "repeat_split_rows",
 ]
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 # Position: sums and products of what is larger may not fit in 64 bits.
-LARGEST = 2**48
+_LARGEST_NUMBER = 2**48
 
 
 class Segment(NamedTuple):
@@ -68,18 +68,18 @@ class Layout:
         offsets: ``ranks + 1`` numbers from 0; the segments of rank r are rows ``offsets[r]`` to
             ``offsets[r + 1]``.
         context: number of context segments of each rank; none if not given.
-        groups: head groups that documents are split in, as `split` does; 1 if none is.
+        groups: head groups that documents are split in, as `split_heads` does; 1 if none is.
         longest: length of the longest document in tokens, 0 if there is none.
-        scattered: whether any document lies in more than one run of tokens, on several ranks or
+        is_scattered: whether any document lies in more than one run of tokens, on several ranks or
             with a gap on one.
         rank, end: for each segment, its rank, and the document position after its last token.
         token: for each segment, the index of its first token among those of its rank.
-        queries: for each segment, whether its queries are to be computed: false for context.
+        has_queries: for each segment, whether its queries are to be computed: false for context.
         by_document: the segments in order of document and position.
         documents: the numbers of all documents, in order.
         place: for each segment, the place of its document among `documents`.
-        spans: for each of `documents`, whether it lies on more than one rank.
-        run: for each segment, the document position where its run of consecutive tokens on its rank
+        has_many_ranks: for each of `documents`, whether it lies on more than one rank.
+        run_start: for each segment, the document position where its run of consecutive tokens on its rank
             begins.
     """
 
@@ -90,16 +90,16 @@ class Layout:
     context: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     groups: int = 1
     longest: int = field(init=False, repr=False)
-    scattered: bool = field(init=False, repr=False)
+    is_scattered: bool = field(init=False, repr=False)
     rank: IntArray = field(init=False, repr=False)
     end: IntArray = field(init=False, repr=False)
     token: IntArray = field(init=False, repr=False)
-    queries: BoolArray = field(init=False, repr=False)
+    has_queries: BoolArray = field(init=False, repr=False)
     by_document: IntArray = field(init=False, repr=False)
     documents: IntArray = field(init=False, repr=False)
     place: IntArray = field(init=False, repr=False)
-    spans: BoolArray = field(init=False, repr=False)
-    run: IntArray = field(init=False, repr=False)
+    has_many_ranks: BoolArray = field(init=False, repr=False)
+    run_start: IntArray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         counts = np.diff(self.offsets)
@@ -115,24 +115,24 @@ class Layout:
                 f"context of {self.context.tolist()} segments for ranks with {counts.tolist()}: "
                 "give one number a rank, at most as many as it has segments."
             )
-        wrong = (self.start < 0) | (self.start > LARGEST) | (self.length < 1) | (self.length > LARGEST)
+        wrong = (self.start < 0) | (self.start > _LARGEST_NUMBER) | (self.length < 1) | (self.length > _LARGEST_NUMBER)
         if wrong.any():
             row = wrong.argmax()
             segment = f"segment {row} is (document {self.document[row]}, start {self.start[row]}, length {self.length[row]})"
             raise LayoutError(f"{segment}: start must be >= 0 and length >= 1 (leave empty documents out), none above 2**48.")
-        vars(self).update(self._index(counts))
+        vars(self).update(self._build_index(counts))
 
-    def _index(self, counts: IntArray) -> dict[str, Any]:
+    def _build_index(self, counts: IntArray) -> dict[str, Any]:
         """Derive the other attributes from the columns; `counts` are the segments of each rank."""
         length, end, rank = self.length, self.start + self.length, np.repeat(np.arange(len(counts)), counts)
         # Head groups of a document follow each other and are the same tokens.
-        again = self._group(self.document) > 1
-        tokens = np.append(0, np.cumsum(np.where(again, 0, length)))
-        token = tokens[:-1] - np.where(again, length, 0) - tokens[self.offsets[:-1]][rank]
+        is_repeated_group = self._find_head_group(self.document) > 1
+        tokens = np.append(0, np.cumsum(np.where(is_repeated_group, 0, length)))
+        token = tokens[:-1] - np.where(is_repeated_group, length, 0) - tokens[self.offsets[:-1]][rank]
         order = np.lexsort((self.start, self.document))
         document, start = self.document[order], self.start[order]
-        fresh = changes(document)
-        expected = np.where(fresh, 0, np.append(0, end[order])[:-1])
+        starts_document = mark_changes(document)
+        expected = np.where(starts_document, 0, np.append(0, end[order])[:-1])
         gap = start != expected
         if gap.any():
             row = gap.argmax()
@@ -140,21 +140,21 @@ class Layout:
                 f"document {document[row]} has a segment that starts at {start[row]} where position {expected[row]} is next: "
                 "the segments of a document must cover it from 0 to its end without gap or overlap."
             )
-        apart = changes(document, rank[order], token[order] - start)
+        starts_run = mark_changes(document, rank[order], token[order] - start)
         place, run = np.empty_like(order), np.empty_like(order)
-        place[order], run[order] = np.cumsum(fresh) - 1, start[apart][np.cumsum(apart) - 1]
+        place[order], run[order] = np.cumsum(starts_document) - 1, start[starts_run][np.cumsum(starts_run) - 1]
         return {
             "longest": int(end.max(initial=0)),
-            "scattered": bool((apart & ~fresh).any()),
+            "is_scattered": bool((starts_run & ~starts_document).any()),
             "rank": rank,
             "end": end,
             "token": token,
-            "queries": np.arange(len(length)) - self.offsets[:-1][rank] >= self.context[rank],
+            "has_queries": np.arange(len(length)) - self.offsets[:-1][rank] >= self.context[rank],
             "by_document": order,
-            "documents": document[fresh],
+            "documents": document[starts_document],
             "place": place,
-            "spans": np.bincount(place[order], weights=changes(rank[order]) & ~fresh) > 0,
-            "run": run,
+            "has_many_ranks": np.bincount(place[order], weights=mark_changes(rank[order]) & ~starts_document) > 0,
+            "run_start": run,
         }
 
     @classmethod
@@ -163,14 +163,14 @@ class Layout:
 
         The first ``context[rank]`` rows of a rank are context.
         """
-        rows = as_integers([row for rank in ranks for row in rank], "segments as (document, start, length)", (-1, 3))
+        rows = require_integers([row for rank in ranks for row in rank], "segments as (document, start, length)", (-1, 3))
         offsets = np.cumsum([0, *(len(rank) for rank in ranks)], dtype=np.int64)
-        return cls(rows[:, 0], rows[:, 1], rows[:, 2], offsets, as_integers(context, "context"))
+        return cls(rows[:, 0], rows[:, 1], rows[:, 2], offsets, require_integers(context, "context"))
 
     @classmethod
     def from_lengths(cls, ranks: Sequence[Sequence[int]]) -> Layout:
         """Build from the document lengths of each rank, where no document crosses ranks. Documents are numbered in order."""
-        length = as_integers([n for rank in ranks for n in rank], "document lengths")
+        length = require_integers([n for rank in ranks for n in rank], "document lengths")
         offsets = np.cumsum([0, *(len(rank) for rank in ranks)], dtype=np.int64)
         return cls(np.arange(len(length)), np.zeros_like(length), length, offsets)
 
@@ -184,10 +184,10 @@ class Layout:
             LayoutError: if not exactly one run ends there, or several start: then position ids do
                 not identify documents.
         """
-        return cls.from_segments(_chain(ranks))
+        return cls.from_segments(_number_documents(ranks))
 
     @classmethod
-    def joined(cls, first: Layout, second: Layout) -> Layout:
+    def concatenate(cls, first: Layout, second: Layout) -> Layout:
         """Put on each rank the tokens of the first layout and then those of the
         second, with which it shares no document.
         """
@@ -196,24 +196,24 @@ class Layout:
         document, start, length = (np.append(*pair)[order] for pair in pairs)
         return cls(document, start, length, first.offsets + second.offsets)
 
-    def among(self, holds: Sequence[bool]) -> Layout:
+    def place_on_holders(self, holds: Sequence[bool]) -> Layout:
         """Place the tokens on more ranks: those of rank r move
         to the r-th rank that `holds` marks.
         """
-        holders = np.cumsum(holds)
-        context = np.where(holds, self.context[holders - 1], 0)
-        return Layout(self.document, self.start, self.length, self.offsets[np.append(0, holders)], context)
+        ranks_before = np.cumsum(holds)
+        context = np.where(holds, self.context[ranks_before - 1], 0)
+        return Layout(self.document, self.start, self.length, self.offsets[np.append(0, ranks_before)], context)
 
-    def split(self, apart: BoolArray, groups: int) -> Layout:
+    def split_heads(self, split_mask: BoolArray, groups: int) -> Layout:
         """Split some documents by heads: each then counts as `groups`
         documents, one for each group of heads.
 
         Document d is then number ``d * (groups + 1)``, and group g of one that is split ``d *
         (groups + 1) + 1 + g``. A group lies where the whole document lies, and takes its part of
-        the attention and of the bytes (`heads_of`).
+        the attention and of the bytes (`compute_head_fractions`).
 
         Args:
-            apart: for each of `documents`, whether to split it. Only documents with all heads can
+            split_mask: for each of `documents`, whether to split it. Only documents with all heads can
                 be split.
             groups: at least 2; it must divide the key/value heads of the layers.
 
@@ -223,22 +223,22 @@ class Layout:
         """
         if self.groups not in (1, groups) or self.context.any():
             raise LayoutError(f"a layout with {self.groups} head groups and context {self.context.tolist()} cannot be split.")
-        row, part = repeated(apart[self.place], groups)
+        row, part = repeat_split_rows(split_mask[self.place], groups)
         number = self.document * (groups + 1) if self.groups == 1 else self.document
         offsets = np.searchsorted(row, self.offsets)
         return Layout(number[row] + part, self.start[row], self.length[row], offsets, groups=groups)
 
-    def heads_of(self, document: IntArray) -> npt.NDArray[np.float64]:
+    def compute_head_fractions(self, document: IntArray) -> npt.NDArray[np.float64]:
         """Return the part of the heads that each of these documents has:
         1, or ``1 / groups`` for a head group.
         """
-        return np.where(self._group(document) == 0, 1.0, 1.0 / self.groups)
+        return np.where(self._find_head_group(document) == 0, 1.0, 1.0 / self.groups)
 
-    def unsplit(self, document: IntArray) -> IntArray:
+    def restore_numbers(self, document: IntArray) -> IntArray:
         """Return the numbers that these documents of the layout had before it was split."""
         return document // (self.groups + 1) if self.groups > 1 else document
 
-    def _group(self, document: IntArray) -> IntArray:
+    def _find_head_group(self, document: IntArray) -> IntArray:
         """Return the head group of each document, from 1; 0 if it has all heads."""
         return np.asarray(document % (self.groups + 1) if self.groups > 1 else np.zeros_like(document))
 
@@ -252,14 +252,14 @@ class Layout:
         """Number of tokens of context on each rank: its first query
         row has the key with this index.
         """
-        return np.bincount(self.rank, weights=self.length * ~self.queries, minlength=self.world_size).astype(np.int64)
+        return np.bincount(self.rank, weights=self.length * ~self.has_queries, minlength=self.world_size).astype(np.int64)
 
     @cached_property
     def query_tokens(self) -> IntArray:
         """Number of tokens on each rank whose queries are to be computed;
         those of a split document are counted once.
         """
-        counted = self.queries & (self._group(self.document) <= 1)
+        counted = self.has_queries & (self._find_head_group(self.document) <= 1)
         return np.bincount(self.rank, weights=self.length * counted, minlength=self.world_size).astype(np.int64)
 
     @cached_property
@@ -267,33 +267,33 @@ class Layout:
         """Starts of the segments of `by_document`, in one sequence of all documents."""
         return np.asarray((self.place * (self.longest + 1) + self.start)[self.by_document])
 
-    def segment_of(self, place: IntArray, position: IntArray) -> IntArray:
+    def find_segments(self, place: IntArray, position: IntArray) -> IntArray:
         """Return the index in `by_document` of the segment that holds a position of
         the document at a place among `documents`.
         """
         return np.searchsorted(self._positions, place * (self.longest + 1) + position, side="right") - 1
 
-    def place_of(self, document: IntArray) -> IntArray:
+    def find_places(self, document: IntArray) -> IntArray:
         """Return the places of documents among `documents`.
 
         Unknown numbers get the place of another document.
         """
         return np.minimum(np.searchsorted(self.documents, document), max(len(self.documents) - 1, 0))
 
-    def segments(self, rank: int) -> list[Segment]:
+    def list_segments(self, rank: int) -> list[Segment]:
         """Return the segments of one rank in token order."""
         rows = slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
         return list(map(Segment, self.document[rows].tolist(), self.start[rows].tolist(), self.length[rows].tolist()))
 
 
-def changes(*columns: npt.NDArray[Any]) -> BoolArray:
+def mark_changes(*columns: npt.NDArray[Any]) -> BoolArray:
     """Mark rows that differ from the row before in any of these columns; the first row does."""
-    fresh = np.ones(len(columns[0]), dtype=np.bool_)
-    fresh[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
-    return fresh
+    differs = np.ones(len(columns[0]), dtype=np.bool_)
+    differs[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    return differs
 
 
-def expanded(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
+def enumerate_ranges(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
     """Enumerate the numbers of ranges [begin, end), none of which falls: the index
     of the range of each number, and the numbers.
     """
@@ -302,18 +302,20 @@ def expanded(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
     return index, np.arange(len(index)) + np.repeat(begin - (np.cumsum(count) - count), count)
 
 
-def repeated(apart: BoolArray, groups: int) -> tuple[IntArray, IntArray]:
-    """Repeat rows that are `apart`, split by heads, once for each group.
+def repeat_split_rows(split_mask: BoolArray, groups: int) -> tuple[IntArray, IntArray]:
+    """Repeat rows that are split by heads once for each group.
 
     Returns:
         The original row of each, and the addition to its document number: 0 with all heads, 1 for
             the first group.
     """
-    row, part = expanded(np.zeros(len(apart), dtype=np.int64), np.where(apart, groups, 1))
-    return row, np.where(apart[row], 1 + part, 0)
+    row, part = enumerate_ranges(np.zeros(len(split_mask), dtype=np.int64), np.where(split_mask, groups, 1))
+    return row, np.where(split_mask[row], 1 + part, 0)
 
 
-def as_integers(values: object, what: str, shape: tuple[int, ...] = (-1,), error: type[DistCAError] = LayoutError) -> IntArray:
+def require_integers(
+    values: object, what: str, shape: tuple[int, ...] = (-1,), error: type[DistCAError] = LayoutError
+) -> IntArray:
     """Convert `values` to an int64 array of this shape, where -1 is any length.
 
     Nothing is rounded, parsed or wrapped around, all of which numpy would do.
@@ -340,18 +342,20 @@ def lengths_from_cu_seqlens(cu_seqlens: Iterable[int]) -> list[int]:
     """Return document lengths from cumulative sequence lengths ``[0, n0, n0 +
     n1, ...]``; empty documents are dropped.
     """
-    bounds = as_integers(list(cu_seqlens), "cu_seqlens").tolist()
+    bounds = require_integers(list(cu_seqlens), "cu_seqlens").tolist()
     lengths = [b - a for a, b in itertools.pairwise(bounds)]
     if not bounds or bounds[0] != 0 or any(n < 0 for n in lengths):
         raise LayoutError(f"cu_seqlens must start at 0 and never fall, got {bounds[:8]}{'...' if len(bounds) > 8 else ''}.")
     return [n for n in lengths if n]
 
 
-def _chain(runs: Sequence[Sequence[tuple[int, int]]]) -> list[list[tuple[int, int, int]]]:
+def _number_documents(runs: Sequence[Sequence[tuple[int, int]]]) -> list[list[tuple[int, int, int]]]:
     """Give runs document numbers: a run that starts above 0 has the
     number of the run that ends there.
     """
-    rows = [(start, rank, row, start + length) for rank, some in enumerate(runs) for row, (start, length) in enumerate(some)]
+    rows = [
+        (start, rank, row, start + length) for rank, rank_runs in enumerate(runs) for row, (start, length) in enumerate(rank_runs)
+    ]
     starting, ending = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     for start, rank, _, end in sorted(rows):
         starting[start].append(rank)
@@ -364,8 +368,8 @@ def _chain(runs: Sequence[Sequence[tuple[int, int]]]) -> list[list[tuple[int, in
                 "(PackedDocuments in the batch)."
             )
     # By the position that a run ends at, and by the run. A run without tokens may find none: the layout is refused.
-    goes_on: dict[int, int] = {}
+    number_ending_at: dict[int, int] = {}
     numbers: dict[tuple[int, int], int] = {}
     for number, (start, rank, row, end) in enumerate(sorted(rows)):
-        goes_on[end] = numbers[rank, row] = goes_on.get(start, number) if start else number
-    return [[(numbers[rank, row], *run) for row, run in enumerate(some)] for rank, some in enumerate(runs)]
+        number_ending_at[end] = numbers[rank, row] = number_ending_at.get(start, number) if start else number
+    return [[(numbers[rank, row], *run) for row, run in enumerate(rank_runs)] for rank, rank_runs in enumerate(runs)]

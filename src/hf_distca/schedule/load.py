@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
+from hf_distca.schedule.cost import CostModel, FloatArray, count_causal_pairs
 from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
-from hf_distca.schedule.ranks import ALIKE, Ranks
-from hf_distca.schedule.relays import senders
+from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
+from hf_distca.schedule.relays import with_sending_ranks
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["NodeBytes", "PlanLoad", "imbalance", "summarize", "summary_table"]
+__all__ = ["NodeBytes", "PlanLoad", "compute_imbalance", "summarize_plan", "format_summary"]
 
 # Dispatch and return, forward and backward: what a rank that exchanges anything waits for at least.
 _EXCHANGES_PER_LAYER = 4
@@ -35,21 +35,21 @@ class NodeBytes(NamedTuple):
     node, and of other nodes; shape (2, ranks).
     """
 
-    inside: FloatArray
-    between: FloatArray
+    intra_node: FloatArray
+    inter_node: FloatArray
 
-    def seconds(self, cost: CostModel, ranks: Ranks) -> FloatArray:
+    def estimate_seconds(self, cost: CostModel, ranks: Ranks) -> FloatArray:
         """Return the seconds that each rank sends and receives, without the
         fixed part of exchanges: shape (2, ranks).
         """
-        rank = np.arange(self.between.shape[1])
+        rank = np.arange(self.inter_node.shape[1])
         # A link to other nodes is busy with the bytes of all ranks that share it.
         per_node = ranks.per_node or len(rank)
         shared = min(cost.ranks_per_link, per_node)
         link = rank // per_node * -(-per_node // shared) + rank % per_node // shared
         rate = np.bincount(link) * cost.exchange_bytes_per_second
-        between = [(np.bincount(link, weights=amount) / rate)[link] for amount in self.between]
-        return np.maximum(self.inside / (cost.node_bytes_per_second or cost.exchange_bytes_per_second), between)
+        between = [(np.bincount(link, weights=amount) / rate)[link] for amount in self.inter_node]
+        return np.maximum(self.intra_node / (cost.node_bytes_per_second or cost.exchange_bytes_per_second), between)
 
 
 class Traffic(NamedTuple):
@@ -83,7 +83,7 @@ class PlanLoad:
     cost: CostModel
     waves: Waves | None = None
     overlapped: bool = False
-    ranks: Ranks = ALIKE
+    ranks: Ranks = UNIFORM_RANKS
 
     def __post_init__(self) -> None:
         if self.cost.window != self.plan.window:
@@ -96,13 +96,13 @@ class PlanLoad:
         vars(load).update({name: value for name, value in vars(self).items() if name in kept})
         return load
 
-    def _sum(self, rank: IntArray, weights: npt.NDArray[Any]) -> FloatArray:
+    def _sum_by_rank(self, rank: IntArray, weights: npt.NDArray[Any]) -> FloatArray:
         # bincount of nothing counts in integers, whatever the weights are.
         return np.bincount(rank, weights=weights, minlength=self.plan.layout.world_size).astype(np.float64)
 
-    def _both(self, weights: FloatArray) -> FloatArray:
+    def _sum_by_role(self, weights: FloatArray) -> FloatArray:
         """Sum traffic by the rank that sends it and by the rank that receives it."""
-        return np.array([self._sum(self.traffic.source, weights), self._sum(self.traffic.server, weights)])
+        return np.array([self._sum_by_rank(self.traffic.source, weights), self._sum_by_rank(self.traffic.server, weights)])
 
     @cached_property
     def pairs(self) -> FloatArray:
@@ -110,13 +110,15 @@ class PlanLoad:
         of some of the heads count in part.
         """
         plan = self.plan
-        return self._sum(plan.server, causal_pairs(plan.end - plan.start, plan.end, plan.window) * plan.heads)
+        return self._sum_by_rank(plan.server, count_causal_pairs(plan.end - plan.start, plan.end, plan.window) * plan.heads)
 
     @cached_property
     def compute_seconds(self) -> FloatArray:
         """Forward plus backward seconds that each rank takes for its tasks."""
         plan = self.plan
-        return self.ranks.taken(self._sum(plan.server, self.cost.seconds(plan.end - plan.start, plan.end, plan.heads)))
+        return self.ranks.scale_by_speed(
+            self._sum_by_rank(plan.server, self.cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads))
+        )
 
     @cached_property
     def needed_keys(self) -> KeyTransfers:
@@ -124,23 +126,26 @@ class PlanLoad:
         of documents that nobody exchanges.
         """
         if self.waves is None or self.waves.bytes is None:
-            plan, exchanged = self.plan, self.plan.layout.spans.copy()
-            exchanged[plan.place[plan.home != plan.server]] = True
-            return plan.key_transfers(np.flatnonzero(exchanged[plan.place]))
+            plan, is_exchanged = self.plan, self.plan.layout.has_many_ranks.copy()
+            is_exchanged[plan.place[plan.home != plan.server]] = True
+            return plan.list_key_transfers(np.flatnonzero(is_exchanged[plan.place]))
         plan, number = self.waves.plan, self.waves.number
         tasks = np.flatnonzero(number >= 0)
-        keys = plan.key_transfers(tasks, number[tasks] * plan.layout.world_size + plan.server[tasks])
+        keys = plan.list_key_transfers(tasks, number[tasks] * plan.layout.world_size + plan.server[tasks])
         return keys._replace(server=keys.server % plan.layout.world_size)
 
     @cached_property
     def traffic(self) -> Traffic:
         """All traffic: query rows, then keys, in the first hop or in the second."""
         plan, layout = self.plan, (self.waves or self).plan.layout
-        sent = senders(self.needed_keys, plan.relays)
-        away = np.flatnonzero(plan.home != plan.server)
-        rows = ((plan.end - plan.start) * plan.heads)[away]
-        keys = (sent.end - sent.start) * layout.heads_of(sent.document)
-        source, server = np.concatenate([plan.home[away], sent.source]), np.concatenate([plan.server[away], sent.server])
+        sent = with_sending_ranks(self.needed_keys, plan.relays)
+        moved_tasks = np.flatnonzero(plan.home != plan.server)
+        rows = ((plan.end - plan.start) * plan.heads)[moved_tasks]
+        keys = (sent.end - sent.start) * layout.compute_head_fractions(sent.document)
+        source, server = (
+            np.concatenate([plan.home[moved_tasks], sent.source]),
+            np.concatenate([plan.server[moved_tasks], sent.server]),
+        )
         tokens = np.concatenate([rows, np.zeros_like(keys)]), np.concatenate([np.zeros_like(rows), keys])
         return Traffic(source, server, *tokens)
 
@@ -149,14 +154,14 @@ class PlanLoad:
         """Query tokens that each rank sends and receives, shape (2, ranks);
         those of some of the heads count in part.
         """
-        return self._both(self.traffic.query_tokens)
+        return self._sum_by_role(self.traffic.query_tokens)
 
     @cached_property
     def key_tokens(self) -> FloatArray:
         """Number of K/V tokens that each rank sends and receives, each token
         once per destination: shape (2, ranks).
         """
-        return self._both(self.traffic.key_tokens)
+        return self._sum_by_role(self.traffic.key_tokens)
 
     @cached_property
     def exchange_bytes(self) -> FloatArray:
@@ -170,16 +175,16 @@ class PlanLoad:
         """Same bytes as `exchange_bytes`, inside nodes and between them; all
         between, if nodes are not told apart.
         """
-        return self.bytes_of(self.cost.shape.moved_query_bytes, self.cost.shape.moved_key_bytes)
+        return self.count_node_bytes(self.cost.shape.moved_query_bytes, self.cost.shape.moved_key_bytes)
 
-    def bytes_of(self, query: int, key: int) -> NodeBytes:
+    def count_node_bytes(self, query_bytes: int, key_bytes: int) -> NodeBytes:
         """Return the bytes that ranks send and receive, given the
         bytes of a query row and of a key.
         """
         traffic, per_node = self.traffic, self.ranks.per_node or 1
-        amount = traffic.query_tokens * query + traffic.key_tokens * key
-        near = traffic.source // per_node == traffic.server // per_node
-        return NodeBytes(self._both(amount * near), self._both(amount * ~near))
+        amount = traffic.query_tokens * query_bytes + traffic.key_tokens * key_bytes
+        is_intra_node = traffic.source // per_node == traffic.server // per_node
+        return NodeBytes(self._sum_by_role(amount * is_intra_node), self._sum_by_role(amount * ~is_intra_node))
 
     @cached_property
     def wire_seconds(self) -> FloatArray:
@@ -189,7 +194,7 @@ class PlanLoad:
         if not self.plan.moved:
             return np.zeros((2, self.plan.layout.world_size))
         if self.ranks.per_node is not None and self.cost.node_bytes_per_second is not None:
-            return self.node_bytes.seconds(self.cost, self.ranks)
+            return self.node_bytes.estimate_seconds(self.cost, self.ranks)
         return np.asarray(self.exchange_bytes / self.cost.exchange_bytes_per_second)
 
     @cached_property
@@ -197,11 +202,11 @@ class PlanLoad:
         """Seconds that each rank exchanges: the busier of its two roles, plus the fixed part of every exchange."""
         exchanges = _EXCHANGES_PER_LAYER * (1 if self.waves is None else self.waves.count)
         exchanges += _RELAY_EXCHANGES if self.plan.relays is not None else 0
-        fixed = self.cost.exchange_seconds + self.cost.peer_seconds * self.peers
+        fixed = self.cost.exchange_seconds + self.cost.peer_seconds * self.peer_counts
         return np.asarray(self.wire_seconds.max(axis=0) + exchanges * fixed * self.plan.moved)
 
     @cached_property
-    def peers(self) -> npt.NDArray[Any]:
+    def peer_counts(self) -> npt.NDArray[Any]:
         """Number of ranks that each rank sends to or receives from,
         whichever is larger; 0 if peers cost nothing.
         """
@@ -212,7 +217,7 @@ class PlanLoad:
         return np.maximum(np.bincount(pairs // ranks, minlength=ranks), np.bincount(pairs % ranks, minlength=ranks))
 
     @cached_property
-    def ends(self) -> FloatArray:
+    def end_seconds(self) -> FloatArray:
         """Seconds after which each rank ends: compute plus exchange,
         or the longer of both if overlapped.
         """
@@ -222,31 +227,31 @@ class PlanLoad:
     @cached_property
     def slowest_seconds(self) -> float:
         """Estimated seconds of the slowest rank."""
-        return float(self.ends.max(initial=0.0))
+        return float(self.end_seconds.max(initial=0.0))
 
 
-def imbalance(values: FloatArray) -> float:
+def compute_imbalance(values: FloatArray) -> float:
     """Return max over mean of the ranks; 1 where there is nothing to balance."""
     total = float(values.sum())
     return float(values.max()) * len(values) / total if total > 0 else 1.0
 
 
-def summarize(plan: Plan, cost: CostModel, ranks: Ranks = ALIKE) -> dict[str, int | float]:
+def summarize_plan(plan: Plan, cost: CostModel, ranks: Ranks = UNIFORM_RANKS) -> dict[str, int | float]:
     """Compare figures of a plan, "after", with those of the plan that moves
     nothing, "before"; `json` can write them.
 
     Imbalance is max/mean over ranks, and bytes are exchanged forward and backward.
     """
-    before, after = (PlanLoad(some, cost, ranks=ranks) for some in (Plan.local(plan.layout, plan.window), plan))
+    before, after = (PlanLoad(weighed_plan, cost, ranks=ranks) for weighed_plan in (Plan.local(plan.layout, plan.window), plan))
     nodes = after.node_bytes
     return {
         "ranks": plan.layout.world_size,
         "tasks": len(plan.document),
         "moved_tasks": int((plan.home != plan.server).sum()),  # whose server is not their home
-        "pairs_imbalance_before": imbalance(before.pairs),  # of causal pairs
-        "pairs_imbalance_after": imbalance(after.pairs),
-        "seconds_imbalance_before": imbalance(before.compute_seconds),  # of estimated compute seconds
-        "seconds_imbalance_after": imbalance(after.compute_seconds),
+        "pairs_imbalance_before": compute_imbalance(before.pairs),  # of causal pairs
+        "pairs_imbalance_after": compute_imbalance(after.pairs),
+        "seconds_imbalance_before": compute_imbalance(before.compute_seconds),  # of estimated compute seconds
+        "seconds_imbalance_after": compute_imbalance(after.compute_seconds),
         "slowest_seconds_before": before.slowest_seconds,  # estimated compute plus exchange of the slowest rank
         "slowest_seconds_after": after.slowest_seconds,
         "query_tokens": int(plan.layout.query_tokens.sum()),  # of all ranks together
@@ -256,14 +261,14 @@ def summarize(plan: Plan, cost: CostModel, ranks: Ranks = ALIKE) -> dict[str, in
         "max_sent_key_tokens": int(after.key_tokens[0].max()),  # of the busiest rank
         "max_sent_bytes": int(after.exchange_bytes[0].max()),  # of the busiest home
         "max_received_bytes": int(after.exchange_bytes[1].max()),  # of the busiest server
-        "bytes_inside_nodes": int(nodes.inside[0].sum()),  # of all ranks
-        "bytes_between_nodes": int(nodes.between[0].sum()),  # all bytes, if nodes are not told apart
-        "max_bytes_between_nodes": int(nodes.between.max()),  # of the busiest rank, as a home or as a server
+        "bytes_inside_nodes": int(nodes.intra_node[0].sum()),  # of all ranks
+        "bytes_between_nodes": int(nodes.inter_node[0].sum()),  # all bytes, if nodes are not told apart
+        "max_bytes_between_nodes": int(nodes.inter_node.max()),  # of the busiest rank, as a home or as a server
     }
 
 
-def summary_table(summary: dict[str, int | float], *, seconds: bool = True) -> str:
-    """Format the result of `summarize` as lines of text; `seconds` is false
+def format_summary(summary: dict[str, int | float], *, seconds: bool = True) -> str:
+    """Format the result of `summarize_plan` as lines of text; `seconds` is false
     for a cost model of pairs, which has none.
     """
     moved = summary["query_tokens_moved"] / max(summary["query_tokens"], 1)

@@ -4,7 +4,7 @@ Ranks have a *level* that they should end at (`schedule.greedy`). The heaviest r
 until it is below the cap. A move follows steps 4.1 to 4.3 of docs/scheduler.md:
 
 1. Choose a server: the emptiest, or one of the same node with half as much room.
-2. For every piece that the rank still computes, find the tail, rows [x, end), that takes about what the server wants; or the
+2. For every piece that the rank still computes, find the tail, rows [x, end), that takes about what the server lacks; or the
    first rows, where no tail fits.
 3. Move the slice that exchanges the fewest bytes per second moved. Keys that a server needs anyway, for its own rows of the
    document or for a slice that it got before, cost nothing; so servers that have such keys are looked at too.
@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_distca.schedule.compiled import compiled, inner
+from hf_distca.schedule.compiled import compile_function, compile_inner
 
 if TYPE_CHECKING:
-    from hf_distca.schedule.cost import Price  # which counts with `task_counts`
+    from hf_distca.schedule.cost import MarginalCost  # which counts with `count_task_work`
 
 __all__ = [
     "END",
@@ -39,31 +39,31 @@ __all__ = [
     "START",
     "FloatArray",
     "Ledger",
-    "Loads",
-    "Prices",
+    "RankLoads",
+    "MarginalCosts",
     "QueryPieces",
     "make_moves",
-    "slice_seconds",
-    "tail_start",
-    "task_counts",
+    "estimate_slice_seconds",
+    "find_tail_start",
+    "count_task_work",
 ]
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-# Places in `Loads.levels`: the edges of the tolerated band, and where ranks outside it should end.
+# Places in `RankLoads.levels`: the edges of the tolerated band, and where ranks outside it should end.
 FLOOR, LOW, HIGH, CAP = range(4)
 # Columns of `Ledger.moves`: a piece, rows [start, end) of its document, and the server that gets them.
 PIECE, START, END, SERVER = range(4)
 # Columns of `Ledger.holders`: a rank that needs the first keys of a document anyway, how many, and the row of the holder before.
-RANK, KEYS, BEFORE = range(3)
+RANK, KEYS, PREVIOUS = range(3)
 # Pieces of a rank that are looked at for a move, and more only if none of them can be moved. The first are those deepest in their
 # documents, which exchange the fewest bytes for a second of work.
-_LOOKED_AT = 64
+_MAX_PIECES = 64
 # Holders of a document's keys that are looked at for each of its pieces.
-_HOLDERS = 8
+_MAX_HOLDERS = 8
 # What they have to lack at least, as a part of what the server that was asked should get.
-_LEAST_LACK = 0.25
+_MIN_DEFICIT = 0.25
 
 
 class QueryPieces(NamedTuple):
@@ -86,35 +86,35 @@ class QueryPieces(NamedTuple):
     offsets: IntArray
 
 
-class Loads(NamedTuple):
+class RankLoads(NamedTuple):
     """Work of the ranks, and levels for those of each group, [0, size), [size, 2 * size), ....
 
     Attributes:
         seconds, speed: seconds and speed of each rank.
-        serves: whether each may get slices.
+        can_serve: whether each may get slices.
         size: ranks of a group.
-        begin: seconds at places `FLOOR` to `CAP` before the first move, a row for each group.
-        levels, span: current levels of the current group, and its first rank and the rank after its
+        start_levels: seconds at places `FLOOR` to `CAP` before the first move, a row for each group.
+        levels, group_span: current levels of the current group, and its first rank and the rank after its
             last.
-        surplus, work: seconds of work to be moved, and of all work, of each group.
+        excess, total_work: seconds of work to be moved, and of all work, of each group.
         per_node: ranks of a node, where nodes are evened out; else 1, and each rank is a node.
         node_seconds, node_speed: those of the nodes.
-        near: ranks of a node, where a server in the node of the source is preferred; else 0.
+        preferred_node_size: ranks of a node, where a server in the node of the source is preferred; else 0.
     """
 
     seconds: FloatArray
     speed: FloatArray
-    serves: npt.NDArray[np.bool_]
+    can_serve: npt.NDArray[np.bool_]
     size: int
-    begin: FloatArray
+    start_levels: FloatArray
     levels: FloatArray
-    span: IntArray
-    surplus: FloatArray
-    work: FloatArray
+    group_span: IntArray
+    excess: FloatArray
+    total_work: FloatArray
     per_node: int
     node_seconds: FloatArray
     node_speed: FloatArray
-    near: int
+    preferred_node_size: int
 
 
 class Ledger(NamedTuple):
@@ -122,49 +122,49 @@ class Ledger(NamedTuple):
 
     Attributes:
         moves: room for rows of `PIECE` to `SERVER`.
-        holders: rows of `RANK` to `BEFORE`, and behind them room for one for each move. The last of
+        holders: rows of `RANK` to `PREVIOUS`, and behind them room for one for each move. The last of
             a rank and document counts.
-        last: for each document, the last row of `holders`, or -1.
+        last_holder: for each document, the last row of `holders`, or -1.
     """
 
     moves: IntArray
     holders: IntArray
-    last: IntArray
+    last_holder: IntArray
 
 
-class Prices(NamedTuple):
-    """Price of a slice on its server, and its price at its home."""
+class MarginalCosts(NamedTuple):
+    """Marginal cost of a slice on its server, and at its home."""
 
-    served: Price
-    kept: Price
+    server: MarginalCost
+    home: MarginalCost
 
 
-class _Wish(NamedTuple):
+class _MoveCandidate(NamedTuple):
     """Size of the slice that a source should give to a server, in seconds of work.
 
     Attributes:
-        surplus, over: work that the source wants to shed, and may shed at most.
-        lack, room: work that the server should get, and may get at most.
-        least_want: below this, no first rows are taken; else moves would become ever smaller.
+        excess, max_excess: work that the source should give away, and may give away at most.
+        deficit, room: work that the server should get, and may get at most.
+        min_target: below this, no first rows are taken; else moves would become ever smaller.
     """
 
-    surplus: float
-    over: float
-    lack: float
+    excess: float
+    max_excess: float
+    deficit: float
     room: float
-    least_want: float
+    min_target: float
 
 
 class _Slice(NamedTuple):
-    """Rows [start, end) of a piece, the seconds that its home sheds and its server
-    gets, and bytes exchanged per second shed.
+    """Rows [start, end) of a piece, the seconds removed from its home and added to its
+    server, and bytes exchanged per second removed.
     """
 
     start: int
     end: int
-    shed: float
+    removed: float
     added: float
-    ratio: float
+    byte_cost: float
 
 
 class _Move(NamedTuple):
@@ -177,7 +177,7 @@ class _Move(NamedTuple):
     keys: int
 
 
-def task_counts(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any]:
+def count_task_work(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any]:
     """Count keys that tasks read, and query-key pairs that they compute: in whole
     kernel tiles, with the keys behind a row in its own.
 
@@ -198,184 +198,210 @@ def task_counts(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any]
     return keys - unseen * (unseen > 0), pairs * (tiled / (rows + (rows == 0))) + tiled * (tile - 1) / 2
 
 
-_task_counts = compiled(task_counts)
+_count_task_work = compile_function(count_task_work)
 
 
-@compiled
-def slice_seconds(price: Price, heads: float, start: int, end: int) -> float:
+@compile_function
+def estimate_slice_seconds(marginal: MarginalCost, heads: float, start: int, end: int) -> float:
     """Return the seconds of query rows [start, end) of a document, 0 if there are none."""
     if start >= end:
         return 0.0
-    read, pairs = _task_counts(end - start, end, price.tile, price.window)
-    return float(price.task + heads * (price.row * (end - start) + price.key * read + price.pair * pairs))
+    read, pairs = _count_task_work(end - start, end, marginal.tile, marginal.window)
+    return float(marginal.task + heads * (marginal.row * (end - start) + marginal.key * read + marginal.pair * pairs))
 
 
-@compiled
-def tail_start(price: Price, heads: float, start: int, end: int, want: float, most: float) -> int:
+@compile_function
+def find_tail_start(marginal: MarginalCost, heads: float, start: int, end: int, target: float, max_seconds: float) -> int:
     """Return the start of the tail of rows [start, end) that is nearest to
-    `want` seconds, up to `most`, or the shortest.
+    `target` seconds, up to `max_seconds`, or the shortest.
     """
-    grid = price.grid
-    first, last = start // grid + 1, (end - 1) // grid  # at last, `first` takes no more than `want`
+    grid = marginal.grid
+    first, last = start // grid + 1, (end - 1) // grid  # at last, `first` takes no more than `target`
     if first > last:
         return start
     while first < last:
         middle = (first + last) // 2
-        if slice_seconds(price, heads, middle * grid, end) > want:
+        if estimate_slice_seconds(marginal, heads, middle * grid, end) > target:
             first = middle + 1
         else:
             last = middle
     before = max((first - 1) * grid, start)
-    more = slice_seconds(price, heads, before, end)
-    if more <= most and more - want < want - slice_seconds(price, heads, first * grid, end):
+    more = estimate_slice_seconds(marginal, heads, before, end)
+    if more <= max_seconds and more - target < target - estimate_slice_seconds(marginal, heads, first * grid, end):
         return before
     return first * grid
 
 
-@inner
-def _lack(loads: Loads, rank: int) -> float:
-    """Seconds of work that a rank lacks to the lower level; where nodes are evened out, as far as its node lacks them, too."""
+@compile_inner
+def _compute_deficit(loads: RankLoads, rank: int) -> float:
+    """Compute the seconds of work that a rank lacks to the lower level; between nodes, as far as its node does, too."""
     level, node = loads.levels[LOW], rank // loads.per_node
     return float(
         min((level - loads.seconds[rank]) * loads.speed[rank], (level - loads.node_seconds[node]) * loads.node_speed[node])
     )
 
 
-@inner
-def _spare(loads: Loads, rank: int, place: int) -> float:
-    """Seconds of work that a rank has above a level; where nodes are evened out, as far as its node has them, too."""
+@compile_inner
+def _compute_excess(loads: RankLoads, rank: int, place: int) -> float:
+    """Compute the seconds of work that a rank has above a level; between nodes, as far as its node does, too."""
     level, node = loads.levels[place], rank // loads.per_node
     return float(
         min((loads.seconds[rank] - level) * loads.speed[rank], (loads.node_seconds[node] - level) * loads.node_speed[node])
     )
 
 
-@inner
-def _emptiest(loads: Loads, first: int, last: int) -> int:
+@compile_inner
+def _find_emptiest(loads: RankLoads, first: int, last: int) -> int:
     """Find the emptiest of ranks [first, last) that lack work; -1 if none does."""
     emptiest = -1
     for rank in range(first, last):
         emptier = emptiest < 0 or loads.seconds[rank] < loads.seconds[emptiest]
-        if emptier and loads.serves[rank] and _lack(loads, rank) > 0:
+        if emptier and loads.can_serve[rank] and _compute_deficit(loads, rank) > 0:
             emptiest = rank
     return emptiest
 
 
-@inner
-def _server_for(loads: Loads, source: int, surplus: float) -> int:
-    """The emptiest rank that lacks work, or with `near` one in the node of the source that has room for half as much; or -1."""
-    near, emptiest = loads.near, _emptiest(loads, loads.span[0], loads.span[1])
-    if emptiest < 0 or not near:
+@compile_inner
+def _choose_server(loads: RankLoads, source: int, excess: float) -> int:
+    """Choose the emptiest rank that lacks work, or one in the preferred node with room for half as much; or -1."""
+    preferred_node_size, emptiest = loads.preferred_node_size, _find_emptiest(loads, loads.group_span[0], loads.group_span[1])
+    if emptiest < 0 or not preferred_node_size:
         return emptiest
-    other = _emptiest(loads, source // near * near, source // near * near + near)
-    return other if other >= 0 and _lack(loads, other) >= 0.5 * min(surplus, _lack(loads, emptiest)) else emptiest
+    other = _find_emptiest(
+        loads,
+        source // preferred_node_size * preferred_node_size,
+        source // preferred_node_size * preferred_node_size + preferred_node_size,
+    )
+    return (
+        other
+        if other >= 0 and _compute_deficit(loads, other) >= 0.5 * min(excess, _compute_deficit(loads, emptiest))
+        else emptiest
+    )
 
 
-@inner
-def _slice(prices: Prices, heads: float, span: tuple[int, int], held: int, wish: _Wish) -> _Slice:
-    """Cut the tail of rows [start, end) that fulfils a wish of a server with the
+@compile_inner
+def _cut_slice(marginals: MarginalCosts, heads: float, rows: tuple[int, int], held: int, candidate: _MoveCandidate) -> _Slice:
+    """Cut the tail of rows [start, end) that makes up the deficit of a server with the
     first `held` keys, or else their first rows.
 
-    If neither does, the ratio is inf and the rest means nothing. First rows are taken only if no
+    If neither does, the byte cost is inf and the rest means nothing. First rows are taken only if no
     tail fits, because more of them make planning slow.
     """
-    (start, end), served, kept = span, prices.served, prices.kept
-    # What a server receives it does not compute meanwhile; its home sends it, and is rid of so much less.
-    send = (served.row - kept.row) * heads
-    whole, whole_kept = slice_seconds(served, heads, start, end), slice_seconds(kept, heads, start, end)
-    rid = whole_kept - send * (end - start)
-    scale = whole / rid if rid > 0 else 0.0
-    most, want = min(wish.over * scale, wish.room), min(min(wish.surplus * scale, wish.room), wish.lack)
-    x, y, ratio = start, end, math.inf
-    if want <= 0:
-        return _Slice(x, y, 0.0, 0.0, ratio)
-    if whole > want and whole > min(most, 1.1 * want):
-        x = tail_start(served, heads, start, end, want, most)
-    shed = added = 0.0
+    (start, end), server_cost, home_cost = rows, marginals.server, marginals.home
+    # What a server receives it does not compute meanwhile; its home sends it, so so much less is removed there.
+    send_seconds = (server_cost.row - home_cost.row) * heads
+    server_seconds, home_seconds = (
+        estimate_slice_seconds(server_cost, heads, start, end),
+        estimate_slice_seconds(home_cost, heads, start, end),
+    )
+    removable = home_seconds - send_seconds * (end - start)
+    scale = server_seconds / removable if removable > 0 else 0.0
+    max_seconds, target = (
+        min(candidate.max_excess * scale, candidate.room),
+        min(min(candidate.excess * scale, candidate.room), candidate.deficit),
+    )
+    x, y, byte_cost = start, end, math.inf
+    if target <= 0:
+        return _Slice(x, y, 0.0, 0.0, byte_cost)
+    if server_seconds > target and server_seconds > min(max_seconds, 1.1 * target):
+        x = find_tail_start(server_cost, heads, start, end, target, max_seconds)
+    removed = added = 0.0
     for _ in range(2):
-        shed = whole_kept - slice_seconds(kept, heads, start, x) - slice_seconds(kept, heads, y, end) - send * (y - x)
-        needed = max(y - max(held, x - (served.window - 1)), 0)
-        added = slice_seconds(served, heads, x, y) - (served.key - kept.key) * heads * (y - needed)
-        if 0 < shed <= wish.over and added <= wish.room:
-            ratio = heads * (served.query_bytes * (y - x) + served.key_bytes * needed) / shed
+        removed = (
+            home_seconds
+            - estimate_slice_seconds(home_cost, heads, start, x)
+            - estimate_slice_seconds(home_cost, heads, y, end)
+            - send_seconds * (y - x)
+        )
+        needed = max(y - max(held, x - (server_cost.window - 1)), 0)
+        added = estimate_slice_seconds(server_cost, heads, x, y) - (server_cost.key - home_cost.key) * heads * (y - needed)
+        if 0 < removed <= candidate.max_excess and added <= candidate.room:
+            byte_cost = heads * (server_cost.query_bytes * (y - x) + server_cost.key_bytes * needed) / removed
             break
-        if x == start or want < wish.least_want:
+        if x == start or target < candidate.min_target:
             break
-        x, y = start, tail_start(served, heads, start, end, whole - want, math.inf)
-        if slice_seconds(kept, heads, start, y) > wish.over:
-            y = max((y - 1) // served.grid * served.grid, start)
-    return _Slice(x, y, shed, added, ratio)
+        x, y = start, find_tail_start(server_cost, heads, start, end, server_seconds - target, math.inf)
+        if estimate_slice_seconds(home_cost, heads, start, y) > candidate.max_excess:
+            y = max((y - 1) // server_cost.grid * server_cost.grid, start)
+    return _Slice(x, y, removed, added, byte_cost)
 
 
-@inner
-def _best_move(
-    pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, asked: tuple[int, int, int, float]
+@compile_inner
+def _find_best_move(
+    pieces: QueryPieces, marginals: MarginalCosts, loads: RankLoads, ledger: Ledger, request: tuple[int, int, int, float]
 ) -> tuple[_Move, _Slice]:
     """Find the move with the fewest bytes per second; its piece is -1 if there is none.
 
-    `asked` holds the source, a server, the level that the source should come down to, and a leeway:
+    `request` holds the source, a server, the level that the source should come down to, and a leeway:
     the part of the work of both that the server may come up to, while the source may end below the
     band. Another server that has keys of a document may get a slice of it instead.
     """
-    source, asked_server, aim, leeway = asked
+    source, asked_server, target_place, leeway = request
     work, speed, level, holders = loads.seconds, loads.speed, loads.levels, ledger.holders
     move, best = _Move(-1, -1, 0), _Slice(0, 0, 0.0, 0.0, math.inf)
     looked_at = 0
     # Holders that lack much less than the server that was asked would get slivers, in very many moves.
-    surplus = _spare(loads, source, aim)
-    enough = _LEAST_LACK * min(surplus, _lack(loads, asked_server))
+    excess = _compute_excess(loads, source, target_place)
+    enough = _MIN_DEFICIT * min(excess, _compute_deficit(loads, asked_server))
     for piece in range(pieces.offsets[source], pieces.offsets[source + 1]):
-        start, end, last = pieces.start[piece], pieces.end[piece], ledger.last[pieces.number[piece]]
+        start, end, last = pieces.start[piece], pieces.end[piece], ledger.last_holder[pieces.number[piece]]
         if start >= end:
             continue
-        if looked_at >= _LOOKED_AT and move.piece >= 0:
+        if looked_at >= _MAX_PIECES and move.piece >= 0:
             break
         row = last
         while row >= 0 and holders[row, RANK] != asked_server:
-            row = holders[row, BEFORE]
+            row = holders[row, PREVIOUS]
         server, held = asked_server, holders[row, KEYS] if row >= 0 else 0
         row, tried, looked_at = last, 0, looked_at + 1
         while server >= 0:
             room = (max(level[CAP], leeway * (work[source] + work[server])) - work[server]) * speed[server]
-            over = room if leeway > 0 else _spare(loads, source, FLOOR)
-            lack = _lack(loads, server) if work[server] < level[FLOOR] else math.inf
-            wish = _Wish(surplus, over, lack, room, level[CAP] - level[HIGH])
-            cut = _slice(prices, pieces.heads[piece], (start, end), held, wish)
-            if cut.ratio < best.ratio:
+            max_excess = room if leeway > 0 else _compute_excess(loads, source, FLOOR)
+            deficit = _compute_deficit(loads, server) if work[server] < level[FLOOR] else math.inf
+            candidate = _MoveCandidate(excess, max_excess, deficit, room, level[CAP] - level[HIGH])
+            cut = _cut_slice(marginals, pieces.heads[piece], (start, end), held, candidate)
+            if cut.byte_cost < best.byte_cost:
                 move, best = _Move(piece, server, max(held, cut.end)), cut
             server = -1
-            while row >= 0 and server < 0 and tried < _HOLDERS:
-                rank, held, row = holders[row, RANK], holders[row, KEYS], holders[row, BEFORE]
-                fits = rank != asked_server and rank != source and work[rank] < level[FLOOR] and _lack(loads, rank) >= enough
-                if fits and loads.serves[rank] and loads.span[0] <= rank < loads.span[1]:
+            while row >= 0 and server < 0 and tried < _MAX_HOLDERS:
+                rank, held, row = holders[row, RANK], holders[row, KEYS], holders[row, PREVIOUS]
+                is_candidate = (
+                    rank != asked_server
+                    and rank != source
+                    and work[rank] < level[FLOOR]
+                    and _compute_deficit(loads, rank) >= enough
+                )
+                if is_candidate and loads.can_serve[rank] and loads.group_span[0] <= rank < loads.group_span[1]:
                     server, tried = rank, tried + 1
     return move, best
 
 
-@inner
-def _moves_of_group(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, givers: tuple[IntArray, int, int]) -> int:
+@compile_inner
+def _make_group_moves(
+    pieces: QueryPieces, marginals: MarginalCosts, loads: RankLoads, ledger: Ledger, group_state: tuple[IntArray, int, int]
+) -> int:
     """Make all moves in a group.
 
-    Return the number of moves then, or -1. `givers` are its
+    Return the number of moves then, or -1. `group_state` holds its
     ranks, its number, and the moves so far.
     """
-    order, group, count = givers
+    order, group, count = group_state
     work, speed, level, moves, holders = loads.seconds, loads.speed, loads.levels, ledger.moves, ledger.holders
-    shed, grown = 0.0, 0.0
+    removed, added_work = 0.0, 0.0
     # First ranks above the band give, and then, while others are below it, those that have more than these should.
-    for above, until in ((CAP, HIGH), (LOW, FLOOR)):
+    for giving_place, target_place in ((CAP, HIGH), (LOW, FLOOR)):
         for source in order:
             leeway = 0.0
-            while _spare(loads, source, above) > 0:
-                surplus = _spare(loads, source, HIGH) if above == CAP and leeway == 0 else math.inf
-                server = _server_for(loads, source, surplus)
-                if server < 0 or (above == LOW and work[server] >= level[FLOOR]):
+            while _compute_excess(loads, source, giving_place) > 0:
+                excess = _compute_excess(loads, source, HIGH) if giving_place == CAP and leeway == 0 else math.inf
+                server = _choose_server(loads, source, excess)
+                if server < 0 or (giving_place == LOW and work[server] >= level[FLOOR]):
                     break
-                move, cut = _best_move(pieces, prices, loads, ledger, (source, server, until, leeway))
-                if move.piece < 0 or (above == LOW and cut.added > 2.0 * cut.shed):
+                move, cut = _find_best_move(pieces, marginals, loads, ledger, (source, server, target_place, leeway))
+                if move.piece < 0 or (giving_place == LOW and cut.added > 2.0 * cut.removed):
                     # The shortest slice may be more than the tolerated band is wide. Then a source below it, or a server above it
                     # but lower than the source was, is better than leaving the source as it is.
-                    if above == LOW or leeway > 0 or loads.per_node > 1:
+                    if giving_place == LOW or leeway > 0 or loads.per_node > 1:
                         break
                     leeway = 0.5
                     continue
@@ -384,51 +410,57 @@ def _moves_of_group(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: L
                 row, number = len(holders) - len(moves) + count, pieces.number[move.piece]
                 moves[count, PIECE], moves[count, SERVER] = move.piece, move.server
                 moves[count, START], moves[count, END] = cut.start, cut.end
-                holders[row, RANK], holders[row, KEYS], holders[row, BEFORE] = move.server, move.keys, ledger.last[number]
-                ledger.last[number] = row
+                holders[row, RANK], holders[row, KEYS], holders[row, PREVIOUS] = (
+                    move.server,
+                    move.keys,
+                    ledger.last_holder[number],
+                )
+                ledger.last_holder[number] = row
                 if cut.end < pieces.end[move.piece]:
                     pieces.start[move.piece] = cut.end
                 else:
                     pieces.end[move.piece] = cut.start
                 leeway, count = 0.0, count + 1
-                work[source] -= cut.shed / speed[source]
+                work[source] -= cut.removed / speed[source]
                 work[move.server] += cut.added / speed[move.server]
                 home, node = source // loads.per_node, move.server // loads.per_node
-                loads.node_seconds[home] -= cut.shed / loads.node_speed[home]
+                loads.node_seconds[home] -= cut.removed / loads.node_speed[home]
                 loads.node_seconds[node] += cut.added / loads.node_speed[node]
                 # Levels rise to where they will be when all surplus is moved at the same rate.
-                shed, grown = shed + cut.shed, grown + cut.added - cut.shed
-                rise = 1 + grown / shed * max(loads.surplus[group], shed) / loads.work[group]
+                removed, added_work = removed + cut.removed, added_work + cut.added - cut.removed
+                rise = 1 + added_work / removed * max(loads.excess[group], removed) / loads.total_work[group]
                 for place in range(len(level)):
-                    level[place] = loads.begin[group, place] * rise
+                    level[place] = loads.start_levels[group, place] * rise
     return count
 
 
-def _make_moves(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, begun: tuple[IntArray, int]) -> int:
+def _make_moves(
+    pieces: QueryPieces, marginals: MarginalCosts, loads: RankLoads, ledger: Ledger, progress: tuple[IntArray, int]
+) -> int:
     """Make all moves, in one group after another.
 
     Args:
         pieces: pieces of the layout; they shrink.
-        prices: prices of slices.
+        marginals: marginal costs of slices.
         loads: work of the ranks; updated.
         ledger: earlier moves, with the homes of pieces of documents that lie on several ranks as
             holders.
-        begun: all ranks by groups, in each group the slowest first, and the number of earlier
+        progress: all ranks by groups, in each group the slowest first, and the number of earlier
             moves.
 
     Returns:
         The number of moves; -1 if the ledger has no room for them.
     """
-    order, count = begun
-    for group in range(len(loads.surplus)):
+    order, count = progress
+    for group in range(len(loads.excess)):
         first, last = group * loads.size, (group + 1) * loads.size
-        loads.span[0], loads.span[1] = first, last
+        loads.group_span[0], loads.group_span[1] = first, last
         for place in range(len(loads.levels)):
-            loads.levels[place] = loads.begin[group, place]
-        count = _moves_of_group(pieces, prices, loads, ledger, (order[first:last], group, count))
+            loads.levels[place] = loads.start_levels[group, place]
+        count = _make_group_moves(pieces, marginals, loads, ledger, (order[first:last], group, count))
         if count < 0:
             break
     return count
 
 
-make_moves = compiled(_make_moves, keep=Path(__file__))
+make_moves = compile_function(_make_moves, keep=Path(__file__))

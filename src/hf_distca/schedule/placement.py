@@ -10,7 +10,7 @@ from typing import Any
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import Layout
 
-__all__ = ["layout_of", "parse_placement", "read_placement", "whole_number"]
+__all__ = ["build_layout", "parse_placement", "read_placement", "require_whole_number"]
 
 
 def read_placement(path: Path) -> Layout:
@@ -37,10 +37,10 @@ def parse_placement(text: bytes, name: str) -> Layout:
         data = json.loads(text.decode("utf-8"))
     except ValueError as error:
         raise LayoutError(f"{name} is not JSON: {error}.") from error
-    return layout_of(data, name)
+    return build_layout(data, name)
 
 
-def layout_of(data: Any, name: str) -> Layout:
+def build_layout(data: Any, name: str) -> Layout:
     """Make the layout of a placement that was read from JSON; `name`
     and errors as in `parse_placement`.
     """
@@ -52,22 +52,22 @@ def layout_of(data: Any, name: str) -> Layout:
         raise LayoutError(f"{name}: {keys[0]!r} must be a list with one list per rank.")
     try:
         if keys[0] == "lengths":
-            return Layout.from_lengths([[whole_number(length) for length in rank] for rank in ranks])
-        return Layout.from_segments([[_segment(row) for row in rank] for rank in ranks])
+            return Layout.from_lengths([[require_whole_number(length) for length in rank] for rank in ranks])
+        return Layout.from_segments([[_parse_segment(row) for row in rank] for rank in ranks])
     except LayoutError as error:
         raise LayoutError(f"{name}: {error}") from error
 
 
-def _segment(row: Any) -> tuple[int, int, int]:
+def _parse_segment(row: Any) -> tuple[int, int, int]:
     if not isinstance(row, Sequence) or len(row) not in (3, 4):
         raise LayoutError(f"segment {row!r} must be [document, start, end] or [document, start, end, document length].")
-    document, start, end, *length = (whole_number(value) for value in row)
+    document, start, end, *length = (require_whole_number(value) for value in row)
     if length and end > length[0]:
         raise LayoutError(f"segment {row!r} ends at {end}, behind the document's length of {length[0]}.")
     return document, start, end - start
 
 
-def whole_number(value: Any) -> int:
+def require_whole_number(value: Any) -> int:
     """Check that a number of a file is an integer that 64 bits hold, and return it.
 
     Raises:

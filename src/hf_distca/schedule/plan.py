@@ -15,8 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import PlanError
-from hf_distca.schedule.layout import BoolArray, IntArray, Layout, as_integers, changes, expanded, repeated
-from hf_distca.schedule.placement import layout_of
+from hf_distca.schedule.layout import (
+    BoolArray,
+    IntArray,
+    Layout,
+    enumerate_ranges,
+    mark_changes,
+    repeat_split_rows,
+    require_integers,
+)
+from hf_distca.schedule.placement import build_layout
 
 __all__ = ["CATask", "KeyTransfers", "Plan", "Relays"]
 
@@ -104,36 +112,36 @@ class Plan:
             order = np.lexsort((start, document))
             columns = [column[order] for column in columns]
         vars(self).update(zip(CATask._fields, columns, strict=True))
-        vars(self).update(segment=self._segment(), moved=self.layout.scattered or bool((self.home != self.server).any()))
+        vars(self).update(segment=self._find_segments(), moved=self.layout.is_scattered or bool((self.home != self.server).any()))
 
-    def _segment(self) -> IntArray:
+    def _find_segments(self) -> IntArray:
         """Find the row of the layout that each task lies in.
 
         Raise unless tasks compute every query token once.
         """
         layout = self.layout
-        self._refuse(
+        self._check_tasks(
             (self.server < 0) | (self.server >= layout.world_size),
             f"names a server outside the {layout.world_size} ranks of the layout",
         )
-        held, computed = int(layout.length[layout.queries].sum()), int((self.end - self.start).sum())
+        held, computed = int(layout.length[layout.has_queries].sum()), int((self.end - self.start).sum())
         if not held and len(self.document):
             raise PlanError(f"{len(self.document)} task(s) for a layout without tokens, the first is {self.tasks[0]}.")
-        self._refuse(self.end > layout.longest, f"ends behind the longest document, which has {layout.longest} tokens")
-        segment = layout.by_document[np.maximum(layout.segment_of(layout.place_of(self.document), self.start), 0)]
+        self._check_tasks(self.end > layout.longest, f"ends behind the longest document, which has {layout.longest} tokens")
+        segment = layout.by_document[np.maximum(layout.find_segments(layout.find_places(self.document), self.start), 0)]
         outside = (self.start < 0) | (layout.document[segment] != self.document) | (self.start >= self.end)
-        outside |= (self.end > layout.end[segment]) | (self.home != layout.rank[segment]) | ~layout.queries[segment]
-        self._refuse(outside, "does not lie in one segment of its home rank")
+        outside |= (self.end > layout.end[segment]) | (self.home != layout.rank[segment]) | ~layout.has_queries[segment]
+        self._check_tasks(outside, "does not lie in one segment of its home rank")
         expected = layout.start[segment]
         expected[1:] = np.where(segment[1:] == segment[:-1], self.end[:-1], expected[1:])
         wrong = self.start != expected
         following = expected[wrong.argmax()] if len(wrong) else 0
-        self._refuse(wrong, f"starts where position {following} is next: every query token must be computed once")
+        self._check_tasks(wrong, f"starts where position {following} is next: every query token must be computed once")
         if computed != held:
             raise PlanError(f"the tasks compute {computed} query tokens, the layout holds {held}.")
         return segment
 
-    def _refuse(self, wrong: BoolArray, what: str) -> None:
+    def _check_tasks(self, wrong: BoolArray, what: str) -> None:
         """Raise an error about the first of some wrong tasks."""
         if wrong.any():
             raise PlanError(f"{self.tasks[int(wrong.argmax())]} {what}.")
@@ -141,7 +149,7 @@ class Plan:
     @classmethod
     def local(cls, layout: Layout, window: int | None = None) -> Plan:
         """Make the plan that moves nothing: every rank computes its own segments."""
-        rows = layout.by_document[layout.queries[layout.by_document]]
+        rows = layout.by_document[layout.has_queries[layout.by_document]]
         rank = layout.rank[rows]
         return cls(layout, layout.document[rows], layout.start[rows], layout.end[rows], rank, rank, window)
 
@@ -152,17 +160,17 @@ class Plan:
         """Build a plan from rows, as for hand-written plans."""
         if window is not None and type(window) is not int:
             raise PlanError(f"window={window!r} must be a whole number or None.")
-        rows = as_integers(tasks, "tasks as (document, start, end, home, server)", (-1, 5), PlanError)
+        rows = require_integers(tasks, "tasks as (document, start, end, home, server)", (-1, 5), PlanError)
         document, start, end, home, server = rows.T
         return cls(layout, document, start, end, home, server, window)
 
-    def split(self, apart: BoolArray, groups: int) -> Plan:
+    def split_heads(self, split_mask: BoolArray, groups: int) -> Plan:
         """Split some documents with all heads into head groups, with
-        the same tasks; see `Layout.split`.
+        the same tasks; see `Layout.split_heads`.
         """
         numbers = self.document if self.layout.groups == groups else self.document * (groups + 1)
-        row, part = repeated(apart[self.place], groups)
-        layout = self.layout.split(apart, groups)
+        row, part = repeat_split_rows(split_mask[self.place], groups)
+        layout = self.layout.split_heads(split_mask, groups)
         return Plan(layout, numbers[row] + part, self.start[row], self.end[row], self.home[row], self.server[row], self.window)
 
     def with_relays(self, relays: Relays | None) -> Plan:
@@ -185,7 +193,7 @@ class Plan:
     @cached_property
     def heads(self) -> npt.NDArray[np.float64]:
         """Part of the heads that each task computes: 1, or that of a head group."""
-        return self.layout.heads_of(self.document)
+        return self.layout.compute_head_fractions(self.document)
 
     @cached_property
     def first_key(self) -> IntArray:
@@ -193,13 +201,13 @@ class Plan:
         return np.zeros_like(self.start) if self.window is None else np.maximum(self.start - (self.window - 1), 0)
 
     @cached_property
-    def travels(self) -> BoolArray:
+    def needs_exchange(self) -> BoolArray:
         """True for each task that runs on another rank than its home, or whose keys
         do not lie in one run of its home's tokens.
         """
-        return np.asarray((self.home != self.server) | (self.first_key < self.layout.run[self.segment]))
+        return np.asarray((self.home != self.server) | (self.first_key < self.layout.run_start[self.segment]))
 
-    def key_transfers(self, tasks: IntArray | None = None, server: IntArray | None = None) -> KeyTransfers:
+    def list_key_transfers(self, tasks: IntArray | None = None, server: IntArray | None = None) -> KeyTransfers:
         """List the K/V runs that each server needs, each token once, cut where segments end.
 
         Runs the server holds itself included.
@@ -219,10 +227,15 @@ class Plan:
         tasks, server = tasks[order], server[order]
         layout, place, first, end = self.layout, self.place[tasks], self.first_key[tasks], self.end[tasks]
         # Rows that follow each other share a run if the second needs a key that the first needs, or the next one.
-        fresh = changes(server, place)
-        fresh[1:] |= first[1:] > end[:-1]
-        server, place, first, end = server[fresh], place[fresh], first[fresh], end[np.append(fresh, True)[1:]]
-        run, segment = expanded(layout.segment_of(place, first), layout.segment_of(place, end - 1) + 1)
+        starts_range = mark_changes(server, place)
+        starts_range[1:] |= first[1:] > end[:-1]
+        server, place, first, end = (
+            server[starts_range],
+            place[starts_range],
+            first[starts_range],
+            end[np.append(starts_range, True)[1:]],
+        )
+        run, segment = enumerate_ranges(layout.find_segments(place, first), layout.find_segments(place, end - 1) + 1)
         row = layout.by_document[segment]
         first, end = np.maximum(layout.start[row], first[run]), np.minimum(layout.end[row], end[run])
         return KeyTransfers(layout.document[row], first, end, layout.rank[row], server[run])
@@ -233,7 +246,7 @@ class Plan:
 
         The keys ``"window"``, ``"context"`` and ``"groups"`` are there if the plan has them.
         """
-        ranks = [[[s.document, s.start, s.end] for s in self.layout.segments(r)] for r in range(self.layout.world_size)]
+        ranks = [[[s.document, s.start, s.end] for s in self.layout.list_segments(r)] for r in range(self.layout.world_size)]
         data: dict[str, Any] = {"tasks": [list(task) for task in self.tasks], "rank_segments": ranks}
         if self.window is not None:
             data["window"] = self.window
@@ -256,8 +269,8 @@ class Plan:
         groups = data.get("groups", 1)
         if type(groups) is not int or groups < 1:
             raise PlanError(f"the head groups of a plan in JSON are a whole number of at least 1, found: {groups!r}.")
-        context = as_integers(data.get("context", ()), "context")
-        layout = replace(layout_of(data, "a plan in JSON"), context=context, groups=groups)
+        context = require_integers(data.get("context", ()), "context")
+        layout = replace(build_layout(data, "a plan in JSON"), context=context, groups=groups)
         return cls.from_tasks(layout, data["tasks"], data.get("window"))
 
     @cached_property

@@ -4,7 +4,7 @@
 
 A profile holds the rates of the attention kernel for each element size and head width that was
 timed, each with its errors on shapes that were held out, and the rates of exchanges, inside a node
-and between nodes. `Profile.cost_model` derives the cost model of one shape, for the scheduler.
+and between nodes. `Profile.make_cost_model` derives the cost model of one shape, for the scheduler.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any
 from hf_distca.errors import ConfigError
 from hf_distca.input_files import read_file
 from hf_distca.schedule.cost import (
-    LEAST_RATE,
-    MOST_SECONDS,
+    MAX_SECONDS,
+    MIN_RATE,
     AttentionShape,
     CostModel,
     KernelCost,
-    rate_or_infinity,
-    without_infinities,
+    read_rate,
+    replace_infinities,
 )
 
 __all__ = ["ExchangeRates", "KernelRates", "Profile"]
 
 _FORMAT = 2
-_SHIPPED = "profiles_data"
-_MOST = 2**31  # of a width or a tile
+_SHIPPED_FOLDER = "profiles_data"
+_MAX_SIZE = 2**31  # of a width or a tile
 # By a word of a GPU's name, the device whose timings stand for it; by the name of a kernel, what it runs. The multiprocessors of
 # an H200 are those of an H100.
 _GPUS = {"A100": "a100", "H100": "h100", "H200": "h100", "GH200": "h100", "B200": "b200", "GB200": "b200"}
@@ -128,18 +128,18 @@ class Profile:
         """Short text, because settings that hold a profile are printed and compared by ranks."""
         return f"Profile({self.name!r}, {self.device!r}, {self.processor!r}, {self.date!r})"
 
-    def rates(self, shape: AttentionShape) -> KernelRates:
+    def find_rates(self, shape: AttentionShape) -> KernelRates:
         """Return the rates whose element size and widths are nearest to those of
         a shape; the element size counts first.
         """
 
-        def distance(rates: KernelRates) -> tuple[float, float]:
+        def measure_distance(rates: KernelRates) -> tuple[float, float]:
             key, value = rates.head_dim / shape.head_dim, rates.value_head_dim / shape.value_head_dim
             return abs(math.log(rates.element_bytes / shape.element_bytes)), abs(math.log(key)) + abs(math.log(value))
 
-        return min(self.kernels, key=distance)
+        return min(self.kernels, key=measure_distance)
 
-    def cost_model(self, shape: AttentionShape, window: int | None = None, *, tile: int | None = None) -> CostModel:
+    def make_cost_model(self, shape: AttentionShape, window: int | None = None, *, tile: int | None = None) -> CostModel:
         """Make the cost model of a shape: rates of the kernel with the
         nearest widths, and of the links.
 
@@ -155,7 +155,7 @@ class Profile:
             ConfigError: if the window is below 1.
         """
         built_in = CostModel.analytic(shape, device_type=self.device)
-        rates, links = self.rates(shape), self.between or self.inside
+        rates, links = self.find_rates(shape), self.between or self.inside
         return CostModel(
             shape,
             rates.forward,
@@ -174,7 +174,7 @@ class Profile:
 
         Infinite rates, which cost nothing, are null.
         """
-        return json.dumps({"format": _FORMAT, **asdict(self, dict_factory=without_infinities)}, indent=1)
+        return json.dumps({"format": _FORMAT, **asdict(self, dict_factory=replace_infinities)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
@@ -187,9 +187,9 @@ class Profile:
             data: Any = json.loads(text)
             if data.pop("format") != _FORMAT:
                 raise ValueError(f"its format is not {_FORMAT}, which this version reads: measure again")
-            data["kernels"] = tuple(_kernel_rates(row) for row in data["kernels"])
+            data["kernels"] = tuple(_parse_kernel_rates(row) for row in data["kernels"])
             for link in ("inside", "between"):
-                data[link] = None if data.get(link) is None else _exchange_rates(data[link])
+                data[link] = None if data.get(link) is None else _parse_exchange_rates(data[link])
             profile = cls(**data)
             texts = [profile.name, profile.device, profile.processor, profile.date, profile.made_by]
             texts += [*(rates.kernel for rates in profile.kernels), *profile.versions.values(), *profile.sources.values()]
@@ -198,7 +198,7 @@ class Profile:
             measured: list[Any] = [*profile.kernels, *filter(None, (profile.inside, profile.between))]
             if not all(isinstance(error, int | float) for rates in measured for error in rates.errors.values()):
                 raise TypeError("its errors must be numbers")
-            if type(profile.tile) is not int or not 1 <= profile.tile < _MOST:
+            if type(profile.tile) is not int or not 1 <= profile.tile < _MAX_SIZE:
                 raise ValueError(f"a tile of {profile.tile} rows: it must be from 1 to 2**31")
             return profile
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -214,17 +214,17 @@ class Profile:
         Raises:
             ConfigError: if there is neither, or it cannot be read as a profile.
         """
-        if str(source) in cls.shipped():
-            return cls.from_json((resources.files(__package__) / _SHIPPED / f"{source}.json").read_text(encoding="utf-8"))
+        if str(source) in cls.list_shipped():
+            return cls.from_json((resources.files(__package__) / _SHIPPED_FOLDER / f"{source}.json").read_text(encoding="utf-8"))
         try:
             text = read_file(Path(source)).decode("utf-8")
         except (OSError, ValueError) as error:
-            names = ", ".join(cls.shipped())
+            names = ", ".join(cls.list_shipped())
             raise ConfigError(f"{source}: neither a profile in a file ({error}) nor a shipped one ({names}).") from error
         return cls.from_json(text)
 
     @staticmethod
-    def of_gpu(device: str, kernel: str) -> str | None:
+    def find_gpu_profile(device: str, kernel: str) -> str | None:
         """Return the name of the shipped profile of a GPU and a kernel, both as torch and
         `DistCAConfig` name them; None if there is none.
 
@@ -233,25 +233,27 @@ class Profile:
         words = set(re.split(r"[\s-]+", device))
         kind = next((kind for model, kind in _GPUS.items() if model in words), None)
         name = f"{kind}_{_KERNELS.get(kernel)}"
-        return name if name in Profile.shipped() and not (kind == "h100" and words & {"PCIe", "NVL"}) else None
+        return name if name in Profile.list_shipped() and not (kind == "h100" and words & {"PCIe", "NVL"}) else None
 
     @staticmethod
-    def shipped() -> list[str]:
+    def list_shipped() -> list[str]:
         """List the names of the profiles that come with the package."""
-        files = (resources.files(__package__) / _SHIPPED).iterdir()
+        files = (resources.files(__package__) / _SHIPPED_FOLDER).iterdir()
         return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
 
 
-def _kernel_rates(row: dict[str, Any]) -> KernelRates:
+def _parse_kernel_rates(row: dict[str, Any]) -> KernelRates:
     rates = KernelRates(**{**row, **{name: KernelCost.from_json(row[name]) for name in ("forward", "backward")}})
-    if not all(type(size) is int and 1 <= size < _MOST for size in (rates.element_bytes, rates.head_dim, rates.value_head_dim)):
+    if not all(
+        type(size) is int and 1 <= size < _MAX_SIZE for size in (rates.element_bytes, rates.head_dim, rates.value_head_dim)
+    ):
         raise ValueError(f"{rates}: bytes and widths must be from 1 to 2**31")
     return rates
 
 
-def _exchange_rates(row: dict[str, Any]) -> ExchangeRates:
-    rates = ExchangeRates(**{**row, "bytes_per_second": rate_or_infinity(row["bytes_per_second"])})
-    fits = all(0 <= seconds <= MOST_SECONDS for seconds in (rates.seconds, rates.peer_seconds))
-    if not (fits and rates.bytes_per_second >= LEAST_RATE):
+def _parse_exchange_rates(row: dict[str, Any]) -> ExchangeRates:
+    rates = ExchangeRates(**{**row, "bytes_per_second": read_rate(row["bytes_per_second"])})
+    fits = all(0 <= seconds <= MAX_SECONDS for seconds in (rates.seconds, rates.peer_seconds))
+    if not (fits and rates.bytes_per_second >= MIN_RATE):
         raise ValueError(f"{rates}: seconds must be from 0 to 1e6, a rate at least 1 a second")
     return rates

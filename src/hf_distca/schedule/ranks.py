@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import CostModel, FloatArray
 
-__all__ = ["ALIKE", "Ranks"]
+__all__ = ["UNIFORM_RANKS", "Ranks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Ranks:
         """Make ranks with these speeds, an array of shape (ranks,) or array-like."""
         return cls(None if speeds is None else tuple(np.asarray(speeds, dtype=np.float64).reshape(-1).tolist()), per_node)
 
-    def check(self, count: int) -> None:
+    def check_count(self, count: int) -> None:
         """Raise unless these properties are for so many ranks.
 
         Raises:
@@ -57,27 +57,27 @@ class Ranks:
         if self.per_node is not None and count % self.per_node:
             raise ConfigError(f"{count} ranks cannot be nodes of {self.per_node}: per_node must divide the number of ranks.")
 
-    def seen_by(self, cost: CostModel) -> Ranks:
+    def without_irrelevant_nodes(self, cost: CostModel) -> Ranks:
         """Drop nodes if they make no difference to a cost model."""
         return replace(self, per_node=None) if self.per_node == 1 or cost.node_bytes_per_second is None else self
 
-    def each(self, count: int) -> list[float]:
+    def list_speeds(self, count: int) -> list[float]:
         """Return the speed of each of so many ranks."""
         return [1.0] * count if self.speeds is None else list(self.speeds)
 
-    def taken(self, seconds: FloatArray) -> FloatArray:
+    def scale_by_speed(self, seconds: FloatArray) -> FloatArray:
         """Return the seconds that each rank takes for work of so many
         seconds; arrays of shape (ranks,).
         """
         return seconds if self.speeds is None else np.asarray(seconds / np.array(self.speeds))
 
-    def level(self, taken: FloatArray) -> float:
+    def compute_even_seconds(self, seconds: FloatArray) -> float:
         """Return the seconds of every rank if the same work were spread by
         speed: the mean if all are equally fast.
         """
-        speeds = np.array(self.each(len(taken)))
+        speeds = np.array(self.list_speeds(len(seconds)))
         # fsum: what plain `sum` rounds to depends on the version of Python.
-        return math.fsum((taken * speeds).tolist()) / math.fsum(speeds.tolist())
+        return math.fsum((seconds * speeds).tolist()) / math.fsum(speeds.tolist())
 
 
-ALIKE = Ranks()
+UNIFORM_RANKS = Ranks()

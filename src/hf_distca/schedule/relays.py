@@ -18,29 +18,29 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from hf_distca.schedule.cost import FloatArray
-from hf_distca.schedule.layout import BoolArray, IntArray, Layout, changes, expanded
+from hf_distca.schedule.layout import BoolArray, IntArray, Layout, enumerate_ranges, mark_changes
 from hf_distca.schedule.plan import KeyTransfers, Relays
 
 if TYPE_CHECKING:
     from hf_distca.schedule.load import PlanLoad
 
-__all__ = ["relieve", "routed", "senders"]
+__all__ = ["add_relays", "with_relay_hops", "with_sending_ranks"]
 
 Array = TypeVar("Array", IntArray, FloatArray)
 
 
-def senders(keys: KeyTransfers, relays: Relays | None) -> KeyTransfers:
+def with_sending_ranks(keys: KeyTransfers, relays: Relays | None) -> KeyTransfers:
     """Return the keys that servers need from other ranks, with the sending rank as
     `source`: a relay, or a rank that holds them.
     """
-    away = _only(keys, keys.source != keys.server)
+    remote_keys = _select_rows(keys, keys.source != keys.server)
     if relays is None:
-        return away
-    rows, relay = routed(away, relays)
+        return remote_keys
+    rows, relay = with_relay_hops(remote_keys, relays)
     return rows._replace(source=np.where((relay < 0) | (relay == rows.server), rows.source, relay))
 
 
-def routed(keys: KeyTransfers, relays: Relays | None) -> tuple[KeyTransfers, IntArray]:
+def with_relay_hops(keys: KeyTransfers, relays: Relays | None) -> tuple[KeyTransfers, IntArray]:
     """Cut rows where the runs of relays begin and end.
 
     Return the rows, and the relay of each; -1 for keys without one.
@@ -53,20 +53,20 @@ def routed(keys: KeyTransfers, relays: Relays | None) -> tuple[KeyTransfers, Int
     end = np.append(relayed + relays.end, np.arange(1, len(documents) + 1) * width - 1)
     order = np.argsort(end, kind="stable")
     end, relay = end[order], np.append(relays.relay, np.full(len(documents), -1))[order]
-    row, run = expanded(np.searchsorted(end, base + keys.start, side="right"), np.searchsorted(end, base + keys.end) + 1)
+    row, run = enumerate_ranges(np.searchsorted(end, base + keys.start, side="right"), np.searchsorted(end, base + keys.end) + 1)
     cut, base = KeyTransfers(*(column[row] for column in keys)), base[row]
     start, end = np.maximum(cut.start, np.append(0, end)[run] - base), np.minimum(cut.end, end[run] - base)
     return cut._replace(start=start, end=end), relay[run]
 
 
-def _only(rows: KeyTransfers, which: BoolArray) -> KeyTransfers:
+def _select_rows(rows: KeyTransfers, mask: BoolArray) -> KeyTransfers:
     """Select some of the rows."""
     # Five times faster than five masks.
-    index = np.flatnonzero(which)
+    index = np.flatnonzero(mask)
     return KeyTransfers(*(column[index] for column in rows))
 
 
-def relieve(load: PlanLoad, least: float = 0.0) -> PlanLoad:
+def add_relays(load: PlanLoad, min_gain: float = 0.0) -> PlanLoad:
     """Return the load of the plan with relays, or unchanged if they gain nothing.
 
     A rank is *late* if it ends after everything that relays cannot change: compute and receiving of
@@ -76,99 +76,105 @@ def relieve(load: PlanLoad, least: float = 0.0) -> PlanLoad:
     Args:
         load: load of a plan without relays. A plan with a window is left unchanged, because a
             server then needs a window of keys, which few share; and so is a plan in waves.
-        least: part of the seconds of the slowest rank that relays have to gain.
+        min_gain: part of the seconds of the slowest rank that relays have to gain.
     """
     plan, waves, slowest = load.plan, load.waves, load.slowest_seconds
     if plan.window is not None or not plan.moved or (waves is not None and waves.count > 1):
         return load
-    beside = np.zeros(plan.layout.world_size) if load.overlapped else load.compute_seconds
-    unchanged = float((beside + load.wire_seconds[1]).max())
-    if unchanged >= slowest * (1 - least):
+    other_seconds = np.zeros(plan.layout.world_size) if load.overlapped else load.compute_seconds
+    unchanged = float((other_seconds + load.wire_seconds[1]).max())
+    if unchanged >= slowest * (1 - min_gain):
         return load
-    relays = _relays(load, beside, unchanged)
+    relays = _choose_relays(load, other_seconds, unchanged)
     if relays is None:
         return load
-    relieved = load.with_relays(relays)
-    gain = slowest - relieved.slowest_seconds
-    return relieved if gain > 0 and gain >= least * slowest else load
+    relayed_load = load.with_relays(relays)
+    gain = slowest - relayed_load.slowest_seconds
+    return relayed_load if gain > 0 and gain >= min_gain * slowest else load
 
 
-def _relays(load: PlanLoad, beside: FloatArray, unchanged: float) -> Relays | None:
+def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) -> Relays | None:
     """Choose relays of documents that late ranks send, if any of these has several servers.
 
     Each forwards in proportion to the seconds that it has left before `unchanged`.
     """
     layout, keys = load.plan.layout, load.needed_keys
-    seconds, place, late = beside + load.wire_seconds[0], layout.place_of(keys.document), np.zeros_like(layout.spans)
+    seconds, place, late = (
+        other_seconds + load.wire_seconds[0],
+        layout.find_places(keys.document),
+        np.zeros_like(layout.has_many_ranks),
+    )
     late[place[(keys.source != keys.server) & (seconds[keys.source] > unchanged)]] = True
     if not late.any():
         return None
-    keys = _only(keys, late[place])
+    keys = _select_rows(keys, late[place])
     # What a server needs of a document ends with its last row.
-    last = np.append(changes(keys.server, keys.document), True)[1:]
-    document, server, reach = keys.document[last], keys.server[last], keys.end[last]
-    order = np.lexsort((server, reach, document))
-    document, server, reach = document[order], server[order], reach[order]
+    last = np.append(mark_changes(keys.server, keys.document), True)[1:]
+    document, server, key_end = keys.document[last], keys.server[last], keys.end[last]
+    order = np.lexsort((server, key_end, document))
+    document, server, key_end = document[order], server[order], key_end[order]
     # Seconds that each rank has left to pass keys on, once its own leave it but once; shared by all documents it may do it for.
-    left = unchanged - seconds + load.cost.key_seconds * _again(_only(keys, keys.source != keys.server), layout)
-    weight, place = np.maximum(left, 0.0)[server] / np.bincount(server)[server], np.cumsum(changes(document)) - 1
+    spare_seconds = (
+        unchanged - seconds + load.cost.key_seconds * _count_resent(_select_rows(keys, keys.source != keys.server), layout)
+    )
+    weight, place = np.maximum(spare_seconds, 0.0)[server] / np.bincount(server)[server], np.cumsum(mark_changes(document)) - 1
     total = np.bincount(place, weights=weight)[place]
     weight = np.where(np.bincount(place)[place] > 1, np.where(total > 0, weight, 1.0), 0.0)
-    return _in_proportion(document, server, reach, weight)
+    return _divide_keys(document, server, key_end, weight)
 
 
-def _in_proportion(document: IntArray, server: IntArray, reach: IntArray, weight: FloatArray) -> Relays | None:
+def _divide_keys(document: IntArray, server: IntArray, key_end: IntArray, weight: FloatArray) -> Relays | None:
     """Choose relays that forward in proportion to weights, as far as each has the
     keys; servers of weight 0 forward nothing.
 
     Args:
-        document, server, reach: servers and the keys [0, reach) that they need, in order of
+        document, server, key_end: servers and the keys [0, key_end) that they need, in order of
             document and reach.
         weight: weight of each server.
     """
-    able = np.flatnonzero(weight > 0)
+    forwarding = np.flatnonzero(weight > 0)
     # How often the keys before each reach are sent beyond the first time: it grows evenly from one reach to the next.
-    place = np.cumsum(changes(document)) - 1
+    place = np.cumsum(mark_changes(document)) - 1
     times = np.searchsorted(place, place, side="right") - 1 - np.arange(len(place))
-    passed = _summed(place, times * (reach - _before(place, reach)))
+    resent = _sum_running(place, times * (key_end - _shift_down(place, key_end)))
     # The positions before which so much is passed on: both grow from 0 in each document.
-    width, most = int(reach.max()) + 1, float(passed.max()) + 1
+    width, most = int(key_end.max()) + 1, float(resent.max()) + 1
     documents = np.arange(place[-1] + 1)
     rows = np.argsort(np.append(documents, place), kind="stable")
-    positions = np.append(documents * width, place * width + reach)[rows]
-    amounts = np.append(documents * most, place * most + passed)[rows]
+    positions = np.append(documents * width, place * width + key_end)[rows]
+    amounts = np.append(documents * most, place * most + resent)[rows]
     # Where the last keys end that two servers need and one of these has.
-    second = reach[np.searchsorted(place, place, side="right") - 2][able]
-    document, server, reach, place = document[able], server[able], reach[able], place[able]
-    parts, last = _summed(place, weight[able]), np.searchsorted(place, place, side="right") - 1
-    end = np.minimum(second, reach[last])
-    wanted = (np.interp(place * width + end, positions, amounts) - place * most) * (parts / parts[last])
-    stop = (np.interp(place * most + wanted, amounts, positions) - place * width + 0.5).astype(np.int64)
-    stop = np.where(last == np.arange(len(place)), end, np.minimum(np.minimum(stop, reach), end))
-    stop = np.maximum(stop, _before(place, stop))
-    begin = _before(place, stop)
-    runs = stop > begin
-    return Relays(document[runs], begin[runs], stop[runs], server[runs]) if runs.any() else None
+    second = key_end[np.searchsorted(place, place, side="right") - 2][forwarding]
+    document, server, key_end, place = document[forwarding], server[forwarding], key_end[forwarding], place[forwarding]
+    parts, last = _sum_running(place, weight[forwarding]), np.searchsorted(place, place, side="right") - 1
+    end = np.minimum(second, key_end[last])
+    resent_target = (np.interp(place * width + end, positions, amounts) - place * most) * (parts / parts[last])
+    run_end = (np.interp(place * most + resent_target, amounts, positions) - place * width + 0.5).astype(np.int64)
+    run_end = np.where(last == np.arange(len(place)), end, np.minimum(np.minimum(run_end, key_end), end))
+    run_end = np.maximum(run_end, _shift_down(place, run_end))
+    run_start = _shift_down(place, run_end)
+    runs = run_end > run_start
+    return Relays(document[runs], run_start[runs], run_end[runs], server[runs]) if runs.any() else None
 
 
-def _before(place: IntArray, values: IntArray) -> IntArray:
+def _shift_down(place: IntArray, values: IntArray) -> IntArray:
     """Return the value of the row before, 0 in the first row of a document."""
-    return np.where(changes(place), 0, np.append(0, values)[:-1])
+    return np.where(mark_changes(place), 0, np.append(0, values)[:-1])
 
 
-def _summed(place: IntArray, values: Array) -> Array:
+def _sum_running(place: IntArray, values: Array) -> Array:
     """Return the running sums of the rows of each document."""
     sums = np.cumsum(values)
     return sums - (sums - values)[np.searchsorted(place, place)]
 
 
-def _again(away: KeyTransfers, layout: Layout) -> FloatArray:
+def _count_resent(remote_keys: KeyTransfers, layout: Layout) -> FloatArray:
     """Count K/V tokens that each rank sends beyond the first time;
     those of some of the heads count in part.
     """
-    tokens = away.end - away.start
-    order = np.lexsort((-tokens, away.start, away.document))
-    again = order[~changes(away.document[order], away.start[order])]
-    again.sort()
-    weights = (tokens * layout.heads_of(away.document))[again]
-    return np.bincount(away.source[again], weights=weights, minlength=layout.world_size).astype(np.float64)
+    tokens = remote_keys.end - remote_keys.start
+    order = np.lexsort((-tokens, remote_keys.start, remote_keys.document))
+    resent = order[~mark_changes(remote_keys.document[order], remote_keys.start[order])]
+    resent.sort()
+    weights = (tokens * layout.compute_head_fractions(remote_keys.document))[resent]
+    return np.bincount(remote_keys.source[resent], weights=weights, minlength=layout.world_size).astype(np.float64)

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.cost import ALL_KEYS, AttentionShape, Price
-from hf_distca.schedule.heads import possible_groups
+from hf_distca.schedule.cost import ALL_KEYS, AttentionShape, MarginalCost
+from hf_distca.schedule.heads import list_group_counts
 from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.plan import Plan
 
@@ -31,7 +31,7 @@ __all__ = ["TransientBytes", "Waves"]
 
 
 # Waves that units still go into. Servers take turns, so earlier ones are full on nearly all ranks.
-_OPEN = 64
+_OPEN_WAVES = 64
 
 
 class TransientBytes(NamedTuple):
@@ -62,14 +62,14 @@ class TransientBytes(NamedTuple):
         # Gradients of copies that are not wide yet become so when they are added up at home.
         return cls(2 * row, key + wide_key, row, key + (wide_key if wide > shape.element_bytes else 0))
 
-    def last_row(self, most: int | None, price: Price, groups: int) -> int:
+    def find_last_row(self, max_bytes: int | None, marginal: MarginalCost, groups: int) -> int:
         """Find the last row of a head group for which a grid cell of rows fits the bound with its keys.
 
-        `most` bytes bound one of `groups` head groups; None for no bound.
+        `max_bytes` bytes bound one of `groups` head groups; None for no bound.
         """
-        if most is None or self.query * price.grid + self.key * (price.window + price.grid) <= most * groups:
+        if max_bytes is None or self.query * marginal.grid + self.key * (marginal.window + marginal.grid) <= max_bytes * groups:
             return ALL_KEYS
-        return max(most * groups - self.query * price.grid, 0) // self.key // price.grid * price.grid
+        return max(max_bytes * groups - self.query * marginal.grid, 0) // self.key // marginal.grid * marginal.grid
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,72 +101,72 @@ class Waves:
             ConfigError: if one row and one key are more than the bound.
         """
         transient = TransientBytes.of(shape)
-        least = transient.query + transient.key
-        if bound is not None and bound < least:
+        min_bytes = transient.query + transient.key
+        if bound is not None and bound < min_bytes:
             raise ConfigError(
-                f"max_transient_bytes={bound} is less than the {least} bytes that one query row and one key take in a layer of "
-                f"{shape}: give what many rows take, or None for no bound."
+                f"max_transient_bytes={bound} is less than the {min_bytes} bytes that one query row and one key take in a layer "
+                f"of {shape}: give what many rows take, or None for no bound."
             )
         if bound is None or not plan.moved:
             return cls(plan, np.zeros_like(plan.start))
         groups = plan.layout.groups
-        possible = [groups] if groups > 1 else possible_groups(shape.key_value_heads, head_groups)
-        plan = _by_heads(plan, transient, possible, bound)
+        group_counts = [groups] if groups > 1 else list_group_counts(shape.key_value_heads, head_groups)
+        plan = _split_large_documents(plan, transient, group_counts, bound)
         # Tasks that do not travel are in no unit, which is number -1.
-        stay = np.flatnonzero(~plan.travels)
-        rows = np.stack([stay, plan.start[stay], plan.end[stay], np.full(len(stay), -1)], axis=1)
-        rows = np.concatenate([rows, np.array(_units(plan, transient, tile, bound), dtype=np.int64).reshape(-1, 4)])
+        local_tasks = np.flatnonzero(~plan.needs_exchange)
+        rows = np.stack([local_tasks, plan.start[local_tasks], plan.end[local_tasks], np.full(len(local_tasks), -1)], axis=1)
+        rows = np.concatenate([rows, np.array(_cut_units(plan, transient, tile, bound), dtype=np.int64).reshape(-1, 4)])
         task, start, end, unit = rows[np.lexsort((rows[:, 1], plan.document[rows[:, 0]]))].T  # as a plan orders its tasks
         unit = np.unique(np.append(-1, unit), return_inverse=True)[1][1:] - 1
         cut = Plan(plan.layout, plan.document[task], start, end, plan.home[task], plan.server[task], plan.window)
-        wave, loads = _first_fit(_needs(cut, unit, transient), plan.layout.world_size, bound)
+        wave, loads = _assign_waves(_compute_unit_bytes(cut, unit, transient), plan.layout.world_size, bound)
         # The rest of a task that was cut may see no further than its home's own tokens, if there is a window.
-        number = np.where(cut.travels, np.append(wave, -1)[unit], -1)
+        number = np.where(cut.needs_exchange, np.append(wave, -1)[unit], -1)
         return cls(cut, number, max(len(loads), 1), loads.max(axis=0, initial=0))
 
 
-def _by_heads(plan: Plan, transient: TransientBytes, possible: list[int], bound: int) -> Plan:
+def _split_large_documents(plan: Plan, transient: TransientBytes, group_counts: list[int], bound: int) -> Plan:
     """Split documents by heads of which a server would need more than the bound."""
     layout = plan.layout
-    if plan.window is not None or layout.context.any() or possible == [1]:
+    if plan.window is not None or layout.context.any() or group_counts == [1]:
         return plan
     # Of a document, a server needs all keys before its last row.
-    tasks = np.flatnonzero(plan.travels & (plan.heads == 1))
+    tasks = np.flatnonzero(plan.needs_exchange & (plan.heads == 1))
     unit, index = np.unique(plan.place[tasks] * layout.world_size + plan.server[tasks], return_inverse=True)
     last = np.zeros(len(unit), dtype=np.int64)
     np.maximum.at(last, index, plan.end[tasks])
     rows = np.bincount(index, weights=plan.end[tasks] - plan.start[tasks])
-    most = transient.query * rows + transient.key * last
-    large = most > bound
+    needed_bytes = transient.query * rows + transient.key * last
+    large = needed_bytes > bound
     if not large.any():
         return plan
-    groups = next((count for count in possible if most.max() / count <= bound), possible[-1])
-    apart = np.zeros(len(layout.documents), dtype=np.bool_)
-    apart[unit[large] // layout.world_size] = True
-    return plan.split(apart, groups)
+    groups = next((count for count in group_counts if needed_bytes.max() / count <= bound), group_counts[-1])
+    split_mask = np.zeros(len(layout.documents), dtype=np.bool_)
+    split_mask[unit[large] // layout.world_size] = True
+    return plan.split_heads(split_mask, groups)
 
 
-def _units(plan: Plan, transient: TransientBytes, tile: int, bound: int) -> list[tuple[int, int, int, int]]:
+def _cut_units(plan: Plan, transient: TransientBytes, tile: int, bound: int) -> list[tuple[int, int, int, int]]:
     """Cut the tasks that travel into slices, each of which lies in one
     unit: the task, its start and end, the unit.
 
     Units are numbered in their order, with gaps: servers take turns, and each begins with the first of its own.
     """
     groups, ranks, window = plan.layout.groups, plan.layout.world_size, ALL_KEYS if plan.window is None else plan.window
-    tasks = np.flatnonzero(plan.travels)
+    tasks = np.flatnonzero(plan.needs_exchange)
     tasks = tasks[np.argsort(plan.server[tasks], kind="stable")]
     columns = (column[tasks] for column in (plan.server, plan.place, plan.heads == 1, plan.start, plan.end))
     rows = zip(*(column.tolist() for column in columns), tasks.tolist(), strict=True)
     units, turns = list[tuple[int, int, int, int]](), Counter[int]()
-    of_group = TransientBytes(*(count // groups for count in transient))
+    group_transient = TransientBytes(*(count // groups for count in transient))
     for (server, _, whole), slices in itertools.groupby(rows, key=itemgetter(0, 1, 2)):
-        fitted = list(_fitting([row[3:] for row in slices], transient if whole else of_group, window, tile, bound))
-        units += [(task, start, end, (turns[server] + unit) * ranks + server) for task, start, end, unit in fitted]
-        turns[server] += fitted[-1][-1] + 1
+        unit_slices = list(_fill_units([row[3:] for row in slices], transient if whole else group_transient, window, tile, bound))
+        units += [(task, start, end, (turns[server] + unit) * ranks + server) for task, start, end, unit in unit_slices]
+        turns[server] += unit_slices[-1][-1] + 1
     return units
 
 
-def _fitting(
+def _fill_units(
     slices: Sequence[tuple[int, int, int]], transient: TransientBytes, window: int, tile: int, bound: int
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield slices of a document on a server, which fill one unit after
@@ -179,24 +179,24 @@ def _fitting(
     if key * keys + query * min(tile, last) > bound:
         # A tile of rows with its keys is more than the bound: that many bytes again for rows, or each tile would be a wave.
         bound = max(bound, 2 * key * keys)
-    unit, used, seen = 0, 0, 0  # its number, its bytes, and where its keys end so far
+    unit, used, keys_end = 0, 0, 0  # its number, its bytes, and where its keys end so far
     for start, end, task in slices:
         while start < end:
             # New keys are those after the last there are: for rows up to y, y - first.
-            first = max(0, start - window + 1, seen)
-            stop = min((bound - used + query * start + key * first) // (query + key), end)
-            stop = stop if stop == end else stop // tile * tile
-            if stop <= start and not used:
-                stop = min(start // tile * tile + tile, end)
-            if stop > start:
-                yield task, start, stop, unit
-                used += query * (stop - start) + key * (stop - first)
-                start = seen = stop
+            first = max(0, start - window + 1, keys_end)
+            slice_end = min((bound - used + query * start + key * first) // (query + key), end)
+            slice_end = slice_end if slice_end == end else slice_end // tile * tile
+            if slice_end <= start and not used:
+                slice_end = min(start // tile * tile + tile, end)
+            if slice_end > start:
+                yield task, start, slice_end, unit
+                used += query * (slice_end - start) + key * (slice_end - first)
+                start = keys_end = slice_end
             if start < end:
-                unit, used, seen = unit + 1, 0, 0
+                unit, used, keys_end = unit + 1, 0, 0
 
 
-def _needs(plan: Plan, unit: IntArray, transient: TransientBytes) -> IntArray:
+def _compute_unit_bytes(plan: Plan, unit: IntArray, transient: TransientBytes) -> IntArray:
     """Compute the transient bytes of units: unit, rank, bytes of each rank that holds
     or sends anything for it, in order of units.
 
@@ -209,8 +209,10 @@ def _needs(plan: Plan, unit: IntArray, transient: TransientBytes) -> IntArray:
     """
     tasks, ranks, groups = np.flatnonzero(unit >= 0), plan.layout.world_size, plan.layout.groups
     unit, rows, home, server = (column[tasks] for column in (unit, plan.end - plan.start, plan.home, plan.server))
-    keys = plan.key_transfers(tasks, unit)
-    split, split_keys = (np.where(heads == 1, 1, groups) for heads in (plan.heads[tasks], plan.layout.heads_of(keys.document)))
+    keys = plan.list_key_transfers(tasks, unit)
+    split, split_keys = (
+        np.where(heads == 1, 1, groups) for heads in (plan.heads[tasks], plan.layout.compute_head_fractions(keys.document))
+    )
     tokens, held_by = keys.end - keys.start, np.zeros(int(unit.max(initial=-1)) + 1, dtype=np.int64)
     held_by[unit] = server
     receiver, away = held_by[keys.server], home != server
@@ -224,12 +226,12 @@ def _needs(plan: Plan, unit: IntArray, transient: TransientBytes) -> IntArray:
     return np.stack([index // ranks, index % ranks, total])
 
 
-def _first_fit(needs: IntArray, ranks: int, bound: int) -> tuple[IntArray, IntArray]:
+def _assign_waves(unit_bytes: IntArray, ranks: int, bound: int) -> tuple[IntArray, IntArray]:
     """Assign each unit to the first wave that fits.
 
     Return the waves, and bytes of each rank in each wave: (waves, ranks).
     """
-    units, holder, bytes_ = needs
+    units, holder, bytes_ = unit_bytes
     # What a single unit needs cannot be avoided; a rank that passes the bound for one may use as much for others.
     limit = np.full(ranks, bound)
     np.maximum.at(limit, holder, bytes_)
@@ -238,7 +240,7 @@ def _first_fit(needs: IntArray, ranks: int, bound: int) -> tuple[IntArray, IntAr
     wave, count = np.zeros(max(len(bounds) - 1, 0), dtype=np.int64), 0
     for unit, (first, last) in enumerate(itertools.pairwise(bounds)):
         rank, amount = holder[first:last], bytes_[first:last]
-        low = max(count - _OPEN, 0)
+        low = max(count - _OPEN_WAVES, 0)
         if count == len(loads):
             loads = np.concatenate([loads, np.zeros_like(loads)])
         # A wave in which nothing travels yet always fits.

@@ -235,7 +235,7 @@ def _memory(setting: Setting) -> str:
 
 def _exchange(setting: Setting) -> str:
     cost = setting.cost()
-    inside = setting.nodes.seen_by(cost).per_node
+    inside = setting.nodes.without_irrelevant_nodes(cost).per_node
     rates = f"{cost.exchange_bytes_per_second / 1e9:.0f} GB/s from each rank"
     if inside is not None and cost.node_bytes_per_second is not None:
         rates += f" to other nodes, {cost.node_bytes_per_second / 1e9:.0f} GB/s to the {inside} of its own, both at once"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
+from hf_distca.schedule.cost import CostModel, FloatArray, count_causal_pairs
 from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.beside_attention import Directions, gather_rate
 from hf_distca.simulate.memory import KernelBytes, in_flight
@@ -74,7 +74,7 @@ def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int
     shape, length, chunks = cost.shape, rows.length, np.minimum(2 * degree if degree > 1 else 1, rows.length)
     chunk_rows = -(-length // chunks)
     tiled = -(-chunk_rows // cost.tile) * cost.tile
-    pairs = causal_pairs(length, length, cost.window) * (tiled / chunk_rows) + tiled * chunks * (cost.tile - 1) / 2
+    pairs = count_causal_pairs(length, length, cost.window) * (tiled / chunk_rows) + tiled * chunks * (cost.tile - 1) / 2
     read = length * (chunks + 1) / 2
     if cost.window is not None:
         read = np.minimum(read, length + (chunks - 1) * (cost.window - 1.0))
@@ -105,7 +105,7 @@ def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
     chunk = (piece - begins[owner]) * (2 * degree) // np.maximum(sizes[owner], 1)
     chunk += piece >= begins[owner] + sizes[owner] * np.minimum(chunk + 1, 2 * degree) // (2 * degree)
     rank = np.minimum(chunk, 2 * degree - 1 - chunk)
-    seconds = sums(cost.directions(end - piece, end - starts[document]), owner * degree + rank, rows.row_count * degree)
+    seconds = sums(cost.estimate_directions(end - piece, end - starts[document]), owner * degree + rank, rows.row_count * degree)
     return in_calls(cost, seconds.reshape(2, rows.row_count, degree).max(axis=2))
 
 
@@ -119,7 +119,7 @@ def _work(
 
     def of_layer(cost: CostModel) -> MicroBatchWork:
         attention, exposed = (np.repeat(seconds, degree, axis=1) for seconds in of_rows(cost))
-        pairs = float(causal_pairs(rows.length, rows.length, cost.window).sum())
+        pairs = float(count_causal_pairs(rows.length, rows.length, cost.window).sum())
         return MicroBatchWork(tokens, attention, exposed, exposed.sum(axis=0), nothing, pairs)
 
     return all_layers(setting, of_layer)
@@ -257,7 +257,7 @@ def ulysses(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
         # q, k, v and o each go by themselves, and are put in order before and after.
         once = tokens * moved / _all_to_all_rate(setting, degree) + 4 * fixed_seconds(cost, degree - 1)
         once = once + 2 * copy_seconds(setting, tokens * held) * (degree > 1)
-        attention = rows.sums(cost.directions(rows.length, rows.length, 1 / degree))
+        attention = rows.sums(cost.estimate_directions(rows.length, rows.length, 1 / degree))
         return in_calls(cost, attention), np.stack([once, once])
 
     work = _work(setting, rows, degree, of_rows)

@@ -42,7 +42,7 @@ def dealt(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
     """Deal documents by hf-distca, to ranks of one node if there is room."""
     model = setting.dealing_cost
     arguments = (lengths, setting.group, setting.tokens_per_rank, model)
-    nodes = setting.nodes.seen_by(model).per_node
+    nodes = setting.nodes.without_irrelevant_nodes(model).per_node
     if ping_pong:
         return deal_nano_batches(*arguments, tile=TILE, ranks_per_node=nodes)
     return (deal(*arguments, tile=TILE, ranks_per_node=nodes),)
@@ -83,7 +83,7 @@ def work_of(setting: Setting, placement: Placement, planner: Planner = balance) 
     config = DistCAConfig(ping_pong=len(placement) > 1)
 
     def of_layer(cost: CostModel) -> MicroBatchWork:
-        nodes = setting.nodes.seen_by(cost)
+        nodes = setting.nodes.without_irrelevant_nodes(cost)
         plans = [planner(layout, cost, config, nodes) for layout in placement]
         return of_plan(setting, plans[0], cost, nodes) if len(plans) == 1 else of_nano_batches(setting, plans, cost, nodes)
 

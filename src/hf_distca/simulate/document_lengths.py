@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.cost import FloatArray
-from hf_distca.schedule.layout import IntArray, as_integers
+from hf_distca.schedule.layout import IntArray, require_integers
 from hf_distca.simulate.loader_rules import shared_out
 
 __all__ = ["DISTRIBUTIONS", "DocumentSource", "distribution", "from_list"]
@@ -105,7 +105,7 @@ def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> 
     Raises:
         LayoutError: if they are not whole numbers of at least 1.
     """
-    length = as_integers(lengths, f"document lengths of {name}")
+    length = require_integers(lengths, f"document lengths of {name}")
     if not len(length):
         raise LayoutError(f"{name} holds no document lengths: there is nothing to simulate.")
     if (wrong := (length < 1) | (length > _LONGEST)).any():

@@ -176,7 +176,9 @@ def find_hardware(name: str, kernel: str | None = None) -> Hardware:
         raise ConfigError(f"hardware {name!r} is not known: it must be one of {', '.join(_DEVICES)}.")
     if kernel is None:
         return KNOWN_HARDWARE[name.lower()]
-    kernels = [shipped.removeprefix(f"{device.profile}_") for shipped in Profile.shipped() if shipped.startswith(device.profile)]
+    kernels = [
+        shipped.removeprefix(f"{device.profile}_") for shipped in Profile.list_shipped() if shipped.startswith(device.profile)
+    ]
     if kernel not in kernels:
         raise ConfigError(f"kernel {kernel!r} has no published timings on {name}: it must be one of {', '.join(kernels)}.")
     return device.with_kernel(name.lower(), kernel)

@@ -87,7 +87,7 @@ def document_seconds(setting: Setting, lengths: IntArray) -> FloatArray:
     token_seconds = float(row.sum()) / setting.tokens_per_rank
     seconds = setting.model.layers * token_seconds * lengths.astype(np.float64)
     for window, layers in setting.model.kinds:
-        seconds += layers * setting.cost(window).seconds(lengths, lengths)
+        seconds += layers * setting.cost(window).estimate_seconds(lengths, lengths)
     return seconds
 
 

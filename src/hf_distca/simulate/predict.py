@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.cost import causal_pairs
+from hf_distca.schedule.cost import count_causal_pairs
 from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.beside_attention import optimizer_seconds, weight_exchange
 from hf_distca.simulate.document_lengths import DocumentSource
@@ -100,7 +100,7 @@ def _of_candidate(setting: Setting, candidate: Candidate, strategy: Strategy, ba
     exchanged = (np.max([getattr(work, name) for work in works], axis=0) for name in ("received", "kept"))
     memory = fullest(holders, tokens, *exchanged, same_phase=candidate.ticks)
     peak = float(memory.total)
-    whole = float(sum(causal_pairs(n, n, window).sum() for n in batches for window, _ in setting.model.kinds))
+    whole = float(sum(count_causal_pairs(n, n, window).sum() for n in batches for window, _ in setting.model.kinds))
     between = [work.between for work in works if work.between is not None]
     computed = sum(work.pairs for work in works) / (stages if candidate.ticks else 1)
     return Prediction(

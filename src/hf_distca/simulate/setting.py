@@ -102,7 +102,7 @@ class Setting:
         bytes_ = self.tokens * (cost.shape.moved_query_bytes + cost.shape.moved_key_bytes)
         rates = (cost.exchange_bytes_per_second, cost.node_bytes_per_second or math.inf)
         with np.errstate(over="ignore", invalid="ignore"):
-            seconds = float(cost.seconds(self.tokens, self.tokens)[0]) + bytes_ / min(rates) + cost.exchange_seconds
+            seconds = float(cost.estimate_seconds(self.tokens, self.tokens)[0]) + bytes_ / min(rates) + cost.exchange_seconds
         if not seconds < _MOST_SECONDS:
             raise ConfigError(
                 f"profile {cost.name!r} gives no seconds that a device takes: {seconds:g} for {self.tokens} tokens. "
@@ -162,7 +162,7 @@ class Setting:
     def cost(self, window: int | None = None) -> CostModel:
         """Return the cost model that the scheduler gets."""
         if isinstance(self.profile, Profile):
-            return self.profile.cost_model(self.shape, window, tile=TILE)
+            return self.profile.make_cost_model(self.shape, window, tile=TILE)
         if self.profile is not None:
             return replace(self.profile, shape=self.shape, tile=TILE, window=window)
         hardware = self.hardware

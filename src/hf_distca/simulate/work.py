@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
+from hf_distca.schedule.cost import CostModel, FloatArray, count_causal_pairs
 from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import ALIKE, Ranks
+from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from hf_distca.schedule.waves import TransientBytes
 from hf_distca.simulate.beside_attention import Directions, layer_seconds, tensor_seconds
 from hf_distca.simulate.memory import KernelBytes
@@ -100,7 +100,7 @@ def sums(values: npt.NDArray[Any], index: IntArray, count: int) -> FloatArray:
 
 def in_calls(cost: CostModel, seconds: Directions, calls: int = 1) -> Directions:
     """Return the seconds of tasks, shape (2, ranks), in so many calls of the kernel."""
-    return np.stack([cost.forward.of_call(seconds[0], calls), cost.backward.of_call(seconds[1], calls)])
+    return np.stack([cost.forward.add_call_overhead(seconds[0], calls), cost.backward.add_call_overhead(seconds[1], calls)])
 
 
 def copy_seconds(setting: Setting, bytes_: npt.ArrayLike) -> FloatArray:
@@ -155,8 +155,8 @@ def of_documents(setting: Setting, length: IntArray, rank: IntArray) -> MicroBat
     nothing = np.zeros((2, ranks))
 
     def of_layer(cost: CostModel) -> MicroBatchWork:
-        attention = in_calls(cost, sums(cost.directions(length, length), rank, ranks))
-        pairs = float(causal_pairs(length, length, cost.window).sum())
+        attention = in_calls(cost, sums(cost.estimate_directions(length, length), rank, ranks))
+        pairs = float(count_causal_pairs(length, length, cost.window).sum())
         return MicroBatchWork(sums(length, rank, ranks), attention, nothing, nothing[0], nothing[0], pairs)
 
     return all_layers(setting, of_layer)
@@ -183,7 +183,7 @@ def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Mov
     load = PlanLoad(plan, cost, ranks=nodes)
     cost, shape, ranks = load.cost, load.cost.shape, plan.layout.world_size
     rows = plan.end - plan.start
-    tasks = cost.directions(rows, plan.end, plan.heads)
+    tasks = cost.estimate_directions(rows, plan.end, plan.heads)
     attention, nothing = in_calls(cost, sums(tasks, plan.server, ranks)), np.zeros((2, ranks))
     pairs = float(load.pairs.sum())
     if not plan.moved:
@@ -196,12 +196,12 @@ def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Mov
 
     def seconds(query_bytes: int, key_bytes: int) -> FloatArray:
         # The way back takes as long as the way there: what counts is the busier of a rank's two roles.
-        moved = load.bytes_of(query_bytes, key_bytes)
+        moved = load.count_node_bytes(query_bytes, key_bytes)
         copied = copy_seconds(setting, np.sum(moved, axis=(0, 1)))  # packed where they leave, and put in place where they come
         # Relays pass keys on, and get their gradients, in an exchange of their own.
         exchanges = 2 if plan.relays is not None and key_bytes else 1
-        fixed = exchanges * (cost.exchange_seconds + cost.peer_seconds * load.peers)
-        return np.asarray(moved.seconds(cost, load.ranks).max(axis=0) + copied + fixed)
+        fixed = exchanges * (cost.exchange_seconds + cost.peer_seconds * load.peer_counts)
+        return np.asarray(moved.estimate_seconds(cost, load.ranks).max(axis=0) + copied + fixed)
 
     saved_bytes = shape.query_bytes + 2 * shape.output_bytes + shape.lse_bytes
     dispatch = np.stack([seconds(shape.query_bytes, shape.key_value_bytes), seconds(saved_bytes, shape.key_value_bytes)])
@@ -216,11 +216,11 @@ def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Mov
     received = (row_bytes.query + kernel.row) * queries[1] + (row_bytes.key + kernel.key) * keys[1]
     received = received + row_bytes.sent_query * queries[0] + row_bytes.sent_key * keys[0]
     received = received + (row_bytes.query // 2 + shape.query_bytes + row_bytes.key) * waiting
-    between = float(load.node_bytes.between[0].sum())
+    between = float(load.node_bytes.inter_node[0].sum())
     return Moves(attention + taken, unblocked, dispatch, back, received, pairs, between)
 
 
-def of_plan(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
+def of_plan(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks = UNIFORM_RANKS) -> MicroBatchWork:
     """Compute one layer of a plan in one stream: a rank computes its own tasks
     while messages arrive, and waits for outputs.
     """
@@ -233,7 +233,7 @@ def of_plan(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks = ALIKE)
     )
 
 
-def of_nano_batches(setting: Setting, plans: Sequence[Plan], cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
+def of_nano_batches(setting: Setting, plans: Sequence[Plan], cost: CostModel, nodes: Ranks = UNIFORM_RANKS) -> MicroBatchWork:
     """Compute one layer of the plans of two nano-batches in ping-pong.
 
     In turns: linear layers of A beside the return of B, those of B beside the dispatch of A,

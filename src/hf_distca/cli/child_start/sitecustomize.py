@@ -17,4 +17,4 @@ try:
 except ImportError:  # an interpreter of another environment, which then has no models that could run under distca
     pass
 else:
-    begin(Options.read(sys.path))
+    begin(Options.read(os.environ))

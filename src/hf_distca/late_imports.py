@@ -1,5 +1,4 @@
-"""Registration of "distca" with transformers: at once if models can be
-loaded already, else as soon as they can.
+"""Calls that wait for an import: at once if a module is there already, else right after its first import.
 
 Nothing of transformers or torch is imported for it, so that `import hf_distca` costs nothing where no model is loaded: on the
 command line, in a process that only starts others, at the top of a notebook. `transformers.modeling_utils`, where attention
@@ -15,11 +14,8 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-from hf_distca.errors import UnsupportedError
+__all__ = ["when_imported", "when_models_load"]
 
-__all__ = ["STAND_INS", "check_stand_in", "register", "when_imported", "when_models_load"]
-
-STAND_INS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa")
 _MODELS = "transformers.modeling_utils"
 
 
@@ -72,30 +68,3 @@ class _ImportFinder(MetaPathFinder):
 
             spec.loader.exec_module = and_act  # type: ignore[method-assign]
         return spec
-
-
-def check_stand_in(name: str) -> None:
-    """Raise unless distca can stand in for an attention of that name.
-
-    Raises:
-        UnsupportedError: if distca does not compute that attention as it is meant.
-    """
-    if name not in STAND_INS:
-        raise UnsupportedError(
-            f"distca cannot stand in for {name!r}, only for {', '.join(STAND_INS)}: others take masks or arguments of "
-            "their own, or are kernels that transformers loads from the hub."
-        )
-
-
-def register() -> None:
-    """Give transformers the attention function and the mask function named "distca"."""
-    from hf_distca.integration.attention import distca_attention
-    from hf_distca.integration.loading import is_ours
-    from hf_distca.integration.loading import register as register_as
-    from hf_distca.integration.mask import distca_mask
-    from hf_distca.integration.positions import count_from_first
-    from hf_distca.integration.recurrent_layers import begin_documents_anew
-
-    register_as("distca", distca_attention, distca_mask)
-    begin_documents_anew(is_ours)
-    count_from_first()

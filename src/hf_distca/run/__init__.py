@@ -3,10 +3,13 @@ that does not import hf_distca, under distca.
 
 The options apply to the script and to Python processes that it starts, such as those of
 accelerate's launcher: each of them runs the ``sitecustomize`` module of the folder ``child_start``,
-which is put in front of their ``PYTHONPATH``. No other way reaches them all: launchers write their
+which is put in front of their ``PYTHONPATH``, and reads the options in ``HF_DISTCA_RUN``. No other
+way reaches them all: launchers write their
 own command lines, and packages of others call launchers in more ways than could be rewritten. That
 folder is part of the installed package, so that a process that outlives the run finds only
 installed files there.
+
+May import `late_imports`, `integration`, `pool` and `cli`.
 """
 
 from __future__ import annotations
@@ -21,15 +24,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 from typing import Any, Literal, NamedTuple, NoReturn
-from urllib.parse import quote, unquote
 
 from hf_distca.errors import ConfigError, DistCAError
-from hf_distca.register import check_stand_in, when_imported, when_models_load
+from hf_distca.late_imports import when_imported, when_models_load
 
 __all__ = ["Options", "begin", "find_command", "find_module", "read_options", "run_command", "run_module"]
 
-_PYTHONPATH = "PYTHONPATH"
-_CHILD_START = str(Path(__file__).parent / "cli" / "child_start")
+_OPTIONS, _PYTHONPATH = "HF_DISTCA_RUN", "PYTHONPATH"
+_CHILD_START = str(Path(__file__).parents[1] / "cli" / "child_start")
 
 
 class Options(NamedTuple):
@@ -66,23 +68,22 @@ class Options(NamedTuple):
     spare_servers: bool = False
     launched: tuple[int, int, str] | None = None
 
-    def search_path(self) -> list[str]:
-        """Return the entries to put in front of ``PYTHONPATH``: the folder, and a name
-        in it that encodes the options for `read`.
+    def environment(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that give the options to Python processes.
+
+        Args:
+            environment: variables besides which they are set. Options of a run around this one stay,
+                where this one has none.
         """
         changed = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
-        return [_CHILD_START, os.path.join(_CHILD_START, quote(json.dumps(changed), safe=""))]  # noqa: PTH118
+        paths = [path for path in environment.get(_PYTHONPATH, "").split(os.pathsep) if path not in ("", _CHILD_START)]
+        changed = json.loads(environment.get(_OPTIONS, "{}")) | changed
+        return {_OPTIONS: json.dumps(changed), _PYTHONPATH: os.pathsep.join([_CHILD_START, *paths])}
 
     @classmethod
-    def read(cls, search_path: Sequence[str]) -> Options:
-        """Read the options from a search path that begins with the entries of
-        `search_path`; the first value of a name counts.
-        """
-        names = [os.path.basename(path) for path in search_path if os.path.dirname(path) == _CHILD_START]  # noqa: PTH119, PTH120
-        values: dict[str, Any] = {}
-        for name in reversed(names):
-            values |= json.loads(unquote(name))
-        return cls(**values)
+    def read(cls, environment: Mapping[str, str]) -> Options:
+        """Read the options that `environment` has written."""
+        return cls(**json.loads(environment.get(_OPTIONS, "{}")))
 
     def check(self) -> Options:
         """Return the options after a check that a script can run with them.
@@ -98,13 +99,15 @@ class Options(NamedTuple):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False.")
         if self.instead_of is not None:
+            from hf_distca.config import check_stand_in
+
             check_stand_in(self.instead_of)
         for name, least in (("servers", 0), ("server_wait", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
                 raise ConfigError(f"{name}={value!r} must be at least {least}.")
         for address in self.server_address:
-            from hf_distca.pool.launch import parse_address
+            from hf_distca.pool.addresses import parse_address
 
             parse_address(address)
         return self
@@ -178,18 +181,18 @@ def _become_launched(options: Options) -> Options:
     if place is None:
         return options
     place.check(options.servers)
+    os.environ.pop(_OPTIONS, None)  # each process has its own from here on
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    names = os.environ.get(_PYTHONPATH, "").split(os.pathsep)
-    others = [name for name in names if name and name != _CHILD_START and os.path.dirname(name) != _CHILD_START]  # noqa: PTH120
     if place.is_server(options.servers):
         number = place.node * options.servers + place.local - (place.per_node - options.servers)
         arguments = f"{number}, {attempt!r}, {options.server_wait}, {place.local}"
         code = f"from hf_distca.pool.launch import serve_launched; serve_launched({arguments})"
-        os.execve(sys.executable, [sys.executable, "-c", code], os.environ | QUIET | {_PYTHONPATH: os.pathsep.join(others)})
+        nothing = Options(summary=False).environment(os.environ)
+        os.execve(sys.executable, [sys.executable, "-c", code], os.environ | QUIET | nothing)
     world = place.trainer_environment(options.servers)
     options = options._replace(servers=0, launched=(place.nodes, options.servers, attempt))
     # What this process starts is of the smaller world, too.
-    os.environ |= world | {_PYTHONPATH: os.pathsep.join([*options.search_path(), *others])}
+    os.environ |= world | options.environment(os.environ)
     return options
 
 
@@ -290,12 +293,12 @@ def _is_python(path: Path) -> bool:
 
 
 def _start_distca(options: Options) -> None:
-    os.environ[_PYTHONPATH] = _build_python_path(options)
+    os.environ |= options.environment(os.environ)
     begin(options)
 
 
 def _exec_script(path: Path, arguments: Sequence[str], options: Options) -> NoReturn:
-    environment = os.environ | {_PYTHONPATH: _build_python_path(options)}
+    environment = os.environ | options.environment(os.environ)
     try:
         try:
             os.execve(path, [str(path), *arguments], environment)
@@ -316,13 +319,9 @@ def _is_text(path: Path) -> bool:
     return b"\0" not in first and not first.startswith(b"\x7fELF")
 
 
-def _build_python_path(options: Options) -> str:
-    return os.pathsep.join([*options.search_path(), *filter(None, [os.environ.get(_PYTHONPATH)])])
-
-
 def _configure(options: Options) -> None:
     from hf_distca.config import DistCAConfig
-    from hf_distca.integration.session import configure
+    from hf_distca.integration.configure import configure
 
     configure(DistCAConfig(**(options.settings or {})), instead_of=options.instead_of)
 
@@ -343,23 +342,10 @@ def _print_summary() -> None:
     """Print the balance, on the first rank of a process that balanced
     anything, unless that was done before.
     """
-    if "hf_distca.integration.session" in sys.modules:
+    if "hf_distca.integration.current_session" in sys.modules:
+        from hf_distca.integration.current_session import current_session
         from hf_distca.integration.reports import sum_up
-        from hf_distca.integration.session import current_session
 
         session = current_session()
         if not session.summarized:
             sum_up(session.planner.history.total, session)
-
-
-def main() -> None:
-    """Run ``hf-distca run`` with the arguments of the command
-    line, for launchers that start modules.
-    """
-    from hf_distca.cli import app
-
-    app(["run", *sys.argv[1:]], prog_name="hf-distca")
-
-
-if __name__ == "__main__":
-    main()

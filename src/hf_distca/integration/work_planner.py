@@ -1,0 +1,188 @@
+"""`WorkPlanner`: makes the work of a micro-batch, from its handle to the routes of its layers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hf_distca.agreement.announce import AnnouncedBatch, PlanKey, build_layout
+from hf_distca.agreement.batch_plan import BatchPlan
+from hf_distca.agreement.documents import Documents
+from hf_distca.errors import LayoutError, UnsupportedError
+from hf_distca.integration.handle import AttentionHandle, Work
+from hf_distca.integration.processes import said_if_long
+from hf_distca.integration.session import Session
+from hf_distca.kernels.varlen import to_device
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.outputs import OutputStore
+from hf_distca.runtime.route import Route
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.waves import Waves
+
+__all__ = ["WorkPlanner"]
+
+_ALONE = AttentionGroup()
+
+
+class WorkPlanner:
+    """Plans micro-batches for layers of a model, with the state of a session: which ranks take part,
+    their documents, and the route of this rank.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._planner = session, session.planner
+
+    def find_group(self, handle: AttentionHandle, training: bool) -> AttentionGroup:
+        """Return the ranks that take part in a forward: this one alone if the others need not run
+        it. All ranks must call this if they do; see `Session.join_group`.
+        """
+        if handle.group is None:
+            # Making the group needs all ranks: a rank that evaluates or generates alone must not ask for it.
+            together = not handle.alone and (training or self._session.config.balance_evaluation)
+            if together and self._session.pool is not None and (leaving := self._planner.resume_progress().leaving_ranks):
+                self._session.gather()
+                self._session.take_group(replace(self._session.pool.without(leaving), session=self._session.join_group().session))
+            handle.group = self._session.join_group() if together else _ALONE
+        return handle.group
+
+    def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
+        """Return whether layers run as two nano-batches."""
+        return self._session.config.ping_pong and self.find_group(handle, training).size > 1
+
+    def read_documents(self, handle: AttentionHandle, arguments: Mapping[str, Any], training: bool) -> Documents:
+        """Read the documents of a batch from the keyword arguments of a layer or of attention."""
+        if handle.documents is not None:
+            return handle.documents
+        group = handle.group or self.find_group(handle, training)
+        with self._reporting(group, "reading documents") if group.size > 1 else nullcontext():
+            return handle.read(arguments, span_ranks=self._session.config.documents_span_ranks, training=training)
+
+    def plan_work(
+        self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey, *, training: bool
+    ) -> Work:
+        """Plan one kind of layer of a micro-batch, with the other ranks or
+        alone, and the kinds that are planned with it.
+
+        Args:
+            handle: handle of the micro-batch.
+            arguments: keyword arguments of attention, which define the documents.
+            query: (batch, heads, length, width) in the dtype that attention computes in.
+            key: key of the plan.
+            training: whether the module is in training mode on this rank, and so on all.
+        """
+        group = self.find_group(handle, training)
+        handles = [handle] if handle.second is None else [handle, handle.second]  # both nano-batches, so that ranks meet once
+        requests = [(self.read_documents(part, arguments, training), key._replace(nano=part.nano)) for part in handles]
+        if group.size == 1:
+            # To time a layer on CUDA, the host records four events.
+            meter = Meter(self._session.meter, timed=self._session.times_alone or key.device != "cuda")
+            alone, pairs = handle.alone or not training, zip(handles, requests, strict=True)
+            works = [_work_alone(part, which, query.device, meter, evaluating=alone) for part, (_, which) in pairs]
+        else:
+            with self._reporting(group, "measuring costs"):
+                self._session.learn_cost(key, query, group)
+            # The first plan after an installation compiles loops of the scheduler.
+            said = said_if_long("making the first plan") if self._planner.resume_progress().next_number == 1 else nullcontext()
+            with self._reporting(group, "planning"), said:
+                plans = self._planner.plan(requests, group)
+            with self._reporting(group, "taking up a plan"):
+                for part, planned in zip(handles, plans, strict=True):
+                    part.check(planned.plan.layout, key.window)
+                known = zip(requests, plans, strict=True)
+                works = [self.use_plan(documents, planned, group, query.device) for (documents, _), planned in known]
+        for part, (_, which), work in zip(handles, requests, works, strict=True):
+            part.work[which] = work if part.mask.recomputes and training else replace(work, outputs=None)
+        return handle.work[requests[0][1]]
+
+    def use_plan(self, documents: Documents, planned: BatchPlan, group: AttentionGroup, device: torch.device) -> Work:
+        """Use a plan for the current micro-batch, which has these documents on this rank."""
+        meter, nano = self._planner.resume_progress().use_plan(planned, documents), planned.key.nano
+        plan, config = planned.plan, self._session.config
+        waves = Waves.of(plan, planned.key.shape, config.tile, config.max_transient_bytes, config.head_groups)
+        self._warn_above_bound(waves, group)
+        route = Route.build(plan, group.rank, waves)
+        name = f"micro-batch {self._planner.resume_progress().number}" + (f", nano-batch {nano}" if nano else "")
+        name += f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
+        serial = group.number(route)
+        group.notify_servers("use_plan", plan=planned.serial, work=serial)
+        return Work(group, route, _keep_of(documents, device), plan.window, meter, nano, OutputStore(), name, serial)
+
+    @contextmanager
+    def _reporting(self, group: AttentionGroup, doing: str) -> Iterator[None]:
+        """Add this rank's name to errors in its batch, and report them
+        to the ranks that would wait for it.
+        """
+        try:
+            with group.reporting(f"{doing} for micro-batch {self._planner.resume_progress().next_number}"):
+                yield
+        except (LayoutError, UnsupportedError) as error:
+            if group.size == 1:
+                raise
+            raise type(error)(f"rank {group.ranks[group.rank]}: {error}") from error
+
+    def _warn_above_bound(self, waves: Waves, group: AttentionGroup) -> None:
+        """Warn if a document over ranks needs more memory than the bound; it is
+        computed exactly, and most likely fits.
+        """
+        bound, rank = self._session.config.max_transient_bytes, group.rank
+        if bound is not None and waves.bytes is not None and waves.bytes[rank] > bound:
+            warnings.warn(
+                f"rank {group.ranks[rank]} needs about {waves.bytes[rank]} transient bytes for a tile of rows of a document "
+                f"that spans ranks, more than max_transient_bytes={bound}; it is computed in {waves.count} waves of that size. "
+                "Raise the bound, or cut documents so that each lies on one rank.",
+                stacklevel=2,
+            )
+
+
+def _work_alone(handle: AttentionHandle, key: PlanKey, device: torch.device, meter: Meter, *, evaluating: bool) -> Work:
+    """Make the work of a micro-batch whose documents were read; for
+    whole documents, their lengths suffice.
+
+    Raises:
+        LayoutError: if a part of a document is missing; an `UnsupportedError` while `evaluating`.
+    """
+    documents = handle.documents
+    if documents is None:
+        raise RuntimeError("a micro-batch was taken up before its documents were read")
+    if documents.has_whole_documents:
+        handle.check(None, key.window)
+        lengths = documents.runs[:, 2].tolist()
+        window = _within(key.window, max(lengths, default=0))
+        route = Route.for_whole_documents(lengths)
+    else:
+        layout = _layout(documents, evaluating=evaluating)
+        handle.check(layout, key.window)
+        window = _within(key.window, layout.longest)
+        route = Route.build(Plan.local(layout, window), 0)
+    return Work(_ALONE, route, _keep_of(documents, device), window, meter, key.nano, OutputStore())
+
+
+def _keep_of(documents: Documents, device: torch.device) -> torch.Tensor | None:
+    """Return `Documents.keep` on a device."""
+    return None if documents.token_indices is None else to_device(torch.from_numpy(documents.token_indices), device)
+
+
+def _layout(documents: Documents, *, evaluating: bool) -> Layout:
+    try:
+        return build_layout(AnnouncedBatch.from_documents(documents))
+    except LayoutError as error:
+        if not (evaluating and documents.span_ranks):
+            raise
+        raise UnsupportedError(
+            "a document that spans ranks met a model in evaluation mode, where each rank works alone: "
+            "call model.train() to train, or set DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
+        ) from error
+
+
+def _within(window: int | None, longest: int) -> int | None:
+    """Return the window if it hides a key of the longest document
+    from one of its tokens, else None.
+    """
+    return None if window is None or window >= longest else window

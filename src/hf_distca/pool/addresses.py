@@ -1,0 +1,26 @@
+"""Addresses of servers: as users write them, and where the servers of a launch publish theirs."""
+
+from __future__ import annotations
+
+from hf_distca.errors import ConfigError
+
+__all__ = ["parse_address", "store_key"]
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Split ``HOST:PORT`` into host and port.
+
+    Raises:
+        ConfigError: if the text does not have this form.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{text!r} must be HOST:PORT, such as 10.0.0.7:29600.")
+    return host.strip("[]"), int(port)
+
+
+def store_key(number: int, attempt: str) -> str:
+    """Return the key under which the server of this number publishes
+    its address, in the store of a launch.
+    """
+    return f"distca server {number} of attempt {attempt}"
