@@ -31,7 +31,7 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 import hf_distca
 from deal import over_all_ranks
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.families import known_cost, layer_keys
 from hf_distca.schedule.layout import Layout
@@ -71,10 +71,10 @@ def hybrid_of(arguments: argparse.Namespace) -> torch.nn.parallel.DistributedDat
     return torch.nn.parallel.DistributedDataParallel(Qwen3NextForCausalLM(config).train())
 
 
-class OverAll(Dealing):
+class OverAll(DealSettings):
     """Every document head and tail over all ranks, as context parallelism does."""
 
-    def layouts(self, lengths: np.ndarray) -> tuple[Layout, ...]:
+    def deal_layouts(self, lengths: np.ndarray) -> tuple[Layout, ...]:
         return (over_all_ranks(lengths.tolist(), self.ranks),)
 
 
@@ -122,12 +122,16 @@ class Steps:
         keys = layer_keys(self.model.module, None, "cpu")
         costs = {key: known_cost(key, config) for key in keys}
         place = (self.ranks, arguments.tokens, costs, config)
-        self.dealings = {"dealt": Dealing(*place), "in order": Dealing(*place, placement="in order"), "over all": OverAll(*place)}
+        self.dealings = {
+            "dealt": DealSettings(*place),
+            "in order": DealSettings(*place, placement="in order"),
+            "over all": OverAll(*place),
+        }
 
     def batch(self, way: str) -> dict[str, Any]:
         """This rank's share of the global batch."""
         dealing = self.dealings[WAYS[way][0]]
-        return batch_of(self.lengths, dealing.share(np.array(self.lengths), (0, 0), self.rank))
+        return batch_of(self.lengths, dealing.make_share(np.array(self.lengths), (0, 0), self.rank))
 
     def step(self, way: str, batch: dict[str, Any] | None = None) -> tuple[float, float]:
         """Seconds until all ranks are done, and the loss of the global batch."""
@@ -179,7 +183,7 @@ def work(rank: int, arguments: argparse.Namespace, folder: str) -> None:
                 bar.update()
     if rank == 0:
         tokens = {
-            name: [sum(made.share(np.array(steps.lengths), (0, 0), r).lengths) for r in range(arguments.ranks)]
+            name: [sum(made.make_share(np.array(steps.lengths), (0, 0), r).lengths) for r in range(arguments.ranks)]
             for name, made in steps.dealings.items()
         }
         Path(folder, "result.json").write_text(json.dumps(figures(arguments, seconds, losses, alone, tokens)))

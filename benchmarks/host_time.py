@@ -49,18 +49,18 @@ from transformers import AttentionInterface, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_distca.agreement.announce import (
-    FIGURES,
+    FIGURE_COUNT,
     Announcement,
     Announcements,
     PlanKey,
-    agree,
-    common_facts,
-    fingerprint,
-    layout_of,
+    build_layout,
+    check_agreement,
+    collect_shared_settings,
+    hash_settings,
 )
+from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.agreement.history import History
-from hf_distca.agreement.planned import Planned
 from hf_distca.config import DistCAConfig
 from hf_distca.integration import attention
 from hf_distca.integration.handle import AttentionHandle
@@ -197,31 +197,31 @@ def layers(ranks: int, arguments: argparse.Namespace, kind: str) -> dict[str, An
 def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
     """Milliseconds of each step, and of all."""
     config, key = DistCAConfig(), PlanKey(LLAMA_8B, "cuda")
-    facts, group = common_facts(config, (COST,)), AttentionGroup(tuple(range(ranks)))
+    facts, group = collect_shared_settings(config, (COST,)), AttentionGroup(tuple(range(ranks)))
     rows = []
     for lengths in documents(ranks, arguments.tokens, "long tail"):
-        one = TokenBatch(1, arguments.tokens, packed=PackedDocuments(lengths)).documents()
-        own, settings = [(10**6,) * FIGURES], fingerprint(facts)
-        rows.append(Announcement(1, settings, exchanges=0, checksum=0, figures=own, requests=[(one, key)]).row())
-    (stated,) = agree(Announcements.read(rows), facts, group, "here")
-    plan = balance(layout_of(stated), COST, config)
+        one = TokenBatch(1, arguments.tokens, packed=PackedDocuments(lengths)).read_documents()
+        own, settings = [(10**6,) * FIGURE_COUNT], hash_settings(facts)
+        rows.append(Announcement(1, settings, exchanges=0, checksum=0, figures=own, requests=[(one, key)]).to_row())
+    (stated,) = check_agreement(Announcements.from_rows(rows), facts, group, "here")
+    plan = balance(build_layout(stated), COST, config)
     waves = Waves.of(plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups)
-    history, figures = History(), np.full((ranks, FIGURES), 10**9)
+    history, figures = History(), np.full((ranks, FIGURE_COUNT), 10**9)
 
     def bookkeeping() -> None:
-        planned = Planned(key, plan, config, plan.layout.offsets, 1.0, figures=figures)
-        planned.begin(1, COST, UNIFORM_RANKS, Meter())
-        history.planned(planned)
-        history.end()
-        history.begin_anew()
+        planned = BatchPlan(key, plan, config, plan.layout.offsets, 1.0, figures=figures)
+        planned.start_use(1, COST, UNIFORM_RANKS, Meter())
+        history.record_plan(planned)
+        history.end_micro_batch()
+        history.reset()
 
     def digest() -> None:
         vars(plan).pop("digest", None)
         _ = plan.digest
 
     steps: dict[str, Callable[[], object]] = {
-        "reading announcements": lambda: agree(Announcements.read(rows), facts, group, "here"),
-        "layout": lambda: layout_of(stated),
+        "reading announcements": lambda: check_agreement(Announcements.from_rows(rows), facts, group, "here"),
+        "layout": lambda: build_layout(stated),
         "digest": digest,
         "waves": lambda: Waves.of(plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups),
         "own route": lambda: Route.build(waves.plan, ranks // 2, waves),

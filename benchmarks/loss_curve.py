@@ -25,7 +25,7 @@ from rich.table import Table
 
 import hf_distca
 from dealt_step_time import lengths_of, share_of
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import known_cost, layer_keys
 from machine import describe
@@ -66,13 +66,13 @@ class Training:
         config = hf_distca.configure(hf_distca.DistCAConfig(tile=16, min_gain=0.0))
         costs = {key: known_cost(key, config) for key in layer_keys(self.model, None, "cpu")}
         placement = "in order" if way.endswith("in order") else "dealt"
-        self.dealing = Dealing(RANKS, arguments.tokens, costs, config, placement=placement)
+        self.dealing = DealSettings(RANKS, arguments.tokens, costs, config, placement=placement)
 
     def batches(self, documents: list[torch.Tensor]) -> list[dict[str, Any]]:
         """What this rank computes in a step, a forward each."""
         if self.way.startswith("distca"):
             lengths = np.array([len(document) for document in documents])
-            return [share_of(documents, self.dealing.share(lengths, (0, 0), self.rank))]
+            return [share_of(documents, self.dealing.make_share(lengths, (0, 0), self.rank))]
         mine = documents[self.rank :: RANKS]
         alone = [{"input_ids": one[None], "labels": one[None]} for one in mine if len(one) > 1]
         return alone[::-1] if self.way.endswith("other order") else alone

@@ -86,7 +86,7 @@ def shape_of(arguments: argparse.Namespace) -> AttentionShape:
 def planned(steps: Steps, way: str, cost: CostModel, config: hf_distca.DistCAConfig) -> list[Plan]:
     """The plans of a step as training makes them: one, or those of both nano-batches."""
     placement, balanced = WAYS[way]
-    layouts = steps.dealings[placement].layouts(np.array(steps.lengths))
+    layouts = steps.dealings[placement].deal_layouts(np.array(steps.lengths))
     config = replace(config, balance=balanced, ping_pong=len(layouts) > 1)
     return [balance(layout, cost, config) for layout in layouts]
 

@@ -136,7 +136,7 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, A
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     for round_ in rounds(rank, arguments.rounds):
         for mode in in_turns(layers, round_):
-            seconds[mode].append(layers[mode].estimate_seconds())
+            seconds[mode].append(layers[mode].seconds())
     for mode, taken in seconds.items():
         result[mode]["seconds"] = taken
         result[mode]["median_seconds"] = statistics.median(taken) if taken else None

@@ -39,7 +39,7 @@ from rich.table import Table
 
 import hf_distca
 from dealt_step_time import share_of
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.cli.lengths import open_documents
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import known_cost, layer_keys
@@ -109,7 +109,7 @@ class Steps:
         seeds = range(arguments.batches)
         self.batches = [lengths_of(arguments.documents, arguments.tokens, seed) for seed in seeds]
 
-    def dealing(self, way: Way, cable: float) -> Dealing:
+    def dealing(self, way: Way, cable: float) -> DealSettings:
         """How batches are placed and planned, which the session is set to."""
         given, session = self.arguments, current_session()
         cost = cost_of(given.heads, given.slower, cable, nodes=way.nodes)
@@ -118,7 +118,7 @@ class Steps:
         for key, cost in costs.items():
             session.planner.resume_progress().costs[key.shape, key.device] = cost
         per_node = PER_NODE if way.nodes else None
-        return Dealing(RANKS, given.tokens, costs, config, per_node, way.placement)
+        return DealSettings(RANKS, given.tokens, costs, config, per_node, way.placement)
 
     def step(self, way: Way, cable: float, number: int, *, timed: bool) -> Step:
         """Time a step, from one barrier of all ranks to the next.
@@ -133,7 +133,7 @@ class Steps:
             Seconds, megabytes that the busier node sent, loss and gradient of the global batch.
         """
         lengths, dealing = self.batches[number], self.dealing(way, cable)
-        share = dealing.share(lengths, (0, number), self.rank)
+        share = dealing.make_share(lengths, (0, number), self.rank)
         generator = torch.Generator().manual_seed(number)
         texts = [torch.randint(0, 512, (n,), generator=generator) for n in lengths.tolist()]
         batch, targets = share_of(texts, share), int((lengths - 1).sum())

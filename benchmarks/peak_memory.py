@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
 
 import hf_distca
 from dealt_step_time import share_of
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.integration.families import known_cost, layer_keys
 from hf_distca.model_shape import ModelShape
 from hf_distca.schedule.cost import CostModel
@@ -174,7 +174,9 @@ def train(case: Case, rank: int, host: Host) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     length = case.ranks * case.tokens
     documents = [torch.arange(length) % case.shape.vocabulary]
-    share = share_of(documents, Dealing(case.ranks, case.tokens, costs, settings).share(np.array([length]), (0, 0), rank))
+    share = share_of(
+        documents, DealSettings(case.ranks, case.tokens, costs, settings).make_share(np.array([length]), (0, 0), rank)
+    )
     chunked = {"fused_lm_head": True} if case.chunked else {}
     for _ in range(2):
         model(**share, **chunked, use_cache=False, num_items_in_batch=length).loss.backward()

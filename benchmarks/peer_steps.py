@@ -192,7 +192,7 @@ class Dealt(AsGiven):
         return [hf_distca.PackingCollator()([shares[self.rank]])]
 
     def layout(self) -> Layout:
-        (layout,) = self.batches[0]["distca_documents"].dealt.layouts
+        (layout,) = self.batches[0]["distca_documents"].dealt_share.layouts
         return layout
 
 

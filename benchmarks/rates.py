@@ -197,7 +197,7 @@ def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
     # Where ranks are alike, a step is what it is without attention and the mean of attention; the slow rank stretches the latter.
     stretch = steps.ranks / (steps.ranks - 1 + 1 / SLOWNESS) - 1
     allowed = [taken + float(one) * stretch for taken, one in zip(seconds["all alike"], means / steps.ranks, strict=True)]
-    speeds = sessions["speeds measured"].planner.resume_progress().costs.measured.speeds
+    speeds = sessions["speeds measured"].planner.resume_progress().costs.measured_ranks.speeds
     return {
         "median_seconds": {name: statistics.median(row) for name, row in seconds.items()},
         "allowed_seconds": statistics.median(allowed),

@@ -29,7 +29,7 @@ from trl import pack_dataset
 
 from hf_distca.cli.lengths import open_documents
 from hf_distca.config import DistCAConfig
-from hf_distca.data.row_documents import documents_in_rows
+from hf_distca.data.row_documents import find_row_documents
 from hf_distca.data.row_placement import RowPlacement, StepPlaces
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.layout import Layout
@@ -44,7 +44,7 @@ def packed(text: str, tokens: int, rows: int, seed: int) -> list[np.ndarray]:
     """At least so many rows, as TRL packs documents: the tokens of the documents of each."""
     lengths = next(open_documents(text, "input_ids", tokens).batches(tokens * rows, 1, seed))
     documents = Dataset.from_dict({"input_ids": [np.zeros(length, dtype=np.int8) for length in lengths]})
-    found, row = documents_in_rows(pack_dataset(documents, tokens, "bfd_split"), quiet=True)
+    found, row = find_row_documents(pack_dataset(documents, tokens, "bfd_split"), quiet=True)
     return np.split(found, np.flatnonzero(np.diff(row)) + 1)
 
 

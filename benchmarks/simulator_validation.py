@@ -172,7 +172,7 @@ def predict(case: Case, arguments: argparse.Namespace, machine: Machine, steps: 
     model, ranks = model_shape(arguments, case.layers), case.ranks
     setting = Setting(model, machine.hardware, ranks, arguments.tokens, ranks_per_node=ranks, sharding="ddp")
     plans = iter(planned(steps, case.way, CostModel.analytic(setting.shape, device_type="cpu"), config_of(case)))
-    share = work_of(setting, steps.dealings[WAYS[case.way][0]].layouts(np.array(steps.lengths)), lambda *_: next(plans))
+    share = work_of(setting, steps.dealings[WAYS[case.way][0]].deal_layouts(np.array(steps.lengths)), lambda *_: next(plans))
     # Nothing hides a message that is carried by those who compute.
     share = replace(share, exposed=np.stack([share.exposed[0], share.wire - share.exposed[0]]))
     forward, backward = rank_seconds(setting, share)

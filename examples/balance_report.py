@@ -160,7 +160,7 @@ def draw_global_batch(in_order: Dataset, dealt: Dataset, path: Path, ranks: int,
     mpl.use("Agg")
     sides = {"in order": in_order, "dealt": dealt}
     # Item k * ranks is rank 0's share of global batch k, and carries the layout of all of it.
-    layouts = {name: shares[number * ranks]["distca_documents"].dealt.whole for name, shares in sides.items()}
+    layouts = {name: shares[number * ranks]["distca_documents"].dealt_share.whole_layout for name, shares in sides.items()}
     figure = Figure(figsize=(12, 1.2 + 0.5 * layouts["dealt"].world_size), layout="constrained")
     for axes, (name, layout) in zip(figure.subplots(1, 2, sharey=True), layouts.items(), strict=True):
         _draw_layout(axes, name, layout)

@@ -201,14 +201,14 @@ def test_loader_workers_are_hidden_and_divided_streams_told() -> None:
         def __iter__(self) -> Iterator[bool]:
             for _ in range(2):
                 yield get_worker_info() is None
-                with borrowed_readers.in_no_worker():
+                with borrowed_readers.hide_worker_info():
                     hidden = get_worker_info() is None
                 yield hidden
 
     assert list(DataLoader(Workers(), batch_size=None, num_workers=1)) == [False, True, False, True]
     data = Dataset.from_dict({"x": [1, 2, 3, 4]})
-    assert borrowed_readers.kept_rows(data) is None
-    assert borrowed_readers.kept_rows(data.select([2, 0])).column(0).to_pylist() == [2, 0]
+    assert borrowed_readers.get_row_indices(data) is None
+    assert borrowed_readers.get_row_indices(data.select([2, 0])).column(0).to_pylist() == [2, 0]
     stream = data.to_iterable_dataset(2)
-    assert borrowed_readers.ranks_of_split(stream) == 1
-    assert borrowed_readers.ranks_of_split(split_dataset_by_node(stream, 0, 2).shuffle(seed=0)) == 2
+    assert borrowed_readers.count_split_ranks(stream) == 1
+    assert borrowed_readers.count_split_ranks(split_dataset_by_node(stream, 0, 2).shuffle(seed=0)) == 2

@@ -28,7 +28,7 @@ ARROWS = {
     "recurrent": {"runtime", "schedule"},
     "measure": {"kernels", "runtime", "schedule"},
     "agreement": {"schedule", "runtime.group", "runtime.rendezvous", "runtime.meter", "runtime.monitor"},
-    "data": {"schedule", "agreement.documents", "agreement.document_starts", "agreement.dealt"},
+    "data": {"schedule", "agreement.documents", "agreement.document_starts", "agreement.dealt_share"},
     "run_report": {"schedule", "agreement.history"},
     "integration": {
         "borrowed",

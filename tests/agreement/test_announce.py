@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from stand_ins import MadeUpGroup
 
 from hf_distca.agreement.announce import (
-    FIGURES,
-    HEADER,
+    FIGURE_COUNT,
+    HEADER_SIZE,
     Announcement,
     Announcements,
     PlanKey,
-    agree,
-    common_facts,
-    fingerprint,
-    layout_of,
+    build_layout,
+    check_agreement,
+    collect_shared_settings,
+    hash_settings,
 )
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.config import DistCAConfig
@@ -29,7 +29,7 @@ from hf_distca.schedule.layout import Layout
 SHAPE = AttentionShape(4, 2, 16, 16, 2)
 KEY = PlanKey(SHAPE, "cpu")
 SETTINGS = DistCAConfig(), (CostModel.of_pairs(SHAPE),), ("torch.bfloat16",)
-FACTS = common_facts(*SETTINGS)
+FACTS = collect_shared_settings(*SETTINGS)
 LENGTHS = st.lists(st.lists(st.integers(1, 50), max_size=6), min_size=1, max_size=6)
 
 
@@ -39,33 +39,33 @@ def announcement(*documents: Documents, key: PlanKey = KEY, **changes: int) -> A
 
 
 def packed(lengths: list[int]) -> Documents:
-    return TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).documents()
+    return TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).read_documents()
 
 
 @given(LENGTHS, LENGTHS)
 def test_documents_of_all_ranks_are_read_as_they_were_announced(first: list[list[int]], second: list[list[int]]) -> None:
     ranks = min(len(first), len(second))
-    rows = [announcement(packed(a), packed(b)).row() for a, b in zip(first[:ranks], second[:ranks], strict=True)]
-    read = Announcements.read(rows)
-    assert read.measured.tolist() == [[[5, 6, 7, 8, 9]]] * ranks
-    for stated, lengths in zip(read.stated(), (first, second), strict=True):
-        layout, wanted = layout_of(stated), Layout.from_lengths(lengths[:ranks])
+    rows = [announcement(packed(a), packed(b)).to_row() for a, b in zip(first[:ranks], second[:ranks], strict=True)]
+    read = Announcements.from_rows(rows)
+    assert read.figures.tolist() == [[[5, 6, 7, 8, 9]]] * ranks
+    for stated, lengths in zip(read.read_batches(), (first, second), strict=True):
+        layout, wanted = build_layout(stated), Layout.from_lengths(lengths[:ranks])
         for column in ("document", "start", "length", "offsets", "context"):
             assert getattr(layout, column).tolist() == getattr(wanted, column).tolist()
 
 
 @given(LENGTHS)
 def test_a_document_on_one_rank_is_announced_as_one_number(ranks: list[list[int]]) -> None:
-    sizes = {len(announcement(packed(lengths)).row()) - len(lengths) for lengths in ranks}
-    assert sizes == {HEADER + FIGURES + 4}
+    sizes = {len(announcement(packed(lengths)).to_row()) - len(lengths) for lengths in ranks}
+    assert sizes == {HEADER_SIZE + FIGURE_COUNT + 4}
 
 
 def test_documents_over_ranks_announce_number_and_start() -> None:
     """Documents over ranks are announced with number and start."""
     parts = [PackedDocuments((10, 4), (0, 0), (7, 8)), PackedDocuments((6, 5), (10, 4), (7, 8))]
-    rows = [announcement(TokenBatch(1, sum(one.lengths), packed=one).documents()).row() for one in parts]
-    (stated,) = Announcements.read(rows).stated()
-    assert [list(map(tuple, layout_of(stated).list_segments(rank))) for rank in (0, 1)] == [
+    rows = [announcement(TokenBatch(1, sum(one.lengths), packed=one).read_documents()).to_row() for one in parts]
+    (stated,) = Announcements.from_rows(rows).read_batches()
+    assert [list(map(tuple, build_layout(stated).list_segments(rank))) for rank in (0, 1)] == [
         [(7, 0, 10), (8, 0, 4)],
         [(7, 10, 6), (8, 4, 5)],
     ]
@@ -76,12 +76,12 @@ def test_second_nano_batch_has_context_of_the_cut_document(ranks: list[list[int]
     """Context of the second nano-batch is of the document that crosses the cut."""
     ranks = [lengths or [1] for lengths in ranks]
     second = [cut(1, sum(lengths), packed(lengths), 1)[2][1] for lengths in ranks]
-    (stated,) = Announcements.read([announcement(one, key=KEY._replace(nano=2)).row() for one in second]).stated()
-    layout = layout_of(stated)
-    assert layout.context_tokens.tolist() == [one.context for one in second]
-    assert layout.query_tokens.tolist() == [int(one.rows[:, 2].sum()) - one.context for one in second]
+    (stated,) = Announcements.from_rows([announcement(one, key=KEY._replace(nano=2)).to_row() for one in second]).read_batches()
+    layout = build_layout(stated)
+    assert layout.context_tokens.tolist() == [one.context_tokens for one in second]
+    assert layout.query_tokens.tolist() == [int(one.runs[:, 2].sum()) - one.context_tokens for one in second]
     for rank, one in enumerate(second):
-        if one.context:
+        if one.context_tokens:
             before, rest = layout.list_segments(rank)[:2]
             assert (before.document, before.end) == (rest.document, rest.start)
 
@@ -95,21 +95,21 @@ def test_second_nano_batch_has_context_of_the_cut_document(ranks: list[list[int]
     ],
 )
 def test_differences_are_named(odd: dict[str, int], text: str) -> None:
-    rows = [announcement(packed([3])).row(), announcement(packed([3]), **odd).row()]
+    rows = [announcement(packed([3])).to_row(), announcement(packed([3]), **odd).to_row()]
     with pytest.raises(DistCADesyncError) as caught:
-        agree(Announcements.read(rows), FACTS, MadeUpGroup(2), "here")
+        check_agreement(Announcements.from_rows(rows), FACTS, MadeUpGroup(2), "here")
     assert text in str(caught.value)
 
 
 def test_a_rank_that_asks_for_more_plans_is_named() -> None:
-    rows = [announcement(packed([3])).row(), announcement(packed([3]), packed([4])).row()]
+    rows = [announcement(packed([3])).to_row(), announcement(packed([3]), packed([4])).to_row()]
     with pytest.raises(DistCADesyncError, match="different numbers of plans at once in here: rank 0: 1, rank 1: 2"):
-        agree(Announcements.read(rows), FACTS, MadeUpGroup(2), "here")
+        check_agreement(Announcements.from_rows(rows), FACTS, MadeUpGroup(2), "here")
 
 
 def test_settings_and_costs_are_in_the_fingerprint() -> None:
     others = {
-        fingerprint(common_facts(*changed))
+        hash_settings(collect_shared_settings(*changed))
         for changed in (
             (DistCAConfig(tolerance=0.5), *SETTINGS[1:]),
             (SETTINGS[0], (CostModel.analytic(SHAPE),), SETTINGS[2]),
@@ -122,8 +122,8 @@ def test_settings_and_costs_are_in_the_fingerprint() -> None:
 
 
 def test_one_rank_with_many_documents_makes_no_other_row_longer() -> None:
-    many, few = announcement(packed([1] * 1024)).row(), announcement(packed([1024])).row()
-    assert (len(many), len(few)) == (HEADER + 9 + 1024, HEADER + 9 + 1)
-    (stated,) = Announcements.read([many, few]).stated()
+    many, few = announcement(packed([1] * 1024)).to_row(), announcement(packed([1024])).to_row()
+    assert (len(many), len(few)) == (HEADER_SIZE + 9 + 1024, HEADER_SIZE + 9 + 1)
+    (stated,) = Announcements.from_rows([many, few]).read_batches()
     assert stated.counts.tolist() == [1024, 1]
-    assert np.array_equal(layout_of(stated).offsets, [0, 1024, 1025])
+    assert np.array_equal(build_layout(stated).offsets, [0, 1024, 1025])

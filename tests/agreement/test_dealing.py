@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_distca.agreement import dealt as dealt_module
+from hf_distca.agreement import dealt_share as dealt_module
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt import Dealing, PlanJob
+from hf_distca.agreement.dealt_share import DealSettings, PlanJob
 from hf_distca.agreement.documents import TokenBatch
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
@@ -28,9 +28,9 @@ KEY = PlanKey(SHAPE, "cpu")
 COST = CostModel.of_pairs(SHAPE)
 
 
-def dealing(ranks: int, tokens: int, placement: str = "dealt", **settings: object) -> Dealing:
+def dealing(ranks: int, tokens: int, placement: str = "dealt", **settings: object) -> DealSettings:
     config = DistCAConfig(**{"tile": 4, "min_gain": 0.0, **settings})
-    return Dealing(ranks, tokens, {KEY: COST}, config, placement=placement)
+    return DealSettings(ranks, tokens, {KEY: COST}, config, placement=placement)
 
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=12)
@@ -42,31 +42,31 @@ def test_shares_of_all_ranks_are_the_layout(ranks: int, lengths: list[int], ping
     tokens, more = divmod(sum(lengths), ranks)
     assert not more
     made = dealing(ranks, tokens, placement, ping_pong=ping_pong)
-    shares = [pickle.loads(pickle.dumps(made)).share(np.array(lengths), (3, 7), rank) for rank in range(ranks)]
+    shares = [pickle.loads(pickle.dumps(made)).make_share(np.array(lengths), (3, 7), rank) for rank in range(ranks)]
     rows = [list(zip(one.documents, one.starts, one.lengths, strict=True)) for one in shares]
     layout = Layout.from_segments(rows)
     assert layout.query_tokens.tolist() == [tokens] * ranks
     for rank, one in enumerate(shares):
-        assert str(one.dealt) == "global batch 7 of epoch 3"
-        assert (one.dealt.rank, one.dealt.ranks, one.dealt.longest) == (rank, ranks, max(lengths))
-        assert [one.dealt.whole.list_segments(r) for r in range(ranks)] == [layout.list_segments(r) for r in range(ranks)]
-        first = one.dealt.first_tokens
+        assert str(one.dealt_share) == "global batch 7 of epoch 3"
+        assert (one.dealt_share.rank, one.dealt_share.ranks, one.dealt_share.longest_document) == (rank, ranks, max(lengths))
+        assert [one.dealt_share.whole_layout.list_segments(r) for r in range(ranks)] == [layout.list_segments(r) for r in range(ranks)]
+        first = one.dealt_share.first_nano_tokens
         assert first is None or (ping_pong and 0 < first < tokens)
         if first is not None:  # no document is in both nano-batches
-            parts = TokenBatch(1, tokens, packed=one).documents().cut(first)
-            assert not set(parts[0].rows[:, 0]) & set(parts[1].rows[:, 0])
-            assert [int(part.rows[:, 2].sum()) for part in parts] == [first, tokens - first]
+            parts = TokenBatch(1, tokens, packed=one).read_documents().split_at(first)
+            assert not set(parts[0].runs[:, 0]) & set(parts[1].runs[:, 0])
+            assert [int(part.runs[:, 2].sum()) for part in parts] == [first, tokens - first]
 
 
 def test_plans_travel_and_are_made_again_under_other_settings() -> None:
-    share = pickle.loads(pickle.dumps(dealing(2, 32).share(np.array([40, 24]), (0, 0), 1)))
+    share = pickle.loads(pickle.dumps(dealing(2, 32).make_share(np.array([40, 24]), (0, 0), 1)))
     config = DistCAConfig(tile=4, min_gain=0.0)
     with patch.object(dealt_module, "balance", wraps=dealt_module.balance) as made:
-        plan = share.dealt.plan(PlanJob(KEY, COST, config))
+        plan = share.dealt_share.plan(PlanJob(KEY, COST, config))
         assert not made.called
-        assert share.dealt.plan(PlanJob(KEY, COST, config)) is plan
-        share.dealt.plan(PlanJob(KEY, COST, replace(config, balance=False)))
-        share.dealt.plan(PlanJob(KEY._replace(window=8), replace(COST, window=8), config))
+        assert share.dealt_share.plan(PlanJob(KEY, COST, config)) is plan
+        share.dealt_share.plan(PlanJob(KEY, COST, replace(config, balance=False)))
+        share.dealt_share.plan(PlanJob(KEY._replace(window=8), replace(COST, window=8), config))
         assert made.call_count == 2
 
 
@@ -78,21 +78,21 @@ def test_a_dealing_with_another_placement_is_refused() -> None:
 def test_shares_are_planned_for_the_nodes_they_are_dealt_to() -> None:
     """Plans that a loader made are taken in the step, where ranks need not have found the same nodes."""
     cost = CostModel.analytic(SHAPE, device_type="cuda")
-    made = Dealing(4, 4096, {KEY: cost}, DistCAConfig(ping_pong=False), ranks_per_node=2)
-    share = made.share(np.array([9000, 4000, 3384]), (0, 0), 1)
-    assert share.dealt is not None
-    nodes = Ranks(per_node=share.dealt.per_node)
+    made = DealSettings(4, 4096, {KEY: cost}, DistCAConfig(ping_pong=False), ranks_per_node=2)
+    share = made.make_share(np.array([9000, 4000, 3384]), (0, 0), 1)
+    assert share.dealt_share is not None
+    nodes = Ranks(per_node=share.dealt_share.per_node)
     assert nodes == Ranks(per_node=2)
     with patch.object(dealt_module, "balance", side_effect=AssertionError("planned again")):
-        share.dealt.plan(PlanJob(KEY, cost, DistCAConfig(), nodes))
+        share.dealt_share.plan(PlanJob(KEY, cost, DistCAConfig(), nodes))
         with pytest.raises(AssertionError, match="planned again"):
-            share.dealt.plan(PlanJob(KEY, cost, DistCAConfig()))
+            share.dealt_share.plan(PlanJob(KEY, cost, DistCAConfig()))
 
 
 def test_plans_begun_twice_in_background_are_made_once() -> None:
     """Rates change between the fetch of a share and its step: the jobs of both are under way, and the first takes longest."""
     shares = dealing(2, 64)
-    dealt = shares.share(np.array([100, 28]), (0, 0), 0).dealt
+    dealt = shares.make_share(np.array([100, 28]), (0, 0), 0).dealt_share
     assert dealt is not None
     (key, cost), made = next(iter(shares.costs.items())), []
     jobs = [PlanJob.of(key, replace(cost, tile=tile), shares.config, Ranks()) for tile in (8, 16, 32)]
@@ -103,8 +103,8 @@ def test_plans_begun_twice_in_background_are_made_once() -> None:
         return balance(*given)  # type: ignore[arg-type]
 
     with patch.object(dealt_module, "balance", slow):
-        dealt.plan_beside(jobs[:2])
-        dealt.plan_beside(jobs[1:])
+        dealt.plan_in_background(jobs[:2])
+        dealt.plan_in_background(jobs[1:])
         plan = dealt.plan(jobs[0])
         assert [dealt.plan(job) is dealt.plan(job) for job in jobs] == [True] * 3
     assert plan is dealt.plan(jobs[0])

@@ -52,20 +52,20 @@ def test_packed_documents_without_a_number_of_each_are_refused() -> None:
 def test_documents_are_whole_where_each_is_one_run(
     starts: tuple[int, ...] | None, numbers: tuple[int, ...] | None, whole: bool
 ) -> None:
-    documents = TokenBatch(1, 9, packed=PackedDocuments((3, 4, 2), starts, numbers)).documents()
-    assert documents.are_whole == whole
+    documents = TokenBatch(1, 9, packed=PackedDocuments((3, 4, 2), starts, numbers)).read_documents()
+    assert documents.has_whole_documents == whole
 
 
 @pytest.mark.parametrize(("positions", "whole"), [([0, 1, 2, 0, 1], True), ([2, 3, 0, 1, 2], False)])
 def test_runs_of_positions_are_whole_if_all_begin_at_0(positions: list[int], whole: bool) -> None:
-    documents = TokenBatch(1, 5, position_ids=torch.tensor([positions])).documents(span_ranks=True)
-    assert documents.are_whole == whole
+    documents = TokenBatch(1, 5, position_ids=torch.tensor([positions])).read_documents(span_ranks=True)
+    assert documents.has_whole_documents == whole
 
 
 def test_documents_with_context_are_not_whole() -> None:
-    first, second = TokenBatch(1, 9, packed=PackedDocuments((3, 6))).documents().cut(5)
-    assert first.are_whole
-    assert not second.are_whole
+    first, second = TokenBatch(1, 9, packed=PackedDocuments((3, 6))).read_documents().split_at(5)
+    assert first.has_whole_documents
+    assert not second.has_whole_documents
 
 
 def test_the_same_document_twice_is_refused_by_a_rank_alone() -> None:
@@ -80,16 +80,16 @@ def test_the_same_document_twice_is_refused_by_a_rank_alone() -> None:
 def test_a_training_row_that_another_tool_has_cut_is_refused() -> None:
     positions = torch.cat([torch.arange(5, 9), torch.arange(4)])[None]
     with pytest.raises(hf_distca.UnsupportedError, match=r"row 0 .* begins at position 5.*documents_span_ranks=True"):
-        TokenBatch(1, 8, position_ids=positions).documents(training=True)
-    assert TokenBatch(1, 8, position_ids=positions).documents().rows[:, 2].tolist() == [4, 4]
-    assert TokenBatch(1, 8, position_ids=positions).documents(training=True, span_ranks=True).rows[0].tolist() == [-1, 5, 4]
+        TokenBatch(1, 8, position_ids=positions).read_documents(training=True)
+    assert TokenBatch(1, 8, position_ids=positions).read_documents().runs[:, 2].tolist() == [4, 4]
+    assert TokenBatch(1, 8, position_ids=positions).read_documents(training=True, span_ranks=True).runs[0].tolist() == [-1, 5, 4]
 
 
 def test_rows_behind_padding_may_begin_anywhere() -> None:
     padding = torch.tensor([[False, False, True, True], [True, True, True, True]])
     for positions in (None, torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]])):
-        found = TokenBatch(2, 4, position_ids=positions, padding=padding).documents(training=True)
-        assert found.rows[:, 2].tolist() == [2, 4]
+        found = TokenBatch(2, 4, position_ids=positions, padding=padding).read_documents(training=True)
+        assert found.runs[:, 2].tolist() == [2, 4]
 
 
 PADDING = torch.tensor([[True] * 6 + [False] * 2])
@@ -103,24 +103,24 @@ PADDING = torch.tensor([[True] * 6 + [False] * 2])
 @pytest.mark.parametrize("given", ["packed", "cu_seq_lens"])
 def test_documents_that_are_given_decide_beside_padding(given: str, lengths: tuple[int, ...], kept: list[int]) -> None:
     packed, bounds = PackedDocuments(lengths), torch.tensor([0, *lengths]).cumsum(0)
-    found = TokenBatch(1, 8, **{given: packed if given == "packed" else bounds}, padding=PADDING).documents()
-    assert found.rows.tolist() == [[-1, 0, length] for length in kept]
-    assert found.keep is not None
-    assert found.keep.tolist() == list(range(6))
-    assert given != "packed" or found.ahead is packed.ahead
+    found = TokenBatch(1, 8, **{given: packed if given == "packed" else bounds}, padding=PADDING).read_documents()
+    assert found.runs.tolist() == [[-1, 0, length] for length in kept]
+    assert found.token_indices is not None
+    assert found.token_indices.tolist() == list(range(6))
+    assert given != "packed" or found.prepared_plans is packed.prepared_plans
 
 
 def test_padding_may_be_anywhere_in_documents() -> None:
     padding = torch.tensor([[False, True, True, False], [True, False, True, True]])
-    found = TokenBatch(2, 4, packed=PackedDocuments((3, 1, 4)), padding=padding).documents()
-    assert found.rows[:, 2].tolist() == [2, 3]
-    assert found.keep is not None
-    assert found.keep.tolist() == [1, 2, 4, 6, 7]
+    found = TokenBatch(2, 4, packed=PackedDocuments((3, 1, 4)), padding=padding).read_documents()
+    assert found.runs[:, 2].tolist() == [2, 3]
+    assert found.token_indices is not None
+    assert found.token_indices.tolist() == [1, 2, 4, 6, 7]
 
 
 def test_documents_that_do_not_fit_the_padding_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"have 7 tokens and the batch has 1 x 8, 6 of them not padding: .* cover"):
-        TokenBatch(1, 8, packed=PackedDocuments((3, 4)), padding=PADDING).documents()
+        TokenBatch(1, 8, packed=PackedDocuments((3, 4)), padding=PADDING).read_documents()
 
 
 @pytest.mark.parametrize("lengths", [(3, 5), (3, 3)])
@@ -128,5 +128,5 @@ def test_padding_in_documents_that_go_on_elsewhere_is_refused(lengths: tuple[int
     """Other ranks know how many tokens of a document are here, and count them."""
     packed = PackedDocuments(lengths, (4, 0), (0, 1))
     with pytest.raises(LayoutError, match=r"2 of the 1 x 8 tokens .* padding by attention_mask.*leave attention_mask"):
-        TokenBatch(1, 8, packed=packed, padding=PADDING).documents()
-    assert TokenBatch(1, 8, packed=PackedDocuments((3, 5), (4, 0), (0, 1)), padding=PADDING | True).documents().spans
+        TokenBatch(1, 8, packed=packed, padding=PADDING).read_documents()
+    assert TokenBatch(1, 8, packed=PackedDocuments((3, 5), (4, 0), (0, 1)), padding=PADDING | True).read_documents().span_ranks

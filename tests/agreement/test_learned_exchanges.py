@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.planned import Observation, Planned, observed
+from hf_distca.agreement.batch_plan import BatchPlan, Observation, observe_plans
 from hf_distca.agreement.rates import Costs
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
@@ -87,10 +87,10 @@ def observation(plan: Plan, config: DistCAConfig, truth: Truth, world: str) -> O
     keys = [PlanKey(SHAPE, "cuda", nano=nano) for nano in ((1, 2) if config.ping_pong else (0,))]
     none, calls = np.zeros_like(truth.kernel), np.ones_like(truth.kernel)
     figures = np.stack([truth.kernel * 1e9, none, truth.waited(world) * 1e9, calls, none], axis=1).astype(np.int64)
-    plans = [Planned(key, plan, config, plan.layout.offsets, 1.0, figures=figures) for key in keys]
+    plans = [BatchPlan(key, plan, config, plan.layout.offsets, 1.0, figures=figures) for key in keys]
     for planned in plans:
-        planned.begin(1, COST, UNIFORM_RANKS, Meter())
-    found = observed(plans, COST, config)
+        planned.start_use(1, COST, UNIFORM_RANKS, Meter())
+    found = observe_plans(plans, COST, config)
     assert found is not None
     return found
 
@@ -104,7 +104,7 @@ def wrong(name: str, layout: Layout, ping_pong: bool) -> Iterator[str]:
     truth = Truth.of(plan, config)
     for world in WORLDS:
         seen, said = observation(plan, config, truth, world), f"{name}, {world}"
-        factor, loss = seen.exchange_factor(), seen.loss
+        factor, loss = seen.compute_exchange_factor(), seen.slowdown
         hidden = ping_pong and truth.exchange.max() <= truth.kernel.max()
         if factor is None and not (ping_pong and truth.exchange.max() < 1.1 * truth.kernel.max()):
             yield f"{said}: exchanges are taken to be hidden"
@@ -127,11 +127,11 @@ def test_costly_exchanges_end_where_ranks_wait_elsewhere() -> None:
     waited, none = np.array([0.5, 0.5, 0.0]), np.zeros(3)
     parts = np.stack([none, none, kernel], axis=1)
     seen = Observation(parts, kernel, waited, wire, np.array([1.2, 0.8, 0.95]), none)
-    assert seen.exchange_factor() == pytest.approx(5, rel=0.02)
-    assert seen.loss == pytest.approx(1.5 / 1.2 - 1, rel=0.02)
+    assert seen.compute_exchange_factor() == pytest.approx(5, rel=0.02)
+    assert seen.slowdown == pytest.approx(1.5 / 1.2 - 1, rel=0.02)
     costs, key = Costs(), PlanKey(SHAPE, "cuda")
     costs[SHAPE, "cuda"] = COST
     for _ in range(6):
-        costs.correct((SHAPE, "cuda"), seen)
-    assert costs.slower is not None
-    assert costs.of(key).exchange_seconds == pytest.approx(5 * COST.exchange_seconds, rel=0.02)
+        costs.learn_from_sample((SHAPE, "cuda"), seen)
+    assert costs.exchange_slowdown is not None
+    assert costs.get_cost(key).exchange_seconds == pytest.approx(5 * COST.exchange_seconds, rel=0.02)

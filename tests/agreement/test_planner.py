@@ -15,9 +15,9 @@ from stand_ins import MadeUpGroup
 from device_events import Device
 from hf_distca.agreement import history as history_module
 from hf_distca.agreement import planner as planner_module
-from hf_distca.agreement.announce import FIGURES, HEADER, PlanKey
+from hf_distca.agreement.announce import FIGURE_COUNT, HEADER_SIZE, PlanKey
+from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
-from hf_distca.agreement.planned import Planned
 from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
@@ -38,7 +38,7 @@ def planner(device: str = "cpu", **settings: float) -> Planner:
 
 
 def documents(*lengths: int) -> Documents:
-    return TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).documents()
+    return TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).read_documents()
 
 
 def test_one_plan_or_several_take_the_same_two_collectives() -> None:
@@ -60,11 +60,11 @@ def test_plans_are_made_beside_what_the_caller_does(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(planner_module, "balance", slow)
     group, ours = MadeUpGroup(2), planner()
-    planning = ours.begin([(documents(96), KEY)], group, beside=True)
+    planning = ours.begin_plans([(documents(96), KEY)], group, in_background=True)
     assert group.gathered == ["planning micro-batch 1"]
     assert not planning.plans.done()
     waits.set()
-    (planned,) = ours.finish(planning)
+    (planned,) = ours.finish_plans(planning)
     assert thread[0] is not threading.current_thread()
     assert len(group.gathered) == 2
     assert planned.plan.layout.world_size == 2
@@ -76,9 +76,9 @@ def test_what_goes_wrong_beside_is_raised_where_plans_are_taken(monkeypatch: pyt
 
     monkeypatch.setattr(planner_module, "balance", broken)
     ours, group = planner(), MadeUpGroup(2)
-    planning = ours.begin([(documents(96), KEY)], group, beside=True)
+    planning = ours.begin_plans([(documents(96), KEY)], group, in_background=True)
     with pytest.raises(ValueError, match="no plan today"):
-        ours.finish(planning)
+        ours.finish_plans(planning)
 
 
 def test_plans_that_differ_are_named_by_rank() -> None:
@@ -94,7 +94,7 @@ def test_prepared_plans_are_used_once_under_the_same_settings() -> None:
     ours, group = planner(), MadeUpGroup(2)
     for other_settings in (False, True):
         (planned,) = ours.plan([(documents(96), KEY)], group)
-        batch = replace(documents(96), ahead={KEY: planned})
+        batch = replace(documents(96), prepared_plans={KEY: planned})
         if other_settings:
             ours.config = replace(ours.config, balance=False)
         before = len(group.gathered)
@@ -106,7 +106,7 @@ def test_prepared_plans_are_used_once_under_the_same_settings() -> None:
 def run(ours: Planner, group: MadeUpGroup, key: PlanKey, seconds: float) -> Meter:
     """Plan a micro-batch and pretend to compute it."""
     (planned,) = ours.plan([(documents(96), key)], group)
-    meter = ours.resume_progress().use(planned, documents(96))
+    meter = ours.resume_progress().use_plan(planned, documents(96))
     meter.span("server", 0.0, seconds)
     return meter
 
@@ -128,29 +128,29 @@ def test_gathered_figures_wait_for_the_device() -> None:
     with device.installed():
         for number in (1, 2, 3):
             (planned,) = ours.plan([(documents(96), key)], group)
-            meter = ours.resume_progress().use(planned, documents(96))
+            meter = ours.resume_progress().use_plan(planned, documents(96))
             begin = mark_now(torch.device("cuda"))
             device.launch(float(number))
             meter.span("server", begin, mark_now(torch.device("cuda")))
         assert (device.waits, ours.history.total.micro_batches) == ([], 0)
-        ours.resume_progress().gather(group)
+        ours.resume_progress().gather_measurements(group)
         assert ours.history.total.micro_batches == 3
         assert ours.history.total.measured_mean == pytest.approx(6.0)
         assert device.waits[-1] == 6.0
         gathered = list(group.gathered)
-        ours.resume_progress().gather(group)
+        ours.resume_progress().gather_measurements(group)
         assert group.gathered == gathered, "there is nothing new"
 
 
 def test_of_micro_batches_that_nobody_gathers_some_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where kernels still run whenever somebody looks."""
-    monkeypatch.setattr(history_module, "_MOST_RUNNING", 3)
+    monkeypatch.setattr(history_module, "_MAX_RUNNING", 3)
     running = True
 
     def others(row: np.ndarray) -> list[np.ndarray]:
         other = row.copy()
-        if running and len(row) > HEADER + 2:
-            other[HEADER : HEADER + FIGURES * row[5] : FIGURES] = -1
+        if running and len(row) > HEADER_SIZE + 2:
+            other[HEADER_SIZE : HEADER_SIZE + FIGURE_COUNT * row[5] : FIGURE_COUNT] = -1
         return [row, other]
 
     ours, group = planner(), MadeUpGroup(2, others)
@@ -158,7 +158,7 @@ def test_of_micro_batches_that_nobody_gathers_some_are_kept(monkeypatch: pytest.
         run(ours, group, KEY, 1.0)
     assert ours.history.total.micro_batches == 0
     running = False
-    ours.resume_progress().gather(group)
+    ours.resume_progress().gather_measurements(group)
     assert ours.history.total.micro_batches == 3
 
 
@@ -168,9 +168,9 @@ def test_measurement_of_running_kernels_is_left_out_everywhere() -> None:
 
     def others(row: np.ndarray) -> list[np.ndarray]:
         other = row.copy()
-        if len(row) > HEADER + 2 and row[5]:  # one measured plan: this rank is done, the other is not
-            other[HEADER] = -1
-            unfinished.append(row[HEADER])
+        if len(row) > HEADER_SIZE + 2 and row[5]:  # one measured plan: this rank is done, the other is not
+            other[HEADER_SIZE] = -1
+            unfinished.append(row[HEADER_SIZE])
         return [row, other]
 
     ours, group = planner(), MadeUpGroup(2, others)
@@ -185,8 +185,8 @@ def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
     layout = Layout.from_lengths([[64, 64, 128]] * ranks)
     plan, cost = Plan.local(layout), CostModel.of_pairs(SHAPE)
     tracemalloc.start()
-    measured = Planned(KEY, plan, DistCAConfig(), layout.offsets, 1.0, figures=np.ones((ranks, 5), dtype=np.int64))
-    measured.begin(1, cost, UNIFORM_RANKS, Meter())
+    measured = BatchPlan(KEY, plan, DistCAConfig(), layout.offsets, 1.0, figures=np.ones((ranks, 5), dtype=np.int64))
+    measured.start_use(1, cost, UNIFORM_RANKS, Meter())
     _ = measured.measured_before
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -199,7 +199,7 @@ def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
 def test_measured_seconds_go_home_in_proportion() -> None:
     layout = Layout.from_lengths([[8, 4], [4]])
     plan = Plan.from_tasks(layout, [(0, 0, 8, 0, 0), (1, 0, 4, 0, 1), (2, 0, 4, 1, 1)])
-    measured = Planned(KEY, plan, DistCAConfig(), layout.offsets, 1.0, seconds=np.array([2.0, 1.0, 1.0]))
+    measured = BatchPlan(KEY, plan, DistCAConfig(), layout.offsets, 1.0, task_seconds=np.array([2.0, 1.0, 1.0]))
     assert measured.estimated_before.tolist() == [3.0, 1.0]
     assert measured.estimated_after.tolist() == [2.0, 2.0]
     measured.figures = np.array([[2 * 10**9, 0, 0, 1, 0], [3 * 10**9, 0, 0, 1, 0]])

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from stand_ins import MadeUpGroup
 
-from hf_distca.agreement import dealt as dealt_module
-from hf_distca.agreement.announce import FIGURES, HEADER, PlanKey
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement import dealt_share as dealt_module
+from hf_distca.agreement.announce import FIGURE_COUNT, HEADER_SIZE, PlanKey
+from hf_distca.agreement.batch_plan import Observation
+from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
-from hf_distca.agreement.planned import Observation
 from hf_distca.agreement.planner import Planner
 from hf_distca.agreement.rates import Correction, Costs
 from hf_distca.config import DistCAConfig
@@ -78,13 +78,13 @@ class World:
         self.slowdown: list[float] = []  # what attention took / what it would have taken with nothing moved
 
     def _rows(self, row: np.ndarray) -> list[np.ndarray]:
-        if len(row) == FIGURES:
+        if len(row) == FIGURE_COUNT:
             return list(self.measured) if self.measured is not None else []
-        if len(row) < HEADER:
+        if len(row) < HEADER_SIZE:
             return [row] * RANKS
         made = []
         for rank in range(RANKS):
-            header, lengths = row[:HEADER].copy(), self.lengths[rank]
+            header, lengths = row[:HEADER_SIZE].copy(), self.lengths[rank]
             figures = self.measured[rank] if row[5] and self.measured is not None else []
             made.append(np.concatenate([header, figures, [0, 0, 0, len(lengths)], lengths]).astype(np.int64))
         return made
@@ -95,8 +95,8 @@ class World:
         self.lengths = [[8192] if rank == number % RANKS else [8192 // int(random.integers(4, 32))] * 4 for rank in range(RANKS)]
         documents = self._documents(self.lengths[0])
         (planned,) = self.planner.plan([(documents, KEY)], self.group)
-        estimate = self.planner.resume_progress().costs.of(KEY)
-        meter = self.planner.resume_progress().use(planned, documents)
+        estimate = self.planner.resume_progress().costs.get_cost(KEY)
+        meter = self.planner.resume_progress().use_plan(planned, documents)
         meter.count(calls=1, kernel_calls=2, backward_calls=1)
         plan = planned.plan
         self.plans.append(plan)
@@ -110,11 +110,9 @@ class World:
         none = np.zeros(RANKS)
         self.measured = np.stack([kernel * 1e9, none, waiting * 1e9, none + 1, none], axis=1).astype(np.int64)
         if self.gathers:
-            self.planner.resume_progress().gather(self.group)
-        mine = np.bincount(
-            plan.server, weights=estimate.estimate_seconds(plan.end - plan.start, plan.end, plan.heads), minlength=RANKS
-        )
-        return float(self.planner.resume_progress().costs.ranks(RANKS).scale_by_speed(mine).max() / kernel.max())
+            self.planner.resume_progress().gather_measurements(self.group)
+        mine = np.bincount(plan.server, weights=estimate.estimate_seconds(plan.end - plan.start, plan.end, plan.heads), minlength=RANKS)
+        return float(self.planner.resume_progress().costs.make_ranks(RANKS).scale_by_speed(mine).max() / kernel.max())
 
     def _exchange(self, plan: Plan) -> np.ndarray:
         """Seconds beside kernels: messages, and waits for later waves, which are served one after another."""
@@ -132,7 +130,7 @@ class World:
 
     @staticmethod
     def _documents(lengths: list[int]) -> Documents:
-        return TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).documents()
+        return TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).read_documents()
 
     @property
     def moved(self) -> list[bool]:
@@ -162,15 +160,15 @@ def test_nothing_changes_where_measurements_are_as_estimated() -> None:
     world = World(TRUE)
     for number in range(24):
         world.step(number)
-    assert world.planner.resume_progress().costs.of(KEY).forward == TRUE.forward
-    assert world.planner.resume_progress().costs.ranks(RANKS).speeds is None
+    assert world.planner.resume_progress().costs.get_cost(KEY).forward == TRUE.forward
+    assert world.planner.resume_progress().costs.make_ranks(RANKS).speeds is None
 
 
 def test_a_slow_rank_gets_less_and_is_forgotten_when_it_recovers() -> None:
     world = World(TRUE, (1.0, 1 / 1.5, 1.0, 1.0))
     for number in range(16):
         world.step(number)
-    speeds = np.array(world.planner.resume_progress().costs.ranks(RANKS).speeds)
+    speeds = np.array(world.planner.resume_progress().costs.make_ranks(RANKS).speeds)
     assert speeds / speeds.max() == pytest.approx([1, 1 / 1.5, 1, 1], rel=0.05)
     plan = world.plans[-1]
     kernel = (
@@ -178,11 +176,11 @@ def test_a_slow_rank_gets_less_and_is_forgotten_when_it_recovers() -> None:
         / world.speeds
     )
     assert kernel.max() <= 1.1 * TRUE.estimate_seconds(plan.end - plan.start, plan.end, plan.heads).sum() / world.speeds.sum()
-    assert world.planner.resume_progress().costs.ranks(RANKS + 1).speeds is None
+    assert world.planner.resume_progress().costs.make_ranks(RANKS + 1).speeds is None
     world.speeds[1] = 1.0
     for number in range(16, 40):
         world.step(number)
-    assert world.planner.resume_progress().costs.ranks(RANKS).speeds is None
+    assert world.planner.resume_progress().costs.make_ranks(RANKS).speeds is None
 
 
 def test_exchanges_that_do_not_pay_are_given_up_and_tried_rarely() -> None:
@@ -193,8 +191,8 @@ def test_exchanges_that_do_not_pay_are_given_up_and_tried_rarely() -> None:
     assert first <= 6
     tried = [number for number, moved in enumerate(world.moved) if moved and number > first]
     assert len(tried) <= 200 // 64
-    assert world.planner.resume_progress().costs.slower is not None
-    assert world.planner.resume_progress().costs.slower > 0.05
+    assert world.planner.resume_progress().costs.exchange_slowdown is not None
+    assert world.planner.resume_progress().costs.exchange_slowdown > 0.05
 
 
 def test_exchanges_are_taken_up_when_they_pay_again() -> None:
@@ -204,9 +202,9 @@ def test_exchanges_are_taken_up_when_they_pay_again() -> None:
     world.exchange = 1.0
     for number in range(100, 6000):
         world.step(number)
-        if world.planner.resume_progress().costs.slower is None:
+        if world.planner.resume_progress().costs.exchange_slowdown is None:
             break
-    assert world.planner.resume_progress().costs.slower is None
+    assert world.planner.resume_progress().costs.exchange_slowdown is None
     for number in range(6000, 6008):
         world.step(number)
     assert all(world.moved[-4:])
@@ -237,7 +235,7 @@ def test_rates_of_exchanges_are_fitted_where_they_pay() -> None:
     for number in range(24):
         world.step(number)
     assert all(world.moved)
-    found = world.planner.resume_progress().costs.of(KEY)
+    found = world.planner.resume_progress().costs.get_cost(KEY)
     assert found.exchange_bytes_per_second == pytest.approx(TRUE.exchange_bytes_per_second, rel=0.5)
 
 
@@ -245,15 +243,15 @@ def test_without_measured_rates_plans_depend_on_documents_alone() -> None:
     world = World(wrong(3, 3), (1.0, 0.5, 1.0, 1.0), exchange=40.0, measured_rates=False)
     for number in range(16):
         world.step(number)
-    assert world.planner.resume_progress().costs.of(KEY) == wrong(3, 3)
-    assert world.planner.resume_progress().costs.ranks(RANKS).speeds is None
+    assert world.planner.resume_progress().costs.get_cost(KEY) == wrong(3, 3)
+    assert world.planner.resume_progress().costs.make_ranks(RANKS).speeds is None
 
 
 def test_a_cost_model_of_ones_own_is_taken_as_it_is() -> None:
     world = World(wrong(3, 3), (1.0, 0.5, 1.0, 1.0), cost_model=wrong(3, 3))
     for number in range(16):
         world.step(number)
-    assert world.planner.resume_progress().costs.of(KEY) == wrong(3, 3)
+    assert world.planner.resume_progress().costs.get_cost(KEY) == wrong(3, 3)
 
 
 def test_a_change_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -286,8 +284,8 @@ def test_all_ranks_learn_the_same_from_the_same() -> None:
     for _ in range(2):
         costs = given()
         for number in range(12):
-            costs.correct(KIND, observation(lambda kernel, n=number: kernel * (2 + 0.001 * n)))
-        made.append((costs.of(KEY), costs.measured))
+            costs.learn_from_sample(KIND, observation(lambda kernel, n=number: kernel * (2 + 0.001 * n)))
+        made.append((costs.get_cost(KEY), costs.measured_ranks))
     assert made[0] == made[1]
     assert made[0][0].forward.flops_per_second == pytest.approx(TRUE.forward.flops_per_second / 2, rel=0.02)
 
@@ -296,15 +294,15 @@ def test_a_group_of_another_size_is_learned_from_by_itself() -> None:
     costs = given()
     for ranks in [RANKS] * 5 + [RANKS // 2] * 5:
         one, none = np.full(ranks, 6.0), np.zeros(ranks)
-        costs.correct(KIND, Observation(np.ones((ranks, 3)), one if ranks < RANKS else one / 2, none, none, one, none))
-    assert costs.of(KEY).forward.flops_per_second == pytest.approx(TRUE.forward.flops_per_second / 2, rel=0.02)
+        costs.learn_from_sample(KIND, Observation(np.ones((ranks, 3)), one if ranks < RANKS else one / 2, none, none, one, none))
+    assert costs.get_cost(KEY).forward.flops_per_second == pytest.approx(TRUE.forward.flops_per_second / 2, rel=0.02)
 
 
 def test_one_stall_changes_nothing() -> None:
     costs = given()
     for number in range(16):
-        costs.correct(KIND, observation(lambda kernel, n=number: kernel * (50 if n == 9 else 1)))
-    assert costs.of(KEY) == TRUE
+        costs.learn_from_sample(KIND, observation(lambda kernel, n=number: kernel * (50 if n == 9 else 1)))
+    assert costs.get_cost(KEY) == TRUE
 
 
 def test_ranks_with_nothing_to_do_say_nothing_of_their_speed() -> None:
@@ -313,8 +311,8 @@ def test_ranks_with_nothing_to_do_say_nothing_of_their_speed() -> None:
     idle[2] = 0.0
     for _ in range(12):
         one = observation(lambda kernel: kernel * idle)
-        costs.correct(KIND, replace(one, parts=one.parts * idle[:, None]))
-    assert costs.measured.speeds is None
+        costs.learn_from_sample(KIND, replace(one, parts=one.parts * idle[:, None]))
+    assert costs.measured_ranks.speeds is None
 
 
 class Later:
@@ -340,7 +338,7 @@ class Slow(MadeUpGroup):
         theirs = row.copy()
         theirs[-2] = 1  # its rank
         if theirs[5]:
-            theirs[HEADER] = row[HEADER] * 2
+            theirs[HEADER_SIZE] = row[HEADER_SIZE] * 2
         return theirs
 
 
@@ -350,15 +348,14 @@ def train_on_shares(over_at_once: bool) -> list[tuple[CostModel, tuple[float, ..
     planner.resume_progress().costs[SHAPE, "cpu"] = TRUE
     group = Slow(2)
     object.__setattr__(group, "meetings", [])
-    dealing = pickle.loads(pickle.dumps(Dealing(2, 4096, {KEY: TRUE}, planner.config)))
+    dealing = pickle.loads(pickle.dumps(DealSettings(2, 4096, {KEY: TRUE}, planner.config)))
     made = []
     for number in range(24):
-        share = dealing.share(np.array([5120, 1024, 2048]), (0, number), 0)
-        documents = TokenBatch(1, 4096, packed=share).documents()
+        share = dealing.make_share(np.array([5120, 1024, 2048]), (0, number), 0)
+        documents = TokenBatch(1, 4096, packed=share).read_documents()
         (planned,) = planner.plan([(documents, KEY)], group)
-        progress = planner.resume_progress()
-        made.append((progress.costs.of(KEY), progress.costs.ranks(2).speeds, planned.plan.digest))
-        meter = progress.use(planned, documents)
+        made.append((planner.resume_progress().costs.get_cost(KEY), planner.resume_progress().costs.make_ranks(2).speeds, planned.plan.digest))
+        meter = planner.resume_progress().use_plan(planned, documents)
         meter.count(calls=1, kernel_calls=2, backward_calls=1)
         meter.span("server", 0.0, 0.1)
         if over_at_once:
@@ -378,7 +375,7 @@ def test_rates_of_dealt_batches_change_at_one_micro_batch() -> None:
     assert soon[-1][2] != soon[0][2]  # planned again, with what was measured
 
 
-def train_on_fetched(planner: Planner, dealing: Dealing, steps: int, key: PlanKey = KEY) -> tuple[list[int], list[int]]:
+def train_on_fetched(planner: Planner, dealing: DealSettings, steps: int, key: PlanKey = KEY) -> tuple[list[int], list[int]]:
     """Train on shares that a worker made, each fetched while the one before it trains.
 
     Returns:
@@ -393,15 +390,15 @@ def train_on_fetched(planner: Planner, dealing: Dealing, steps: int, key: PlanKe
 
     group = Slow(2)
     object.__setattr__(group, "meetings", [])
-    sent = [pickle.dumps(dealing.share(np.array([5120, 1024, 2048]), (0, number), 0)) for number in range(steps)]
+    sent = [pickle.dumps(dealing.make_share(np.array([5120, 1024, 2048]), (0, number), 0)) for number in range(steps)]
     with patch.object(dealt_module, "balance", counted):
         step, fetched = 0, pickle.loads(sent[0])
         for step in range(steps):
             share, fetched = fetched, pickle.loads(sent[min(step + 1, steps - 1)])
-            rates.append((planner.resume_progress().costs.of(key), planner.resume_progress().costs.ranks(2)))
-            documents = TokenBatch(1, 4096, packed=share).documents()
+            rates.append((planner.resume_progress().costs.get_cost(key), planner.resume_progress().costs.make_ranks(2)))
+            documents = TokenBatch(1, 4096, packed=share).read_documents()
             (plan,) = planner.plan([(documents, key)], group)
-            meter = planner.resume_progress().use(plan, documents)
+            meter = planner.resume_progress().use_plan(plan, documents)
             meter.count(calls=1, kernel_calls=2, backward_calls=1)
             meter.span("server", 0.0, 0.1)
     waited = [number for thread, number in planned if thread == current_thread().name]
@@ -412,10 +409,10 @@ def test_fetched_shares_of_workers_are_planned_by_learned_rates() -> None:
     """Shares of workers are planned with learned rates while they are fetched."""
     planner = Planner(DistCAConfig(), Meter())
     planner.resume_progress().costs[SHAPE, "cpu"] = TRUE
-    waited, changed = train_on_fetched(planner, Dealing(2, 4096, {KEY: TRUE}, planner.config), 40)
+    waited, changed = train_on_fetched(planner, DealSettings(2, 4096, {KEY: TRUE}, planner.config), 40)
     assert waited == changed
     assert 1 <= len(changed) <= 5
-    planner.history.end()
+    planner.history.end_micro_batch()
     total = planner.history.total
     assert total.planned_here >= total.micro_batches - changed[0] > 0
 
@@ -434,7 +431,7 @@ def test_shares_planned_for_other_settings_warn_once(
     """Shares that were planned for other settings are told of once."""
     planner = Planner(config, Meter())
     planner.resume_progress().costs[key.shape, "cpu"] = replace(TRUE, shape=key.shape)
-    waited, _ = train_on_fetched(planner, Dealing(2, 4096, {KEY: TRUE}, DistCAConfig()), 6, key)
+    waited, _ = train_on_fetched(planner, DealSettings(2, 4096, {KEY: TRUE}, DistCAConfig()), 6, key)
     lines = [record.getMessage() for record in caplog.records if "shares were planned for other settings" in record.getMessage()]
     assert len(lines) == (said is not None)
     assert said is None or said in lines[0]
@@ -450,32 +447,32 @@ def test_a_trial_of_many_micro_batches_puts_the_next_one_off() -> None:
     for planned_ahead in (1, 9):
         costs = given(seconds)
         for _ in range(6):
-            costs.correct(KIND, moved)
+            costs.learn_from_sample(KIND, moved)
         began = []
         for _ in range(2):
             count = 0
-            while costs.of(KEY).exchange_seconds > 1:
-                costs.correct(KIND, still)
+            while costs.get_cost(KEY).exchange_seconds > 1:
+                costs.learn_from_sample(KIND, still)
                 count += 1
             began.append(count)
             for _ in range(planned_ahead):
-                costs.correct(KIND, moved)
-            assert costs.of(KEY).exchange_seconds == 3
-        lost = planned_ahead * moved.loss
+                costs.learn_from_sample(KIND, moved)
+            assert costs.get_cost(KEY).exchange_seconds == 3
+        lost = planned_ahead * moved.slowdown
         assert lost <= 0.012 * began[1] or began[1] == 128
         assert began[1] >= 128
 
 
 def test_a_correction_of_exchanges_is_one_of_both_levels() -> None:
     cost = replace(TRUE, node_bytes_per_second=8 * TRUE.exchange_bytes_per_second)
-    corrected = Correction(exchange=2.0).of(cost)
+    corrected = Correction(exchange=2.0).apply_to(cost)
     assert corrected.node_bytes_per_second == cost.node_bytes_per_second / 2
-    assert Correction(exchange=2.0).of(TRUE).node_bytes_per_second is None
+    assert Correction(exchange=2.0).apply_to(TRUE).node_bytes_per_second is None
 
 
 def test_of_many_micro_batches_few_are_looked_at() -> None:
     """Observing takes milliseconds with hundreds of ranks."""
     costs = given()
-    wanted = [costs.wants(KIND) for _ in range(320)]
+    wanted = [costs.accept_sample(KIND) for _ in range(320)]
     assert all(wanted[:32])
     assert sum(wanted[32:]) == 288 // 8

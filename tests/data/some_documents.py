@@ -8,19 +8,19 @@ import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.config import DistCAConfig
-from hf_distca.data.global_batches import Pieces
+from hf_distca.data.global_batches import BatchPieces
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
 SHAPE = AttentionShape(4, 2, 16, 16, 4)
 ROWS = ("input_ids", "labels", "shift_labels", "position_ids")
 
 
-def dealing(ranks: int, tokens_per_rank: int, **settings: Any) -> Dealing:
+def dealing(ranks: int, tokens_per_rank: int, **settings: Any) -> DealSettings:
     key = PlanKey(SHAPE, "cpu")
     config = DistCAConfig(tile=8, min_gain=0.0, **settings)
-    return Dealing(ranks, tokens_per_rank, {key: CostModel.of_pairs(SHAPE)}, config)
+    return DealSettings(ranks, tokens_per_rank, {key: CostModel.of_pairs(SHAPE)}, config)
 
 
 def some_lengths(count: int = 60, longest: int = 700, seed: int = 0) -> list[int]:
@@ -37,7 +37,7 @@ def some_documents(lengths: list[int], *, labels: bool = False) -> list[dict[str
     return rows
 
 
-def whole(pieces: Pieces, rows: list[dict[str, list[int]]], pad: int = 0) -> dict[tuple[int, int], tuple[int, int, int]]:
+def whole(pieces: BatchPieces, rows: list[dict[str, list[int]]], pad: int = 0) -> dict[tuple[int, int], tuple[int, int, int]]:
     """(piece, position) -> (token, own label, label of the next token) of a global batch, as one process would have it."""
     found = {}
     columns = zip(pieces.documents.tolist(), pieces.starts.tolist(), pieces.ends.tolist(), strict=True)
@@ -55,7 +55,7 @@ def check_shares(shares: list[dict[str, Any]], expected: dict[tuple[int, int], t
     found = {}
     for share in shares:
         packed = share["distca_documents"]
-        assert packed.dealt is not None
+        assert packed.dealt_share is not None
         assert all(share[name].shape == (tokens,) and share[name].dtype == torch.int64 for name in ROWS)
         ids, labels, shifted, positions = (share[name].tolist() for name in ROWS)
         at = 0
@@ -63,7 +63,7 @@ def check_shares(shares: list[dict[str, Any]], expected: dict[tuple[int, int], t
             assert positions[at : at + length] == list(range(start, start + length))
             for offset in range(length):
                 label = expected[document, start + offset][1]
-                assert labels[at + offset] == (label if offset and packed.dealt.ranks == 1 else -100)
+                assert labels[at + offset] == (label if offset and packed.dealt_share.ranks == 1 else -100)
                 assert (document, start + offset) not in found
                 found[document, start + offset] = (ids[at + offset], label, shifted[at + offset])
             at += length

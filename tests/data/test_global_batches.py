@@ -13,18 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca import ConfigError
-from hf_distca.data.global_batches import GlobalBatches, Pieces
+from hf_distca.data.global_batches import BatchPieces, GlobalBatches
 from hf_distca.errors import LayoutError
 
 LENGTHS = st.lists(st.integers(0, 90), min_size=1, max_size=40).filter(any)
 
 
-def columns(pieces: Pieces) -> list[tuple[int, int, int]]:
+def columns(pieces: BatchPieces) -> list[tuple[int, int, int]]:
     return list(zip(pieces.documents.tolist(), pieces.starts.tolist(), pieces.ends.tolist(), strict=True))
 
 
 def epoch_of(batches: GlobalBatches, epoch: int) -> list[list[tuple[int, int, int]]]:
-    return [columns(batches.pieces(epoch, number)) for number in range(len(batches))]
+    return [columns(batches.get_pieces(epoch, number)) for number in range(len(batches))]
 
 
 def check_epoch(lengths: list[int], tokens: int, made: list[list[tuple[int, int, int]]]) -> np.ndarray:
@@ -110,8 +110,8 @@ def test_what_an_epoch_drops_is_not_always_the_same() -> None:
 def test_shuffling_is_the_same_everywhere() -> None:
     """Written down here, so that a run goes on as it began with another numpy, too."""
     batches = GlobalBatches([5, 6, 7, 8, 9], 12, 3)
-    assert columns(batches.pieces(1, 0)) == [(0, 0, 5), (2, 0, 7)]
-    assert columns(batches.pieces(1, 1)) == [(1, 0, 6), (3, 0, 6)]
+    assert columns(batches.get_pieces(1, 0)) == [(0, 0, 5), (2, 0, 7)]
+    assert columns(batches.get_pieces(1, 1)) == [(1, 0, 6), (3, 0, 6)]
 
 
 def test_a_longer_document_is_cut_or_refused_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -150,7 +150,7 @@ def test_bad_arguments_are_refused() -> None:
         with pytest.raises(LayoutError):
             GlobalBatches(lengths, 4, fill="whole")
     with pytest.raises(IndexError, match="global batch 2 of 2"):
-        GlobalBatches([5, 5], 4).pieces(0, 2)
+        GlobalBatches([5, 5], 4).get_pieces(0, 2)
 
 
 @pytest.mark.parametrize(("fill", "seconds"), [("cut", 3.0), ("whole", 20.0)])
@@ -159,9 +159,9 @@ def test_million_documents_take_seconds_a_batch_hardly_any(fill: str, seconds: f
     lengths = np.minimum(np.random.default_rng(0).lognormal(6, 1.3, 1_000_000).astype(int) + 1, 2**17)
     began = time.process_time()
     batches = GlobalBatches(lengths, 2**19, 0, fill, quiet=True)
-    batches.pieces(0, 0)
+    batches.get_pieces(0, 0)
     assert time.process_time() - began < seconds
     began = time.process_time()
     for number in range(1000):
-        batches.pieces(0, number)
+        batches.get_pieces(0, number)
     assert time.process_time() - began < 2.0

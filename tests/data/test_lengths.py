@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from hf_distca.data.reading import document_lengths
+from hf_distca.data.reading import read_document_lengths
 from hf_distca.errors import LayoutError
 
 ROWS = [[5, 6, 7], [], [8], [9, 4, 4, 4], [1, 2]]
@@ -25,7 +25,7 @@ def test_arrow_knows_them_without_reading(kind: pa.DataType, monkeypatch: pytest
     chunked = pa.chunked_array([pa.array(ROWS[:2], kind), pa.array(ROWS[2:], kind)])
     documents = datasets.Dataset(pa.table({"input_ids": chunked}))
     monkeypatch.setattr(datasets.Dataset, "_getitem", None)  # no row is read
-    assert document_lengths(documents).tolist() == [3, 0, 1, 4, 2]
+    assert read_document_lengths(documents).tolist() == [3, 0, 1, 4, 2]
 
 
 def test_selected_shuffled_filtered_rows_count_in_their_order() -> None:
@@ -41,32 +41,32 @@ def test_selected_shuffled_filtered_rows_count_in_their_order() -> None:
         documents.with_format("torch"),
         documents.select([]),
     ):
-        assert document_lengths(changed).tolist() == [len(row) for row in changed.with_format(None)["input_ids"]]
+        assert read_document_lengths(changed).tolist() == [len(row) for row in changed.with_format(None)["input_ids"]]
 
 
 def test_fixed_lists_and_missing_ones() -> None:
     fixed = pa.FixedSizeListArray.from_arrays(pa.array(range(12)), 4)
-    assert document_lengths(datasets.Dataset(pa.table({"input_ids": fixed}))).tolist() == [4, 4, 4]
-    assert document_lengths(datasets.Dataset.from_dict({"input_ids": [[1], None, [2, 3]]})).tolist() == [1, 0, 2]
+    assert read_document_lengths(datasets.Dataset(pa.table({"input_ids": fixed}))).tolist() == [4, 4, 4]
+    assert read_document_lengths(datasets.Dataset.from_dict({"input_ids": [[1], None, [2, 3]]})).tolist() == [1, 0, 2]
 
 
 def test_lengths_that_are_known_are_taken() -> None:
     documents = dataset(n=[3, 0, 1, 4, 2])
-    assert document_lengths(documents.select([3, 2]), lengths="n").tolist() == [4, 1]
-    assert document_lengths(documents, "text", lengths=np.array([3, 0, 1, 4, 2])).tolist() == [3, 0, 1, 4, 2]
-    assert document_lengths([{"n": 4}, {"n": 2}], lengths="n").tolist() == [4, 2]
+    assert read_document_lengths(documents.select([3, 2]), lengths="n").tolist() == [4, 1]
+    assert read_document_lengths(documents, "text", lengths=np.array([3, 0, 1, 4, 2])).tolist() == [3, 0, 1, 4, 2]
+    assert read_document_lengths([{"n": 4}, {"n": 2}], lengths="n").tolist() == [4, 2]
 
 
 @pytest.mark.parametrize(
     "made", [list, tuple, np.array, torch.tensor, lambda row: {"tokens": row}, lambda row: {"tokens": np.array(row)}]
 )
 def test_any_sequence_of_documents_is_read_one_by_one(made: Any) -> None:
-    assert document_lengths([made(row) for row in ROWS], "tokens").tolist() == [3, 0, 1, 4, 2]
+    assert read_document_lengths([made(row) for row in ROWS], "tokens").tolist() == [3, 0, 1, 4, 2]
 
 
 def test_data_set_with_a_transform_is_counted_as_stored() -> None:
     """A data set with a transform of its own is counted where tokens are stored."""
-    assert document_lengths(dataset().with_transform(lambda rows: rows)).tolist() == [3, 0, 1, 4, 2]
+    assert read_document_lengths(dataset().with_transform(lambda rows: rows)).tolist() == [3, 0, 1, 4, 2]
 
 
 @pytest.mark.parametrize(
@@ -89,4 +89,4 @@ def test_data_set_with_a_transform_is_counted_as_stored() -> None:
 )
 def test_what_are_no_documents_is_named(documents: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        document_lengths(documents, **arguments)
+        read_document_lengths(documents, **arguments)

@@ -39,7 +39,7 @@ def check(batches: list[dict[str, Any]], rank: int, epoch: int, first: int = 0) 
         assert all(torch.equal(batch[name][0], share[name]) for name in ROWS)
         packed = batch["distca_documents"]
         assert packed == share["distca_documents"]
-        assert (packed.dealt.batch, packed.dealt.rank) == ((epoch, number), rank)
+        assert (packed.dealt_share.batch_id, packed.dealt_share.rank) == ((epoch, number), rank)
 
 
 @pytest.mark.parametrize("rank", range(RANKS))

@@ -10,7 +10,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_distca.data.row_documents import documents_in_rows
+from hf_distca.data.row_documents import find_row_documents
 from hf_distca.errors import LayoutError
 
 END = 2
@@ -39,20 +39,20 @@ def test_all_forms_tell_of_the_same_documents(form: str, lengths: list[list[int]
     rows = in_form(lengths, form)
     stored = Dataset.from_list([rows[0], *rows]).select(range(1, len(rows) + 1))
     for given_ in (rows, stored, stored.with_format("torch"), stored.with_transform(lambda batch: batch)):
-        found, row = documents_in_rows(given_, end, quiet=True)
+        found, row = find_row_documents(given_, end, quiet=True)
         assert found.dtype == row.dtype == np.int64
         assert [found[row == number].tolist() for number in range(len(rows))] == lengths
 
 
 def test_rows_without_any_of_it_are_one_document() -> None:
-    found, row = documents_in_rows([{"input_ids": [1, 2, 3]}, {"input_ids": []}], quiet=True)
+    found, row = find_row_documents([{"input_ids": [1, 2, 3]}, {"input_ids": []}], quiet=True)
     assert (found.tolist(), row.tolist()) == ([3, 0], [0, 1])
-    found, row = documents_in_rows(Dataset.from_dict({"seq_lengths": [[4, 1], None, []]}), quiet=True)
+    found, row = find_row_documents(Dataset.from_dict({"seq_lengths": [[4, 1], None, []]}), quiet=True)
     assert (found.tolist(), row.tolist()) == ([4, 1], [0, 0])
 
 
 def test_other_rows_are_refused() -> None:
     with pytest.raises(LayoutError, match="rows have the columns text: one of input_ids, documents, seq_lengths"):
-        documents_in_rows([{"text": "a"}])
+        find_row_documents([{"text": "a"}])
     with pytest.raises(LayoutError, match="rows are of list: they must be mappings"):
-        documents_in_rows([[1, 2]])
+        find_row_documents([[1, 2]])

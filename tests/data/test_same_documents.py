@@ -14,7 +14,7 @@ from datasets.distributed import split_dataset_by_node
 from some_documents import dealing, some_lengths
 
 from hf_distca.data.global_batches import GlobalBatches
-from hf_distca.data.reading import document_lengths
+from hf_distca.data.reading import read_document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import ConfigError
@@ -35,11 +35,11 @@ def rows(lengths: list[int], differing: Callable[[int], slice] = lambda length: 
 def digests(documents: Any, count: int = 3, **how: Any) -> list[int]:
     """What ranks compare of the first global batches."""
     if hasattr(documents, "__len__"):
-        batches = GlobalBatches(document_lengths(documents), RANKS * TOKENS, quiet=True, **how)
+        batches = GlobalBatches(read_document_lengths(documents), RANKS * TOKENS, quiet=True, **how)
         shares = Shares(documents, batches, dealing(RANKS, TOKENS))
-        return [shares[number * RANKS]["distca_documents"].dealt.documents for number in range(min(count, len(batches)))]
+        return [shares[number * RANKS]["distca_documents"].dealt_share.digest for number in range(min(count, len(batches)))]
     first = islice(StreamedShares(documents, dealing(RANKS, TOKENS)), 0, count * RANKS, RANKS)
-    return [share["distca_documents"].dealt.documents for share in first]
+    return [share["distca_documents"].dealt_share.digest for share in first]
 
 
 class Stream:

@@ -15,9 +15,9 @@ import torch
 from some_documents import check_shares, dealing, some_documents, some_lengths, whole
 
 from hf_distca import PackingCollator
-from hf_distca.data.columns import NO_INPUTS, ForwardInputs
+from hf_distca.data.columns import UNKNOWN_INPUTS, ForwardInputs
 from hf_distca.data.global_batches import GlobalBatches
-from hf_distca.data.reading import document_lengths
+from hf_distca.data.reading import read_document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.errors import LayoutError
 
@@ -39,19 +39,19 @@ def make(
     *,
     ping_pong: bool = False,
     column: str = "input_ids",
-    inputs: ForwardInputs = NO_INPUTS,
+    inputs: ForwardInputs = UNKNOWN_INPUTS,
     **how: Any,
 ) -> Shares:
-    batches = GlobalBatches(document_lengths(documents, column), ranks * tokens, quiet=True, **how)
+    batches = GlobalBatches(read_document_lengths(documents, column), ranks * tokens, quiet=True, **how)
     deal = dealing(ranks, tokens, ping_pong=ping_pong)
     return Shares(documents, batches, deal, column=column, pad_token_id=77, inputs=inputs)
 
 
 def check_epoch(shares: Shares, rows: list[dict[str, list[int]]], epoch: int = 0) -> None:
-    ranks = shares.dealing.ranks
+    ranks = shares.deal_settings.ranks
     for number in range(len(shares.batches)):
         items = [shares[number * ranks + rank] for rank in range(ranks)]
-        check_shares(items, whole(shares.batches.pieces(epoch, number), rows, 77), shares.dealing.tokens_per_rank)
+        check_shares(items, whole(shares.batches.get_pieces(epoch, number), rows, 77), shares.deal_settings.tokens_per_rank)
 
 
 @pytest.mark.parametrize("labels", [False, True])
@@ -83,7 +83,7 @@ def test_targets_of_all_ranks_are_those_of_the_documents() -> None:
         assert counted == sum(
             label != -100
             for number in range(len(shares.batches))
-            for _, _, label in whole(shares.batches.pieces(0, number), rows).values()
+            for _, _, label in whole(shares.batches.get_pieces(0, number), rows).values()
         )
 
 
@@ -148,7 +148,7 @@ def test_inputs_that_only_later_rows_have_are_refused() -> None:
     """As where texts and images are mixed."""
     rows = [{"input_ids": [1] * 20, "pixel_values": None}, {"input_ids": [2] * 20, "pixel_values": [[1.0]]}]
     for documents in (rows, datasets.Dataset.from_list(rows)):
-        for inputs in (NO_INPUTS, ForwardInputs(("input_ids", "pixel_values"))):
+        for inputs in (UNKNOWN_INPUTS, ForwardInputs(("input_ids", "pixel_values"))):
             with pytest.raises(LayoutError, match="'pixel_values'"):
                 make(documents, 2, 10, inputs=inputs)
     texts = datasets.Dataset.from_list([{"input_ids": [1] * 20, "pixel_values": None}] * 2)
@@ -200,7 +200,7 @@ def test_only_documents_of_the_share_are_read() -> None:
     shares = Shares(documents, batches, dealing(4, 100))
     read.clear()  # those that ranks compare
     share = shares[5]
-    here = {int(batches.pieces(0, 1).documents[document]) for document in share["distca_documents"].documents}
+    here = {int(batches.get_pieces(0, 1).documents[document]) for document in share["distca_documents"].documents}
     assert read == here
     assert len(here) < 8
 
@@ -211,8 +211,8 @@ def test_of_arrow_only_the_slice_is_turned_into_tokens(monkeypatch: pytest.Monke
     seen = []
     import hf_distca.data.pieces as pieces
 
-    flat = pieces.flat
-    monkeypatch.setattr(pieces, "flat", lambda values, *rest: seen.append(len(values)) or flat(values, *rest))
+    convert = pieces.convert_integers
+    monkeypatch.setattr(pieces, "convert_integers", lambda values, *rest: seen.append(len(values)) or convert(values, *rest))
     shares[3]
     assert sum(seen) <= 2 * 512 + 8  # as tokens and as labels, and the next ones
 

@@ -43,9 +43,9 @@ def check_epoch(of_ranks: list[list[Any]], rows: list[dict[str, list[int]]], epo
     batches = GlobalBatches([len(row["input_ids"]) for row in rows], RANKS * TOKENS, None, quiet=True)
     assert [len(shares) for shares in of_ranks] == [len(batches) - first] * RANKS
     for number, shares in enumerate(zip(*of_ranks, strict=True), first):
-        check_shares(list(shares), whole(batches.pieces(0, number), rows), TOKENS)
-        assert [share["distca_documents"].dealt.batch for share in shares] == [(epoch, number)] * RANKS
-        assert [share["distca_documents"].dealt.rank for share in shares] == list(range(RANKS))
+        check_shares(list(shares), whole(batches.get_pieces(0, number), rows), TOKENS)
+        assert [share["distca_documents"].dealt_share.batch_id for share in shares] == [(epoch, number)] * RANKS
+        assert [share["distca_documents"].dealt_share.rank for share in shares] == list(range(RANKS))
 
 
 def share_of(stream: StreamedShares, rank: int) -> IterableDatasetShard:
@@ -91,12 +91,12 @@ def test_datasets_streams_divide_themselves_among_workers(workers: int) -> None:
     assert len(first) >= sum(LENGTHS) // (RANKS * TOKENS) - max(workers, 1)
     seen = torch.cat([batch["input_ids"][0] for batch in first]).tolist()
     assert len(set(seen)) == len(seen)
-    numbers = [batch["distca_documents"].dealt.batch for batch in first]
+    numbers = [batch["distca_documents"].dealt_share.batch_id for batch in first]
     assert len(set(numbers)) == len(numbers)
     assert {epoch for epoch, _ in numbers} == {0}
     stream.set_epoch(1)
     second = list(loader)
-    assert {batch["distca_documents"].dealt.batch[0] for batch in second} == {1}
+    assert {batch["distca_documents"].dealt_share.batch_id[0] for batch in second} == {1}
     assert torch.cat([batch["input_ids"][0] for batch in second]).tolist() != seen
 
 
@@ -162,8 +162,10 @@ def test_a_worker_that_cannot_be_hidden_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_shares_of_other_ranks_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     how, made = dealing(RANKS, TOKENS), []
-    share = how.share
-    monkeypatch.setattr(how, "share", lambda lengths, batch, rank, names: made.append(rank) or share(lengths, batch, rank, names))
+    share = how.make_share
+    monkeypatch.setattr(
+        how, "make_share", lambda lengths, batch, rank, names: made.append(rank) or share(lengths, batch, rank, names)
+    )
     loader = DataLoader(share_of(StreamedShares(Stream(), how), 2), collate_fn=PackingCollator())
     assert len(list(loader)) == len(made) == sum(LENGTHS) // (RANKS * TOKENS)
     assert set(made) == {2}

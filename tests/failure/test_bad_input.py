@@ -20,7 +20,9 @@ from ranks import RankPool
 
 
 def lengths_of(positions: list[list[int]]) -> list[int]:
-    return TokenBatch(len(positions), len(positions[0]), position_ids=torch.tensor(positions)).documents().rows[:, 2].tolist()
+    return (
+        TokenBatch(len(positions), len(positions[0]), position_ids=torch.tensor(positions)).read_documents().runs[:, 2].tolist()
+    )
 
 
 def test_a_jump_or_a_repeat_begins_no_document() -> None:
@@ -70,7 +72,7 @@ def test_a_fall_that_is_no_restart_is_refused() -> None:
 )
 def test_what_describes_no_batch_is_named(given: dict[str, Any], text: str) -> None:
     with pytest.raises(LayoutError, match=text):
-        TokenBatch(2, 3, **given).documents()
+        TokenBatch(2, 3, **given).read_documents()
 
 
 @pytest.mark.parametrize(

@@ -128,20 +128,20 @@ def documents(draw: Random) -> None:
         given["cu_seq_lens"] = torch.tensor([0, *bounds, rows * length]).to(draw.choice(kinds))
     if draw.random() < 0.2:
         given["packed"] = PackedDocuments(tuple(draw.randint(0, 5) for _ in range(3)))
-    local = attempt(TokenBatch(rows, length, **given).documents)
+    local = attempt(TokenBatch(rows, length, **given).read_documents)
     padding = given.get("padding")
     if padding is not None:
         padding = padding != 0
     tokens = rows * length if padding is None else int(padding.sum())
-    assert local.rows[:, 2].sum() == tokens
-    assert (local.rows[:, 2] > 0).all()
+    assert local.runs[:, 2].sum() == tokens
+    assert (local.runs[:, 2] > 0).all()
     if padding is not None and not padding.all():
-        assert local.keep is not None
-        assert local.keep.tolist() == padding.flatten().nonzero().flatten().tolist()
+        assert local.token_indices is not None
+        assert local.token_indices.tolist() == padding.flatten().nonzero().flatten().tolist()
     if "packed" in given and (padding is None or padding.all()):
-        assert local.rows[:, 2].tolist() == [n for n in given["packed"].lengths if n]
+        assert local.runs[:, 2].tolist() == [n for n in given["packed"].lengths if n]
     elif padding is None and "cu_seq_lens" not in given and "position_ids" in given:
-        assert local.rows[:, 2].tolist() == runs(given["position_ids"].expand(rows, length).tolist())
+        assert local.runs[:, 2].tolist() == runs(given["position_ids"].expand(rows, length).tolist())
 
 
 def runs(positions: list[list[int]]) -> list[int]:

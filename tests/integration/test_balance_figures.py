@@ -13,7 +13,7 @@ from test_parity import PAIRS, model_for
 from test_trainer import FIGURES
 
 import hf_distca
-from hf_distca.agreement.planned import Planned
+from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.integration import reports
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.reports import Metrics
@@ -93,7 +93,7 @@ def on_two_nodes(rank: int) -> tuple[dict[str, float], list[int], float]:
     """The figures, what each rank sent to the other node, and what its plans say that all ranks do."""
     lengths = ([96], [32] * 3, [48, 48], [16] * 6)[rank]
     texts = [torch.arange(1, length + 1).remainder(60).tolist() for length in lengths]
-    plans: list[Planned] = []
+    plans: list[BatchPlan] = []
     with patch.dict(os.environ, GROUP_RANK=str(rank // 2), LOCAL_WORLD_SIZE="2"):
         hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=61.0))
         history = current_session().planner.history

@@ -18,7 +18,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
@@ -60,10 +60,10 @@ def settings(**changes: Any) -> hf_distca.DistCAConfig:
     return hf_distca.DistCAConfig(**{"tile": 8, "min_gain": 0.0, "cost_model": PAIRS, "timeout_seconds": 20.0, **changes})
 
 
-def dealing(ranks: int, kind: str, **changes: Any) -> Dealing:
+def dealing(ranks: int, kind: str, **changes: Any) -> DealSettings:
     windows = (None, WINDOW) if kind == "windows" else (None,)
     costs = {PlanKey(SHAPE, "cpu", window): replace(PAIRS, window=window) for window in windows}
-    return Dealing(ranks, TOKENS // ranks, costs, settings(**changes))
+    return DealSettings(ranks, TOKENS // ranks, costs, settings(**changes))
 
 
 def documents(number: int) -> list[torch.Tensor]:
@@ -71,9 +71,9 @@ def documents(number: int) -> list[torch.Tensor]:
     return [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in BATCHES[number]]
 
 
-def share(made: Dealing, number: int, rank: int) -> dict[str, Any]:
+def share(made: DealSettings, number: int, rank: int) -> dict[str, Any]:
     texts = documents(number)
-    packed = made.share(np.array([len(one) for one in texts]), (0, number), rank, names=np.arange(len(texts)))
+    packed = made.make_share(np.array([len(one) for one in texts]), (0, number), rank, document_ids=np.arange(len(texts)))
     shifted = [torch.cat([one[1:], torch.tensor([-100])]) for one in texts]
     runs = list(zip(packed.documents or (), packed.starts or (), packed.lengths, strict=True))
     pieces = [[column[d][s : s + n] for d, s, n in runs] for column in (texts, shifted)]
@@ -147,20 +147,22 @@ def test_shares_train_as_one_process_does(rank_pool: Callable[[int], RankPool], 
         assert measured, "what ranks measured is exchanged beside"
 
 
-def odd_share(made: Dealing, wrong: str) -> dict[str, Any]:
+def odd_share(made: DealSettings, wrong: str) -> dict[str, Any]:
     """What rank 1 of two gets as the second global batch, if something is wrong."""
     batch = share(made, 2 if wrong == "batch" else 1, 0 if wrong == "share" else 1)
     packed = batch["distca_documents"]
     if wrong in ("lengths", "seed"):  # of as many tokens together, or of equal lengths
         lengths = BATCHES[1][::-1] if wrong == "lengths" else BATCHES[1]
-        other = made.share(np.array(lengths), (0, 1), 1, names=np.arange(len(lengths)) + (wrong == "seed"))
-        batch["distca_documents"] = PackedDocuments(packed.lengths, packed.starts, packed.documents, dealt=other.dealt)
+        other = made.make_share(np.array(lengths), (0, 1), 1, document_ids=np.arange(len(lengths)) + (wrong == "seed"))
+        batch["distca_documents"] = PackedDocuments(
+            packed.lengths, packed.starts, packed.documents, dealt_share=other.dealt_share
+        )
     if wrong == "plan":
-        for thread in packed.dealt._beside:  # plans of a fetched share are made beside what the caller does
+        for thread in packed.dealt_share._planning_threads:  # plans of a fetched share are made beside what the caller does
             thread.join()
-        (job, plan), *_ = packed.dealt._plans.items()
+        (job, plan), *_ = packed.dealt_share._plans.items()
         tasks = [task._replace(server=1 - task.server) for task in plan.tasks]
-        packed.dealt._plans[job] = type(plan).from_tasks(plan.layout, tasks)
+        packed.dealt_share._plans[job] = type(plan).from_tasks(plan.layout, tasks)
     if wrong == "no share":
         batch["distca_documents"] = PackedDocuments(packed.lengths, packed.starts, packed.documents)
     return batch

@@ -171,7 +171,7 @@ def test_shares_are_found_behind_what_is_wrapped_around_them() -> None:
 def dealing_of(**how: Any) -> Any:
     shares = shares_of(hf_distca.document_shares(some_documents(), 16, **how))
     assert shares is not None
-    return shares.dealing
+    return shares.deal_settings
 
 
 def test_dealing_follows_the_model_settings_and_place() -> None:

@@ -88,7 +88,7 @@ def cut_by_default(rank: int) -> tuple[tuple[int, ...], int, list[str]]:
     finally:
         log.setLevel(logging.NOTSET)
         log.removeHandler(handler)
-    return ranks, shares.dealing.ranks, said
+    return ranks, shares.deal_settings.ranks, said
 
 
 def test_default_groups_are_those_of_dealing_and_said_once(rank_pool: Callable[[int], RankPool]) -> None:

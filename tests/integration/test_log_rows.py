@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
 import hf_distca
-from hf_distca.agreement.planned import Planned
+from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.world_progress import Progress
 from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.meter import Meter
@@ -54,11 +54,11 @@ def recorded() -> Iterator[list[Did]]:
     """What the micro-batches inside do, in order."""
     done: dict[int, Did] = {}
     seen: list[Did] = []
-    use = Progress.use
+    use = Progress.use_plan
 
-    def spy(self: Progress, planned: Planned, *args: Any) -> Meter:
+    def spy(self: Progress, planned: BatchPlan, *args: Any) -> Meter:
         meter = use(self, planned, *args)
-        cost, plan = self.costs.of(planned.key), planned.plan
+        cost, plan = self.costs.get_cost(planned.key), planned.plan
         seconds = cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
         before = [float(seconds[plan.home == rank].sum()) for rank in (0, 1)]
         if self.number not in done:
@@ -70,7 +70,7 @@ def recorded() -> Iterator[list[Did]]:
         did.meters.append(meter)
         return meter
 
-    with patch.object(Progress, "use", spy):
+    with patch.object(Progress, "use_plan", spy):
         yield seen
 
 

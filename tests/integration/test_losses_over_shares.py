@@ -265,7 +265,7 @@ def one_process(name: str, precision: str) -> Outcome:
     batches, texts = GlobalBatches(LENGTHS, TOKENS, quiet=True), documents(*LENGTHS)
     rows = []
     for number in range(steps):
-        pieces = batches.pieces(0, number)
+        pieces = batches.get_pieces(0, number)
         columns = np.stack([pieces.documents, pieces.starts, pieces.ends], axis=1).tolist()
         rows.append({"documents": [texts[document][start:end] for document, start, end in columns]})
     return outcome(kind, "sdpa", rows, changes | PRECISIONS[precision], watched=False)

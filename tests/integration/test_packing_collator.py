@@ -218,7 +218,7 @@ def test_a_number_for_each_token_is_told_once(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_batch_without_targets_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collator, "_said", set())
+    monkeypatch.setattr(collator, "_warnings_given", set())
     packed({"input_ids": IDS})
     assert not caplog.records
     for _ in range(2):
@@ -251,10 +251,10 @@ def test_positions_that_skip_some_are_one_document_and_stay() -> None:
         batch = hf_distca.PackingCollator()([{"input_ids": IDS, "position_ids": positions}])
         assert batch["distca_documents"].lengths == lengths[name]
         assert batch["position_ids"].tolist() == [positions]
-    counted = collator.documents_of({"input_ids": IDS, "position_ids": [0, 1, 2, 0, 1, 2, 3, 4]})
-    assert [document.check_counts_on() for document in counted] == [None, None]
+    counted = collator.read_feature_documents({"input_ids": IDS, "position_ids": [0, 1, 2, 0, 1, 2, 3, 4]})
+    assert [document.check_positions() for document in counted] == [None, None]
     with pytest.raises(LayoutError, match=r"go from 2 to 30: they would be lost where it is dealt"):
-        collator.documents_of({"input_ids": IDS, "position_ids": rows["jumps"]})[0].check_counts_on()
+        collator.read_feature_documents({"input_ids": IDS, "position_ids": rows["jumps"]})[0].check_positions()
 
 
 @pytest.mark.parametrize("name", ["labels", "completion_mask", "position_ids", "seq_lengths", "input_ids"])

@@ -415,7 +415,7 @@ def test_a_model_that_is_not_proven_is_left_whole(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_outputs_are_joined_by_rows_or_tokens_and_others_refused(rows: int) -> None:
-    local = TokenBatch(rows, 6, packed=PackedDocuments((6,) * rows)).documents()
+    local = TokenBatch(rows, 6, packed=PackedDocuments((6,) * rows)).read_documents()
     halves = NanoBatches.of(AttentionHandle(rows, 6), local, tile=1)
     whole = torch.randn(rows, 6, 5)
     first, second = (halves.part(nano, (whole, [whole[..., 0]], None)) for nano in (1, 2))
@@ -431,7 +431,7 @@ def test_outputs_are_joined_by_rows_or_tokens_and_others_refused(rows: int) -> N
 
 
 def test_a_vector_as_wide_as_the_batch_is_long_is_not_cut() -> None:
-    documents = TokenBatch(1, 6, packed=PackedDocuments((6,))).documents()
+    documents = TokenBatch(1, 6, packed=PackedDocuments((6,))).read_documents()
     cut = NanoBatches.of(AttentionHandle(1, 6), documents, tile=1)
     width, positions = torch.randn(6), torch.arange(6)
     assert cut.part(1, width) is width

@@ -24,7 +24,7 @@ from transformers import (
 
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.agreement.history import Tally
+from hf_distca.agreement.history import BalanceTotals
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.mixin import plan_ahead
 from ranks import RankPool
@@ -100,7 +100,7 @@ def changed(rank: int) -> str:
     if rank == 1:  # documents of other lengths, under the plans for those announced
         packed = batch["distca_documents"]
         batch["distca_documents"] = PackedDocuments((*packed.lengths[2:], 34))
-        batch["distca_documents"].ahead = packed.ahead
+        batch["distca_documents"].prepared_plans = packed.prepared_plans
     with pytest.raises(hf_distca.DistCAError) as caught:
         model(**batch, use_cache=False).loss.backward()
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -186,7 +186,7 @@ class PlanningTrainer(hf_distca.DistCATrainerMixin, Trainer):
     pass
 
 
-def train_with(rank: int, ahead: bool) -> tuple[list[dict[str, float]], Tally, int, int]:
+def train_with(rank: int, ahead: bool) -> tuple[list[dict[str, float]], BalanceTotals, int, int]:
     """Log history and balance of a Trainer's run, the number of its last micro-batch, and the rows exchanged for planning."""
     trainer = make_trainer(
         "distca",
@@ -211,7 +211,7 @@ def test_a_trainer_plans_its_steps_ahead(rank_pool: Callable[[int], RankPool]) -
             for name in ("loss", "grad_norm"):
                 assert one.get(name) == other.get(name)
         for name in ("imbalance_estimated_before", "imbalance_estimated_after", "exchanged_mb_per_layer"):
-            assert balance.figures()[f"distca/{name}"] == pytest.approx(same_balance.figures()[f"distca/{name}"])
+            assert balance.compute_figures()[f"distca/{name}"] == pytest.approx(same_balance.compute_figures()[f"distca/{name}"])
 
 
 def order(rank: int) -> list[int]:

@@ -22,8 +22,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.history import History, Tally
-from hf_distca.agreement.planned import Planned
+from hf_distca.agreement.batch_plan import BatchPlan
+from hf_distca.agreement.history import BalanceTotals, History
 from hf_distca.agreement.rates import Costs
 from hf_distca.integration.record import Recorder
 from hf_distca.run_report.folder import RunFolder
@@ -103,11 +103,11 @@ def test_rank_0_writes_what_the_log_says_and_more(rank_pool: Callable[[int], Ran
 
     steps = [row for row in others if isinstance(row, StepsRow)]
     logged = [row for row in history if "distca/micro_batches" in row]
-    tallies = [Tally(**row.tally) for row in steps]
+    tallies = [BalanceTotals(**row.tally) for row in steps]
     assert [tally.micro_batches for tally in tallies] == [row["distca/micro_batches"] for row in logged]
     assert sum(tally.micro_batches for tally in tallies) == STEPS == sum(tally.moved for tally in tallies)
     for row, tally, log in zip(steps, tallies, logged, strict=True):
-        figures = tally.figures()
+        figures = tally.compute_figures()
         assert figures == pytest.approx({name: log[name] for name in figures}, rel=1e-4, abs=6e-5)
         ranks = row.per_rank
         assert sum(ranks.estimated_before) == pytest.approx(sum(ranks.estimated_after), rel=1e-3)
@@ -167,14 +167,14 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
     for nano, window, lengths in parts:
         cost = replace(PAIRS, window=window)
         plan = balance(Layout.from_lengths(lengths), cost, settings(), ranks)
-        plans.append(Planned(PlanKey(PAIRS.shape, "cpu", window, nano=nano), plan, settings(), plan.layout.offsets, 1.0))
-        plans[-1].begin(1, cost, ranks, Meter())
-        history.planned(plans[-1])
-    history.end()
+        plans.append(BatchPlan(PlanKey(PAIRS.shape, "cpu", window, nano=nano), plan, settings(), plan.layout.offsets, 1.0))
+        plans[-1].start_use(1, cost, ranks, Meter())
+        history.record_plan(plans[-1])
+    history.end_micro_batch()
     for measured in plans:
         measured.figures = np.zeros((2, 5), dtype=np.int64)
         measured.figures[:, 0] = measured.estimated_after * 1e9
-        history.count(1)
+        history.count_if_measured(1)
     recorder.write(1)
     recorder.stop()
     found = collect(RunFolder.read(tmp_path))

@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
 import hf_distca
-from hf_distca.agreement.planned import Planned
+from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.integration.current_session import current_session
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.rows import StepsRow
@@ -41,19 +41,19 @@ PROFILE = Profile(
 
 def train(rank: int, folder: str, slower: float, deterministic: bool, changes: dict[str, Any]) -> tuple[Any, ...]:
     """Weights after a run in which kernels of rank 1 seem `slower`; the number of exchanges, and what was learned."""
-    own_figures = Planned.own_figures.fget
+    own_figures = BatchPlan.own_figures.fget
 
-    def timed(planned: Planned) -> tuple[int, ...]:
+    def timed(planned: BatchPlan) -> tuple[int, ...]:
         nanoseconds, sent, exchanging, calls, between = own_figures(planned)
         if calls > 0:
-            estimated = float(planned.seconds[planned.plan.server == rank].sum())
+            estimated = float(planned.task_seconds[planned.plan.server == rank].sum())
             nanoseconds, exchanging = int(1e9 * calls * estimated * (slower if rank else 1.0)), calls
         return nanoseconds, sent, exchanging, calls, between
 
     ids = documents(*([180, 12, 20, 33, 90, 64, 7, 150] * 6), seed=1)
     arguments = {**COMMON, "output_dir": folder, "max_steps": STEPS, "full_determinism": deterministic, "seed": 7}
     callback = hf_distca.DistCACallback(settings(**{"cost_model": PROFILE, **changes}))
-    with patch.dict(os.environ), patch.object(Planned, "own_figures", property(timed)):
+    with patch.dict(os.environ), patch.object(BatchPlan, "own_figures", property(timed)):
         trainer = Trainer(
             tiny_llama("distca"),
             TrainingArguments(**arguments),
@@ -66,7 +66,7 @@ def train(rank: int, folder: str, slower: float, deterministic: bool, changes: d
             torch.use_deterministic_algorithms(False)
     costs = current_session().planner.resume_progress().costs
     weights = torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()])
-    return weights, current_session().meter.dispatches, costs.learned
+    return weights, current_session().meter.dispatches, costs.learned_corrections
 
 
 WAYS: dict[str, tuple[bool, dict[str, Any]]] = {

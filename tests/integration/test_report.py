@@ -16,8 +16,8 @@ import pytest
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 import hf_distca
-from hf_distca.agreement.history import Tally
-from hf_distca.agreement.planned import Observation
+from hf_distca.agreement.batch_plan import Observation
+from hf_distca.agreement.history import BalanceTotals
 from hf_distca.agreement.rates import Costs
 from hf_distca.integration import processes
 from hf_distca.integration.reports import summary, why_given_up, why_nothing_moved
@@ -70,10 +70,10 @@ def session(**changes: Any) -> Session:
 )
 def test_why_nothing_moved(before: float, changes: dict[str, Any], said: str) -> None:
     mean = 20 * 2e-4
-    done = Tally(micro_batches=20, estimated_before=before * mean, estimated_after=before * mean, estimated_mean=mean)
+    done = BalanceTotals(micro_batches=20, estimated_before=before * mean, estimated_after=before * mean, estimated_mean=mean)
     assert why_nothing_moved(done, session(**changes)) == said
-    assert why_nothing_moved(done + Tally(moved=1), session(**changes)) is None
-    assert why_nothing_moved(Tally(), session(**changes)) is None
+    assert why_nothing_moved(done + BalanceTotals(moved=1), session(**changes)) is None
+    assert why_nothing_moved(BalanceTotals(), session(**changes)) is None
 
 
 def test_why_exchanges_were_given_up() -> None:
@@ -82,7 +82,7 @@ def test_why_exchanges_were_given_up() -> None:
     kernel, waiting = np.array([2.0, 2.0]), np.array([3.0, 3.0])
     slow = Observation(np.ones((2, 3)), kernel, waiting, np.array([0.5, 0.5]), np.array([4.0, 0.0]), none)
     for _ in range(8):
-        made.planner.resume_progress().costs.correct((SHAPE, "cpu"), slow)
+        made.planner.resume_progress().costs.learn_from_sample((SHAPE, "cpu"), slow)
     said = why_given_up(made)
     assert said is not None
     assert "attention took 25% longer than it would have taken where it was" in said
@@ -91,7 +91,7 @@ def test_why_exchanges_were_given_up() -> None:
 def test_the_callback_says_once_that_exchanges_were_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Costs, "slower", 0.5)
+    monkeypatch.setattr(Costs, "exchange_slowdown", 0.5)
     trainer = make_trainer("distca", EVEN, config=settings(), max_steps=3)
     with caplog.at_level(logging.WARNING, "hf_distca"):
         trainer.train()
@@ -103,7 +103,7 @@ def test_the_callback_says_once_that_exchanges_were_given_up(
 def test_the_summary_of_a_tally() -> None:
     made = session()
     made.kernels["cpu"] = None
-    done = Tally(6, 3, 1200.0, 1000.0, 7.2, 1.575, 1.006, 1.0, 3.138, 2.016, 2.0, 9.9e6, 12, 1.0, 8.0)
+    done = BalanceTotals(6, 3, 1200.0, 1000.0, 7.2, 1.575, 1.006, 1.0, 3.138, 2.016, 2.0, 9.9e6, 12, 1.0, 8.0)
     assert summary(done, made) == (
         "distca: 6 micro-batches on 1 ranks, work moved in 3\n"
         "  imbalance (slowest rank / mean)     before   after\n"
@@ -118,7 +118,7 @@ def test_the_summary_of_a_tally() -> None:
     several = summary(replace(done, between_bytes=1.2e6, node_layers=12), made)
     assert several is not None
     assert "\n  nodes       0.100 MB of that to other nodes, by the rank that sends most there\n" in several
-    assert summary(Tally(), made) is None
+    assert summary(BalanceTotals(), made) is None
 
 
 def train(rank: int, case: str) -> tuple[list[str], str]:

@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.positions import see_longest
 from ranks import RankPool
@@ -113,10 +113,10 @@ def dealt(
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
-    dealing = Dealing(2, TOKENS, {PlanKey(PAIRS.shape, "cpu", None): PAIRS}, config)
+    dealing = DealSettings(2, TOKENS, {PlanKey(PAIRS.shape, "cpu", None): PAIRS}, config)
     losses = []
     for number in numbers:
-        share = dealing.share(np.array(BATCHES[number]), (0, number), rank)
+        share = dealing.make_share(np.array(BATCHES[number]), (0, number), rank)
         runs = list(zip(share.documents, share.starts, share.lengths, strict=True))
         losses.append(loss_of(forward, number, runs, distca_documents=share))
     (torch.stack(losses).sum() * (2 if how == "FSDP2" else 1)).backward()
@@ -172,9 +172,9 @@ def test_what_comes_after_a_share_is_left_alone(kind: tuple[str, str]) -> None:
     """Rows without documents, as in evaluation or generation, have the frequencies of their own length."""
     hf_distca.configure(settings())
     model = tiny(kind, "distca")
-    dealing = Dealing(1, sum(BATCHES[0]), {PlanKey(PAIRS.shape, "cpu", None): PAIRS}, settings())
+    dealing = DealSettings(1, sum(BATCHES[0]), {PlanKey(PAIRS.shape, "cpu", None): PAIRS}, settings())
     runs = [(d, 0, n) for d, n in enumerate(BATCHES[0])]
-    loss_of(model, 0, runs, distca_documents=dealing.share(np.array(BATCHES[0]), (0, 0), 0))
+    loss_of(model, 0, runs, distca_documents=dealing.make_share(np.array(BATCHES[0]), (0, 0), 0))
     ids = documents_of(1)[0][None]
     torch.testing.assert_close(model(input_ids=ids).logits, tiny(kind, "sdpa")(input_ids=ids).logits)
 

@@ -13,9 +13,9 @@ from transformers import TrainingArguments
 
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.agreement.history import History
-from hf_distca.agreement.planned import Planned
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape
@@ -126,17 +126,17 @@ def test_figures_of_a_tally() -> None:
     history, layout = History(), Layout.from_lengths([[8, 4], [4]])
     plan = Plan.from_tasks(layout, [(0, 0, 8, 0, 0), (1, 0, 4, 0, 1), (2, 0, 4, 1, 1)])
     key = PlanKey(AttentionShape(4, 2, 16, 16, 4), "cpu")
-    how: dict[str, Any] = {"config": hf_distca.DistCAConfig(), "rows": layout.offsets, "planning_ms": 5.0}
+    how: dict[str, Any] = {"config": hf_distca.DistCAConfig(), "runs": layout.offsets, "planning_ms": 5.0}
     tasks, node = np.array([2.0, 1.0, 1.0]), {1: None, 2: 1}  # only the second one knows of nodes, of a rank each
-    first, second = (Planned(key, plan, **how, seconds=tasks, per_node=node[n], number=n) for n in node)
-    history.planned(first)
+    first, second = (BatchPlan(key, plan, **how, task_seconds=tasks, per_node=node[n], number=n) for n in node)
+    history.record_plan(first)
     first.figures = np.array([[2 * 10**9, 4_000_000, 0, 2, 4_000_000], [3 * 10**9, 1_000_000, 0, 2, 1_000_000]])
     first.meter.count(calls=2)
-    history.count(1)
-    assert history.total.figures() == {}, "the micro-batch is not over"
-    history.planned(second)
+    history.count_if_measured(1)
+    assert history.total.compute_figures() == {}, "the micro-batch is not over"
+    history.record_plan(second)
     before = history.total
-    figures = before.figures()
+    figures = before.compute_figures()
     assert figures["distca/imbalance_estimated_before"] == pytest.approx(3 / 2)
     assert figures["distca/imbalance_estimated_after"] == pytest.approx(1.0)
     # Rank 1 spent 3 s, half of it for rank 0: 2 + 1.5 against a mean of 2.5.
@@ -144,16 +144,16 @@ def test_figures_of_a_tally() -> None:
     assert figures["distca/imbalance_measured_after"] == pytest.approx(3 / 2.5)
     assert figures["distca/exchanged_mb_per_layer"] == pytest.approx(2.0)
     assert figures["distca/planning_ms"] == pytest.approx(5.0)
-    assert (history.total - before).figures() == {}
-    history.end()
-    assert (history.total - before).figures() == {}, "it is not measured yet"
+    assert (history.total - before).compute_figures() == {}
+    history.end_micro_batch()
+    assert (history.total - before).compute_figures() == {}, "it is not measured yet"
     second.figures = np.array([[10**9, 0, 0, 2, 0], [10**9, 6_000_000, 0, 2, 6_000_000]])
     second.meter.count(calls=2)
-    history.count(2)
-    after = (history.total - before).figures()
+    history.count_if_measured(2)
+    after = (history.total - before).compute_figures()
     assert after.keys() == figures.keys() | {"distca/between_nodes_mb_per_layer"}
     assert after["distca/exchanged_mb_per_layer"] == after["distca/between_nodes_mb_per_layer"] == 3.0
-    whole = history.total.figures()
+    whole = history.total.compute_figures()
     assert whole["distca/exchanged_mb_per_layer"] == 2.5
     assert whole["distca/between_nodes_mb_per_layer"] == 3.0, "of micro-batches that know of nodes"
     assert after["distca/imbalance_measured_after"] == pytest.approx(1.0)

@@ -43,7 +43,7 @@ shares = hf_distca.document_shares(rows, 32, model=model)
 from accelerate import Accelerator, PartialState
 assert not PartialState._shared_state, "nothing has been started"
 Accelerator(cpu=True)
-dealing = shares.format["format_kwargs"]["transform"].dealing
+dealing = shares.format["format_kwargs"]["transform"].deal_settings
 words = dealing.ranks, {key.device for key in dealing.costs}, PartialState().num_processes
 open(f"rank_{PartialState().process_index}.txt", "w").write(str(words))
 PartialState().destroy_process_group()

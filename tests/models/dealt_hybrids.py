@@ -146,7 +146,7 @@ def train(rank: int, case: Case, implementation: str = "distca", lengths: Sequen
         weights = {name: _whole(parameter) for name, parameter in trainer.model.named_parameters()}
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()
-    halves = any(key.nano for key in current_session().planner.resume_progress().recent_keys())
+    halves = any(key.nano for key in current_session().planner.resume_progress().pop_recent_keys())
     logged = (row for row in trainer.state.log_history if "loss" in row)
     states_mb = sum(row.get("distca/states_mb", 0.0) * row.get("distca/micro_batches", 0) for row in logged)
     return Run(losses(trainer), weights, meter.state_exchanges, halves, spanning, states_mb)

@@ -23,7 +23,7 @@ from fake_cuda import CUDA, fake_cuda
 from gpu_streams import Flight, Link, Streams
 from hf_distca import kernels
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration import checks, mask
 from hf_distca.integration.current_session import current_session
@@ -163,8 +163,8 @@ def batch_of(way: Way, config: hf_distca.DistCAConfig) -> dict[str, Any]:
     packed = PackedDocuments((600, 424))
     if way.ranks > 1:
         shape = AttentionShape(4, 2, 32, 32, 2)
-        dealing = Dealing(way.ranks, TOKENS, {PlanKey(shape, "cuda"): CostModel.of_pairs(shape)}, config)
-        packed = dealing.share(np.array(LENGTHS), (0, 0), 0)
+        dealing = DealSettings(way.ranks, TOKENS, {PlanKey(shape, "cuda"): CostModel.of_pairs(shape)}, config)
+        packed = dealing.make_share(np.array(LENGTHS), (0, 0), 0)
     ids = {name: torch.empty(1, TOKENS, dtype=torch.int64, device=CUDA) for name in ("input_ids", "position_ids", "labels")}
     return {**ids, "shift_labels": ids["labels"], "num_items_in_batch": TOKENS, "use_cache": False, "distca_documents": packed}
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from hf_distca.agreement.announce import Stated
+from hf_distca.agreement.announce import AnnouncedBatch
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.integration.nano_batches import Handover
 from hf_distca.schedule.layout import Layout
@@ -47,7 +47,7 @@ def _one_document_a_row(original: Original) -> Original:
 def _one_document_over_ranks(original: Original) -> Original:
     """The first document of each rank continues the last of the rank before."""
 
-    def wrapped(stated: Stated) -> Layout:
+    def wrapped(stated: AnnouncedBatch) -> Layout:
         numbers, segments = itertools.count(), []
         document, end = next(numbers), 0
         for lengths in np.split(stated.numbers, np.cumsum(stated.counts)[:-1]):
@@ -127,14 +127,14 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "window one key too narrow": (_ATTENTION, "_scores", _scores(window=lambda window: window - 1)),
     "chunk one token too long": (
         _DOCUMENTS,
-        "Documents.in_chunks",
+        "Documents.cut_into_chunks",
         lambda original: lambda self, size: original(self, size and size + 1),
     ),
     "scale wrong by 1 %": (_ATTENTION, "_scores", _scores(scale=lambda scale: 1.01 * scale)),
     "softcap dropped": (_ATTENTION, "_scores", _scores(softcap=lambda _: None)),
     "sink dropped": (_ATTENTION, "_sink", lambda _: lambda *_: None),
     "gradient of the sink dropped": ("runtime.core_attention", "_sink_gradient", _no_gradient),
-    "documents of a row leak": (_DOCUMENTS, "TokenBatch.documents", _one_document_a_row),
+    "documents of a row leak": (_DOCUMENTS, "TokenBatch.read_documents", _one_document_a_row),
     "convolutions see the document before": (
         "recurrent.convolution",
         "_convolve_segments",
@@ -148,10 +148,10 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "states of other ranks lost": ("recurrent.carryover", "_Exchange.received", _lost(2)),
     "rows of convolutions of other ranks lost": ("recurrent.carryover", "_Exchange.received", _lost(1)),
     "gradients of states and rows of other ranks lost": ("recurrent.carryover", "_Exchange.returned", _gradients_lost),
-    "documents leak over ranks": ("agreement.planner", "layout_of", _one_document_over_ranks),
+    "documents leak over ranks": ("agreement.planner", "build_layout", _one_document_over_ranks),
     "dk of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(0)),
     "dv of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(1)),
-    "second half without the keys of the first": (_DOCUMENTS, "Documents.cut", _no_context),
+    "second half without the keys of the first": (_DOCUMENTS, "Documents.split_at", _no_context),
     "gradient of the keys handed over lost": ("integration.nano_batches", "Handover.context", _detached_keys),
 }
 

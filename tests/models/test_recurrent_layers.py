@@ -202,7 +202,7 @@ def test_documents_are_read_once_a_micro_batch(given: str) -> None:
     }
     if given == "lengths":
         batch["distca_documents"] = PackedDocuments(LENGTHS)
-    with patch.object(agreement_documents, "read_tokens", side_effect=agreement_documents.read_tokens) as read:
+    with patch.object(agreement_documents, "read_positions", side_effect=agreement_documents.read_positions) as read:
         model(**batch, use_cache=False)
     assert read.call_count == (given == "positions")
 

@@ -23,8 +23,8 @@ from torch._C._distributed_c10d import TCPStore
 
 import forks
 import hf_distca
+from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.history import History
-from hf_distca.agreement.planned import Planned
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.session import Session
 from hf_distca.pool import server as pool_server
@@ -120,18 +120,18 @@ def pooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
     """Run a function on a rank that trains, with servers."""
     told: Counter[str] = Counter()
     computed: list[tuple[float, float]] = []
-    tell, planned = PoolController.notify_servers, History.planned
+    tell, planned = PoolController.notify_servers, History.record_plan
 
     def count(self: PoolController, step: str, arguments: Mapping[str, Any]) -> None:
         told[step] += 1
         tell(self, step, arguments)
 
-    def note(self: History, plan: Planned) -> None:
+    def note(self: History, plan: BatchPlan) -> None:
         seconds = plan.estimated_after
         computed.append((seconds[dist.get_world_size() :].sum(), seconds.sum()))  # of one node: servers come last
         planned(self, plan)
 
-    with patch.object(PoolController, "notify_servers", count), patch.object(History, "planned", note):
+    with patch.object(PoolController, "notify_servers", count), patch.object(History, "record_plan", note):
         hf_distca.configure()
         value = function(rank, *args)
     parts, wholes = zip(*computed, strict=True) if computed else ((0.0,), (1.0,))

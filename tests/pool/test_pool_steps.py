@@ -73,7 +73,7 @@ def drop_plans(rank: int) -> None:
         batches = [drawn(rank, 2 * number), drawn(rank, 2 * number + 1)]
         step(model, rank, number)
         plan_ahead(batches)
-        announce(batches, current_session().planner.resume_progress().recent_keys(), beside=True)
+        announce(batches, current_session().planner.resume_progress().pop_recent_keys(), beside=True)
     del batches
     gc.collect()
     step(model, rank)

@@ -178,7 +178,7 @@ def test_trainers_one_after_another(
     same(ours, theirs)
     (server, *_) = started.served()
     assert server.kept["ServedCall"] == 0
-    assert server.kept["_UsedPlan"] + server.kept["Planned"] + server.kept["Planning"] <= 4 * 2
+    assert server.kept["_UsedPlan"] + server.kept["BatchPlan"] + server.kept["PendingPlans"] <= 4 * 2
 
 
 def dealt(rank: int, ping_pong: bool, workers: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_distca.agreement.history import Tally
+from hf_distca.agreement.history import BalanceTotals
 from hf_distca.config import DistCAConfig
 from hf_distca.run_report.rows import RECORD_NAME, PerRank, PlanPart, PlanRow, Row, RunRow, StepsRow, WarningRow, write_row
 from hf_distca.schedule.balance import balance
@@ -42,7 +42,7 @@ def plan_row(step: int, ranks: int = 4) -> PlanRow:
 def steps_row(plan: PlanRow) -> StepsRow:
     ranks = plan.per_rank
     columns = {name: np.array(value) for name, value in asdict(ranks).items()}
-    tally = Tally(
+    tally = BalanceTotals(
         micro_batches=1,
         moved=1,
         largest_tokens=columns["tokens"].max(),

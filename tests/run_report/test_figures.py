@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from some_run import RUN, documents, plan_row, some_rows, steps_row, write_record, write_trace
 
-from hf_distca.agreement.history import Tally
+from hf_distca.agreement.history import BalanceTotals
 from hf_distca.errors import ReportError
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.page import pictures
@@ -38,7 +38,7 @@ def test_rows_are_read_as_they_were_written() -> None:
 def test_sums_over_the_run(tmp_path: Path) -> None:
     rows = [row for row in some_rows() if isinstance(row, StepsRow)]
     found = figures(write_record(tmp_path / "run", some_rows()))
-    tally = sum((Tally(**row.tally) for row in rows), Tally())  # type: ignore[arg-type]
+    tally = sum((BalanceTotals(**row.tally) for row in rows), BalanceTotals())  # type: ignore[arg-type]
     assert found.total["imbalance_measured_before"] == pytest.approx(tally.measured_before / tally.measured_mean, rel=1e-4)
     assert found.total["slowest_seconds_after"] == pytest.approx(tally.measured_after, rel=1e-4)
     assert found.total["moved_micro_batches"] == found.total["micro_batches"] == 4

@@ -290,7 +290,7 @@ def test_halves_hold_every_query_once() -> None:
 
 @pytest.mark.parametrize("lengths", [[300, 724], [400, 624], [500, 24, 500], [3000, 1000], [5000], [900], [1]])
 def test_halves_are_those_of_training(lengths: list[int]) -> None:
-    documents = TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).documents()
+    documents = TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).read_documents()
     _, border, _ = cut(1, sum(lengths), documents, TILE)
     first, _ = halved(Layout.from_lengths([lengths]))
     assert first.query_tokens.tolist() == [border]

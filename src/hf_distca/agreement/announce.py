@@ -1,9 +1,8 @@
-"""Announcements that ranks exchange before they share attention:
-settings, documents, and measurements.
+"""Announcements that ranks exchange before they share attention: settings, documents, figures.
 
 An announcement is one row of integers, so nothing that comes from another rank is executed or
-unpickled. The rows of all ranks are read together, as columns, so that each further rank costs only
-a few array elements.
+unpickled. The rows of all ranks are read together, as columns: each further rank costs only a few
+array elements.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib.metadata import version
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -27,36 +27,45 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray, Layout
 
 __all__ = [
-    "FIGURES",
-    "HEADER",
+    "FIGURE_COUNT",
+    "HEADER_SIZE",
+    "AnnouncedBatch",
     "Announcement",
     "Announcements",
-    "Facts",
     "Figures",
     "PlanKey",
     "Request",
-    "Stated",
-    "agree",
+    "SharedSettings",
+    "build_layout",
+    "check_agreement",
     "check_equal",
-    "check_facts",
+    "check_shared_settings",
     "check_shares",
-    "common_facts",
-    "fingerprint",
-    "layout_of",
+    "collect_shared_settings",
+    "hash_settings",
 ]
 
-# A row holds these numbers, the figures of each measured plan, and then each plan that is asked for: (spans, nano-batch,
-# whether there is context, documents) and its documents. A document is its length, or its row where documents span ranks. Of
-# shares of dealt batches, only what tells whether they belong together: numbers of the batch, and digests of its plans.
-_COUNT, _SETTINGS, _EXCHANGES, _CHECKSUM, _REQUESTS, _MEASURED, _DEALT, _LEAVES = range(8)
-HEADER = 8
-_REQUEST = 4
+# Layout of a row: these numbers; the figures of each measured plan; the share numbers; and each
+# request, as (documents span ranks, nano-batch, has context, runs) and its runs. A run is its
+# length alone, or a triple (document, start, length) where documents span ranks.
+(
+    _COUNT,
+    _SETTINGS,
+    _EXCHANGES,
+    _CHECKSUM,
+    _REQUEST_COUNT,
+    _MEASURED_COUNT,
+    _SHARE_NUMBER_COUNT,
+    _IS_LEAVING,
+) = range(8)
+HEADER_SIZE = 8
+_REQUEST_SIZE = 4
 # What a rank measured of a plan: kernel nanoseconds, sent bytes, nanoseconds of exchanging, calls,
-# bytes sent to other nodes; `Planned.own_figures` says more.
+# bytes sent to other nodes; `BatchPlan.own_figures` says more.
 Figures = tuple[int, int, int, int, int]
-FIGURES = 5
-Facts = Mapping[str, str]  # what ranks must have in common: names and values
-_LONGEST_VALUE = 80  # characters of a fact in an error
+FIGURE_COUNT = 5
+SharedSettings = Mapping[str, str]  # what ranks must have in common: names and values
+_MAX_VALUE_LENGTH = 80  # characters of a fact in an error
 
 
 class PlanKey(NamedTuple):
@@ -86,14 +95,15 @@ class Announcement:
     """Announcement of one rank.
 
     Attributes:
-        count: announcements so far.
-        settings: fingerprint of everything that must be equal on all ranks.
-        exchanges, checksum: number of dispatches and returns so far, and a checksum of their
-            layers.
-        figures, requests: figures of measured plans, and requests for plans.
-        dealt: for a share, epoch and number of the global batch, and digests of its documents and
-            of each plan.
-        leaves: whether this rank is a server that the others should continue without.
+        count: number of announcements so far.
+        settings: hash of the settings that all ranks must share.
+        exchanges: number of dispatches and returns so far.
+        checksum: checksum of the layers of these exchanges.
+        figures: figures of measured plans.
+        requests: requests for plans.
+        share_numbers: for a dealt share, epoch and number of its global batch, and digests of the
+            documents and of each plan; else empty.
+        is_leaving: True for a server of a pool that the others should continue without.
     """
 
     count: int
@@ -102,43 +112,56 @@ class Announcement:
     checksum: int
     figures: Sequence[Figures]
     requests: Sequence[Request] = ()
-    dealt: Sequence[int] = ()
-    leaves: bool = False
+    share_numbers: Sequence[int] = ()
+    is_leaving: bool = False
 
-    def row(self) -> IntArray:
-        """Return the announcement as int64 numbers."""
-        counts = [len(self.requests), len(self.figures), len(self.dealt)]
-        header = [self.count, self.settings, self.exchanges, self.checksum, *counts, self.leaves]
-        parts: list[object] = [header, np.reshape(self.figures, -1), self.dealt]
+    def to_row(self) -> IntArray:
+        """Encode the announcement as a flat int64 array."""
+        counts = [len(self.requests), len(self.figures), len(self.share_numbers)]
+        header = [
+            self.count,
+            self.settings,
+            self.exchanges,
+            self.checksum,
+            *counts,
+            self.is_leaving,
+        ]
+        parts: list[object] = [header, np.reshape(self.figures, -1), self.share_numbers]
         for documents, key in self.requests:
-            parts.append([documents.spans, key.nano, documents.context > 0, len(documents.rows)])
-            parts.append(documents.numbers.reshape(-1))
+            parts.append(
+                [documents.span_ranks, key.nano, documents.context_tokens > 0, len(documents.runs)]
+            )
+            parts.append(documents.announced_numbers.reshape(-1))
         return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
 
 
 @dataclass(frozen=True, eq=False)
-class Stated:
+class AnnouncedBatch:
     """Documents of all ranks for one requested plan.
 
     Attributes:
-        spans, nano, context: (ranks,) values from each rank; `context` is 1 where the first
-            document begins with context.
-        counts: (ranks,) rows of documents of each rank.
-        numbers: the rows of all ranks, one after another: (rows, 3) where documents span ranks,
-            else (rows,) lengths.
+        span_ranks: (ranks,) int64, 1 where documents may span ranks.
+        nano: (ranks,) int64, number of the nano-batch, 0 for a whole batch.
+        has_context: (ranks,) int64, 1 where the first document begins with context.
+        counts: (ranks,) int64 number of runs of each rank.
+        numbers: int64 runs of all ranks in rank order: (runs, 3) where documents span ranks, else
+            (runs,) lengths.
     """
 
-    spans: IntArray
+    span_ranks: IntArray
     nano: IntArray
-    context: IntArray
+    has_context: IntArray
     counts: IntArray
     numbers: IntArray
 
     @classmethod
-    def of(cls, documents: Documents) -> Stated:
-        """Make the announcement of a single rank."""
-        spans, context, rows = (np.array([n]) for n in (int(documents.spans), int(documents.context > 0), len(documents.rows)))
-        return cls(spans, np.zeros_like(rows), context, rows, documents.numbers)
+    def from_documents(cls, documents: Documents) -> AnnouncedBatch:
+        """Make the batch of a group of one rank."""
+        span_ranks = np.array([int(documents.span_ranks)])
+        has_context = np.array([int(documents.context_tokens > 0)])
+        counts = np.array([len(documents.runs)])
+        numbers = documents.announced_numbers
+        return cls(span_ranks, np.zeros_like(counts), has_context, counts, numbers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,8 +170,8 @@ class Announcements:
 
     Attributes:
         header: (ranks, 8) int64.
-        numbers: all rows one after another.
-        offsets: (ranks,) index of the beginning of each rank's row.
+        numbers: int64, the rows of all ranks one after another.
+        offsets: (ranks,) int64 index in `numbers` at which each rank's row begins.
     """
 
     header: IntArray
@@ -156,153 +179,199 @@ class Announcements:
     offsets: IntArray
 
     @classmethod
-    def read(cls, rows: Sequence[IntArray]) -> Announcements:
-        """Read the announcements in the rows of all ranks."""
+    def from_rows(cls, rows: Sequence[IntArray]) -> Announcements:
+        """Decode the rows of all ranks."""
         numbers = np.concatenate(rows)
         sizes = np.fromiter(map(len, rows), np.int64, len(rows))
         offsets = np.cumsum(sizes) - sizes
-        return cls(numbers[offsets[:, None] + np.arange(HEADER)], numbers, offsets)
+        return cls(numbers[offsets[:, None] + np.arange(HEADER_SIZE)], numbers, offsets)
 
     @property
-    def measured(self) -> IntArray:
-        """Figures of measured plans, (ranks, measured plans, 4).
+    def figures(self) -> IntArray:
+        """Figures of measured plans, (ranks, measured plans, 5) int64.
 
-        Ranks must have announced equally many.
+        All ranks must have announced the same number of plans.
         """
-        plans = int(self.header[0, _MEASURED])
-        columns = self.offsets[:, None] + np.arange(HEADER, HEADER + FIGURES * plans)
-        measured: IntArray = self.numbers[columns].reshape(len(self.offsets), plans, FIGURES)
-        return measured
+        plans = int(self.header[0, _MEASURED_COUNT])
+        columns = self.offsets[:, None] + np.arange(HEADER_SIZE, HEADER_SIZE + FIGURE_COUNT * plans)
+        figures: IntArray = self.numbers[columns].reshape(len(self.offsets), plans, FIGURE_COUNT)
+        return figures
 
     @property
-    def leaving(self) -> list[int]:
-        """Ranks that leave."""
-        leaving: list[int] = np.flatnonzero(self.header[:, _LEAVES]).tolist()
+    def leaving_ranks(self) -> list[int]:
+        """Ranks that announced that they leave."""
+        leaving: list[int] = np.flatnonzero(self.header[:, _IS_LEAVING]).tolist()
         return leaving
 
     @property
-    def dealt(self) -> IntArray:
-        """Numbers of the ranks' shares, (ranks, numbers), equal if shares belong together.
+    def share_numbers(self) -> IntArray:
+        """Share numbers, (ranks, numbers) int64; equal on all ranks if shares belong together.
 
-        Ranks must have announced equally many.
+        All ranks must have announced the same count of numbers.
         """
-        first = self.offsets + HEADER + FIGURES * self.header[:, _MEASURED]
-        dealt: IntArray = self.numbers[first[:, None] + np.arange(int(self.header[0, _DEALT]))]
-        return dealt
+        begin = self.offsets + HEADER_SIZE + FIGURE_COUNT * self.header[:, _MEASURED_COUNT]
+        columns = begin[:, None] + np.arange(int(self.header[0, _SHARE_NUMBER_COUNT]))
+        share_numbers: IntArray = self.numbers[columns]
+        return share_numbers
 
-    def stated(self) -> list[Stated]:
-        """Return the documents for each plan that all ranks request."""
-        begin = self.offsets + HEADER + FIGURES * self.header[:, _MEASURED] + self.header[:, _DEALT]
-        requests = []
-        for _ in range(int(self.header[:, _REQUESTS].min())):
-            spans, nano, context, count = self.numbers[begin[:, None] + np.arange(_REQUEST)].T
-            sizes = count * np.where(spans, 3, 1)
-            begin = begin + _REQUEST
+    def read_batches(self) -> list[AnnouncedBatch]:
+        """Decode the documents of all ranks for each plan that all of them request."""
+        figures = FIGURE_COUNT * self.header[:, _MEASURED_COUNT]
+        begin = self.offsets + HEADER_SIZE + figures + self.header[:, _SHARE_NUMBER_COUNT]
+        batches = []
+        for _ in range(int(self.header[:, _REQUEST_COUNT].min())):
+            columns = begin[:, None] + np.arange(_REQUEST_SIZE)
+            span_ranks, nano, has_context, counts = self.numbers[columns].T
+            sizes = counts * np.where(span_ranks, 3, 1)
+            begin = begin + _REQUEST_SIZE
             ragged = np.repeat(begin - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
             numbers = self.numbers[ragged]
-            requests.append(Stated(spans, nano, context, count, numbers.reshape(-1, 3) if spans.all() else numbers))
+            numbers = numbers.reshape(-1, 3) if span_ranks.all() else numbers
+            batches.append(AnnouncedBatch(span_ranks, nano, has_context, counts, numbers))
             begin = begin + sizes
-        return requests
+        return batches
 
 
-def agree(announced: Announcements, facts: Facts, group: AttentionGroup, place: str) -> list[Stated]:
-    """Compare the announcements of ranks, in one order on all of them; if
-    `common_facts` differ, a further exchange finds their names.
+def check_agreement(
+    announced: Announcements, settings: SharedSettings, group: AttentionGroup, place: str
+) -> list[AnnouncedBatch]:
+    """Compare the announcements of all ranks, in the same order on each rank.
+
+    If hashes of shared settings differ, a further exchange finds the names of those that do.
 
     Returns:
-        The documents for each requested plan; none for shares, of which only batches and plans are
-        compared.
+        The documents for each requested plan; none for dealt shares, of which only batches and
+        plans are compared.
 
     Raises:
         DistCADesyncError: if anything differs.
     """
-    header, forwards = announced.header, "every rank must run the same number of training forwards"
-    check_equal(group, header[:, _COUNT], "numbers of plans asked for", place, forwards)
-    some = np.any(header[:, [_REQUESTS, _DEALT]] > 0, axis=1).astype(np.int64)  # a rank without has no costs to compare either
-    check_equal(group, some, "batches to plan (0: none)", place, "give every rank as many micro-batches a step")
-    settings = f"ranks have different settings (DistCAConfig, attention heads and widths, version) in {place}"
-    check_facts(group, header[:, _SETTINGS], facts, settings, "; give every rank the same ones.")
-    shares = "give every rank its share of one data set"
-    check_equal(group, header[:, _DEALT], "ways of loading batches (numbers that come with a share)", place, shares)
-    stated = announced.stated()
-    for documents in stated:
-        check_equal(group, documents.spans, "ways of giving documents", place, "use the same collator on every rank")
-        check_equal(group, documents.nano, "nano-batches (0 is a whole batch)", place, "give every rank the same model")
-    check_equal(group, header[:, _REQUESTS], "numbers of plans at once", place, "give every rank as many micro-batches a step")
+
+    def check(column: IntArray, description: str, remedy: str) -> None:
+        check_equal(group, column, description, place, remedy)
+
+    header = announced.header
+    forwards = "every rank must run the same number of training forwards"
+    micro_batches = "give every rank as many micro-batches a step"
+    check(header[:, _COUNT], "numbers of plans asked for", forwards)
+    # First of all: a rank without a batch has no cost models that could be compared.
+    has_batch = np.any(header[:, [_REQUEST_COUNT, _SHARE_NUMBER_COUNT]] > 0, axis=1)
+    check(has_batch.astype(np.int64), "batches to plan (0: none)", micro_batches)
+    description = (
+        "ranks have different settings (DistCAConfig, attention heads and widths, version) in "
+        f"{place}"
+    )
+    remedy = "; give every rank the same ones."
+    check_shared_settings(group, header[:, _SETTINGS], settings, description, remedy)
+    check(
+        header[:, _SHARE_NUMBER_COUNT],
+        "ways of loading batches (numbers that come with a share)",
+        "give every rank its share of one data set",
+    )
+    batches = announced.read_batches()
+    for batch in batches:
+        check(batch.span_ranks, "ways of giving documents", "use the same collator on every rank")
+        check(batch.nano, "nano-batches (0 is a whole batch)", "give every rank the same model")
+    check(header[:, _REQUEST_COUNT], "numbers of plans at once", micro_batches)
     layers = "run the same layers on every rank"
-    check_equal(group, header[:, _EXCHANGES], "numbers of exchanges up to here", place, layers)
-    check_equal(group, header[:, _CHECKSUM], "layers in their exchanges up to here (as checksums)", place, layers)
-    check_equal(group, header[:, _MEASURED], "numbers of measured micro-batches", place, forwards)
-    if header[0, _DEALT]:
-        check_shares(announced.dealt, group, place)
-    return stated
+    check(header[:, _EXCHANGES], "numbers of exchanges up to here", layers)
+    check(header[:, _CHECKSUM], "layers in their exchanges up to here (as checksums)", layers)
+    check(header[:, _MEASURED_COUNT], "numbers of measured micro-batches", forwards)
+    if header[0, _SHARE_NUMBER_COUNT]:
+        check_shares(announced.share_numbers, group, place)
+    return batches
 
 
-def check_shares(dealt: IntArray, group: AttentionGroup, place: str) -> None:
+def check_shares(share_numbers: IntArray, group: AttentionGroup, place: str) -> None:
     """Raise if ranks hold shares of different batches, or with different plans.
 
     Args:
-        dealt: (ranks, numbers), `Announcement.dealt` of each rank; digests of plans may be left
-            out.
-        group: these ranks.
+        share_numbers: (ranks, numbers) int64, `Announcement.share_numbers` of each rank; digests
+            of plans may be left out.
+        group: the ranks.
         place: description of the batch, for errors.
 
     Raises:
         DistCADesyncError: names the difference.
     """
-    epoch, number, documents, *digests = dealt.T
-    order = "all ranks must read their shares in order, one a batch: no shuffling, no workers out of order"
-    check_equal(group, epoch, "epochs of their global batches", place, "call set_epoch on every rank")
+    epoch, number, documents, *digests = share_numbers.T
+    order = (
+        "all ranks must read their shares in order, one a batch: no shuffling, no workers out of "
+        "order"
+    )
+    epochs = "epochs of their global batches"
+    check_equal(group, epoch, epochs, place, "call set_epoch on every rank")
     check_equal(group, number, "global batches", place, order)
     arguments = (
-        "give document_shares the same documents, seed and other arguments on every rank: all of the documents, not a part that "
-        "was divided by rank (split_dataset_by_node, shard), which do not change from one reading to the next"
+        "give document_shares the same documents, seed and other arguments on every rank: all of "
+        "the documents, not a part that was divided by rank (split_dataset_by_node, shard), which "
+        "do not change from one reading to the next"
     )
-    check_equal(group, documents, "documents in the same global batch (as checksums)", place, arguments)
+    checksums = "documents in the same global batch (as checksums)"
+    check_equal(group, documents, checksums, place, arguments)
+    versions = f"{arguments}, and use one version of hf_distca and numpy"
+    plans = "plans for the same documents of a global batch"
     for digest in digests:
-        versions = f"{arguments}, and use one version of hf_distca and numpy"
-        check_equal(group, digest, "plans for the same documents of a global batch", place, versions)
+        check_equal(group, digest, plans, place, versions)
 
 
-def check_equal(group: AttentionGroup, values: IntArray, what: str, place: str, remedy: str) -> None:
-    """Compare one number of each rank.
+def check_equal(
+    group: AttentionGroup, values: IntArray, description: str, place: str, remedy: str
+) -> None:
+    """Raise if a number differs between ranks.
+
+    Args:
+        group: the ranks.
+        values: (ranks,) the number of each rank.
+        description: the numbers in words, plural, for the error.
+        place: description of the batch or step, for the error.
+        remedy: advice that ends the error.
 
     Raises:
-        DistCADesyncError: if they are not all the same.
+        DistCADesyncError: if the values are not all the same.
     """
     if (values != values[0]).any():
-        by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in zip(group.ranks, values.tolist(), strict=True))
-        raise DistCADesyncError(f"ranks have different {what} in {place}: {by_rank}; {remedy}.")
+        by_rank = ", ".join(
+            f"rank {rank}: {value}"
+            for rank, value in zip(group.ranks, values.tolist(), strict=True)
+        )
+        message = f"ranks have different {description} in {place}: {by_rank}; {remedy}."
+        raise DistCADesyncError(message)
 
 
-def layout_of(stated: Stated) -> Layout:
-    """Build the layout of the ranks' requests.
+def build_layout(batch: AnnouncedBatch) -> Layout:
+    """Build the layout of the documents of all ranks.
 
-    With context, the first row of a rank is the beginning of the document in its second.
+    With context, the first run of a rank is the beginning of the document of its second run.
     """
-    offsets = np.concatenate([[0], np.cumsum(stated.counts)])
-    if not stated.spans.any():
-        length = stated.numbers
-        document, start = np.arange(len(length)), np.zeros_like(length)
-        cut = offsets[:-1][stated.context > 0]
-        document[cut], start[cut + 1] = cut + 1, length[cut]
-        return Layout(document, start, length, offsets, stated.context)
-    document, start, length = (np.ascontiguousarray(column) for column in stated.numbers.T)
+    offsets = np.concatenate([[0], np.cumsum(batch.counts)])
+    if not batch.span_ranks.any():
+        length = batch.numbers
+        document = np.arange(len(length))
+        start = np.zeros_like(length)
+        cut = offsets[:-1][batch.has_context > 0]
+        document[cut] = cut + 1
+        start[cut + 1] = length[cut]
+        return Layout(document, start, length, offsets, batch.has_context)
+    document, start, length = (np.ascontiguousarray(column) for column in batch.numbers.T)
     if (document >= 0).any():
         return Layout(document, start, length, offsets)
     runs = list(zip(start.tolist(), length.tolist(), strict=True))
-    return Layout.from_runs([runs[begin:end] for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)])
+    return Layout.from_runs([runs[begin:end] for begin, end in pairwise(offsets.tolist())])
 
 
-def fingerprint(facts: Facts) -> int:
-    """Return a 60-bit hash of facts."""
-    return int(hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:15], 16)
+def hash_settings(settings: SharedSettings) -> int:
+    """Return a 60-bit hash of settings."""
+    return int(hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:15], 16)
 
 
 @lru_cache
-def common_facts(config: DistCAConfig, costs: tuple[CostModel, ...], dtypes: tuple[str, ...] = ()) -> Facts:
-    """Return all that must be equal on all ranks: settings, cost models, and dtypes (of
-    one size they would look the same in messages).
+def collect_shared_settings(
+    config: DistCAConfig, costs: tuple[CostModel, ...], dtypes: tuple[str, ...] = ()
+) -> SharedSettings:
+    """Collect all that must be equal on all ranks: settings, cost models, and dtypes.
+
+    Dtypes of the same size could not be told apart in messages.
     """
     values: dict[str, list[str]] = {"hf-distca": [version("hf-distca")]}
     for part in (config, *(part for cost in costs for part in (cost.shape, cost))):
@@ -312,23 +381,43 @@ def common_facts(config: DistCAConfig, costs: tuple[CostModel, ...], dtypes: tup
     return {name: ", ".join(dict.fromkeys(parts)) for name, parts in values.items()}
 
 
-def check_facts(group: AttentionGroup, fingerprints: IntArray, facts: Facts, what: str, remedy: str) -> None:
-    """Compare facts by their fingerprints, one of each rank.
+def check_shared_settings(
+    group: AttentionGroup,
+    hashes: IntArray,
+    settings: SharedSettings,
+    description: str,
+    remedy: str,
+) -> None:
+    """Raise if settings differ between ranks.
 
-    If these differ, ranks exchange the facts themselves.
+    Ranks exchange the settings themselves only if their hashes differ.
+
+    Args:
+        group: the ranks.
+        hashes: (ranks,) int64 `hash_settings` of each rank.
+        settings: the settings of this rank.
+        description: begins the error.
+        remedy: ends the error.
 
     Raises:
-        DistCADesyncError: if facts differ; names each of them, and each value with the ranks that have it.
+        DistCADesyncError: if settings differ; names each of them, and each value with the ranks
+            that have it.
     """
-    if (fingerprints == fingerprints[0]).all():
+    if (hashes == hashes[0]).all():
         return
-    told: list[Facts] = [json.loads(text or "{}") for text in group.gather_text(json.dumps(facts))]
-    names = dict.fromkeys(name for rank_facts in told for name in rank_facts)
-    by_name = []
+    texts = group.gather_text(json.dumps(settings))
+    by_rank: list[SharedSettings] = [json.loads(text or "{}") for text in texts]
+    names = dict.fromkeys(name for rank_settings in by_rank for name in rank_settings)
+    differences = []
     for name in names:
-        having: dict[str, list[str]] = {}
-        for rank, rank_facts in zip(group.ranks, told, strict=True):
-            having.setdefault(rank_facts.get(name, "unknown"), []).append(str(rank))
-        values = [f"{textwrap.shorten(v, _LONGEST_VALUE, placeholder=' ...')} on rank {', '.join(r)}" for v, r in having.items()]
-        by_name += [f"{name} is {', '.join(values)}"] if len(values) > 1 else []
-    raise DistCADesyncError(f"{what}: {'; '.join(by_name)}{remedy}")
+        ranks_of: dict[str, list[str]] = {}
+        for rank, rank_settings in zip(group.ranks, by_rank, strict=True):
+            ranks_of.setdefault(rank_settings.get(name, "unknown"), []).append(str(rank))
+        values = [
+            f"{textwrap.shorten(value, _MAX_VALUE_LENGTH, placeholder=' ...')} on rank "
+            f"{', '.join(ranks)}"
+            for value, ranks in ranks_of.items()
+        ]
+        if len(values) > 1:
+            differences.append(f"{name} is {', '.join(values)}")
+    raise DistCADesyncError(f"{description}: {'; '.join(differences)}{remedy}")

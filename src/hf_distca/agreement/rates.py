@@ -1,21 +1,21 @@
 """`Costs`: the cost models that ranks plan with, and corrections of them by measurements.
 
-Every rank learns from the same figures in the same order, so all of them have the same corrections:
-nothing is exchanged for it. Figures are times, which differ from run to run. Where torch is told to
-compute deterministically, nothing is learned from them. Sums run in a fixed order and results are
-rounded, so that all processors find the same.
+Every rank learns from the same figures in the same order, so all ranks have the same corrections,
+and exchange nothing for them. Sums run in a fixed order and results are rounded, so that different
+processors find the same values. Figures are times, which differ from run to run: nothing is learned
+from them where torch is set to deterministic algorithms.
 
-- **The kernel.** A cost model adds up seconds for tasks, for bytes and for flops. Each of the three
-  gets a factor, fitted to the kernel seconds of all ranks, and drawn to one common factor where the
-  figures do not tell them apart.
+- **Kernels.** A cost model adds up seconds for tasks, for bytes and for flops. Each of the three
+  gets a factor, fitted to the kernel seconds of all ranks. Where measurements cannot tell the three
+  apart, they are pulled towards one common factor.
 - **Ranks.** A rank whose kernels keep taking longer or shorter than that has another speed.
-- **Exchanges.** Seconds of packing, waiting and unpacking are taken from the rank with the fewest
-  in proportion to its exchange: others also wait for slower ranks. The factor makes the estimate as
-  long. With it, attention takes as long as the rank whose kernels and exchanges take longest;
-  measurements of other ranks say nothing about that, for they may wait elsewhere for that rank.
-  Where exchanges take longer than they gain, plans by that estimate are coarser, or move nothing.
-  Then nothing more could be learned about exchanges, so now and then micro-batches are planned
-  without the factor until one is measured, more rarely the more such trials cost.
+- **Exchanges.** One factor makes estimates of exchanges as long as measured. It is taken from the
+  rank that spends least on packing, waiting and unpacking relative to its exchange: other ranks
+  also wait for slower ranks. Attention is then estimated to take as long as the rank whose kernels
+  and exchanges take longest.
+- **Trials.** Where exchanges take longer than they gain, plans move less, or nothing. As nothing
+  could be learned about exchanges from then on, some micro-batches are planned without the exchange
+  factor until one is measured. The more such trials cost, the rarer they are.
 """
 
 from __future__ import annotations
@@ -29,242 +29,320 @@ import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.planned import Observation, Planned, observed
+from hf_distca.agreement.batch_plan import BatchPlan, Observation, observe_plans
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 
-__all__ = ["Correction", "Costs", "is_corrected"]
+__all__ = ["Correction", "Costs", "can_correct_rates"]
 
-# Layers of one kind, by shape and type of device, have one cost model, whatever their windows are.
+# Kind of layer: shape and type of device. Layers of one kind share a cost model, with any window.
 Kind = tuple[AttentionShape, str]
 
-_WARM_UP = 2  # micro-batches that make buffers and caches
-_ENOUGH = 4  # micro-batches for a change
-_CLEAR = 2  # of those that take clearly longer for what was moved
-_WINDOW = 32
-_SELDOM = 8  # of so many micro-batches one is learned from, after the first window
-_OFF = 0.05  # error of the slowest rank's estimate that is worth a change, and of the estimate of exchanges beside it
-_SPEED_OFF = 0.07  # the same of a rank's speed
-_PULL = 0.01  # of each factor towards the common one, per measurement
-_SLOWER = 1.05  # times what moving nothing would take
-_FACTORS = 1e-3, 1e6
-_FIRST_TRIAL, _LAST_TRIAL = 64, 4096  # micro-batches without a move until one is tried
-_TRIAL_SHARE = 0.01  # of the time, for trials
+# Samples, one a micro-batch: the first ones make buffers and caches and are left out.
+_WARM_UP_SAMPLES = 2
+_MAX_SAMPLES = 32  # the newest ones that are kept
+_SAMPLE_INTERVAL = 8  # after as many, one of so many micro-batches is a sample
+_MIN_SAMPLES = 4  # for a change
+_MIN_CLEAR_SAMPLES = 2  # for a change, if attention was clearly slower than without exchanges
+_CLEAR_SLOWDOWN = 0.05  # relative slowdown that is clear
+# Relative errors that are worth a change: of the slowest rank's estimate, and of a rank's speed.
+_TOLERANCE = 0.05
+_SPEED_TOLERANCE = 0.07
+_PULL = 0.01  # weight, per measurement, of the pull of each factor towards the common one
+_FACTOR_RANGE = 1e-3, 1e6
+# Micro-batches without an exchange before a trial: the fewest and the most.
+_MIN_TRIAL_INTERVAL = 64
+_MAX_TRIAL_INTERVAL = 4096
+_TRIAL_SHARE = 0.01  # share of the time that trials may cost
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Factors on the seconds of a cost model."""
+    """Factors on the seconds of a cost model.
+
+    Attributes:
+        task, byte, flop: factors on the parts of kernel seconds.
+        exchange: factor on seconds of exchanges.
+    """
 
     task: float = 1.0
     byte: float = 1.0
     flop: float = 1.0
     exchange: float = 1.0
 
-    def of(self, cost: CostModel) -> CostModel:
+    def apply_to(self, cost: CostModel) -> CostModel:
         """Apply the factors to a cost model."""
         if self == Correction():
             return cost
-        inside = cost.node_bytes_per_second
+        node_rate = cost.node_bytes_per_second
         return replace(
             cost,
-            forward=self._kernel(cost.forward),
-            backward=self._kernel(cost.backward),
+            forward=self._correct_kernel(cost.forward),
+            backward=self._correct_kernel(cost.backward),
             exchange_bytes_per_second=cost.exchange_bytes_per_second / self.exchange,
             exchange_seconds=cost.exchange_seconds * self.exchange,
-            node_bytes_per_second=None if inside is None else inside / self.exchange,
+            node_bytes_per_second=None if node_rate is None else node_rate / self.exchange,
             name=f"{cost.name}, fitted to what was measured",
         )
 
     @property
-    def kernel(self) -> FloatArray:
-        """Factors of task, byte and flop."""
+    def kernel_factors(self) -> FloatArray:
+        """Factors of task, byte and flop, (3,)."""
         return np.array([self.task, self.byte, self.flop])
 
-    def _kernel(self, cost: KernelCost) -> KernelCost:
-        rates = {"bytes_per_second": cost.bytes_per_second / self.byte, "flops_per_second": cost.flops_per_second / self.flop}
-        return replace(cost, task_seconds=cost.task_seconds * self.task, **rates)
+    def _correct_kernel(self, cost: KernelCost) -> KernelCost:
+        return replace(
+            cost,
+            task_seconds=cost.task_seconds * self.task,
+            bytes_per_second=cost.bytes_per_second / self.byte,
+            flops_per_second=cost.flops_per_second / self.flop,
+        )
 
 
 @dataclass(eq=False)
-class _Fitted:
-    """Measurements of one kind of layer."""
+class _KindRates:
+    """Correction and samples of one kind of layer.
+
+    Attributes:
+        correction: the current correction.
+        offered_samples: number of micro-batches that could have been samples.
+        sample_count: number of samples.
+        new_samples: newest samples since the last change.
+        slowdown: relative slowdown by exchanges that takes longer than moving nothing; None where
+            exchanges gain.
+        idle_micro_batches: micro-batches without exchange since then.
+        trial_interval: number of those before a trial.
+        is_in_trial: True if plans leave exchanges uncorrected, to measure one.
+    """
 
     correction: Correction = field(default_factory=Correction)
-    offered: int = 0
-    seen: int = 0
-    # Since the last change.
-    new: deque[Observation] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    slower: float | None = None  # what was lost by exchanges when they were given up
-    still: int = 0  # micro-batches since then in which nothing was moved
-    wait: int = _FIRST_TRIAL  # so many until a trial
-    trying: bool = False  # plans leave exchanges uncorrected, to see how long they take now
+    offered_samples: int = 0
+    sample_count: int = 0
+    new_samples: deque[Observation] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    slowdown: float | None = None
+    idle_micro_batches: int = 0
+    trial_interval: int = _MIN_TRIAL_INTERVAL
+    is_in_trial: bool = False
 
 
 class Costs(dict[Kind, CostModel]):
     """Cost models by kind of layer, without windows, with corrections by measurements.
 
     Attributes:
-        measured: the ranks of the group, with measured speeds.
+        measured_ranks: the ranks of the group, with measured speeds.
         dtypes: names of the current dtypes of q, k and v.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.measured: Ranks = UNIFORM_RANKS
+        self.measured_ranks: Ranks = UNIFORM_RANKS
         self.dtypes: dict[Kind, str] = {}
-        self._fitted: dict[Kind, _Fitted] = {}
+        self._rates: dict[Kind, _KindRates] = {}
 
-    def of(self, key: PlanKey) -> CostModel:
+    def get_cost(self, key: PlanKey) -> CostModel:
         """Return the current cost model for a plan, corrected by measurements."""
         kind = key.shape, key.device
-        fitted = self._fitted.get(kind, _Fitted())
-        correction = replace(fitted.correction, exchange=1.0) if fitted.trying else fitted.correction
-        return replace(correction.of(self[kind]), window=key.window)
+        rates = self._rates.get(kind, _KindRates())
+        correction = rates.correction
+        if rates.is_in_trial:
+            correction = replace(correction, exchange=1.0)
+        return replace(correction.apply_to(self[kind]), window=key.window)
 
-    def ranks(self, count: int, per_node: int | None = None) -> Ranks:
-        """Return the properties of the ranks of a group of
-        `count`, as far as they were measured.
+    def make_ranks(self, count: int, per_node: int | None = None) -> Ranks:
+        """Make the properties of a group's ranks, as far as they were measured.
+
+        Args:
+            count: number of ranks.
+            per_node: number of ranks of a node; None if nodes are not told apart.
         """
-        speeds = self.measured.speeds
+        speeds = self.measured_ranks.speeds
         return Ranks(speeds if speeds is not None and len(speeds) == count else None, per_node)
 
     @property
-    def learned(self) -> dict[str, object]:
-        """Measured corrections: factors on seconds by kind of layer in words, and
-        speeds of ranks; empty before there are any.
+    def learned_corrections(self) -> dict[str, object]:
+        """Measured corrections: factors by kind of layer in words, and "speeds" of ranks.
+
+        Empty before there are any.
         """
-        factors = {_said_of_kind(kind): fitted.correction for kind, fitted in self._fitted.items()}
-        known: dict[str, object] = {kind: asdict(factor) for kind, factor in factors.items() if factor != Correction()}
-        return known if self.measured.speeds is None else {**known, "speeds": list(self.measured.speeds)}
+        corrections: dict[str, object] = {
+            _describe_kind(kind): asdict(rates.correction)
+            for kind, rates in self._rates.items()
+            if rates.correction != Correction()
+        }
+        if self.measured_ranks.speeds is not None:
+            corrections["speeds"] = list(self.measured_ranks.speeds)
+        return corrections
 
     @property
-    def slower(self) -> float | None:
-        """Relative slowdown by exchanges, if exchanges were given up because of it; else None."""
-        return max((fitted.slower for fitted in self._fitted.values() if fitted.slower is not None), default=None)
+    def exchange_slowdown(self) -> float | None:
+        """Relative slowdown by exchanges, if some kind of layer loses by them; else None."""
+        slowdowns = [rates.slowdown for rates in self._rates.values()]
+        return max((value for value in slowdowns if value is not None), default=None)
 
-    def learn(self, plans: Sequence[Planned], config: DistCAConfig) -> list[str]:
+    def learn_from_plans(self, plans: Sequence[BatchPlan], config: DistCAConfig) -> list[str]:
         """Correct rates by the measurements of each micro-batch and kind of layer.
 
         Return the changes, as sentences.
         """
         changes: list[str] = []
-        if not is_corrected(config):
+        if not can_correct_rates(config):
             return changes
-        together: dict[tuple[int, PlanKey], list[Planned]] = {}
+        plans_of: dict[tuple[int, PlanKey], list[BatchPlan]] = {}  # by micro-batch and whole batch
         for plan in plans:
-            together.setdefault((plan.number, plan.key._replace(nano=0)), []).append(plan)
-        for (_, key), parts in together.items():
+            plans_of.setdefault((plan.number, plan.key._replace(nano=0)), []).append(plan)
+        for (_, key), nano_plans in plans_of.items():
             kind = key.shape, key.device
-            if self.wants(kind) and (observation := observed(parts, self[kind], config)) is not None:
-                changes += self.correct(kind, observation)
+            if self.accept_sample(kind):
+                observation = observe_plans(nano_plans, self[kind], config)
+                if observation is not None:
+                    changes += self.learn_from_sample(kind, observation)
         return changes
 
-    def wants(self, kind: Kind) -> bool:
-        """Return whether to learn from the next micro-batch: of many, a few
-        are enough, and observing takes time.
-        """
-        fitted = self._fitted.setdefault(kind, _Fitted())
-        fitted.offered += 1
-        return fitted.offered <= _WINDOW or fitted.offered % _SELDOM == 0 or fitted.slower is not None
+    def accept_sample(self, kind: Kind) -> bool:
+        """Count a micro-batch, and return whether to learn from it.
 
-    def correct(self, kind: Kind, sample: Observation) -> list[str]:
-        """Learn from a sample, the same on all ranks and in the same order.
+        Of many micro-batches a few are enough, and making a sample takes time.
+        """
+        rates = self._rates.setdefault(kind, _KindRates())
+        rates.offered_samples += 1
+        return (
+            rates.offered_samples <= _MAX_SAMPLES
+            or rates.offered_samples % _SAMPLE_INTERVAL == 0
+            or rates.slowdown is not None
+        )
+
+    def learn_from_sample(self, kind: Kind, sample: Observation) -> list[str]:
+        """Learn from a sample. All ranks must call it with the same samples in the same order.
 
         Return the changes, as sentences.
         """
-        fitted, changes = self._fitted.setdefault(kind, _Fitted()), list[str]()
-        fitted.seen += 1
-        if fitted.seen <= _WARM_UP:
+        rates = self._rates.setdefault(kind, _KindRates())
+        changes: list[str] = []
+        rates.sample_count += 1
+        if rates.sample_count <= _WARM_UP_SAMPLES:
             return changes
-        if self.measured.speeds is not None and len(self.measured.speeds) != len(sample.kernel):
-            self.measured = UNIFORM_RANKS
-        fitted.new.append(sample)
-        alike = [other for other in fitted.new if len(other.kernel) == len(sample.kernel)]  # of as many ranks
-        if len(alike) >= _ENOUGH and self._off(fitted.correction, alike):
-            changes += self._fit(fitted, alike)
-        return changes + self._learn_exchange(fitted, sample)
+        count = len(sample.kernel)
+        speeds = self.measured_ranks.speeds
+        if speeds is not None and len(speeds) != count:
+            self.measured_ranks = UNIFORM_RANKS
+        rates.new_samples.append(sample)
+        samples = [other for other in rates.new_samples if len(other.kernel) == count]
+        if len(samples) >= _MIN_SAMPLES and self._is_far_off(rates.correction, samples):
+            changes += self._fit_rates(rates, samples)
+        return changes + self._learn_exchange(rates, sample)
 
-    def _off(self, correction: Correction, samples: Sequence[Observation]) -> bool:
+    def _is_far_off(self, correction: Correction, samples: Sequence[Observation]) -> bool:
         """Return whether estimates are so far from measurements that rates should change."""
-        estimated = [self.measured.scale_by_speed(sample.estimated(correction.kernel)) for sample in samples]
-        ratios = [seconds.max() / max(sample.kernel.max(), 1e-12) for seconds, sample in zip(estimated, samples, strict=True)]
-        if abs(math.log(max(float(np.median(ratios)), 1e-12))) > _OFF:
+        factors = correction.kernel_factors
+        estimated = [
+            self.measured_ranks.scale_by_speed(sample.estimate_seconds(factors)) for sample in samples
+        ]
+        ratios = [
+            seconds.max() / max(sample.kernel.max(), 1e-12)
+            for seconds, sample in zip(estimated, samples, strict=True)
+        ]
+        if abs(math.log(max(float(np.median(ratios)), 1e-12))) > _TOLERANCE:
             return True
-        return bool(np.abs(np.log(_speeds(estimated, samples))).max() > _SPEED_OFF)
+        return bool(np.abs(np.log(_compute_speeds(estimated, samples))).max() > _SPEED_TOLERANCE)
 
-    def _fit(self, fitted: _Fitted, samples: Sequence[Observation]) -> list[str]:
-        before, ranks_before, changes = fitted.correction, self.measured, []
+    def _fit_rates(self, rates: _KindRates, samples: Sequence[Observation]) -> list[str]:
+        """Fit factors of kernels and speeds of ranks, and return the changes as sentences."""
+        correction_before = rates.correction
+        ranks_before = self.measured_ranks
+        changes = []
         count = len(samples[0].kernel)
-        speeds = np.array(self.measured.list_speeds(count))
-        factors = before.kernel
-        for _ in range(3):  # what is a rank's and what is the kernel's tell each other apart in turns
-            factors = _factors(samples, speeds)
-            speeds = _speeds([sample.estimated(factors) for sample in samples], samples)
-        alike = bool(np.abs(np.log(speeds)).max() <= _SPEED_OFF)
-        if alike:
-            factors = _factors(samples, np.ones(count))
-        self.measured = UNIFORM_RANKS if alike else Ranks.of([_rounded(speed) for speed in speeds])
-        task, byte, flop = (_rounded(float(np.clip(factor, *_FACTORS))) for factor in factors)
-        fitted.correction = replace(before, task=task, byte=byte, flop=flop)
-        fitted.new.clear()
-        if fitted.correction != before:
-            times = [sample.estimated(fitted.correction.kernel).max() / sample.parts.sum(axis=1).max() for sample in samples]
-            changes.append(f"attention takes {np.median(times):.3g} times as long as the cost model says")
-        if self.measured != ranks_before:
-            changes.append(_said_of(self.measured))
+        speeds = np.array(ranks_before.list_speeds(count))
+        factors = correction_before.kernel_factors
+        for _ in range(3):  # in turns, as each of the two needs the other
+            factors = _fit_factors(samples, speeds)
+            estimated = [sample.estimate_seconds(factors) for sample in samples]
+            speeds = _compute_speeds(estimated, samples)
+        if np.abs(np.log(speeds)).max() <= _SPEED_TOLERANCE:
+            factors = _fit_factors(samples, np.ones(count))
+            self.measured_ranks = UNIFORM_RANKS
+        else:
+            self.measured_ranks = Ranks.of([_round_rate(speed) for speed in speeds])
+        rounded = [_round_rate(float(np.clip(factor, *_FACTOR_RANGE))) for factor in factors]
+        task, byte, flop = rounded
+        rates.correction = replace(correction_before, task=task, byte=byte, flop=flop)
+        rates.new_samples.clear()
+        if rates.correction != correction_before:
+            factors = rates.correction.kernel_factors
+            times = np.median(
+                [
+                    sample.estimate_seconds(factors).max() / sample.parts.sum(axis=1).max()
+                    for sample in samples
+                ]
+            )
+            changes.append(f"attention takes {times:.3g} times as long as the cost model says")
+        if self.measured_ranks != ranks_before:
+            changes.append(_describe_ranks(self.measured_ranks))
         return changes
 
     @staticmethod
-    def _learn_exchange(fitted: _Fitted, sample: Observation) -> list[str]:
+    def _learn_exchange(rates: _KindRates, sample: Observation) -> list[str]:
+        """Fit the factor of exchanges, schedule trials, and return the changes as sentences."""
         changes: list[str] = []
-        if not sample.moved:
-            fitted.still += fitted.slower is not None
-            if fitted.still >= fitted.wait:
-                fitted.trying, fitted.still = True, 0
+        if not sample.has_exchange:
+            rates.idle_micro_batches += rates.slowdown is not None
+            if rates.idle_micro_batches >= rates.trial_interval:
+                rates.is_in_trial = True
+                rates.idle_micro_batches = 0
             return changes
-        tried, fitted.trying = fitted.trying, False
-        if fitted.slower is not None and not tried:  # planned in a trial before that told anything: the next one has to wait
-            fitted.still = max(fitted.still - math.ceil(max(sample.loss, 0) / _TRIAL_SHARE), -_LAST_TRIAL)
-        moved = [other for other in fitted.new if other.moved] or [sample]
-        factors = [factor for other in moved if (factor := other.exchange_factor()) is not None]
-        clear = all(other.loss > _SLOWER - 1 for other in moved)
-        if not factors or len(moved) < (1 if tried else _CLEAR if clear else _ENOUGH):
+        was_in_trial = rates.is_in_trial
+        rates.is_in_trial = False
+        if rates.slowdown is not None and not was_in_trial:
+            # Another micro-batch of an earlier trial. Its cost puts off the next trial.
+            cost = math.ceil(max(sample.slowdown, 0) / _TRIAL_SHARE)
+            rates.idle_micro_batches = max(rates.idle_micro_batches - cost, -_MAX_TRIAL_INTERVAL)
+        samples = [other for other in rates.new_samples if other.has_exchange] or [sample]
+        all_factors = [other.compute_exchange_factor() for other in samples]
+        factors = [factor for factor in all_factors if factor is not None]
+        required = _MIN_SAMPLES
+        if was_in_trial:
+            required = 1
+        elif all(other.slowdown > _CLEAR_SLOWDOWN for other in samples):
+            required = _MIN_CLEAR_SAMPLES
+        if not factors or len(samples) < required:
             return changes
-        factor = _rounded(float(np.clip(np.median(factors), *_FACTORS)))
-        loss = float(np.median([other.loss for other in moved]))
-        change = abs(factor - fitted.correction.exchange) * float(sample.exchange.max())
-        if change > (_OFF if loss <= 0 else 0) * float(sample.kernel.max()):
-            fitted.correction = replace(fitted.correction, exchange=factor)
+        factor = _round_rate(float(np.clip(np.median(factors), *_FACTOR_RANGE)))
+        slowdown = float(np.median([other.slowdown for other in samples]))
+        change = abs(factor - rates.correction.exchange) * float(sample.estimated_exchange.max())
+        if change > (_TOLERANCE if slowdown <= 0 else 0) * float(sample.kernel.max()):
+            rates.correction = replace(rates.correction, exchange=factor)
             changes.append(f"exchanges take {factor:.3g} times as long as the cost model says")
-            fitted.new.clear()
-        if loss <= 0:
-            fitted.slower, fitted.wait = None, _FIRST_TRIAL
+            rates.new_samples.clear()
+        if slowdown <= 0:
+            rates.slowdown = None
+            rates.trial_interval = _MIN_TRIAL_INTERVAL
         else:
-            again = 2 * fitted.wait if tried else fitted.wait
-            fitted.slower, fitted.wait = loss, min(max(again, math.ceil(loss / _TRIAL_SHARE)), _LAST_TRIAL)
+            rates.slowdown = slowdown
+            interval = 2 * rates.trial_interval if was_in_trial else rates.trial_interval
+            interval = max(interval, math.ceil(slowdown / _TRIAL_SHARE))
+            rates.trial_interval = min(interval, _MAX_TRIAL_INTERVAL)
         return changes
 
 
-def is_corrected(config: DistCAConfig) -> bool:
-    """Return whether cost models are corrected: not a user's own model, and not in
-    deterministic mode, because times do not repeat.
+def can_correct_rates(config: DistCAConfig) -> bool:
+    """Return whether cost models are corrected by measurements.
+
+    A user's own model is not, nor is any in deterministic mode, because times do not repeat.
     """
-    given = isinstance(config.cost_model, CostModel)
-    return config.measured_rates and not given and not torch.are_deterministic_algorithms_enabled()
+    if isinstance(config.cost_model, CostModel) or torch.are_deterministic_algorithms_enabled():
+        return False
+    return config.measured_rates
 
 
-def _speeds(estimated: Sequence[FloatArray], samples: Sequence[Observation]) -> FloatArray:
-    """Compute the relative speed of each rank, (ranks,): estimated
-    seconds divided by measured ones.
+def _compute_speeds(estimated: Sequence[FloatArray], samples: Sequence[Observation]) -> FloatArray:
+    """Compute the relative speed of each rank, (ranks,): estimated by measured seconds.
 
-    Ranks with next to nothing to do are left out.
+    Samples in which a rank has next to nothing to do are left out.
     """
     ratios = np.full((len(samples), len(samples[0].kernel)), np.nan)
     for ratio, seconds, sample in zip(ratios, estimated, samples, strict=True):
-        tells = (seconds > 0.2 * seconds.mean()) & (sample.kernel > 0)
-        ratio[tells] = seconds[tells] / sample.kernel[tells]
+        has_work = (seconds > 0.2 * seconds.mean()) & (sample.kernel > 0)
+        ratio[has_work] = seconds[has_work] / sample.kernel[has_work]
     known = ~np.isnan(ratios).all(axis=0)
     speeds = np.ones(ratios.shape[1])
     if known.any():
@@ -273,53 +351,67 @@ def _speeds(estimated: Sequence[FloatArray], samples: Sequence[Observation]) -> 
     return speeds
 
 
-def _factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArray:
+def _fit_factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArray:
     """Fit factors >= 0 on the seconds of tasks, bytes and flops, on ranks of these speeds: (3,).
 
     This is least squares on relative errors, with a pull of each factor towards the common one. A
     part whose share of all seconds is below the square root of the pull hardly gets a factor of its
     own.
+
+    Args:
+        samples: samples of the same number of ranks.
+        speeds: (ranks,) relative speeds.
     """
     parts = np.concatenate([sample.parts / speeds[:, None] for sample in samples])
-    taken = np.concatenate([sample.kernel for sample in samples])
-    use = (taken > 0) & (parts.sum(axis=1) > 0)
-    if not use.any():
+    measured = np.concatenate([sample.kernel for sample in samples])
+    is_usable = (measured > 0) & (parts.sum(axis=1) > 0)
+    if not is_usable.any():
         return np.ones(3)
-    scaled = parts[use] / taken[use][:, None]
+    scaled = parts[is_usable] / measured[is_usable][:, None]
     common = float(np.median(1 / scaled.sum(axis=1)))
     scaled = scaled * common  # factors are about 1 from here on
     rows = len(scaled)
-    products = [[_sum(scaled[:, i] * scaled[:, j]) + _PULL * rows * (i == j) for j in range(3)] for i in range(3)]
-    wanted = [_sum(scaled[:, i]) + _PULL * rows for i in range(3)]
+    products = [
+        [_sum_in_order(scaled[:, i] * scaled[:, j]) + _PULL * rows * (i == j) for j in range(3)]
+        for i in range(3)
+    ]
+    targets = [_sum_in_order(scaled[:, i]) + _PULL * rows for i in range(3)]
     factors = [1.0, 1.0, 1.0]
     for _ in range(100):
         for i in range(3):
-            rest = math.fsum(products[i][j] * factors[j] for j in range(3) if j != i)
-            factors[i] = max(0.0, (wanted[i] - rest) / products[i][i])
+            others = math.fsum(products[i][j] * factors[j] for j in range(3) if j != i)
+            factors[i] = max(0.0, (targets[i] - others) / products[i][i])
     return np.array(factors) * common
 
 
-def _sum(values: FloatArray) -> float:
+def _sum_in_order(values: FloatArray) -> float:
     """Sum values in a fixed order."""
     return float(np.bincount(np.zeros(len(values), dtype=np.int64), weights=values)[0])
 
 
-def _rounded(value: float) -> float:
-    """Round to three digits: the last bits differ between processors,
-    and ranks must have the same value.
-    """
+def _round_rate(value: float) -> float:
+    """Round to three digits, because last bits differ between processors."""
     return float(f"{value:.3g}")
 
 
-def _said_of_kind(kind: Kind) -> str:
+def _describe_kind(kind: Kind) -> str:
     shape, device = kind
-    width = shape.head_dim if shape.head_dim == shape.value_head_dim else f"{shape.head_dim} and {shape.value_head_dim}"
-    return f"{shape.query_heads}:{shape.key_value_heads} heads of {width}, {shape.element_bytes} bytes, {device}"
+    width = f"{shape.head_dim}"
+    if shape.head_dim != shape.value_head_dim:
+        width += f" and {shape.value_head_dim}"
+    heads = f"{shape.query_heads}:{shape.key_value_heads} heads of {width}"
+    return f"{heads}, {shape.element_bytes} bytes, {device}"
 
 
-def _said_of(ranks: Ranks) -> str:
+def _describe_ranks(ranks: Ranks) -> str:
     if ranks.speeds is None:
         return "all ranks are equally fast"
-    others = [(rank, speed) for rank, speed in enumerate(ranks.speeds) if abs(math.log(speed)) > _SPEED_OFF]
-    listed = ", ".join(f"rank {rank} takes {1 / speed:.2f} times as long as others" for rank, speed in others[:8])
-    return listed + (f", and {len(others) - 8} more differ" if len(others) > 8 else "")
+    different = [
+        f"rank {rank} takes {1 / speed:.2f} times as long as others"
+        for rank, speed in enumerate(ranks.speeds)
+        if abs(math.log(speed)) > _SPEED_TOLERANCE
+    ]
+    sentence = ", ".join(different[:8])
+    if len(different) > 8:
+        sentence += f", and {len(different) - 8} more differ"
+    return sentence

@@ -2,5 +2,5 @@
 
 No model, no processes.
 
-May import `schedule`, `agreement.dealt`, `agreement.document_starts` and `agreement.documents`.
+May import `schedule`, `agreement.dealt_share`, `agreement.document_starts` and `agreement.documents`.
 """

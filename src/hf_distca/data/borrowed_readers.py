@@ -11,16 +11,17 @@ from typing import Any
 
 from torch.utils.data._utils import worker
 
-__all__ = ["in_no_worker", "kept_rows", "ranks_of_split"]
+__all__ = ["count_split_ranks", "get_row_indices", "hide_worker_info"]
 
 
 # ---- torch 2.13.0
 
 
 @contextmanager
-def in_no_worker() -> Iterator[None]:
-    """Make `torch.utils.data.get_worker_info` return None in a
-    loader's worker; no public function can.
+def hide_worker_info() -> Iterator[None]:
+    """Make `torch.utils.data.get_worker_info` return None in a loader's worker.
+
+    No public function can.
     """
     info = worker._worker_info
     worker._worker_info = None
@@ -33,16 +34,18 @@ def in_no_worker() -> Iterator[None]:
 # ---- datasets 5.2.0
 
 
-def ranks_of_split(stream: Any) -> int:
-    """Return the number of ranks among which
-    `datasets.distributed.split_dataset_by_node` divided a stream; 1 if it did not.
+def count_split_ranks(stream: Any) -> int:
+    """Count the ranks among which `datasets.distributed.split_dataset_by_node` divided a stream.
+
+    The count of an undivided stream is 1.
     """
     split = getattr(stream, "_distributed", None)
     return 1 if split is None else int(split.world_size)
 
 
-def kept_rows(documents: Any) -> Any:
-    """Return the table whose first column holds the numbers of stored rows
-    that a data set has; None for all rows.
+def get_row_indices(documents: Any) -> Any:
+    """Return a table whose first column holds the numbers of the stored rows that a data set has.
+
+    None if it has all of them.
     """
     return documents._indices

@@ -1,4 +1,4 @@
-"""The collator: it packs documents and records their beginnings, or makes a batch of a share."""
+"""The collator, which packs documents into a row or makes a batch of a share."""
 
 from __future__ import annotations
 
@@ -12,57 +12,74 @@ import torch
 
 from hf_distca.agreement.document_starts import RowTokens
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.data.columns import COLUMNS, MASKS, NO_INPUTS, ForwardInputs, check_columns, flat
+from hf_distca.data.columns import (
+    ROW_COLUMNS,
+    TARGET_MASKS,
+    UNKNOWN_INPUTS,
+    ForwardInputs,
+    check_columns,
+    convert_integers,
+)
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["IGNORED_LABEL", "PackingCollator", "TokenRow", "documents_of", "targets_of"]
+__all__ = [
+    "IGNORED_LABEL",
+    "DocumentTokens",
+    "PackingCollator",
+    "make_labels",
+    "read_feature_documents",
+]
 
 _log = logging.getLogger("hf_distca")
 
 IGNORED_LABEL = -100
-_READ = COLUMNS | {"seq_lengths", "position_ids"}
+_READ_COLUMNS = ROW_COLUMNS | {"seq_lengths", "position_ids"}
 
 
-class TokenRow(NamedTuple):
+class DocumentTokens(NamedTuple):
     """A document of a row: tokens, labels and positions, each (tokens,) int64."""
 
     tokens: IntArray
     labels: IntArray
     positions: IntArray
 
-    def check_counts_on(self) -> None:
-        """Raise if positions do not count on: dealing takes documents
-        by their places, and would lose them.
-        """
-        if (jumps := np.flatnonzero(np.diff(self.positions) != 1)).size:
+    def check_positions(self) -> None:
+        """Raise `LayoutError` if positions do not count on: dealing would lose them."""
+        jumps = np.flatnonzero(np.diff(self.positions) != 1)
+        if len(jumps):
             token = int(jumps[0])
             raise LayoutError(
-                f"positions of a document go from {self.positions[token]} to {self.positions[token + 1]}: they would be lost "
-                "where it is dealt to ranks. Train with PackingCollator, which keeps them, and documents that fit a rank."
+                f"positions of a document go from {self.positions[token]} to "
+                f"{self.positions[token + 1]}: they would be lost where it is dealt to ranks. "
+                "Train with PackingCollator, which keeps them, and documents that fit a rank."
             )
 
 
-def targets_of(tokens: IntArray, masks: Collection[IntArray]) -> IntArray:
-    """Return the labels of tokens without labels of their own: the
-    tokens, where all masks are 1, as in TRL.
+def make_labels(tokens: IntArray, masks: Collection[IntArray]) -> IntArray:
+    """Make the labels of tokens without a column of labels, as TRL does.
+
+    Args:
+        tokens: (tokens,) int64.
+        masks: (tokens,) each; tokens are targets where all of them are 1.
     """
-    return tokens if not masks else np.where(np.all(np.stack(list(masks)), axis=0), tokens, IGNORED_LABEL)
+    if not masks:
+        return tokens
+    return np.where(np.all(np.stack(list(masks)), axis=0), tokens, IGNORED_LABEL)
 
 
 @dataclass(frozen=True, slots=True)
 class PackingCollator:
-    """Packs the documents of a batch into one row, without padding, and
-    attaches their lengths as a host-side object.
+    """Collator that packs the documents of a batch into one row, without padding.
 
     A feature is a row of tokens, ``{"input_ids": [...]}``, or a list of documents, ``{"documents":
-    [[...], [...]]}``. A row is one document, unless ``seq_lengths`` (tokens of each), its own
-    ``position_ids``, or an ``attention_mask`` of larger numbers than 1 say which documents it has.
-    ``labels`` are its labels; without them, tokens are targets where ``completion_mask`` and
-    ``assistant_masks`` are 1, or everywhere. Padding, where ``attention_mask`` is 0, is cut off.
-    Each column is a flat list, numpy array or tensor of integers. Documents without tokens are
-    dropped. Other columns of numbers are refused if they are inputs of the model, or if no model is
-    given.
+    [[...], [...]]}``. A row is one document, unless ``seq_lengths`` (tokens of each document),
+    ``position_ids``, or an ``attention_mask`` with numbers above 1 say which documents it holds.
+    ``labels`` are its labels. Without them, tokens are targets where ``completion_mask`` and
+    ``assistant_masks`` are 1; without these, all tokens are. Padding, where ``attention_mask`` is
+    0, is removed. Each column is a flat list, numpy array or tensor of integers. Documents without
+    tokens are dropped. Other columns of numbers are refused if they are inputs of the model, or if
+    no model is given.
 
     With a data set of shares (`hf_distca.document_shares`), a batch is exactly one share, which is
     packed already.
@@ -70,10 +87,11 @@ class PackingCollator:
     With several processes, an iterable dataset needs
     ``TrainingArguments(accelerator_config={"dispatch_batches": False})``: see `check_loader`.
 
-    Returns a batch of int64 tensors (1, tokens): ``input_ids``, ``labels`` (the first token of each
-    document is ignored, as nothing before it belongs to it) and ``position_ids`` (each document
-    from 0, or as the row skips them), and ``distca_documents``. A share has ``shift_labels``, too:
-    the next token's label for each token, also where that token lies on another rank.
+    A batch has int64 tensors (1, tokens), and their documents on the host: ``input_ids``;
+    ``labels``, where the first token of each document is ignored, as nothing before it belongs to
+    the document; ``position_ids``, from 0 in each document, or with the row's own jumps; and
+    ``distca_documents``. A share also has ``shift_labels``, the label of the next token for each
+    token, even where that token lies on another rank.
 
     Args:
         model: the model that trains on the batches; its signature gives the inputs. Without it, any
@@ -81,7 +99,7 @@ class PackingCollator:
     """
 
     model: InitVar[Any] = None
-    _inputs: ForwardInputs = field(init=False, repr=False, default=NO_INPUTS)
+    _inputs: ForwardInputs = field(init=False, repr=False, default=UNKNOWN_INPUTS)
 
     def __post_init__(self, model: Any) -> None:
         object.__setattr__(self, "_inputs", ForwardInputs.of(model))
@@ -90,130 +108,180 @@ class PackingCollator:
         """Pack one batch.
 
         Raises:
-            LayoutError: if features are of another form, hold no tokens, have padding between tokens, have other columns that
-                would change what is trained, or are several shares.
+            LayoutError: if features are of another form, hold no tokens, have padding between
+                tokens or other columns that would change what is trained, or are several shares.
         """
         if any(map(_is_share, features)):
-            return _batch_of_share(features)
-        documents = [row for feature in features for row in documents_of(feature, self._inputs) if len(row.tokens)]
+            return _make_share_batch(features)
+        documents = [
+            document
+            for feature in features
+            for document in read_feature_documents(feature, self._inputs)
+            if len(document.tokens)
+        ]
         if not documents:
-            raise LayoutError(f"{len(features)} features hold no tokens: drop empty documents before batching.")
+            raise LayoutError(
+                f"{len(features)} features hold no tokens: drop empty documents before batching."
+            )
         ids, labels, positions = (np.concatenate(parts) for parts in zip(*documents, strict=True))
-        packed = PackedDocuments([len(row.tokens) for row in documents])
+        packed = PackedDocuments([len(document.tokens) for document in documents])
         labels[packed.positions == 0] = IGNORED_LABEL
         if not (labels != IGNORED_LABEL).any():
             _warn_of_no_targets(len(ids))
         rows = {"input_ids": ids, "labels": labels, "position_ids": positions}
-        return {**{name: torch.from_numpy(row)[None] for name, row in rows.items()}, "distca_documents": packed}
+        return {
+            **{name: torch.from_numpy(row)[None] for name, row in rows.items()},
+            "distca_documents": packed,
+        }
 
 
-_said: set[str] = set()
+_warnings_given: set[str] = set()
 
 
 def _warn_of_no_targets(tokens: int) -> None:
-    """Warn once a process that a batch has no targets: its loss is no number, or trains nothing."""
-    if not _said:
-        _said.add("no targets")
+    """Warn, once in a process, that a batch has no targets: its loss is nan, or trains nothing."""
+    if not _warnings_given:
+        _warnings_given.add("no targets")
         _log.warning(
-            "none of the %d tokens of a batch is a target: labels are %d, or completion_mask and assistant_masks 0, throughout. "
-            "Its loss is nan, or trains nothing. This is said once.",
-            *(tokens, IGNORED_LABEL),
+            "none of the %d tokens of a batch is a target: labels are %d, or completion_mask and "
+            "assistant_masks 0, throughout. Its loss is nan, or trains nothing. This is said "
+            "once.",
+            tokens,
+            IGNORED_LABEL,
         )
 
 
 def _is_share(feature: object) -> bool:
     packed = feature.get("distca_documents") if isinstance(feature, Mapping) else None
-    return isinstance(packed, PackedDocuments) and packed.dealt is not None
+    return isinstance(packed, PackedDocuments) and packed.dealt_share is not None
 
 
-def _batch_of_share(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _make_share_batch(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if len(features) != 1:
         raise LayoutError(
-            f"a batch of {len(features)} shares: a share is all that a rank gets of a global batch, and tokens_per_rank sets its "
-            "size. Set per_device_train_batch_size=1 (and per_device_eval_batch_size=1)."
+            f"a batch of {len(features)} shares: a share is all that a rank gets of a global "
+            "batch, and tokens_per_rank sets its size. Set per_device_train_batch_size=1 (and "
+            "per_device_eval_batch_size=1)."
         )
     (share,) = features
-    return {name: row[None] if isinstance(row, torch.Tensor) else row for name, row in share.items()}
+    return {
+        name: row[None] if isinstance(row, torch.Tensor) else row for name, row in share.items()
+    }
 
 
-def documents_of(feature: Mapping[str, Any], inputs: ForwardInputs = NO_INPUTS) -> list[TokenRow]:
-    """Read the documents of a feature, as `PackingCollator` does for a model with these inputs."""
+def read_feature_documents(
+    feature: Mapping[str, Any], inputs: ForwardInputs = UNKNOWN_INPUTS
+) -> list[DocumentTokens]:
+    """Read the documents of a feature, as `PackingCollator` does for a model with these inputs.
+
+    Raises:
+        LayoutError: see `PackingCollator`.
+    """
     if not isinstance(feature, Mapping):
-        raise LayoutError(f"a feature is of {type(feature)}; it must be a mapping with 'input_ids' or 'documents'.")
+        raise LayoutError(
+            f"a feature is of {type(feature)}; it must be a mapping with 'input_ids' or "
+            "'documents'."
+        )
     if "documents" in feature:
-        beside = sorted(_READ & feature.keys())
-        if beside:
-            raise LayoutError(f"a feature has 'documents' and {beside[0]!r}, which would not be read: give rows of 'input_ids'.")
+        unread = sorted(_READ_COLUMNS & feature.keys())
+        if unread:
+            raise LayoutError(
+                f"a feature has 'documents' and {unread[0]!r}, which would not be read: give rows "
+                "of 'input_ids'."
+            )
         check_columns(feature, 0, {"documents"}, inputs)
-        documents = [flat(tokens, "input_ids") for tokens in feature["documents"]]
-        return [TokenRow(tokens, tokens, np.arange(len(tokens))) for tokens in documents]
+        documents = [convert_integers(tokens, "input_ids") for tokens in feature["documents"]]
+        return [DocumentTokens(tokens, tokens, np.arange(len(tokens))) for tokens in documents]
     if "input_ids" not in feature:
-        raise LayoutError(f"a feature has the keys {sorted(feature)}; it needs 'input_ids' or 'documents'.")
-    row = {name: flat(feature[name], name, "iub" if "mask" in name else "iu") for name in _READ if feature.get(name) is not None}
-    count, lengths = len(row["input_ids"]), row.pop("seq_lengths", None)
-    check_columns(feature, count, _READ, inputs)
+        raise LayoutError(
+            f"a feature has the keys {sorted(feature)}; it needs 'input_ids' or 'documents'."
+        )
+    row = {
+        name: convert_integers(feature[name], name, "iub" if "mask" in name else "iu")
+        for name in _READ_COLUMNS
+        if feature.get(name) is not None
+    }
+    count = len(row["input_ids"])
+    lengths = row.pop("seq_lengths", None)
+    check_columns(feature, count, _READ_COLUMNS, inputs)
     for name, column in row.items():
         if len(column) != count:
-            raise LayoutError(f"a row has {count} input_ids and {len(column)} numbers in its {name}: they must match.")
+            raise LayoutError(
+                f"a row has {count} input_ids and {len(column)} numbers in its {name}: they must "
+                "match."
+            )
     mask = row.pop("attention_mask", None)
-    kept = _tokens_kept(mask, count)
-    row = {name: column[kept] for name, column in row.items()}
-    labels = row["labels"] if "labels" in row else targets_of(row["input_ids"], [row[name] for name in MASKS if name in row])
-    numbers = None if mask is None else mask[kept]
-    starts = _starts(len(labels), lengths, _read_starts(row.get("position_ids"), numbers))
-    columns = row["input_ids"], labels, row.get("position_ids", np.arange(len(labels)))
+    indices = _find_real_tokens(mask, count)
+    row = {name: column[indices] for name, column in row.items()}
+    ids = row["input_ids"]
+    masks = [row[name] for name in TARGET_MASKS if name in row]
+    labels = row["labels"] if "labels" in row else make_labels(ids, masks)
+    mask_numbers = None if mask is None else mask[indices]
+    starts = _find_starts(row.get("position_ids"), mask_numbers)
+    starts = _choose_starts(len(ids), lengths, starts)
+    columns = ids, labels, row.get("position_ids", np.arange(len(ids)))
     parts = zip(*(np.split(column, starts[1:]) for column in columns), strict=True)
-    return [TokenRow(ids, targets, place - place[:1]) for ids, targets, place in parts]
+    return [
+        DocumentTokens(ids, labels, positions - positions[:1]) for ids, labels, positions in parts
+    ]
 
 
-def _read_starts(positions: IntArray | None, numbers: IntArray | None) -> IntArray | None:
-    """Find the beginnings of documents among the tokens of a row, by its positions
-    and the numbers in its mask; None without both.
+def _find_starts(positions: IntArray | None, mask_numbers: IntArray | None) -> IntArray | None:
+    """Find where documents of a row begin, by its positions and the numbers in its mask.
+
+    None if neither says anything.
     """
     count = 0 if positions is None else len(positions)
-    if numbers is not None and (numbers != 1).any():
-        count = len(numbers)
+    if mask_numbers is not None and (mask_numbers != 1).any():
+        count = len(mask_numbers)
     if not count:
         return None
     if positions is not None and positions[0] != 0:
         raise LayoutError(
-            f"position_ids[0] of a row is {positions[0]}, where a document begins: each counts from 0. Rows of which other ranks "
-            "hold the rest are not packed here."
+            f"position_ids[0] of a row is {positions[0]}, where a document begins: each counts "
+            "from 0. Rows of which other ranks hold the rest are not packed here."
         )
-    return RowTokens.of(np.arange(count) if positions is None else positions, numbers, count).document_starts(training=True)
+    positions = np.arange(count) if positions is None else positions
+    return RowTokens.of(positions, mask_numbers, count).find_document_starts(training=True)
 
 
-def _starts(tokens: int, lengths: IntArray | None, read: IntArray | None) -> IntArray:
-    """Find the beginnings of documents in a row: by its lengths, or as read
-    from positions and mask, or one document.
+def _choose_starts(
+    tokens: int, lengths: IntArray | None, found_starts: IntArray | None
+) -> IntArray:
+    """Choose the places in a row where documents begin.
+
+    They are those of its lengths or, without lengths, those found by positions and mask; without
+    either, the row is one document.
     """
     if lengths is None:
-        return np.zeros(1, dtype=np.int64) if read is None else read
+        return np.zeros(1, dtype=np.int64) if found_starts is None else found_starts
     if lengths.min(initial=0) < 0 or lengths.sum() != tokens:
         raise LayoutError(
-            f"seq_lengths of a row are of {lengths.sum()} tokens, and it has {tokens} without padding: they must match, and each "
-            "be at least 0."
+            f"seq_lengths of a row are of {lengths.sum()} tokens, and it has {tokens} without "
+            "padding: they must match, and each be at least 0."
         )
-    counted = None if read is None else np.diff(read, append=tokens)
-    if counted is not None and not np.array_equal(counted, lengths[lengths > 0]):
-        raise LayoutError(
-            f"seq_lengths of a row, {lengths}, and its position_ids or attention_mask, {counted}, tell of other documents: give "
-            "one of them."
-        )
+    if found_starts is not None:
+        found_lengths = np.diff(found_starts, append=tokens)
+        if not np.array_equal(found_lengths, lengths[lengths > 0]):
+            raise LayoutError(
+                f"seq_lengths of a row, {lengths}, and its position_ids or attention_mask, "
+                f"{found_lengths}, tell of other documents: give one of them."
+            )
     starts: IntArray = np.cumsum(lengths) - lengths
     return starts
 
 
-def _tokens_kept(mask: IntArray | None, count: int) -> IntArray:
-    """Return the tokens of a padded row that are not padding."""
+def _find_real_tokens(mask: IntArray | None, count: int) -> IntArray:
+    """Find the indices of a row's tokens that are not padding, (tokens,) int64."""
     if mask is None:
         return np.arange(count)
-    kept = np.flatnonzero(mask)
-    inside = (np.diff(kept) > 1) & (np.diff(mask[kept]) == 0)
-    if inside.any():
-        hole = int(kept[np.flatnonzero(inside)[0]]) + 1
+    indices = np.flatnonzero(mask)
+    is_before_hole = (np.diff(indices) > 1) & (np.diff(mask[indices]) == 0)
+    if is_before_hole.any():
+        hole = int(indices[np.flatnonzero(is_before_hole)[0]]) + 1
         raise LayoutError(
-            f"attention_mask[{hole}] of a document is 0, between tokens {kept[0]} and {kept[-1]}: only padding before and after "
-            "the tokens can be cut off. Give the parts as documents of their own."
+            f"attention_mask[{hole}] of a document is 0, between tokens {indices[0]} and "
+            f"{indices[-1]}: only padding before and after the tokens can be cut off. Give the "
+            "parts as documents of their own."
         )
-    return kept
+    return indices

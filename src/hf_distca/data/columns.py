@@ -1,6 +1,4 @@
-"""Columns of rows: those that are read, and those that would
-be lost although the model takes them.
-"""
+"""Columns of rows: those that are read, and those that would be lost."""
 
 from __future__ import annotations
 
@@ -18,15 +16,27 @@ import torch
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["COLUMNS", "MASKS", "NO_INPUTS", "ForwardInputs", "check_column", "check_columns", "flat"]
+__all__ = [
+    "ROW_COLUMNS",
+    "TARGET_MASKS",
+    "UNKNOWN_INPUTS",
+    "ForwardInputs",
+    "check_column",
+    "check_columns",
+    "convert_integers",
+]
 
 _log = logging.getLogger("hf_distca")
 
-MASKS = ("completion_mask", "assistant_masks")  # 1 for tokens that are targets, where a row has no labels
-COLUMNS = frozenset({"input_ids", "labels", "attention_mask", *MASKS})  # what is read of a row
-# Columns that say what documents and targets a row has, in a way that is not read here: without them it would be trained on as
-# something else, whatever the model takes.
-_TELLING = frozenset({"shift_labels", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "distca_documents"})
+# Masks that are 1 for targets, read where a row has no labels.
+TARGET_MASKS = ("completion_mask", "assistant_masks")
+# Columns that are read.
+ROW_COLUMNS = frozenset({"input_ids", "labels", "attention_mask", *TARGET_MASKS})
+# Columns that are not read, but say which documents and targets a row has: without them, a model
+# would train on something else.
+_DOCUMENT_COLUMNS = frozenset(
+    {"shift_labels", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "distca_documents"}
+)
 
 
 @dataclass(frozen=True)
@@ -41,74 +51,92 @@ class ForwardInputs:
 
     @classmethod
     def of(cls, model: Any) -> ForwardInputs:
-        """Read the arguments of a model, or of the model inside an adapter or a
-        wrapper; they are unknown for a config or None.
+        """Read the arguments of a model, or of the model inside an adapter or a wrapper.
+
+        They are unknown for anything else, such as a config.
         """
         if not isinstance(model, torch.nn.Module):
-            return NO_INPUTS
-        if callable(unwrap := getattr(model, "get_base_model", None)):  # of adapters
+            return UNKNOWN_INPUTS
+        unwrap = getattr(model, "get_base_model", None)  # of adapters
+        if callable(unwrap):
             return cls.of(unwrap())
-        if isinstance(inner := getattr(model, "module", None), torch.nn.Module):  # of engines
+        inner = getattr(model, "module", None)  # of engines
+        if isinstance(inner, torch.nn.Module):
             return cls.of(inner)
         parameters = inspect.signature(model.forward).parameters.values()
-        names = tuple(known.name for known in parameters if known.kind in (known.POSITIONAL_OR_KEYWORD, known.KEYWORD_ONLY))
+        names = tuple(
+            parameter.name
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        )
         return cls(names or None)
 
 
-NO_INPUTS = ForwardInputs()
+UNKNOWN_INPUTS = ForwardInputs()
 
 
-def check_columns(row: Mapping[str, Any], tokens: int, read: Collection[str], inputs: ForwardInputs) -> None:
-    """Raise if a column is not read and may be an input of the model; warn
-    about other columns with a number per token.
+def check_columns(
+    row: Mapping[str, Any], tokens: int, read_columns: Collection[str], inputs: ForwardInputs
+) -> None:
+    """Raise if a column is not read and may be an input of the model.
+
+    Warn about other columns with a number for each token.
 
     Args:
-        row, tokens: a row, and its number of tokens.
-        read: the columns that the caller reads.
+        row: the row.
+        tokens: number of its tokens.
+        read_columns: the columns that the caller reads.
         inputs: inputs of the model that trains on it.
 
     Raises:
         LayoutError: names the column.
     """
-    for name in row.keys() - set(read):
+    for name in row.keys() - set(read_columns):
         value = row[name]
         if value is None:
             continue
-        numbers = _has_numbers(value)
-        check_column(name, read, inputs, numbers=numbers)
-        if inputs.names is not None and numbers and len(value) == tokens > 1:
-            _warn_of_column(name, tuple(sorted(read)))
+        has_numbers = _has_numbers(value)
+        check_column(name, read_columns, inputs, has_numbers=has_numbers)
+        if inputs.names is not None and has_numbers and len(value) == tokens > 1:
+            _warn_of_unread_column(name, tuple(sorted(read_columns)))
 
 
-def check_column(name: str, read: Collection[str], inputs: ForwardInputs, *, numbers: bool) -> None:
-    """Raise if a column that is not read is an input of the model or, for
-    an unknown model, has lists of `numbers`.
+def check_column(
+    name: str, read_columns: Collection[str], inputs: ForwardInputs, *, has_numbers: bool
+) -> None:
+    """Raise if a column that is not read may be an input of the model.
+
+    Args:
+        name: name of the column.
+        read_columns: the columns that the caller reads.
+        inputs: inputs of the model; any column of numbers may be an input of an unknown one.
+        has_numbers: True if the column has lists of numbers.
 
     Raises:
-        LayoutError: names it.
+        LayoutError: names the column.
     """
-    only = f"only {', '.join(sorted(read))} are read"
-    if name in _TELLING:
+    only = f"only {', '.join(sorted(read_columns))} are read"
+    if name in _DOCUMENT_COLUMNS:
         raise LayoutError(
-            f"a row has a column {name!r}, which says what its documents or targets are, and would be lost here: {only}. Give "
-            "documents with labels of their own, and remove the column, or use another collator."
+            f"a row has a column {name!r}, which says what its documents or targets are, and would "
+            f"be lost here: {only}. Give documents with labels of their own, and remove the "
+            "column, or use another collator."
         )
-    if inputs.names is None and numbers:
+    if inputs.names is None and has_numbers:
         raise LayoutError(
-            f"a row has a column {name!r} of numbers, which may be an input of the model and would be lost here: {only}. Remove "
-            "the column; or say which model it is for, as in PackingCollator(model): what its forward does not take is left out."
+            f"a row has a column {name!r} of numbers, which may be an input of the model and would "
+            f"be lost here: {only}. Remove the column; or say which model it is for, as in "
+            "PackingCollator(model): what its forward does not take is left out."
         )
     if inputs.names is not None and name in inputs.names:
         raise LayoutError(
-            f"a row has a column {name!r}, an input of the model that would be lost here: {only}. Remove the column, or use "
-            "another collator."
+            f"a row has a column {name!r}, an input of the model that would be lost here: {only}. "
+            "Remove the column, or use another collator."
         )
 
 
 def _has_numbers(value: Any) -> bool:
-    """Return whether a value is a list, array or tensor of numbers, of any shape;
-    single numbers, texts and the like are not.
-    """
+    """Return whether a value is a list, array or tensor of numbers; a single number is not."""
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return bool(value.ndim) and (isinstance(value, torch.Tensor) or value.dtype.kind in "iufcb")
     while isinstance(value, (list, tuple)) and len(value):
@@ -121,20 +149,25 @@ def _has_numbers(value: Any) -> bool:
 
 
 @cache
-def _warn_of_column(name: str, read: tuple[str, ...]) -> None:
+def _warn_of_unread_column(name: str, read_columns: tuple[str, ...]) -> None:
     _log.warning(
-        "column %r has a number for each token, and is not read: only %s are. Remove it if it does not matter.",
+        "column %r has a number for each token, and is not read: only %s are. Remove it if it "
+        "does not matter.",
         name,
-        ", ".join(read),
+        ", ".join(read_columns),
     )
 
 
-def flat(values: Any, name: str, kinds: str = "iu") -> IntArray:
-    """Convert integers of a document, a list, array or tensor, to int64;
-    `kinds` are the accepted numpy kinds of dtype.
+def convert_integers(values: Any, name: str, kinds: str = "iu") -> IntArray:
+    """Convert a flat list, array or tensor of integers to int64, (values,).
+
+    Args:
+        values: the integers.
+        name: name of their column, for errors.
+        kinds: accepted kinds of numpy dtypes.
 
     Raises:
-        LayoutError: if they are no flat row of integers; calls them `name`.
+        LayoutError: if they are no flat row of integers.
     """
     try:
         row = values.numpy(force=True) if isinstance(values, torch.Tensor) else values
@@ -142,14 +175,21 @@ def flat(values: Any, name: str, kinds: str = "iu") -> IntArray:
             numbers = list(row)
             if numbers and isinstance(numbers[0], bool) and "b" not in kinds:
                 raise TypeError("they are bool")
-            # An `array` refuses what is no integer, and reads a list in a third of numpy's time.
+            # `array` accepts nothing but integers, and reads a list in a third of numpy's time.
             row = np.frombuffer(array("q", numbers), dtype=np.int64)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise LayoutError(f"the {name} of a document must be a flat list of integers ({error}).") from error
+        raise LayoutError(
+            f"the {name} of a document must be a flat list of integers ({error})."
+        ) from error
     if row.shape == (0,):
         return np.zeros(0, dtype=np.int64)  # empty arrays and tensors have any dtype
-    if row.ndim != 1 or row.dtype.kind not in kinds or (row.dtype == np.uint64 and row.max(initial=0) >= 2**63):
+    if (
+        row.ndim != 1
+        or row.dtype.kind not in kinds
+        or (row.dtype == np.uint64 and row.max(initial=0) >= 2**63)
+    ):
         raise LayoutError(
-            f"the {name} of a document must be a flat list of integers; here they are {row.dtype} of shape {row.shape}."
+            f"the {name} of a document must be a flat list of integers; here they are {row.dtype} "
+            f"of shape {row.shape}."
         )
     return row.astype(np.int64, copy=False)

@@ -9,90 +9,114 @@ from typing import Any
 
 import numpy as np
 
-from hf_distca.data.collator import targets_of
-from hf_distca.data.columns import MASKS, flat
+from hf_distca.data.collator import make_labels
+from hf_distca.data.columns import TARGET_MASKS, convert_integers
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["SAMPLED", "Piece", "digest_of"]
+__all__ = ["SAMPLE_COUNT", "DocumentPiece", "hash_pieces"]
 
-# Of so many documents at most, and of so many tokens at their beginning, middle and end, ranks compare what they read.
-SAMPLED, _TOKENS = 64, 64
-_PACKED_MASK = (
-    "it numbers the documents of a row that was packed already, which would be dealt as one. Give them one by one, as "
-    "PackingCollator takes such a row."
+# Ranks compare tokens of some documents: of so many at most, and so many tokens at the beginning,
+# in the middle and at the end of each.
+SAMPLE_COUNT = 64
+_SAMPLE_TOKENS = 64
+_PADDING_REMEDY = "documents over ranks come without padding. Tokenize with padding=False."
+_PACKED_MASK_REMEDY = (
+    "it numbers the documents of a row that was packed already, which would be dealt as one. Give "
+    "them one by one, as PackingCollator takes such a row."
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """Tokens [start, end) of a document, which are a document of their own in their global batch.
+class DocumentPiece:
+    """Tokens [start, end) of a document, trained on as a document of their own.
 
     Attributes:
-        row: the document, with values that can be sliced: ``input_ids``, and possibly ``labels``,
+        row: the document, by columns that can be sliced: ``input_ids``, and possibly ``labels``,
             ``attention_mask``, ``position_ids`` and the masks of targets; empty for padding.
-        start, end: in tokens of the document.
+        start, end: bounds of the piece, in tokens of the document.
     """
 
     row: Mapping[str, Any]
     start: int
     end: int
 
-    def tokens(self, begin: int, end: int) -> IntArray:
-        """Return the tokens [begin, end) of the piece.
+    def read_tokens(self, begin: int, end: int) -> IntArray:
+        """Read the tokens [begin, end) of the piece, (tokens,) int64.
 
         Raises:
-            LayoutError: if they are padding that the document came with, or fewer than the document was said to have.
+            LayoutError: if they are padding, do not count on in their document, or are fewer than
+                the document's length says.
         """
-        first = self.start + begin
-        if self._has("attention_mask") and (wrong := (mask := self._slice("attention_mask", begin, end, "iub")) != 1).any():
-            place, value = int(wrong.argmax()), int(mask[wrong.argmax()])
+        self._check_mask(begin, end)
+        self._check_positions(begin, end)
+        return self._read_slice("input_ids", begin, end)
+
+    def _check_mask(self, begin: int, end: int) -> None:
+        if not self._has_column("attention_mask"):
+            return
+        mask = self._read_slice("attention_mask", begin, end, "iub")
+        wrong = np.flatnonzero(mask != 1)
+        if len(wrong):
+            value = int(mask[wrong[0]])
+            remedy = _PACKED_MASK_REMEDY if value else _PADDING_REMEDY
+            token = self.start + begin + int(wrong[0])
+            raise LayoutError(f"attention_mask of a document is {value} at token {token}: {remedy}")
+
+    def _check_positions(self, begin: int, end: int) -> None:
+        if not self._has_column("position_ids"):
+            return
+        expected = np.arange(self.start + begin, self.start + end)
+        wrong = np.flatnonzero(self._read_slice("position_ids", begin, end) != expected)
+        if len(wrong):
             raise LayoutError(
-                f"attention_mask of a document is {value} at token {first + place}: "
-                + ("documents over ranks come without padding. Tokenize with padding=False." if value == 0 else _PACKED_MASK)
-            )
-        expected = np.arange(first, self.start + end)
-        if self._has("position_ids") and (wrong := self._slice("position_ids", begin, end) != expected).any():
-            place = first + int(wrong.argmax())
-            raise LayoutError(
-                f"position_ids of a document do not count on from 0 at token {place}: the row was packed already, and would be "
-                "dealt as one document, or skips positions, which would be lost where it is cut. Give its documents one by one, "
+                f"position_ids of a document do not count on from 0 at token {expected[wrong[0]]}: "
+                "the row was packed already, and would be dealt as one document, or skips "
+                "positions, which would be lost where it is cut. Give its documents one by one, "
                 "without position_ids."
             )
-        return self._slice("input_ids", begin, end)
 
-    def sample(self) -> IntArray:
-        """Return tokens at the beginning, in the middle and at the end of the piece, unchecked."""
+    def read_sample(self) -> IntArray:
+        """Read tokens at the beginning, in the middle and at the end of the piece, unchecked."""
         count = self.end - self.start
-        middle, last = (max(0, begin) for begin in ((count - _TOKENS) // 2, count - _TOKENS))
-        slices = [self._slice("input_ids", begin, min(begin + _TOKENS, count)) for begin in (0, middle, last)]
+        last = max(0, count - _SAMPLE_TOKENS)
+        slices = [
+            self._read_slice("input_ids", begin, min(begin + _SAMPLE_TOKENS, count))
+            for begin in (0, last // 2, last)
+        ]
         return np.concatenate(slices)
 
-    def labels(self, begin: int, end: int) -> IntArray:
-        """Return the labels of the tokens [begin, end) of the piece; see
-        `targets_of` for a document without labels.
-        """
-        if self._has("labels"):
-            return self._slice("labels", begin, end)
-        masks = [self._slice(name, begin, end, "iub") for name in MASKS if self._has(name)]
-        return targets_of(self._slice("input_ids", begin, end), masks)
+    def read_labels(self, begin: int, end: int) -> IntArray:
+        """Read the labels of the tokens [begin, end) of the piece, (tokens,) int64.
 
-    def _has(self, name: str) -> bool:
+        For a document without labels, see `make_labels`.
+        """
+        if self._has_column("labels"):
+            return self._read_slice("labels", begin, end)
+        masks = [
+            self._read_slice(name, begin, end, "iub")
+            for name in TARGET_MASKS
+            if self._has_column(name)
+        ]
+        return make_labels(self._read_slice("input_ids", begin, end), masks)
+
+    def _has_column(self, name: str) -> bool:
         return self.row.get(name) is not None
 
-    def _slice(self, name: str, begin: int, end: int, kinds: str = "iu") -> IntArray:
-        values = flat(self.row[name][self.start + begin : self.start + end], name, kinds)
+    def _read_slice(self, name: str, begin: int, end: int, kinds: str = "iu") -> IntArray:
+        values = self.row[name][self.start + begin : self.start + end]
+        values = convert_integers(values, name, kinds)
         if len(values) != end - begin:
             raise LayoutError(
-                f"the {name} of a document end before token {self.start + end}: they are fewer than its lengths or its other "
-                "columns say."
+                f"the {name} of a document end before token {self.start + end}: they are fewer "
+                "than its lengths or its other columns say."
             )
         return values
 
 
-def digest_of(pieces: Sequence[Piece]) -> int:
-    """Return a hash below 2**56 of some of the tokens of pieces, which may be any integers."""
-    chosen = np.unique(np.linspace(0, max(len(pieces) - 1, 0), SAMPLED).astype(np.int64))
-    samples = [pieces[index].sample() for index in chosen if index < len(pieces)]
+def hash_pieces(pieces: Sequence[DocumentPiece]) -> int:
+    """Return a hash below 2**56 of some tokens of some pieces; any integers may be tokens."""
+    indices = np.unique(np.linspace(0, max(len(pieces) - 1, 0), SAMPLE_COUNT).astype(np.int64))
+    samples = [pieces[index].read_sample() for index in indices if index < len(pieces)]
     parts = [part.tobytes() for sample in samples for part in (np.array([len(sample)]), sample)]
     return int.from_bytes(hashlib.sha256(b"".join(parts)).digest()[:7], "big")

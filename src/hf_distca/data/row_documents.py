@@ -1,4 +1,4 @@
-"""Documents of packed rows: how long each is, without what it says."""
+"""Lengths of the documents in packed rows."""
 
 from __future__ import annotations
 
@@ -8,40 +8,44 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from hf_distca.data.reading import document_lengths, is_stored
+from hf_distca.data.reading import is_stored_dataset, read_document_lengths
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["documents_in_rows"]
+__all__ = ["find_row_documents"]
 
-# Columns that say which documents a row has, as `PackingCollator` reads them; the first that there is counts.
-_TELLING = ("documents", "seq_lengths", "position_ids")
-_READ = 1024  # rows of a `datasets.Dataset` at once
+# Columns that say which documents a row has, as for `PackingCollator`; the first one decides.
+_DOCUMENT_COLUMNS = ("documents", "seq_lengths", "position_ids")
+_ROWS_PER_READ = 1024  # rows of a `datasets.Dataset` at once
 
 
-def documents_in_rows(rows: Any, end_of_document: int | None = None, *, quiet: bool = False) -> tuple[IntArray, IntArray]:
+def find_row_documents(
+    rows: Any, end_of_document: int | None = None, *, quiet: bool = False
+) -> tuple[IntArray, IntArray]:
     """Find the documents of all rows of a data set.
 
     Args:
-        rows: a `datasets.Dataset`, or a sequence of mappings. A column ``documents``, ``seq_lengths``
-            or ``position_ids`` says where documents begin, as for `PackingCollator`; without one, a
-            row is one document. Of a `datasets.Dataset` only that column is read.
+        rows: a `datasets.Dataset`, or a sequence of mappings. A column ``documents``,
+            ``seq_lengths`` or ``position_ids`` says where documents begin, as for
+            `PackingCollator`; without one, a row is one document. Of a `datasets.Dataset` only that
+            column is read.
         end_of_document: token id with which documents end, to find them in ``input_ids`` instead.
         quiet: show no progress bar.
 
     Returns:
-        The tokens of each document, and the number of its row: (documents,) int64 each.
+        The number of tokens of each document, and the number of its row: (documents,) int64 each.
 
     Raises:
         LayoutError: if rows have none of these columns.
     """
-    column = _telling_column(rows, end_of_document)
+    column = _choose_column(rows, end_of_document)
     if column == "input_ids" and end_of_document is None:
-        return document_lengths(rows, quiet=quiet), np.arange(len(rows))
-    lengths, counts = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
-    for values, count in _blocks(rows, column, quiet=quiet):
+        return read_document_lengths(rows, quiet=quiet), np.arange(len(rows))
+    lengths = [np.zeros(0, dtype=np.int64)]
+    counts = [np.zeros(0, dtype=np.int64)]
+    for values, count in _read_blocks(rows, column, quiet=quiet):
         if column in ("input_ids", "position_ids"):
-            starts = _starts(values, count, end_of_document)
+            starts = _find_starts(values, count, end_of_document)
             lengths.append(np.diff(starts, append=len(values)))
             counts.append(np.diff(np.searchsorted(starts, np.cumsum(count)), prepend=0))
         else:
@@ -51,44 +55,56 @@ def documents_in_rows(rows: Any, end_of_document: int | None = None, *, quiet: b
     return np.concatenate(lengths), np.repeat(np.arange(len(documents)), documents)
 
 
-def _telling_column(rows: Any, end_of_document: int | None) -> str:
-    """The column that says which documents rows have."""
-    if is_stored(rows):
+def _choose_column(rows: Any, end_of_document: int | None) -> str:
+    """Choose the column that says which documents rows have."""
+    if is_stored_dataset(rows):
         names: list[str] = list(rows.column_names)
     else:
         row = rows[0] if len(rows) else {"input_ids": []}
         if not hasattr(row, "keys"):
-            raise LayoutError(f"rows are of {type(row).__name__}: they must be mappings, with input_ids.")
+            raise LayoutError(
+                f"rows are of {type(row).__name__}: they must be mappings, with input_ids."
+            )
         names = list(row.keys())
-    told = () if end_of_document is not None else _TELLING
-    column: str | None = next((name for name in (*told, "input_ids") if name in names), None)
+    choices = ("input_ids",) if end_of_document is not None else (*_DOCUMENT_COLUMNS, "input_ids")
+    column: str | None = next((name for name in choices if name in names), None)
     if column is None:
         raise LayoutError(
-            f"rows have the columns {', '.join(names) or 'none'}: one of input_ids, {', '.join(_TELLING)} "
-            "says how long their documents are."
+            f"rows have the columns {', '.join(names) or 'none'}: one of input_ids, "
+            f"{', '.join(_DOCUMENT_COLUMNS)} says how long their documents are."
         )
     return column
 
 
-def _starts(values: IntArray, count: IntArray, end_of_document: int | None) -> IntArray:
-    """Places in rows of positions, or of tokens and ends of documents, at which documents begin."""
-    begins = np.zeros(len(values) + 1, dtype=np.bool_)
-    begins[np.cumsum(count) - count] = True
+def _find_starts(values: IntArray, count: IntArray, end_of_document: int | None) -> IntArray:
+    """Find the indices at which documents begin, (documents,) int64.
+
+    Args:
+        values: (tokens,) positions of rows, or their tokens if `end_of_document` is given.
+        count: (rows,) number of tokens of each row.
+        end_of_document: token id with which documents end.
+    """
+    is_start = np.zeros(len(values) + 1, dtype=np.bool_)
+    is_start[np.cumsum(count) - count] = True
     if end_of_document is None:
-        begins[:-1] |= values == 0
+        is_start[:-1] |= values == 0
     else:
-        begins[1:] |= values == end_of_document
-    return np.flatnonzero(begins[:-1])
+        is_start[1:] |= values == end_of_document
+    return np.flatnonzero(is_start[:-1])
 
 
-def _blocks(rows: Any, column: str, *, quiet: bool) -> Iterator[tuple[IntArray, IntArray]]:
-    """Numbers of a column, row after row, and how many each row has; of documents, their lengths."""
-    with tqdm(total=len(rows), desc=f"reading {column}", delay=1.0, disable=quiet, unit=" rows") as bar:
-        if is_stored(rows):
+def _read_blocks(rows: Any, column: str, *, quiet: bool) -> Iterator[tuple[IntArray, IntArray]]:
+    """Yield the numbers of a column for some rows at a time, and their count in each row.
+
+    For the column of documents, numbers are the lengths of documents.
+    """
+    name = f"reading {column}"
+    with tqdm(total=len(rows), desc=name, delay=1.0, disable=quiet, unit=" rows") as bar:
+        if is_stored_dataset(rows):
             stored = rows.with_format("arrow", columns=[column])
-            for first in range(0, len(rows), _READ):
-                values = stored[first : first + _READ].column(column).combine_chunks()
-                yield _stored(values)
+            for first in range(0, len(rows), _ROWS_PER_READ):
+                values = stored[first : first + _ROWS_PER_READ].column(column).combine_chunks()
+                yield _read_stored_lists(values)
                 bar.update(len(values))
             return
         for number in range(len(rows)):
@@ -99,8 +115,11 @@ def _blocks(rows: Any, column: str, *, quiet: bool) -> Iterator[tuple[IntArray, 
             bar.update()
 
 
-def _stored(values: Any) -> tuple[IntArray, IntArray]:
-    """Numbers of an Arrow array of lists, and how many each list has; of lists of lists, the lengths of the inner ones."""
+def _read_stored_lists(values: Any) -> tuple[IntArray, IntArray]:
+    """Read the numbers in an Arrow array of lists, and their count in each list.
+
+    For lists of lists, numbers are the lengths of the inner lists.
+    """
     import pyarrow.compute as pc
 
     count = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)

@@ -10,36 +10,35 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from hf_distca.agreement.dealt import Dealing
-from hf_distca.data.borrowed_readers import in_no_worker, ranks_of_split
-from hf_distca.data.columns import NO_INPUTS, ForwardInputs
-from hf_distca.data.pieces import Piece, digest_of
-from hf_distca.data.reading import as_row, is_of, length_of
-from hf_distca.data.shares import InEpochs, cut_share
+from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.data.borrowed_readers import count_split_ranks, hide_worker_info
+from hf_distca.data.columns import UNKNOWN_INPUTS, ForwardInputs
+from hf_distca.data.pieces import DocumentPiece, hash_pieces
+from hf_distca.data.reading import convert_document, count_tokens, is_datasets_class
+from hf_distca.data.shares import EpochMixin, cut_share
 from hf_distca.errors import ConfigError
 
 __all__ = ["StreamedShares"]
 
 
-class StreamedShares(InEpochs, torch.utils.data.IterableDataset[Mapping[str, Any]]):
-    """Shares of documents without a length: global batches are filled to the
-    token in the order in which documents come.
+class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, Any]]):
+    """Shares of global batches that are filled as documents arrive.
 
-    The rest of a document is a document of its own in the next global batch. A rest that does not
-    fill one at the end is dropped. Every rank reads all documents, and keeps one global batch at a
-    time. The shares of all ranks come one after another: accelerate picks each process's own, and
-    those of others are never computed.
+    Each global batch is filled to the last token. The rest of a document is a document of its own
+    in the next batch. Tokens at the end of an epoch that do not fill a batch are dropped. Every
+    rank reads all documents, and keeps one global batch at a time. The shares of all ranks come one
+    after another: accelerate picks each process's own, and shares of others are never computed.
 
     With loader workers, worker w of W makes the global batches w, w + W, ..., so a loader yields
-    all of them in order. Workers divide the files of a `datasets.IterableDataset` among them, as it
-    does by itself: each fills global batches of its own, and the same number of workers is needed
-    to go on later. Any other iterable yields all documents in each worker: code in it that divides
-    documents by torch's worker info, as torch's docs teach, finds that it is in no worker.
+    all of them in order. A `datasets.IterableDataset` divides its files among workers: each worker
+    then fills global batches of its own, and a resumed run needs the same number of workers. Any
+    other iterable is read in full by each worker: code in it that divides documents by torch's
+    worker info, as torch's documentation teaches, finds that it is in no worker.
 
     Args:
-        documents: rows with a column of token ids (`labels` are used, if there are some), or token
-            ids. They are iterated once an epoch; their ``set_epoch`` is called, if they have one.
-        dealing: settings for dealing global batches.
+        documents: token ids, or rows with a column of token ids and possibly ``labels``. They are
+            iterated once an epoch; their ``set_epoch`` is called, if they have one.
+        deal_settings: settings for dealing global batches.
         column: column of the tokens.
         inputs: inputs of the model that trains on them.
 
@@ -49,90 +48,120 @@ class StreamedShares(InEpochs, torch.utils.data.IterableDataset[Mapping[str, Any
     """
 
     def __init__(
-        self, documents: Iterable[Any], dealing: Dealing, *, column: str = "input_ids", inputs: ForwardInputs = NO_INPUTS
+        self,
+        documents: Iterable[Any],
+        deal_settings: DealSettings,
+        *,
+        column: str = "input_ids",
+        inputs: ForwardInputs = UNKNOWN_INPUTS,
     ) -> None:
         if isinstance(documents, Iterator):
             raise ConfigError(
-                f"documents are a {type(documents).__name__}, which can be read once: give something that every epoch and every "
-                "worker can iterate from its beginning, such as datasets.IterableDataset.from_generator(...)."
+                f"documents are a {type(documents).__name__}, which can be read once: give "
+                "something that every epoch and every worker can iterate from its beginning, such "
+                "as datasets.IterableDataset.from_generator(...)."
             )
-        if is_of("IterableDataset", documents) and (parts := ranks_of_split(documents)) > 1:
+        parts = 1
+        if is_datasets_class("IterableDataset", documents):
+            parts = count_split_ranks(documents)
+        if parts > 1:
             raise ConfigError(
-                f"documents are one of {parts} parts of a stream that is divided by rank (split_dataset_by_node): each rank "
-                "reads the whole stream, and dealing leaves it its share. Give the stream as it was."
+                f"documents are one of {parts} parts of a stream that is divided by rank "
+                "(split_dataset_by_node): each rank reads the whole stream, and dealing leaves it "
+                "its share. Give the stream as it was."
             )
         super().__init__()
-        self.documents, self.dealing, self.column, self.inputs = documents, dealing, column, inputs
+        self.documents = documents
+        self.deal_settings = deal_settings
+        self.column = column
+        self.inputs = inputs
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch: here, and in workers that run already."""
+        """Set the epoch here, and in workers that already run."""
         super().set_epoch(epoch)
-        self._tell_documents(epoch)
+        self._set_documents_epoch(epoch)
 
-    def _tell_documents(self, epoch: int) -> None:
+    def _set_documents_epoch(self, epoch: int) -> None:
         if hasattr(self.documents, "set_epoch"):
             self.documents.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        divided = is_of("IterableDataset", self.documents)  # each worker reads other files of one
+        is_divided = is_datasets_class("IterableDataset", self.documents)  # among workers
         epoch = self.epoch
-        if info is not None:  # the documents of a worker that runs already are a copy, which was told nothing
-            self._tell_documents(epoch)
-        for number, pieces in enumerate(self._global_batches()):
-            if not divided and number % workers != worker:
+        if info is not None:  # a worker has a copy of the documents, without the new epoch
+            self._set_documents_epoch(epoch)
+        for number, pieces in enumerate(self._fill_global_batches()):
+            if not is_divided and number % workers != worker:
                 continue
-            batch = epoch, number * workers + worker if divided else number
-            yield from (_LateShare(self, batch, rank, pieces) for rank in range(self.dealing.ranks))
+            batch_id = epoch, number * workers + worker if is_divided else number
+            for rank in range(self.deal_settings.ranks):
+                yield _LazyShare(self, batch_id, rank, pieces)
 
-    def _global_batches(self) -> Iterator[list[Piece]]:
-        tokens = self.dealing.tokens
-        pieces: list[Piece] = []
+    def _fill_global_batches(self) -> Iterator[list[DocumentPiece]]:
+        tokens = self.deal_settings.tokens
+        pieces: list[DocumentPiece] = []
         free = tokens
         documents: Iterable[Any] = self.documents
-        if not is_of("IterableDataset", documents):
-            documents = _undivided(documents)
+        if not is_datasets_class("IterableDataset", documents):
+            documents = _iterate_undivided(documents)
         for number, document in enumerate(documents):
-            begin, count = 0, length_of(document, self.column, number)
+            begin = 0
+            count = count_tokens(document, self.column, number)
             while begin < count:
                 end = min(count, begin + free)
-                pieces.append(Piece(as_row(document, self.column, number, self.inputs), begin, end))
+                row = convert_document(document, self.column, number, self.inputs)
+                pieces.append(DocumentPiece(row, begin, end))
                 free -= end - begin
                 begin = end
                 if not free:
                     yield pieces
-                    pieces, free = [], tokens
+                    pieces = []
+                    free = tokens
 
 
-def _undivided(documents: Iterable[Any]) -> Iterator[Any]:
-    """Yield all documents in each loader worker, of an
-    iterable that may divide them among workers.
-    """
+def _iterate_undivided(documents: Iterable[Any]) -> Iterator[Any]:
+    """Yield all documents, even if the iterable would divide them among loader workers."""
     if get_worker_info() is None:
         yield from documents
         return
-    with in_no_worker():
+    with hide_worker_info():
         if get_worker_info() is not None:
-            raise ConfigError("torch says in which loader worker documents are read, and they may be divided: set num_workers=0.")
-        iterator, end = iter(documents), object()
+            raise ConfigError(
+                "torch says in which loader worker documents are read, and they may be divided: "
+                "set num_workers=0."
+            )
+        iterator = iter(documents)
+        end = object()
         document = next(iterator, end)
     while document is not end:
         yield document
-        with in_no_worker():
+        with hide_worker_info():
             document = next(iterator, end)
 
 
-class _LateShare(Mapping[str, Any]):
+class _LazyShare(Mapping[str, Any]):
     """A share that is computed on first access: accelerate skips those of other ranks."""
 
-    def __init__(self, stream: StreamedShares, batch: tuple[int, int], rank: int, pieces: list[Piece]) -> None:
-        self._stream, self._batch, self._rank, self._pieces = stream, batch, rank, pieces
+    def __init__(
+        self,
+        stream: StreamedShares,
+        batch_id: tuple[int, int],
+        rank: int,
+        pieces: list[DocumentPiece],
+    ) -> None:
+        self._stream = stream
+        self._batch_id = batch_id
+        self._rank = rank
+        self._pieces = pieces
 
     @cached_property
     def _share(self) -> dict[str, Any]:
         lengths = np.array([piece.end - piece.start for piece in self._pieces])
-        packed = self._stream.dealing.share(lengths, self._batch, self._rank, np.array([digest_of(self._pieces)]))
+        document_ids = np.array([hash_pieces(self._pieces)])
+        deal_settings = self._stream.deal_settings
+        packed = deal_settings.make_share(lengths, self._batch_id, self._rank, document_ids)
         return cut_share(packed, dict(enumerate(self._pieces)))
 
     def __getitem__(self, name: str) -> Any:

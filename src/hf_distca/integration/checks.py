@@ -23,7 +23,7 @@ from hf_distca.integration.reading_order import Wrong, check_reader, wrong_epoch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-    from hf_distca.agreement.dealt import Dealt
+    from hf_distca.agreement.dealt_share import DealtShare
     from hf_distca.integration.callers import MaskCall
 
 __all__ = ["check_dealing", "check_evaluation", "check_loader", "check_sharing", "check_step"]
@@ -56,7 +56,7 @@ def check_loader(
     check_reader(loader, shares is not None)
     if shares is None:
         return
-    ranks = shares.dealing.ranks
+    ranks = shares.deal_settings.ranks
     wrong = (
         *wrong_reading(loader, shares),
         *(() if evaluating else wrong_epochs(loader, shares)),
@@ -79,7 +79,7 @@ def check_evaluation(trainer: Trainer) -> None:
         shares = shares_of(dataset)
         if shares is None:
             continue
-        rows, ranks = trainer.args.per_device_eval_batch_size, shares.dealing.ranks
+        rows, ranks = trainer.args.per_device_eval_batch_size, shares.deal_settings.ranks
         wrong = [] if rows == 1 else [f"evaluation would take batches of {rows}. Set per_device_eval_batch_size=1."]
         wrong += _wrong_evaluation(trainer) if ranks > 1 else ()
         _refuse(f"an eval_dataset of shares for {ranks} {'ranks' if ranks > 1 else 'rank'}", wrong)
@@ -125,7 +125,7 @@ def _refuse(what: str, wrong: Sequence[str]) -> None:
 _checked: WeakKeyDictionary[object, set[bool]] = WeakKeyDictionary()  # Trainers and models, by whether they trained then
 
 
-def check_step(call: MaskCall, dealt: Dealt) -> None:
+def check_step(call: MaskCall, dealt: DealtShare) -> None:
     """Make the checks of `check_loader` in the first forward with a
     share, for users without `DistCACallback`.
 

@@ -13,10 +13,10 @@ from transformers import Trainer
 from transformers.integrations.deepspeed import propagate_args_to_deepspeed
 
 from hf_distca.borrowed import set_batch_size
-from hf_distca.data.collator import PackingCollator, documents_of
+from hf_distca.data.collator import PackingCollator, read_feature_documents
 from hf_distca.data.columns import ForwardInputs
-from hf_distca.data.global_batches import Fill, Longer
-from hf_distca.data.reading import document_lengths
+from hf_distca.data.global_batches import FillRule, LongerRule
+from hf_distca.data.reading import read_document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import ConfigError, UnsupportedError
@@ -43,8 +43,8 @@ def deal(
     tokens_per_rank: int,
     *,
     evaluation: bool = False,
-    fill: Fill = "cut",
-    longer: Longer = "cut",
+    fill: FillRule = "cut",
+    longer: LongerRule = "cut",
     collator: Collators = "check",
 ) -> AnyTrainer:
     """Deal the documents of a Trainer to its ranks, so that they may be longer than one rank holds.
@@ -100,10 +100,10 @@ def deal(
     seed = args.seed if args.data_seed is None else args.data_seed
     known: dict[str, Any] = {}  # of a stream, nothing is known
     if hasattr(documents, "__len__"):
-        known = {"seed": seed, "lengths": document_lengths(documents, quiet=not trainer.is_world_process_zero())}
+        known = {"seed": seed, "lengths": read_document_lengths(documents, quiet=not trainer.is_world_process_zero())}
     dataset = make(documents, fill=fill, longer=longer, **known)
     shares = cast("Shares | StreamedShares", shares_of(dataset))
-    check_dealing(trainer, shares.dealing.ranks, evaluation)
+    check_dealing(trainer, shares.deal_settings.ranks, evaluation)
     if evaluation:
         _deal_evaluation(trainer, partial(make, seed=None, fill="whole", longer=longer))
     targets = None if not known else sample_targets(documents, len(known["lengths"]))
@@ -179,9 +179,9 @@ def _documents(trainer: Trainer, rows: Any) -> Any:
 def _take_apart(rows: Mapping[str, list[Any]], inputs: ForwardInputs) -> dict[str, list[Any]]:
     """Split a batch of packed rows into a batch of documents."""
     features = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
-    documents = [document for feature in features for document in documents_of(feature, inputs)]
+    documents = [document for feature in features for document in read_feature_documents(feature, inputs)]
     for document in documents:
-        document.check_counts_on()
+        document.check_positions()
     return {"input_ids": [document.tokens for document in documents], "labels": [document.labels for document in documents]}
 
 
@@ -203,7 +203,7 @@ def _read_shares(trainer: Trainer, shares: Any) -> None:
 
 def _words(shares: Shares | StreamedShares, lengths: IntArray | None, targets: Targets | None, accumulation: int) -> str:
     """Describe the dealt documents in three lines; of a stream, the known facts."""
-    dealing = shares.dealing
+    dealing = shares.deal_settings
     ranks = f"{dealing.ranks} {'ranks' if dealing.ranks > 1 else 'rank'} with {dealing.tokens_per_rank:,} tokens each"
     together = "" if accumulation == 1 else f", {accumulation} in each optimizer step"
     if lengths is None or targets is None or not isinstance(shares, Shares):

@@ -14,12 +14,12 @@ from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import get_int_from_env, parse_flag_from_env
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt import Dealing, Placement
+from hf_distca.agreement.dealt_share import DealSettings, Placement
 from hf_distca.borrowed import has_partial_state
 from hf_distca.config import DistCAConfig
 from hf_distca.data.columns import ForwardInputs
-from hf_distca.data.global_batches import Fill, GlobalBatches, Longer
-from hf_distca.data.reading import document_lengths
+from hf_distca.data.global_batches import FillRule, GlobalBatches, LongerRule
+from hf_distca.data.reading import read_document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import ConfigError
@@ -47,8 +47,8 @@ def document_shares(
     device: str | torch.device | None = None,
     config: DistCAConfig | None = None,
     seed: int | None = 0,
-    fill: Fill = "cut",
-    longer: Longer = "cut",
+    fill: FillRule = "cut",
+    longer: LongerRule = "cut",
     column: str = "input_ids",
     lengths: Any = None,
     pad_token_id: int = 0,
@@ -125,14 +125,16 @@ def document_shares(
     ranks_per_node = launched_per_node(ranks) if launched else ranks_per_node
     follow_trainers()
     keys = _given_keys(shapes, device_type) if shapes is not None else layer_keys(model, dtype or _mixed_dtype(), device_type)
-    dealing = Dealing(ranks, tokens_per_rank, {key: known_cost(key, config) for key in keys}, config, ranks_per_node, placement)
-    dealing.layouts(np.array([ranks * tokens_per_rank]))  # what is wrong with these numbers is raised here, not in a worker
+    dealing = DealSettings(
+        ranks, tokens_per_rank, {key: known_cost(key, config) for key in keys}, config, ranks_per_node, placement
+    )
+    dealing.deal_layouts(np.array([ranks * tokens_per_rank]))  # what is wrong with these numbers is raised here, not in a worker
     inputs = ForwardInputs.of(model)
     if not hasattr(documents, "__len__"):
         _check_stream(seed, fill, longer, lengths)
         return StreamedShares(documents, dealing, column=column, inputs=inputs)
     quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
-    counts = document_lengths(documents, column, lengths, quiet=quiet)
+    counts = read_document_lengths(documents, column, lengths, quiet=quiet)
     batches = GlobalBatches(counts, ranks * tokens_per_rank, seed, fill, longer, quiet=quiet)
     return lazy_dataset(Shares(documents, batches, dealing, column=column, pad_token_id=pad_token_id, inputs=inputs))
 
@@ -184,7 +186,7 @@ def _given_keys(shapes: Sequence[tuple[AttentionShape, int | None]], device: str
     return [PlanKey(shape, device, window) for shape, window in shapes]
 
 
-def _check_stream(seed: int | None, fill: Fill, longer: Longer, lengths: Any) -> None:
+def _check_stream(seed: int | None, fill: FillRule, longer: LongerRule, lengths: Any) -> None:
     """Raise for options that need to know all documents before training.
 
     The default seed shuffles nothing here.

@@ -234,7 +234,7 @@ def train_watched(trainer: Trainer, step: Callable[..., torch.Tensor], inputs: A
         UnsupportedError: if the loss is not made of the targets of all ranks.
     """
     packed = inputs.get("distca_documents") if isinstance(inputs, Mapping) else None
-    cut = isinstance(packed, PackedDocuments) and packed.dealt is not None and packed.dealt.ranks > 1
+    cut = isinstance(packed, PackedDocuments) and packed.dealt_share is not None and packed.dealt_share.ranks > 1
     if not cut or trainer in _watched:
         return step()
     _watched.add(trainer)

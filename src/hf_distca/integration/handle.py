@@ -180,7 +180,7 @@ class AttentionHandle:
         arguments of a layer or of attention.
         """
         if self.documents is None and (rows := recurrent_rows(arguments)) is not None:  # its model has read them
-            self.documents, self.segmented = rows.documents.in_chunks(self.mask.chunk), True
+            self.documents, self.segmented = rows.documents.cut_into_chunks(self.mask.chunk), True
         elif self.documents is None:
             positions, packed = arguments.get("position_ids"), arguments.get("distca_documents")
             documents = TokenBatch(
@@ -191,10 +191,10 @@ class AttentionHandle:
                 position_ids=self.mask.position_ids if positions is None else positions,
                 padding=self.mask.padding,
                 first_position=self.mask.first_position,
-            ).documents(span_ranks=span_ranks, training=training)
-            if documents.packed(self.length):
+            ).read_documents(span_ranks=span_ranks, training=training)
+            if documents.is_packed(self.length):
                 warn_of_packing(self.mask.model_type)
-            self.documents = documents.in_chunks(self.mask.chunk)
+            self.documents = documents.cut_into_chunks(self.mask.chunk)
         return self.documents
 
     def check(self, layout: Layout | None, window: int | None) -> None:
@@ -209,9 +209,9 @@ class AttentionHandle:
         if documents is None:
             return
         documents.check_holes(window)
-        if documents.numbered:
+        if documents.has_mask_numbers:
             check_numbered(model_type, self.mask.unnumbered)
-        if layout is not None and documents.spans and layout.is_scattered:
+        if layout is not None and documents.span_ranks and layout.is_scattered:
             check_parts(model_type, self.mask.whole or (None if self.segmented else why_unsegmented(model_type)))
 
     def contiguous(self) -> AttentionHandle:

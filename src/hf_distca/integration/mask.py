@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from hf_distca.agreement.document_starts import as_mask
+from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.borrowed import CAUSAL_MASK_PARTS, MASK_BLOCKS, MASK_CHUNKS, MASK_UNION
 from hf_distca.errors import UnsupportedError
@@ -100,8 +100,8 @@ def _with_caller(info: MaskInfo, config: PreTrainedConfig | None) -> MaskInfo:
         position_ids = given if first else mark_starts(given)
     if model is not None and isinstance(packed, PackedDocuments):
         check_positions(model, packed, position_ids, lacking=call.lacks_positions and not (first and position_ids is not None))
-        if packed.dealt is not None:
-            check_step(call, packed.dealt)
+        if packed.dealt_share is not None:
+            check_step(call, packed.dealt_share)
     # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
     return replace(
         info,
@@ -119,7 +119,7 @@ def _numbered(given: torch.Tensor | None, padding: torch.Tensor | None) -> torch
     """Return the padding mask in the numbers that the model got, if
     these are known, whole, and of its shape.
     """
-    given = None if padding is None or given is None or given.dim() != 2 else as_mask(given[:, : padding.shape[1]])
+    given = None if padding is None or given is None or given.dim() != 2 else convert_mask(given[:, : padding.shape[1]])
     return padding if given is None or padding is None or given.shape != padding.shape else given
 
 

@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerState
 
 from hf_distca.agreement.announce import PlanKey, Request
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
-from hf_distca.agreement.planner import Planning
+from hf_distca.agreement.planner import PendingPlans
 from hf_distca.integration.callback import DistCACallback, put_before_reporters
 from hf_distca.integration.checks import check_sharing
 from hf_distca.integration.current_session import current_session
@@ -44,7 +44,7 @@ def plan_ahead(batches: Sequence[Any]) -> list[Any]:
     Raises:
         DistCADesyncError: if ranks do not agree, or do not all call it.
     """
-    announced = announce(batches, current_session().planner.resume_progress().recent_keys())
+    announced = announce(batches, current_session().planner.resume_progress().pop_recent_keys())
     return list(batches) if announced is None else announced.planned()
 
 
@@ -61,7 +61,7 @@ class Announced:
 
     batches: list[Any]
     keys: list[PlanKey]
-    planning: Planning
+    planning: PendingPlans
 
     def planned(self) -> list[Any]:
         """Return copies of the batches, with their plans, once these
@@ -69,10 +69,10 @@ class Announced:
         """
         session, batches = current_session(), [copy(batch) for batch in self.batches]
         with self.planning.group.reporting(f"planning {self.planning.place}"):
-            plans = iter(session.planner.finish(self.planning))
+            plans = iter(session.planner.finish_plans(self.planning))
         for batch in batches:
             batch["distca_documents"] = packed = copy(batch["distca_documents"])
-            packed.ahead = {key: next(plans) for key in self.keys}
+            packed.prepared_plans = {key: next(plans) for key in self.keys}
         return batches
 
 
@@ -96,21 +96,21 @@ def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, bes
     place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
     with session.join_group().reporting(f"planning {place}"):
         requests = [_requests(batch, keys, session.config.tile) for batch in batches]
-        planning = session.planner.begin(list(chain.from_iterable(requests)), session.join_group(), place, beside=beside)
+        planning = session.planner.begin_plans(list(chain.from_iterable(requests)), session.join_group(), place, in_background=beside)
     return Announced(list(batches), keys, planning)
 
 
 def _to_be_planned(batches: Sequence[Any]) -> bool:
     """Return whether all batches have documents, and none is a share, which has its plans."""
     known = [batch.get("distca_documents") if isinstance(batch, Mapping) and "input_ids" in batch else None for batch in batches]
-    return all(isinstance(packed, PackedDocuments) and packed.dealt is None for packed in known)
+    return all(isinstance(packed, PackedDocuments) and packed.dealt_share is None for packed in known)
 
 
 def _requests(batch: Mapping[str, Any], keys: Sequence[PlanKey], tile: int) -> list[Request]:
     """Return the documents of a batch, in the form that the attention of each key will find."""
     shape: tuple[int, int] = batch["input_ids"].shape
-    whole = TokenBatch.of(batch).documents()
-    chunked = {chunk: whole.in_chunks(chunk) for chunk in {key.chunk for key in keys}}
+    whole = TokenBatch.of(batch).read_documents()
+    chunked = {chunk: whole.cut_into_chunks(chunk) for chunk in {key.chunk for key in keys}}
     nano = {chunk: cut(*shape, chunked[chunk], tile)[2] for chunk in {key.chunk for key in keys if key.nano}}
     return [(nano[key.chunk][key.nano - 1] if key.nano else chunked[key.chunk], key) for key in keys]
 
@@ -169,7 +169,7 @@ class DistCATrainerMixin:
         batches, *rest = super().get_batch_samples(source, num_batches, *args, **kwargs)  # type: ignore[misc]
         if self.shares_tokens:
             return (share_tokens(batches), *rest)
-        keys, announced, self._announced = current_session().planner.resume_progress().recent_keys(), self._announced, None
+        keys, announced, self._announced = current_session().planner.resume_progress().pop_recent_keys(), self._announced, None
         if announced is None or list(map(id, batches)) != list(map(id, announced.batches)):
             announced = announce(batches, keys)
         planned = batches if announced is None else announced.planned()

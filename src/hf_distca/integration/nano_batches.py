@@ -94,7 +94,7 @@ class NanoBatches:
         rows, length = handle.batch_size, handle.length
         axis, border, parts = cut(rows, length, documents, tile)
         sizes = max(border, 1), (length if axis else rows) - border
-        handover = Handover(parts[1].context)
+        handover = Handover(parts[1].context_tokens)
         first, second = (
             handle.of_nano_batch(nano, (rows, size) if axis else (size, length), part, handover)
             for nano, (size, part) in enumerate(zip(sizes, parts, strict=True), 1)
@@ -166,20 +166,20 @@ def cut(batch_size: int, length: int, documents: Documents, tile: int) -> tuple[
     `NanoBatches`, and the documents of both parts.
     """
     axis = 0 if batch_size > 1 else 1
-    if documents.dealt is not None and documents.dealt.first_tokens is not None:
-        border = documents.dealt.first_tokens
+    if documents.dealt_share is not None and documents.dealt_share.first_nano_tokens is not None:
+        border = documents.dealt_share.first_nano_tokens
     else:
         border = batch_size // 2 if axis == 0 else _middle(length, documents, tile)
-    first, second = documents.cut(border if axis else border * length)
+    first, second = documents.split_at(border if axis else border * length)
     if not border:
-        first = replace(first, keep=np.zeros(0, dtype=np.int64))
+        first = replace(first, token_indices=np.zeros(0, dtype=np.int64))
     return axis, border, (first, second)
 
 
 def _middle(length: int, documents: Documents, tile: int) -> int:
     """Choose the token to cut a row at."""
-    starts = np.cumsum(documents.rows[:-1, 2])
-    tokens = starts if documents.keep is None else documents.keep[starts]
+    starts = np.cumsum(documents.runs[:-1, 2])
+    tokens = starts if documents.token_indices is None else documents.token_indices[starts]
     near = tokens[np.minimum(tokens, length - tokens) >= _SMALLEST * length]
     if len(near):
         return int(near[np.abs(near - length / 2).argmin()])
@@ -274,7 +274,7 @@ def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
         return None
     if handle.nano_batches is None:
         documents = WorkPlanner(session).read_documents(handle, kwargs, layer.training)
-        if documents.spans and (documents.dealt is None or documents.dealt.first_tokens is None):
+        if documents.span_ranks and (documents.dealt_share is None or documents.dealt_share.first_nano_tokens is None):
             warn_once(
                 "ping-pong leaves layers whole while documents span ranks, unless they were dealt for it: give the same "
                 "DistCAConfig to `document_shares`."

@@ -26,7 +26,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from transformers import Trainer
 
 from hf_distca.config import DistCAConfig
-from hf_distca.data.row_documents import documents_in_rows
+from hf_distca.data.row_documents import find_row_documents
 from hf_distca.data.row_placement import RowPlacement, StepPlaces
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.callback import DistCACallback
@@ -130,7 +130,7 @@ def _weigh(rows: Any, model: Any, config: DistCAConfig, end_of_document: int | N
         )
     if shares_of(rows) is not None:
         raise UnsupportedError("documents of this data set are dealt, which makes ranks even: leave place_rows out.")
-    lengths, row = documents_in_rows(rows, end_of_document, quiet=not PartialState().is_main_process)
+    lengths, row = find_row_documents(rows, end_of_document, quiet=not PartialState().is_main_process)
     seconds = np.square(lengths.astype(np.float64))
     if model is not None:
         seconds = _attention_seconds(lengths, getattr(model, "module", model), config)
@@ -257,6 +257,6 @@ def _words(places: StepPlaces, work: IntArray) -> str:
     if not steps:
         return text
     mean = sum(int(step.sum()) for step in steps) / places.nodes
-    before = sum(int(places.busiest(step).sum()) for step in steps)
-    after = sum(int(places.busiest(step[places.place(step)]).sum()) for step in steps)
+    before = sum(int(places.compute_busiest(step).sum()) for step in steps)
+    after = sum(int(places.compute_busiest(step[places.place(step)]).sum()) for step in steps)
     return f"{text} Attention of the busiest node / mean: {before / mean:.3f} in random order, {after / mean:.3f} placed."

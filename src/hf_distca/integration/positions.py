@@ -182,7 +182,11 @@ def _varying(config: PreTrainedConfig | None) -> set[str]:
 
 def _longest(documents: object) -> int | None:
     """Return the number of tokens of the longest document of all ranks, None if it is not known."""
-    return documents.dealt.longest if isinstance(documents, PackedDocuments) and documents.dealt is not None else None
+    return (
+        documents.dealt_share.longest_document
+        if isinstance(documents, PackedDocuments) and documents.dealt_share is not None
+        else None
+    )
 
 
 def _depends(kind: str) -> bool:

@@ -83,7 +83,7 @@ def wrong_reading(loader: Any, shares: Shares | StreamedShares) -> Wrong:
             f"batches of {batches.batch_size}. Set per_device_train_batch_size=1 and per_device_eval_batch_size=1; "
             "tokens_per_rank says how large a batch is."
         )
-    ranks, config = shares.dealing.ranks, shares.dealing.config
+    ranks, config = shares.deal_settings.ranks, shares.deal_settings.config
     readers = ranks if getattr(shares, "rank", None) is None else 1  # a stream may yield the shares of one rank alone
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     # Each group takes global batches of its own, in turns.

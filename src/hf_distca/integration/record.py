@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from transformers import TrainingArguments
 
-from hf_distca.agreement.history import PlannedMicroBatch, Tally
-from hf_distca.agreement.planned import Planned
+from hf_distca.agreement.batch_plan import BatchPlan
+from hf_distca.agreement.history import BalanceTotals, PlannedMicroBatch
 from hf_distca.integration.loading import distca_configs
 from hf_distca.integration.session import Session
 from hf_distca.run_report.rows import (
@@ -73,7 +73,7 @@ class Recorder(logging.Filter):
         super().__init__()
         self._path, self._session, self._every_plan = folder / RECORD_NAME, session, every_plan
         self._began = session.planner.resume_progress().number
-        self._tally, self._ranks = Tally(), np.zeros((len(fields(PerRank)), 0))
+        self._tally, self._ranks = BalanceTotals(), np.zeros((len(fields(PerRank)), 0))
         self._worst: tuple[float, PlannedMicroBatch] | None = None  # seconds of the slowest rank by the mean
         self._plan_bytes = 0
         self._plans = 0
@@ -101,7 +101,7 @@ class Recorder(logging.Filter):
         """Write the counts since the last time, after `step` steps, and
         the loss if it is a finite number.
         """
-        tally, self._tally = self._tally, Tally()
+        tally, self._tally = self._tally, BalanceTotals()
         if not tally.micro_batches:
             return
         ranks, self._ranks = self._ranks, np.zeros_like(self._ranks)
@@ -110,7 +110,7 @@ class Recorder(logging.Filter):
             rows.append(self._plan_row(self._worst[1]))
             self._worst = None
         number = loss if isinstance(loss, float) and math.isfinite(loss) else None
-        kernels, rates = list(self._session.kernels), self._session.planner.resume_progress().costs.learned
+        kernels, rates = list(self._session.kernels), self._session.planner.resume_progress().costs.learned_corrections
         rows.append(StepsRow(step, asdict(tally), _per_rank(ranks), number, kernels, rates))
         self._write(rows)
 
@@ -125,7 +125,7 @@ class Recorder(logging.Filter):
             self._write([WarningRow(self._session.planner.history.step, record.getMessage())])
         return True
 
-    def _count(self, micro_batch: PlannedMicroBatch, tally: Tally) -> None:
+    def _count(self, micro_batch: PlannedMicroBatch, tally: BalanceTotals) -> None:
         if micro_batch.number <= self._began:  # of an evaluation before
             return
         self._tally += tally
@@ -140,7 +140,7 @@ class Recorder(logging.Filter):
     def _plan_row(self, micro_batch: PlannedMicroBatch) -> PlanRow:
         self._plans += 1
         plans = micro_batch.plans
-        parts = [PlanPart(json.loads(plan.plan.to_json()), plan.seconds.tolist(), plan.ranks.speeds) for plan in plans]
+        parts = [PlanPart(json.loads(plan.plan.to_json()), plan.task_seconds.tolist(), plan.ranks.speeds) for plan in plans]
         return PlanRow(micro_batch.step, micro_batch.number - self._began, _per_rank(_by_rank(plans)), parts)
 
     def _write(self, rows: Sequence[Row], mode: str = "a") -> None:
@@ -158,7 +158,7 @@ class Recorder(logging.Filter):
             _log.warning("no record for `hf-distca report` is kept: %s cannot be written (%s).", self._path, error.strerror)
 
 
-def _by_rank(plans: Sequence[Planned]) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _by_rank(plans: Sequence[BatchPlan]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return (figures, ranks) in the order of the fields of `PerRank`."""
     rows = []
     counted: set[int] = set()

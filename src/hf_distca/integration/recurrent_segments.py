@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hf_distca.agreement.announce import HEADER, Stated, check_equal, check_shares, layout_of
-from hf_distca.agreement.document_starts import as_mask
+from hf_distca.agreement.announce import HEADER_SIZE, AnnouncedBatch, build_layout, check_equal, check_shares
+from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.current_session import current_session
@@ -37,17 +37,17 @@ def rows_of(model: PreTrainedModel, given: Mapping[str, Any]) -> RecurrentRows |
     if not isinstance(tokens, torch.Tensor) or isinstance(mask, dict) or (cache is not None and cache.get_seq_length()):
         return None
     batch_size, length = tokens.shape[:2]
-    padding = as_mask(mask[:, :length]) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    padding = convert_mask(mask[:, :length]) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
     try:
         told = given.get("distca_documents"), given.get("cu_seq_lens_q"), _of_text(given.get("position_ids"))
         batch = TokenBatch(batch_size, length, *told, padding)
-        documents = batch.documents(span_ranks=session.config.documents_span_ranks, training=model.training)
-        segments = _cut(documents, session, model.training) if documents.spans else _packed(documents, batch_size, length)
+        documents = batch.read_documents(span_ranks=session.config.documents_span_ranks, training=model.training)
+        segments = _cut(documents, session, model.training) if documents.span_ranks else _packed(documents, batch_size, length)
     except (LayoutError, UnsupportedError):
         return None
     if segments is not None and cache is not None:
         raise UnsupportedError(
-            f"{type(model).__name__} got past_key_values, and {len(documents.rows)} packed documents in {batch_size} rows: a "
+            f"{type(model).__name__} got past_key_values, and {len(documents.runs)} packed documents in {batch_size} rows: a "
             "cache does not keep their states apart. Leave past_key_values out."
         )
     return RecurrentRows(documents, batch_size, length, segments)
@@ -66,9 +66,9 @@ def _packed(documents: Documents, batch_size: int, length: int) -> Segments | No
     """Make segments of whole documents, each with the padding after it;
     None if each row is at most one document.
     """
-    if not documents.packed(length):
+    if not documents.is_packed(length):
         return None
-    begin = documents.first_tokens
+    begin = documents.first_token_indices
     begin[0] = 0  # with the padding before it
     return Segments.packed(np.diff(begin, append=batch_size * length).tolist())
 
@@ -91,23 +91,23 @@ def _layout(documents: Documents, group: AttentionGroup, name: str) -> Layout:
     Attention compares shares while ranks continue. Here states would travel before that, and over
     gloo messages of unequal sizes end a process.
     """
-    dealt = documents.dealt
+    dealt = documents.dealt_share
     if dealt is None:
-        kind, numbers = _NUMBERED, documents.rows.reshape(-1)
+        kind, numbers = _NUMBERED, documents.runs.reshape(-1)
     else:
-        dealt.check_is_for(group)
-        if not dealt.whole.has_many_ranks.any():
-            return dealt.whole
-        kind, numbers, name = _SHARE, np.array([*dealt.batch, dealt.documents]), f"{name} ({dealt})"
-    row = np.concatenate([[kind], np.zeros(HEADER - 1, dtype=np.int64), numbers])  # as long as an announcement at least
+        dealt.check_group(group)
+        if not dealt.whole_layout.has_many_ranks.any():
+            return dealt.whole_layout
+        kind, numbers, name = _SHARE, np.array([*dealt.batch_id, dealt.digest]), f"{name} ({dealt})"
+    row = np.concatenate([[kind], np.zeros(HEADER_SIZE - 1, dtype=np.int64), numbers])  # as long as an announcement at least
     rows = group.gather(row, doing=f"comparing documents of {name} for recurrent layers")
     kinds = np.array([-min(int(row[0]), 0) for row in rows])
     what = "documents in recurrent layers (0: all whole, 1: numbered parts, 2: parts of a share)"
     check_equal(group, kinds, what, name, "use the same data set and collator on every rank")
-    columns = [row[HEADER:] for row in rows]
+    columns = [row[HEADER_SIZE:] for row in rows]
     if dealt is not None:
         check_shares(np.stack(columns), group, name)
-        return dealt.whole
+        return dealt.whole_layout
     none = np.zeros(group.size, dtype=np.int64)
     parts = np.concatenate(columns).reshape(-1, 3)
-    return layout_of(Stated(none + 1, none, none, np.array([len(column) // 3 for column in columns]), parts))
+    return build_layout(AnnouncedBatch(none + 1, none, none, np.array([len(column) // 3 for column in columns]), parts))

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.history import Tally
+from hf_distca.agreement.history import BalanceTotals
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.processes import say
 from hf_distca.integration.session import Session
@@ -42,7 +42,7 @@ class Metrics:
             before the first one.
     """
 
-    balance: Tally = field(default_factory=Tally)
+    balance: BalanceTotals = field(default_factory=BalanceTotals)
     attention_seconds: float = 0.0
     elapsed_seconds: float = 0.0
     since: float = 0.0
@@ -63,7 +63,7 @@ class Metrics:
 
     def figures(self) -> dict[str, float]:
         """Return the figures that `DistCACallback` logs; those without data are left out."""
-        figures = self.balance.figures()
+        figures = self.balance.compute_figures()
         if self.state_bytes and self.balance.micro_batches:
             figures["distca/states_mb"] = self.state_bytes / self.balance.micro_batches / 1e6
         if self.late_compiles and self.balance.micro_batches:
@@ -106,11 +106,11 @@ def metrics_of(session: Session) -> Metrics:
     return Metrics(session.planner.history.total, meter.seconds, elapsed, since, meter.state_bytes, late_compiles())
 
 
-def summary(done: Tally, session: Session) -> str | None:
+def summary(done: BalanceTotals, session: Session) -> str | None:
     """Summarize micro-batches of a session in a few lines; None if there were none."""
     if not done.micro_batches:
         return None
-    figures = done.figures()
+    figures = done.compute_figures()
     tokens = figures.get("distca/imbalance_tokens", 1.0)
     lines = [
         f"distca: {done.micro_batches} micro-batches on {session.ranks} ranks, work moved in {done.moved}",
@@ -137,7 +137,7 @@ def summary(done: Tally, session: Session) -> str | None:
     return "\n".join([*lines, *(f"  {name:<12}{value}" for name, value in parts.items())])
 
 
-def sum_up(done: Tally, session: Session) -> None:
+def sum_up(done: BalanceTotals, session: Session) -> None:
     """Print the summary on the first rank, if there is one."""
     text = summary(done, session)
     if text is not None and session.is_first:
@@ -145,7 +145,7 @@ def sum_up(done: Tally, session: Session) -> None:
         session.summarized = True
 
 
-def why_nothing_moved(done: Tally, session: Session) -> str | None:
+def why_nothing_moved(done: BalanceTotals, session: Session) -> str | None:
     """Return why no work was moved in some micro-batches, with the figures;
     None if some was, or if there were none.
     """
@@ -162,7 +162,7 @@ def why_nothing_moved(done: Tally, session: Session) -> str | None:
     if saved < config.min_gain:
         return f"{said}: {uneven}, and evening that out saves {saved:.1%} at most, less than min_gain={config.min_gain:g}."
     costs = session.planner.resume_progress().costs
-    cost = costs.of(PlanKey(*next(iter(costs))))
+    cost = costs.get_cost(PlanKey(*next(iter(costs))))
     return (
         f"{said}: {uneven}, and evening that out saves {milliseconds:.3g} ms a layer at most, of which the exchange would leave "
         f"less than min_gain={config.min_gain:g} (cost model {cost.name!r}: {cost.exchange_bytes_per_second / 1e9:g} GB/s and "
@@ -175,7 +175,7 @@ def why_given_up(session: Session) -> str | None:
     """Return a message that exchanges were given up because they cost more
     than they saved, with the figures; else None.
     """
-    slower = session.planner.resume_progress().costs.slower
+    slower = session.planner.resume_progress().costs.exchange_slowdown
     if slower is None:
         return None
     return (

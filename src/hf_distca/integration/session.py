@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.planner import Planner, current_world
+from hf_distca.agreement.planner import Planner, get_current_world
 from hf_distca.borrowed import loaded_mesh
 from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.integration.families import known_cost, source_of_rates
@@ -113,7 +113,7 @@ class Session:
         """Join the attention group, and return it. All its ranks must call this: the first call
         makes the group, as does the first one after torch.distributed starts or restarts.
         """
-        world = current_world()
+        world = get_current_world()
         if self._group is None or world is not self._world:
             members = data_parallel_group(self._members) if isinstance(self._members, DeviceMesh) else self._members
             if members is None and world is not None:
@@ -143,8 +143,8 @@ class Session:
 
     def take_group(self, group: AttentionGroup) -> None:
         """Join a group that was made elsewhere, and restart counting."""
-        self._group, self._world = group, current_world()
-        self.planner.begin_anew()
+        self._group, self._world = group, get_current_world()
+        self.planner.reset()
 
     @property
     def ranks(self) -> int:
@@ -169,14 +169,14 @@ class Session:
         facts that are the same everywhere.
         """
         if self._group is None:
-            return current_world() is None or dist.get_rank() == 0
+            return get_current_world() is None or dist.get_rank() == 0
         return self._group.ranks[self._group.rank] == 0
 
     def gather(self) -> None:
         """Gather the measurements up to here, on all ranks of the group. Collective."""
         group = self._group
         if group is not None and group.size > 1 and not group.has_left and (group.holds is not None or dist.is_initialized()):
-            self.planner.resume_progress().gather(group)
+            self.planner.resume_progress().gather_measurements(group)
 
     def look_for_mesh(self, models: Iterator[PreTrainedModel]) -> None:
         """Take the ranks of the attention group from the first model with a mesh,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey, check_equal
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.errors import UnsupportedError
@@ -71,7 +71,7 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
         check_equal(group, np.array([row[0] for row in rows]), "numbers of micro-batches", place, "draw as many on every rank")
         # The lengths in each micro-batch of each rank.
         lengths = [np.split(row[1 + len(drawn) :], np.cumsum(row[1 : len(drawn)])) for row in rows]
-        costs = {key._replace(nano=0): progress.costs.of(key) for key in progress.recent_keys()}
+        costs = {key._replace(nano=0): progress.costs.get_cost(key) for key in progress.pop_recent_keys()}
         shared = [_deal(session, costs, number, [of_rank[number] for of_rank in lengths]) for number in range(len(drawn))]
         tokens = _exchange(group, drawn, shared, place)
     return [
@@ -99,11 +99,11 @@ class _Drawn:
                 f"a batch holds {', '.join(unknown)}, and share_tokens deals {', '.join(sorted(_KNOWN))} only: tokens go to "
                 "other ranks, so leave the rest out."
             )
-        documents = TokenBatch.of(batch).documents(training=True)
-        if documents.spans:
+        documents = TokenBatch.of(batch).read_documents(training=True)
+        if documents.span_ranks:
             raise UnsupportedError("a batch is a share of dealt documents already: share_tokens is for batches that are not.")
-        keep = slice(None) if documents.keep is None else torch.from_numpy(documents.keep)
-        lengths = documents.rows[:, 2]
+        keep = slice(None) if documents.token_indices is None else torch.from_numpy(documents.token_indices)
+        lengths = documents.runs[:, 2]
         _check_positions_count_on(batch.get("position_ids"), keep, lengths)
         flat = [batch[name].reshape(-1).cpu()[keep] for name in ("input_ids", "labels", "shift_labels") if name in batch]
         if "shift_labels" not in batch:
@@ -145,7 +145,7 @@ class _Shared:
         """List the runs of a rank: (rank that drew it, index of its
         first token there, number of tokens).
         """
-        segments = [] if self.packed.dealt is None else self.packed.dealt.whole.list_segments(rank)
+        segments = [] if self.packed.dealt_share is None else self.packed.dealt_share.whole_layout.list_segments(rank)
         return [(int(self.home[s.document]), int(self.start[s.document]) + s.start, s.length) for s in segments]
 
 
@@ -155,14 +155,14 @@ def _deal(session: Session, costs: dict[PlanKey, CostModel], number: int, length
     home = np.repeat(np.arange(group.size), [len(of_rank) for of_rank in lengths])
     start = np.concatenate([np.cumsum(of_rank) - of_rank for of_rank in lengths])
     fair, more = divmod(int(joined.sum()), group.size)
-    dealing = Dealing(
+    dealing = DealSettings(
         group.size,
         [fair + (rank < more) for rank in range(group.size)],
         costs or {PlanKey(_SOME_SHAPE, "cpu"): CostModel.of_pairs(_SOME_SHAPE)},
         session.config,
         group.per_node,
     )
-    return _Shared(dealing.share(joined, (0, planner.resume_progress().number + number + 1), group.rank), home, start)
+    return _Shared(dealing.make_share(joined, (0, planner.resume_progress().number + number + 1), group.rank), home, start)
 
 
 def _exchange(group: AttentionGroup, drawn: Sequence[_Drawn], shared: Sequence[_Shared], place: str) -> list[torch.Tensor]:

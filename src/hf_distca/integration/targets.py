@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from hf_distca.data.collator import IGNORED_LABEL
-from hf_distca.data.pieces import Piece
-from hf_distca.data.reading import Reader
+from hf_distca.data.pieces import DocumentPiece
+from hf_distca.data.reading import DocumentReader
 from hf_distca.errors import ConfigError
 
 __all__ = ["Targets", "sample_targets"]
@@ -53,8 +53,8 @@ def sample_targets(documents: Any, count: int) -> Targets:
         ConfigError: if no document has any.
     """
     numbers = np.unique(np.linspace(0, count - 1, min(count, _SAMPLE)).astype(np.int64)) if count else np.zeros(0, np.int64)
-    rows = Reader(documents, "input_ids").rows(numbers)
-    labels = [Piece(row, 0, len(row["input_ids"])).labels(0, len(row["input_ids"])) for row in rows]
+    rows = DocumentReader(documents, "input_ids").read_rows(numbers)
+    labels = [DocumentPiece(row, 0, len(row["input_ids"])).read_labels(0, len(row["input_ids"])) for row in rows]
     counts = [int((of_row[1:] != IGNORED_LABEL).sum()) for of_row in labels]
     targets = Targets(count, len(numbers), sum(map(len, labels)), sum(counts), counts.count(0))
     if labels and not targets.targets:

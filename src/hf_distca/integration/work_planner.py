@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from hf_distca.agreement.announce import PlanKey, Stated, layout_of
+from hf_distca.agreement.announce import AnnouncedBatch, PlanKey, build_layout
+from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.documents import Documents
-from hf_distca.agreement.planned import Planned
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, Work
 from hf_distca.integration.processes import said_if_long
@@ -46,7 +46,7 @@ class WorkPlanner:
         if handle.group is None:
             # Making the group needs all ranks: a rank that evaluates or generates alone must not ask for it.
             together = not handle.alone and (training or self._session.config.balance_evaluation)
-            if together and self._session.pool is not None and (leaving := self._planner.resume_progress().leaving):
+            if together and self._session.pool is not None and (leaving := self._planner.resume_progress().leaving_ranks):
                 self._session.gather()
                 self._session.take_group(replace(self._session.pool.without(leaving), session=self._session.join_group().session))
             handle.group = self._session.join_group() if together else _ALONE
@@ -101,9 +101,9 @@ class WorkPlanner:
             part.work[which] = work if part.mask.recomputes and training else replace(work, outputs=None)
         return handle.work[requests[0][1]]
 
-    def use_plan(self, documents: Documents, planned: Planned, group: AttentionGroup, device: torch.device) -> Work:
+    def use_plan(self, documents: Documents, planned: BatchPlan, group: AttentionGroup, device: torch.device) -> Work:
         """Use a plan for the current micro-batch, which has these documents on this rank."""
-        meter, nano = self._planner.resume_progress().use(planned, documents), planned.key.nano
+        meter, nano = self._planner.resume_progress().use_plan(planned, documents), planned.key.nano
         plan, config = planned.plan, self._session.config
         waves = Waves.of(plan, planned.key.shape, config.tile, config.max_transient_bytes, config.head_groups)
         self._warn_above_bound(waves, group)
@@ -151,9 +151,9 @@ def _work_alone(handle: AttentionHandle, key: PlanKey, device: torch.device, met
     documents = handle.documents
     if documents is None:
         raise RuntimeError("a micro-batch was taken up before its documents were read")
-    if documents.are_whole:
+    if documents.has_whole_documents:
         handle.check(None, key.window)
-        lengths = documents.rows[:, 2].tolist()
+        lengths = documents.runs[:, 2].tolist()
         window = _within(key.window, max(lengths, default=0))
         route = Route.for_whole_documents(lengths)
     else:
@@ -166,14 +166,14 @@ def _work_alone(handle: AttentionHandle, key: PlanKey, device: torch.device, met
 
 def _keep_of(documents: Documents, device: torch.device) -> torch.Tensor | None:
     """Return `Documents.keep` on a device."""
-    return None if documents.keep is None else to_device(torch.from_numpy(documents.keep), device)
+    return None if documents.token_indices is None else to_device(torch.from_numpy(documents.token_indices), device)
 
 
 def _layout(documents: Documents, *, evaluating: bool) -> Layout:
     try:
-        return layout_of(Stated.of(documents))
+        return build_layout(AnnouncedBatch.from_documents(documents))
     except LayoutError as error:
-        if not (evaluating and documents.spans):
+        if not (evaluating and documents.span_ranks):
             raise
         raise UnsupportedError(
             "a document that spans ranks met a model in evaluation mode, where each rank works alone: "

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_distca.agreement.announce import Facts, check_equal, check_facts, fingerprint
-from hf_distca.agreement.dealt import Dealt
+from hf_distca.agreement.announce import SharedSettings, check_equal, check_shared_settings, hash_settings
+from hf_distca.agreement.dealt_share import DealtShare
 from hf_distca.agreement.documents import Documents
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, DistCADesyncError, LayoutError, UnsupportedError
@@ -82,7 +82,7 @@ class StepRow(NamedTuple):
 
     Attributes:
         way: code of the way in which the batch was loaded; no announcement begins with it.
-        facts: `fingerprint` of all that must be equal on all ranks.
+        facts: `hash_settings` of all that must be equal on all ranks.
         documents: checksum of the documents of a dealt global batch; 0 for other batches.
         plans: digest of the plans.
         batch, tokens: shape of a micro-batch, which the stages of a copy of the model must have in
@@ -101,7 +101,7 @@ class StepRow(NamedTuple):
     leaves: int = 0
 
 
-def find_ranks(stage: Stage, session: Session, facts: Facts) -> tuple[Pipeline, StageAttention]:
+def find_ranks(stage: Stage, session: Session, facts: SharedSettings) -> tuple[Pipeline, StageAttention]:
     """Learn about all stages, together with their ranks; `facts` are this
     rank's values of all that must be equal.
 
@@ -114,8 +114,8 @@ def find_ranks(stage: Stage, session: Session, facts: Facts) -> tuple[Pipeline, 
             ask for what they cannot do.
     """
     group = AttentionGroup.of(_members(stage, session), timeout_seconds=session.config.timeout_seconds)
-    fingerprints = group.gather(np.array([fingerprint(facts)]), doing="comparing the models of the pipeline stages")
-    check_facts(group, np.concatenate(fingerprints), facts, "ranks do not run the same in the first step", _SAME)
+    fingerprints = group.gather(np.array([hash_settings(facts)]), doing="comparing the models of the pipeline stages")
+    check_shared_settings(group, np.concatenate(fingerprints), facts, "ranks do not run the same in the first step", _SAME)
     check_settings(session.config, group)
     with group.reporting(f"looking at the attention of stage {stage.stage_index}"):
         kinds, dtype = _find_kinds(stage, session)
@@ -238,7 +238,7 @@ def checksum(weight: torch.Tensor | None) -> int:
     return 1 + int.from_bytes(digest[:8], "big") % ((1 << 60) - 1)
 
 
-def check_shares_of_copy(shares: Sequence[Dealt], pipeline: Pipeline) -> None:
+def check_shares_of_copy(shares: Sequence[DealtShare], pipeline: Pipeline) -> None:
     """Raise `LayoutError` unless shares are those of this rank's copy of the model."""
     copies, copy = 1 + max(pipeline.copies), pipeline.copies[pipeline.rank]
     for dealt in shares:
@@ -254,8 +254,8 @@ def check_copies(documents: Sequence[Sequence[Documents]], pipeline: Pipeline, g
     for number, of_ranks in enumerate(documents):
         for rank, copy in enumerate(pipeline.copies):
             first = pipeline.copies.index(copy)
-            if not np.array_equal(of_ranks[rank].rows, of_ranks[first].rows):
-                lengths, other_lengths = (of_ranks[index].rows[:, 2].tolist() for index in (first, rank))
+            if not np.array_equal(of_ranks[rank].runs, of_ranks[first].runs):
+                lengths, other_lengths = (of_ranks[index].runs[:, 2].tolist() for index in (first, rank))
                 raise DistCADesyncError(
                     f"ranks {group.ranks[first]} and {group.ranks[rank]} are stages of one copy of the model and have different "
                     f"documents in micro-batch {number}, of {lengths} and {other_lengths} tokens. Give all stages of a copy the "
@@ -263,7 +263,9 @@ def check_copies(documents: Sequence[Sequence[Documents]], pipeline: Pipeline, g
                 )
 
 
-def check_steps(group: AttentionGroup, rows: Sequence[IntArray], facts: Facts, copies: Sequence[int], place: str) -> None:
+def check_steps(
+    group: AttentionGroup, rows: Sequence[IntArray], facts: SharedSettings, copies: Sequence[int], place: str
+) -> None:
     """Compare the `StepRow` of each rank. `copies` gives each rank's copy of the model.
 
     Raises:
@@ -276,7 +278,7 @@ def check_steps(group: AttentionGroup, rows: Sequence[IntArray], facts: Facts, c
             "of them, or on none."
         )
     steps = [StepRow(*row.tolist()) for row in rows]
-    check_facts(group, np.array([step.facts for step in steps]), facts, f"ranks do not run the same in {place}", _SAME)
+    check_shared_settings(group, np.array([step.facts for step in steps]), facts, f"ranks do not run the same in {place}", _SAME)
     arguments = "give document_shares the same documents, seed and other arguments on every rank"
     documents, plans = (np.array(column) for column in zip(*((step.documents, step.plans) for step in steps), strict=True))
     check_equal(group, documents, "documents in the same global batch (as checksums)", place, arguments)
@@ -286,7 +288,7 @@ def check_steps(group: AttentionGroup, rows: Sequence[IntArray], facts: Facts, c
     check_equal(group, plans, "plans (as digests)", place, "use one version of hf_distca and numpy")
 
 
-def _check_copy(steps: Mapping[int, StepRow], facts: Facts, place: str) -> None:
+def _check_copy(steps: Mapping[int, StepRow], facts: SharedSettings, place: str) -> None:
     """Compare the rows that the stages of one copy of the model sent, by rank."""
     shapes = {rank: (step.batch, step.tokens) for rank, step in steps.items()}
     first = min(shapes)

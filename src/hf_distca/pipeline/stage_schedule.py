@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from hf_distca.agreement.announce import Facts, fingerprint
-from hf_distca.agreement.document_starts import as_mask
+from hf_distca.agreement.announce import SharedSettings, hash_settings
+from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.errors import ConfigError, DistCAError, LayoutError
 from hf_distca.integration.current_session import current_session
@@ -157,7 +157,7 @@ class Schedule(OneStageSchedule):
         if current_session() is not self._session:
             raise ConfigError("hf_distca.configure was called after this Schedule was made: make the Schedule again.")
 
-    def _facts(self) -> Facts:
+    def _facts(self) -> SharedSettings:
         """Return all that must be equal on all ranks in a step, by name."""
         model, config = self.stage.unwrapped, self._session.config
         return {
@@ -180,10 +180,10 @@ class Schedule(OneStageSchedule):
         for inputs, arguments, packed_documents in zip(args, kwargs, packed, strict=True):
             if packed_documents is not None:
                 arguments["distca_documents"] = packed_documents
-            positions, padding = arguments.get("position_ids"), as_mask(arguments.get("attention_mask"))
+            positions, padding = arguments.get("position_ids"), convert_mask(arguments.get("attention_mask"))
             shape = _read_shape(*inputs, positions)
             batch = TokenBatch(*shape, packed=packed_documents, position_ids=positions, padding=padding)
-            documents.append(batch.documents(training=True))
+            documents.append(batch.read_documents(training=True))
             shapes.add(shape)
         if len(shapes) > 1:
             raise LayoutError(f"micro-batches of shapes {sorted(shapes)}: all of a step must have one.")
@@ -196,7 +196,7 @@ class Schedule(OneStageSchedule):
         hold all documents, so that no rank waits.
         """
         progress = self._session.planner.resume_progress()
-        shares = [read.dealt for read in documents if read.dealt is not None]
+        shares = [read.dealt_share for read in documents if read.dealt_share is not None]
         place = f"{name}, {self.micro_batches} micro-batches in {self.stage.num_stages} stages"
         with group.reporting(f"planning {place}"):
             config = replace(self._session.config, ping_pong=self._uses_nano_batches(documents))
@@ -205,7 +205,7 @@ class Schedule(OneStageSchedule):
             facts = {**self._facts(), "nano-batches of a micro-batch": str(len(nanos))}
             if len(shares) == len(documents):
                 check_shares_of_copy(shares, pipeline)
-                way, checked = _SHARES, shares[0].documents
+                way, checked = _SHARES, shares[0].digest
                 facts["the batch"] = str(shares[0])
                 of_all = {part: read_shared_documents(shares, pipeline.copies, part) for part in parts}
             else:
@@ -215,15 +215,15 @@ class Schedule(OneStageSchedule):
                     for part in parts
                     for read in documents
                 ]
-                stated = iter(progress.announce(requests, group, place, self._session.config))
+                stated = iter(progress.announce_requests(requests, group, place, self._session.config))
                 of_all = {part: read_announced_documents([next(stated) for _ in documents]) for part in parts}
                 for of_part in of_all.values():
                     check_copies(of_part, pipeline, group)
-            costs = {key: progress.costs.of(key) for key in pipeline.keys}
+            costs = {key: progress.costs.get_cost(key) for key in pipeline.keys}
             order = order_ticks(pipeline.depth, self.micro_batches, backward=self.is_training)
             plans = TickPlans(order, pipeline, of_all, costs, config, name)
             tied = checksum(self.stage.unwrapped.tied_weight)
-            row = np.array(StepRow(way, fingerprint(facts), checked, plans.make(), *shape, tied), dtype=np.int64)
+            row = np.array(StepRow(way, hash_settings(facts), checked, plans.make(), *shape, tied), dtype=np.int64)
             check = partial(check_steps, group, facts=facts, copies=pipeline.copies, place=place)
             if way == _STATED:
                 check(group.gather(row, doing=f"comparing plans of {place}"))
@@ -241,12 +241,15 @@ class Schedule(OneStageSchedule):
         """
         if not self._session.config.ping_pong or not can_cut(self.stage.unwrapped.model):
             return False
-        return all(not read.spans or (read.dealt is not None and read.dealt.first_tokens is not None) for read in documents)
+        return all(
+            not read.span_ranks or (read.dealt_share is not None and read.dealt_share.first_nano_tokens is not None)
+            for read in documents
+        )
 
 
 def _cut_documents(part: MicroBatchPart, documents: Documents, shape: tuple[int, int], tile: int) -> Documents:
     """Return the documents of a part of a micro-batch of (batch, tokens)."""
-    documents = documents.in_chunks(part.chunk)
+    documents = documents.cut_into_chunks(part.chunk)
     return cut(*shape, documents, tile)[2][part.nano - 1] if part.nano else documents
 
 

@@ -275,7 +275,7 @@ class StageAttention:
     def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
         """See `WorkPlanner.uses_nano_batches`."""
         if self.nano_batches and self.micro_batch is not None:
-            handle.documents = self.micro_batch.documents.in_chunks(handle.mask.chunk)
+            handle.documents = self.micro_batch.documents.cut_into_chunks(handle.mask.chunk)
         return self.nano_batches
 
     def plan_work(
@@ -286,9 +286,9 @@ class StageAttention:
         if micro_batch is None:
             raise DistCADesyncError("a stage of a pipeline ran a forward outside its schedule: let `Schedule.step` run it.")
         if not handle.nano:
-            handle.documents = micro_batch.documents.in_chunks(handle.mask.chunk)
+            handle.documents = micro_batch.documents.cut_into_chunks(handle.mask.chunk)
         handle.check(micro_batch.layouts[MicroBatchPart(key.chunk, key.nano)], key.window)
-        kept = None if handle.documents is None else handle.documents.keep
+        kept = None if handle.documents is None else handle.documents.token_indices
         keep = None if kept is None else to_device(torch.from_numpy(kept), query.device)
         attend = partial(self._attend, micro_batch, key)
         work = Work(self.group, _NO_ROUTE, keep, None, self.session.meter, key.nano, name=micro_batch.name, attend=attend)

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_distca.agreement.announce import PlanKey, Stated
-from hf_distca.agreement.dealt import Dealt
-from hf_distca.agreement.documents import Documents, unknown_documents
+from hf_distca.agreement.announce import AnnouncedBatch, PlanKey
+from hf_distca.agreement.dealt_share import DealtShare
+from hf_distca.agreement.documents import Documents, make_unknown_runs
 from hf_distca.config import DistCAConfig
 from hf_distca.pipeline.tick_calls import CallPart, LayerKind, MicroBatchPart
 from hf_distca.runtime.route import Route
@@ -141,31 +141,31 @@ class Pipeline:
         return list(dict.fromkeys(call.kind.key for call in self.calls))
 
 
-def read_announced_documents(stated: Sequence[Stated]) -> list[list[Documents]]:
+def read_announced_documents(stated: Sequence[AnnouncedBatch]) -> list[list[Documents]]:
     """Return the documents of each micro-batch, or of a nano-batch of each, by
     rank, from the announcements of all ranks.
     """
     documents = []
     for micro_batch in stated:
-        spans = bool(micro_batch.spans.any())
-        rows = micro_batch.numbers if spans else unknown_documents(micro_batch.numbers)
+        spans = bool(micro_batch.span_ranks.any())
+        rows = micro_batch.numbers if spans else make_unknown_runs(micro_batch.numbers)
         of_ranks = [Documents(of_rank, spans) for of_rank in np.split(rows, np.cumsum(micro_batch.counts)[:-1])]
-        for rank in np.flatnonzero(micro_batch.context).tolist():  # its first document goes on in its second row
-            of_ranks[rank] = replace(of_ranks[rank], context=int(of_ranks[rank].rows[0, 2]))
-            of_ranks[rank].rows[1, 1] = of_ranks[rank].context
+        for rank in np.flatnonzero(micro_batch.has_context).tolist():  # its first document goes on in its second row
+            of_ranks[rank] = replace(of_ranks[rank], context_tokens=int(of_ranks[rank].runs[0, 2]))
+            of_ranks[rank].runs[1, 1] = of_ranks[rank].context_tokens
         documents.append(of_ranks)
     return documents
 
 
-def read_shared_documents(shares: Sequence[Dealt], copies: Sequence[int], part: MicroBatchPart) -> list[list[Documents]]:
+def read_shared_documents(shares: Sequence[DealtShare], copies: Sequence[int], part: MicroBatchPart) -> list[list[Documents]]:
     """Return the documents like `read_announced_documents`, from this rank's shares of dealt
     batches, which hold the documents of all copies.
     """
     documents = []
     for dealt in shares:
-        layout = dealt.layouts[part.nano - 1] if part.nano else dealt.whole
+        layout = dealt.layouts[part.nano - 1] if part.nano else dealt.whole_layout
         rows = [np.array(layout.list_segments(copy), dtype=np.int64).reshape(-1, 3) for copy in range(dealt.ranks)]
-        documents.append([Documents(rows[copy], spans=True).in_chunks(part.chunk) for copy in copies])
+        documents.append([Documents(rows[copy], span_ranks=True).cut_into_chunks(part.chunk) for copy in copies])
     return documents
 
 
@@ -252,11 +252,11 @@ class TickPlans:
             micro_batch, segments = running[stage], list[tuple[int, int, int]]()
             if micro_batch is not None:
                 documents = self.documents[part][micro_batch][rank]
-                context[rank] = int(documents.context > 0)
-                for index, (document, start, length) in enumerate(documents.rows.tolist()):
+                context[rank] = int(documents.context_tokens > 0)
+                for index, (document, start, length) in enumerate(documents.runs.tolist()):
                     # Documents that span ranks have a number in their micro-batch; others are told apart by where they are. With
                     # context, the first two rows are of one document.
-                    identity = (stage, document) if documents.spans else (-1 - rank, max(index, context[rank]))
+                    identity = (stage, document) if documents.span_ranks else (-1 - rank, max(index, context[rank]))
                     segments.append((numbers.setdefault(identity, len(numbers)), start, length))
             ranks.append(segments)
         layout = self._layouts[running, part] = Layout.from_segments(ranks, context)

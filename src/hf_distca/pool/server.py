@@ -199,11 +199,11 @@ class Server:
     def begin_plans(self, session: int, planning: int, requests: Sequence[Any], place: str, beside: bool) -> None:
         """Take part when ranks announce documents and begin to plan them."""
         asked = read_requests(requests, [None] * len(requests))
-        self._known[planning] = self._known[session].planner.begin(asked, self._group, place, beside=beside)
+        self._known[planning] = self._known[session].planner.begin_plans(asked, self._group, place, in_background=beside)
 
     def finish_plans(self, session: int, planning: int, plans: Sequence[int]) -> None:
         """Take part when ranks compare their plans."""
-        planned = self._known[session].planner.finish(self._known.pop(planning))
+        planned = self._known[session].planner.finish_plans(self._known.pop(planning))
         self._known.update(zip(plans, planned, strict=True))
 
     def plan_shares(
@@ -353,7 +353,7 @@ def _end_by_signal(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _leave_by_signal(say: Callable[[str], None], number: int, _frame: FrameType | None) -> None:
-    Progress.leaves = True
+    Progress.is_leaving = True
     signal.signal(number, _end_by_signal)
     say(f"was told to end by {signal.Signals(number).name}, and serves until the others go on without it; again to end at once")
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey, Request
-from hf_distca.agreement.dealt import Dealt
+from hf_distca.agreement.dealt_share import DealtShare
 from hf_distca.agreement.documents import Documents
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import AttentionShape, CostModel
@@ -106,10 +106,10 @@ def _encode(value: Any) -> Any:
         case Profile() | CostModel():
             return {"kind": type(value).__name__, "text": value.to_json()}
         case Documents():
-            return value.spans
-        case Dealt():
+            return value.span_ranks
+        case DealtShare():
             layouts = [(layout.document, layout.start, layout.length, layout.offsets) for layout in value.layouts]
-            return {"batch": value.batch, "documents": value.documents, "config": value.settings, "layouts": layouts}
+            return {"batch": value.batch_id, "documents": value.digest, "config": value.loader_config, "layouts": layouts}
     raise TypeError(f"no word for {value!r}")
 
 
@@ -145,21 +145,22 @@ def read_key(values: Sequence[Any]) -> PlanKey:
     return PlanKey(AttentionShape(*shape), *rest)
 
 
-def read_requests(requests: Sequence[Any], shares: Sequence[Dealt | None]) -> list[Request]:
+def read_requests(requests: Sequence[Any], shares: Sequence[DealtShare | None]) -> list[Request]:
     """Read requests for plans, for a rank without documents;
     with shares where batches are dealt.
     """
     none = np.zeros((0, 3), dtype=np.int64)
     return [
-        (Documents(none, spans=spans, dealt=dealt), read_key(key)) for (spans, key), dealt in zip(requests, shares, strict=True)
+        (Documents(none, span_ranks=spans, dealt_share=dealt), read_key(key))
+        for (spans, key), dealt in zip(requests, shares, strict=True)
     ]
 
 
-def read_shares(shares: Sequence[Mapping[str, Any]]) -> list[Dealt | None]:
+def read_shares(shares: Sequence[Mapping[str, Any]]) -> list[DealtShare | None]:
     """Read shares, as seen from a rank that the batch is not dealt to."""
-    read: list[Dealt | None] = []
+    read: list[DealtShare | None] = []
     for share in shares:
         columns = [[np.array(column, dtype=np.int64) for column in layout] for layout in share["layouts"]]
         layouts = tuple(Layout(document, start, length, offsets) for document, start, length, offsets in columns)
-        read.append(Dealt.of_others(layouts, tuple(share["batch"]), share["documents"], read_config(share["config"])))
+        read.append(DealtShare.for_server(layouts, tuple(share["batch"]), share["documents"], read_config(share["config"])))
     return read

@@ -85,7 +85,7 @@ class StepsRow:
 
     Attributes:
         step: optimizer steps that are done.
-        tally: the fields of a `Tally`, from which the figures of the log are made.
+        tally: the fields of a `BalanceTotals`, from which the figures of the log are made.
         per_rank: sums over the micro-batches.
         loss: the logged loss; None if none was logged.
         kernels: kernels of attention.

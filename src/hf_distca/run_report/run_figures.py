@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_distca.agreement.history import Tally
+from hf_distca.agreement.history import BalanceTotals
 from hf_distca.errors import ReportError
 from hf_distca.run_report.folder import RankTrace, RunFolder
 from hf_distca.run_report.rows import RECORD_NAME, PerRank, PlanRow, RunRow, StepsRow, WarningRow
@@ -18,7 +18,7 @@ from hf_distca.schedule.plan import Plan
 
 __all__ = ["Figures", "PlanPiece", "PlanFigures", "collect"]
 
-_TALLY = [figure.name for figure in fields(Tally)]
+_TALLY = [figure.name for figure in fields(BalanceTotals)]
 _NO_TIMELINES = (
     "The share of messages that was hidden: it is read from timelines in which some travelled. "
     "DistCACallback(trace_path=...) writes those of the third optimizer step; they have to lie in the folder of the run."
@@ -127,8 +127,8 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
 
 def _totals(folder: RunFolder, rows: Sequence[StepsRow]) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Return the figures of the whole run, and those of each row."""
-    tallies = [Tally(**{name: float(row.tally[name]) for name in _TALLY}) for row in rows]  # type: ignore[arg-type]
-    whole, began = sum(tallies, Tally()), folder.rows_of(RunRow)[0].step
+    tallies = [BalanceTotals(**{name: float(row.tally[name]) for name in _TALLY}) for row in rows]  # type: ignore[arg-type]
+    whole, began = sum(tallies, BalanceTotals()), folder.rows_of(RunRow)[0].step
     shares = [trace.share for trace in folder.traces if trace.share is not None]
     total = {
         "step_seconds": whole.elapsed_seconds / max(rows[-1].step - began, 1),
@@ -143,8 +143,8 @@ def _totals(folder: RunFolder, rows: Sequence[StepsRow]) -> tuple[dict[str, floa
     return total, [{"step": row.step, **_logged(tally), **loss} for row, tally, loss in zip(rows, tallies, losses, strict=True)]
 
 
-def _logged(tally: Tally) -> dict[str, float]:
-    return {name.removeprefix("distca/"): value for name, value in tally.figures().items()}
+def _logged(tally: BalanceTotals) -> dict[str, float]:
+    return {name.removeprefix("distca/"): value for name, value in tally.compute_figures().items()}
 
 
 def _summed(rows: Sequence[StepsRow]) -> PerRank:

@@ -1,0 +1,275 @@
+"""`BatchPlan`: a plan of a micro-batch, from its making to the measurements of all ranks.
+
+An `Observation` combines the plans of a micro-batch, per layer, as a sample from which rates are
+learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from hf_distca.agreement.announce import FIGURE_COUNT, Figures, PlanKey
+from hf_distca.config import DistCAConfig
+from hf_distca.runtime.meter import Meter
+from hf_distca.schedule.cost import CostModel, FloatArray
+from hf_distca.schedule.layout import BoolArray, IntArray
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
+from hf_distca.schedule.waves import Waves
+
+__all__ = ["BatchPlan", "Observation", "observe_plans"]
+
+# Exchanges count as hidden if attention takes at most this much longer than the slowest kernels.
+_HIDDEN_MARGIN = 0.05
+
+
+@dataclass(eq=False)
+class BatchPlan:
+    """A plan of a micro-batch, from its making to the measurements of all ranks.
+
+    Attributes:
+        key: key of the plan in the micro-batch.
+        plan: the plan; the same on all ranks.
+        config: the settings that it was made under.
+        runs: the documents that this rank announced for it, see `Documents.runs`.
+        planning_ms: milliseconds of planning, with the exchange of documents.
+        source: name of the global batch, for a share; else "".
+        per_node: ranks of a node that the plan assumes; None if nodes were not told apart.
+        holds: for each rank whether it holds tokens, if a pool of servers takes part; else None.
+        local_plan_count: number of plans of its share that this process made instead of the loader
+            since the previous plan.
+        serial: number by which servers of a pool identify it.
+        number: number of the micro-batch that uses it; 0 before its use.
+        task_seconds: (tasks,) estimated seconds, forward and backward, on a rank of speed 1; empty
+            before its use.
+        ranks: properties of the ranks, as estimated when it was used.
+        meter: meter of this rank's work for it.
+        figures: (ranks, 5) int64, `own_figures` as announced by each rank; -1 until they are known.
+    """
+
+    key: PlanKey
+    plan: Plan
+    config: DistCAConfig
+    runs: IntArray
+    planning_ms: float
+    source: str = ""
+    per_node: int | None = None
+    holds: tuple[bool, ...] | None = None
+    local_plan_count: int = 0
+    serial: int = 0
+    number: int = 0
+    task_seconds: FloatArray = field(default_factory=lambda: np.zeros(0))
+    ranks: Ranks = UNIFORM_RANKS
+    meter: Meter = field(default_factory=Meter)
+    figures: IntArray = field(default_factory=lambda: np.full((1, FIGURE_COUNT), -1))
+
+    def start_use(self, number: int, cost: CostModel, ranks: Ranks, meter: Meter) -> None:
+        """Begin the use of the plan by a micro-batch, and estimate its tasks by a cost model."""
+        self.number = number
+        self.ranks = ranks
+        self.meter = meter
+        plan = self.plan
+        self.task_seconds = cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
+
+    @property
+    def own_figures(self) -> Figures:
+        """Measurements of this rank.
+
+        Kernel nanoseconds, sent bytes, nanoseconds of exchanges, number of calls, and bytes sent to
+        other nodes. Kernel nanoseconds are -1 while kernels still run. Exchanges and calls are -1
+        unless backward ran for every call, because rates are learned from whole layers.
+        """
+        meter = self.meter
+        kernels = int(meter.seconds * 1e9) if meter.is_finished else -1
+        exchanges = calls = -1
+        if meter.calls > 0 and meter.kernel_calls == 2 * meter.backward_calls:
+            exchanges = int(meter.exchange_seconds * 1e9)
+            calls = meter.calls
+        return kernels, meter.sent_bytes, exchanges, calls, meter.between_bytes
+
+    @property
+    def is_measured(self) -> bool:
+        """True if all ranks have announced their measurements, after their last kernels."""
+        return bool(self.figures[:, 0].min() >= 0)
+
+    @property
+    def estimated_before(self) -> FloatArray:
+        """Estimated seconds if every rank computed its own attention, (ranks,)."""
+        return self._sum_by_rank(self.plan.home, self.task_seconds)
+
+    @property
+    def estimated_after(self) -> FloatArray:
+        """Estimated seconds of every rank by the plan, (ranks,)."""
+        return self._sum_by_rank(self.plan.server, self.task_seconds)
+
+    @property
+    def measured_before(self) -> FloatArray:
+        """Measured seconds, attributed to the home ranks of tasks by their estimates, (ranks,)."""
+        measured = self.measured_after
+        estimated = self.estimated_after
+        rate = np.divide(measured, estimated, out=np.zeros_like(estimated), where=estimated > 0)
+        return self._sum_by_rank(self.plan.home, self.task_seconds * rate[self.plan.server])
+
+    @property
+    def measured_after(self) -> FloatArray:
+        """Measured seconds in attention kernels, (ranks,)."""
+        return self.figures[:, 0] / 1e9
+
+    @property
+    def servers(self) -> BoolArray:
+        """True for each rank that is a server of a pool, (ranks,)."""
+        return ~np.array(self.holds or [True] * len(self.figures))
+
+    @property
+    def sent_bytes(self) -> IntArray:
+        """Bytes sent by each rank, (ranks,)."""
+        return self.figures[:, 1]
+
+    @property
+    def between_bytes(self) -> IntArray:
+        """Bytes sent to other nodes by each rank, (ranks,); all, if nodes are not told apart."""
+        return self.figures[:, 4]
+
+    @property
+    def on_several_nodes(self) -> bool:
+        """True if nodes are told apart, and there are several."""
+        return self.per_node is not None and self.per_node < self.plan.layout.world_size
+
+    def _sum_by_rank(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
+        """Sum seconds of tasks by their ranks, at the speeds of the ranks: (ranks,)."""
+        total = np.bincount(rank, weights=seconds, minlength=self.plan.layout.world_size)
+        return self.ranks.scale_by_speed(total.astype(np.float64))
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """Estimates and measurements of all ranks for a micro-batch, in seconds of one layer.
+
+    Attributes:
+        parts: (ranks, 3) seconds of tasks, bytes and flops by the uncorrected cost model.
+        kernel: (ranks,) measured seconds in kernels.
+        measured_exchange: (ranks,) measured seconds of packing, waiting and unpacking.
+        estimated_exchange: (ranks,) seconds of exchanges by the uncorrected cost model; 0 on ranks
+            that send and receive nothing.
+        unmoved: (ranks,) seconds that kernels would have taken if nothing had been moved.
+        unmoved_exchange: (ranks,) `estimated_exchange` if nothing had been moved.
+        is_overlapped: True if exchanges are hidden behind the other nano-batch.
+    """
+
+    parts: FloatArray
+    kernel: FloatArray
+    measured_exchange: FloatArray
+    estimated_exchange: FloatArray
+    unmoved: FloatArray
+    unmoved_exchange: FloatArray
+    is_overlapped: bool = False
+
+    @property
+    def has_exchange(self) -> bool:
+        """True if anything was exchanged."""
+        return bool(self.estimated_exchange.any())
+
+    @property
+    def slowdown(self) -> float:
+        """Relative slowdown against moving nothing; negative for a speed-up."""
+        moved = self._compute_slowest(self.kernel, self.estimated_exchange)
+        unmoved = self._compute_slowest(self.unmoved, self.unmoved_exchange)
+        return moved / max(unmoved, 1e-12) - 1
+
+    def estimate_seconds(self, factors: FloatArray) -> FloatArray:
+        """Estimate kernel seconds by the cost model with three factors, (ranks,)."""
+        tasks, moved_bytes, flops = self.parts.T
+        # Not `parts @ factors`, which processors round differently.
+        return np.asarray(tasks * factors[0] + moved_bytes * factors[1] + flops * factors[2])
+
+    def compute_exchange_factor(self) -> float | None:
+        """Compute the factor by which exchanges take longer than estimated.
+
+        None if they were hidden behind other work, or if nothing was exchanged. No rank finishes
+        its exchange before the data has arrived, and most ranks also wait for slower ranks. So the
+        rank that waits least, relative to its exchange, shows how long exchanges take.
+        """
+        if not self.has_exchange:
+            return None
+        exchanges = self.estimated_exchange > 0
+        estimated = self.estimated_exchange[exchanges]
+        measured = self.measured_exchange[exchanges]
+        if self.is_overlapped:
+            measured = measured + self.kernel[exchanges]
+        factor = float((measured / estimated).min())
+        slowest = float(self.kernel.max()) * (1 + _HIDDEN_MARGIN)
+        is_hidden = self.is_overlapped and factor * float(estimated.max()) <= slowest
+        return None if is_hidden else factor
+
+    def _compute_slowest(self, kernel: FloatArray, exchange: FloatArray) -> float:
+        """Compute the seconds of the slowest rank, from its kernels and its estimated exchange."""
+        exchange = exchange * (self.compute_exchange_factor() or 0.0)
+        seconds = np.maximum(kernel, exchange) if self.is_overlapped else kernel + exchange
+        return float(seconds.max())
+
+
+def observe_plans(
+    plans: Sequence[BatchPlan], cost: CostModel, config: DistCAConfig
+) -> Observation | None:
+    """Combine the measurements of one micro-batch for one kind of layer.
+
+    Args:
+        plans: the plan of the whole batch, or those of both nano-batches.
+        cost: uncorrected cost model of the layer.
+        config: settings.
+
+    Returns:
+        None if some rank did not run whole layers or has running kernels, or if one of two
+        nano-batches is missing.
+    """
+    is_nano = plans[0].key.nano > 0
+    figures = np.stack([plan.figures for plan in plans])
+    calls = figures[:, :, 3]
+    if len(plans) != 1 + is_nano or figures.min() < 0 or (calls != calls[0, 0]).any():
+        return None
+    layers = calls[0, 0]
+    unmoved = [Plan.local(plan.plan.layout, plan.plan.window) for plan in plans]
+    return Observation(
+        parts=_sum_arrays(_sum_parts(plan.plan, cost) for plan in plans),
+        kernel=figures[:, :, 0].sum(axis=0) / (1e9 * layers),
+        measured_exchange=figures[:, :, 2].sum(axis=0) / (1e9 * layers),
+        estimated_exchange=_sum_arrays(
+            _estimate_exchange(plan.plan, cost, config, plan.ranks) for plan in plans
+        ),
+        unmoved=_sum_arrays(plan.measured_before / layers for plan in plans),
+        unmoved_exchange=_sum_arrays(
+            _estimate_exchange(local, cost, config, plan.ranks)
+            for plan, local in zip(plans, unmoved, strict=True)
+        ),
+        is_overlapped=is_nano,
+    )
+
+
+def _sum_parts(plan: Plan, cost: CostModel) -> FloatArray:
+    """Sum the seconds of tasks, bytes and flops, forward and backward, of each rank: (ranks, 3)."""
+    cost = replace(cost, window=plan.window)
+    parts = cost.estimate_parts(plan.end - plan.start, plan.end, plan.heads).sum(axis=0)
+    columns = (
+        np.bincount(plan.server, weights=column, minlength=plan.layout.world_size)
+        for column in parts.T
+    )
+    return np.stack([column.astype(np.float64) for column in columns], axis=1)
+
+
+def _estimate_exchange(
+    plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks
+) -> FloatArray:
+    """Estimate the seconds of exchanges, (ranks,); 0 on ranks that send and receive nothing."""
+    if not plan.moved:
+        return np.zeros(plan.layout.world_size)
+    waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups)
+    load = PlanLoad(plan, cost, waves, ranks=ranks)
+    return np.where(load.wire_seconds.any(axis=0), load.exchange_seconds, 0.0)
+
+
+def _sum_arrays(arrays: Iterable[FloatArray]) -> FloatArray:
+    return np.asarray(sum(arrays), dtype=np.float64)

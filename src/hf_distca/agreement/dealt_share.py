@@ -1,0 +1,374 @@
+"""Shares of dealt global batches, with the layout of all ranks and with plans.
+
+A *global batch* holds the tokens of all ranks for one micro-batch. A process that loads a rank's
+share knows the documents of the other ranks, so it deals and plans by itself, with the same result
+as every other process: no exchange is needed for a plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from threading import current_thread
+from typing import Any, Literal, NamedTuple, get_args
+from weakref import WeakMethod
+
+import numpy as np
+
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import ConfigError, LayoutError
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.monitor import AwaitedThread
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.deal import deal, deal_in_order, deal_nano_batches
+from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
+
+__all__ = ["DealSettings", "DealtShare", "Placement", "PlanJob", "register_share_planner"]
+
+Placement = Literal["dealt", "in order"]
+
+
+# Method that plans the shares fetched in a process, and the id of that process: loader workers that
+# are forked from it make shares, and must not call the method.
+_share_planner: tuple[WeakMethod[Callable[[DealtShare], None]], int] | None = None
+
+
+def register_share_planner(plan: Callable[[DealtShare], None]) -> None:
+    """Register a bound method to be called with every share that this process fetches.
+
+    It is called before the share's step, as long as the method's object lives.
+    """
+    global _share_planner
+    _share_planner = WeakMethod(plan), os.getpid()
+
+
+class PlanJob(NamedTuple):
+    """Inputs of a plan besides its layout.
+
+    Attributes:
+        key: key of the plan.
+        cost: cost model of the layers.
+        config: settings.
+        ranks: properties of the ranks, as far as the cost model tells them apart.
+        holds: for each rank whether the batch is dealt to it, where a pool of servers takes part;
+            else None.
+    """
+
+    key: PlanKey
+    cost: CostModel
+    config: DistCAConfig
+    ranks: Ranks = UNIFORM_RANKS
+    holds: tuple[bool, ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        key: PlanKey,
+        cost: CostModel,
+        config: DistCAConfig,
+        ranks: Ranks,
+        holds: tuple[bool, ...] | None = None,
+    ) -> PlanJob:
+        """Make the job of a plan under these settings.
+
+        A plan of a whole batch hides no exchange, even if the settings have ping-pong on.
+        """
+        return cls(key, cost, replace(config, ping_pong=key.nano > 0), ranks.without_irrelevant_nodes(cost), holds)
+
+
+class DealtShare:
+    """A rank's share of a global batch, with the layout of the whole batch.
+
+    This is no dataclass, because engines that move batches to a device, or cast their contents,
+    rebuild dataclasses. For the arguments see `DealSettings.make_share`.
+
+    Attributes:
+        batch_id: epoch and number of the global batch.
+        rank: rank that the share is for; -1 in a server of a pool.
+        layouts: tokens of each rank: one layout, or those of both nano-batches, which have no
+            document in common.
+        digest: hash of the documents, below 2**56; the same on all ranks.
+        per_node: number of ranks of a node that it was dealt for; None if nodes were not told
+            apart.
+        loader_config: settings under which its loader plans.
+    """
+
+    def __init__(
+        self,
+        deal_settings: DealSettings,
+        batch_id: tuple[int, int],
+        rank: int,
+        lengths: IntArray,
+        document_ids: IntArray | None = None,
+    ) -> None:
+        self.batch_id = batch_id
+        self.rank = rank
+        self.layouts = deal_settings.deal_layouts(lengths)
+        columns = (lengths,) if document_ids is None else (lengths, document_ids)
+        numbers = [np.asarray(column, dtype=np.int64).tobytes() for column in columns]
+        self.digest = int.from_bytes(hashlib.sha256(b"".join(numbers)).digest()[:7], "big")
+        self.per_node = deal_settings.ranks_per_node
+        self.loader_config = deal_settings.config
+        self._plans: dict[PlanJob, Plan] = {}
+        self._local_plan_count = 0
+        self._planning_threads: tuple[AwaitedThread, ...] = ()
+
+    @classmethod
+    def for_server(
+        cls,
+        layouts: tuple[Layout, ...],
+        batch_id: tuple[int, int],
+        digest: int,
+        config: DistCAConfig,
+    ) -> DealtShare:
+        """Make the share of a server of a pool, which gets no tokens of the global batch.
+
+        For the arguments see the attributes; `config` is `loader_config`.
+        """
+        share = cls.__new__(cls)
+        share.__dict__ |= {
+            "layouts": layouts,
+            "batch_id": batch_id,
+            "digest": digest,
+            "loader_config": config,
+            "rank": -1,
+        }
+        share.__dict__ |= {
+            "per_node": None,
+            "_plans": {},
+            "_local_plan_count": 0,
+            "_planning_threads": (),
+        }
+        return share
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_local_plan_count": 0, "_planning_threads": ()}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self.notify_planner()  # it has just arrived from a loader's worker
+
+    def notify_planner(self) -> bool:
+        """Pass the share to the method that plans fetched shares in this process.
+
+        Return whether such a method is registered.
+        """
+        reference, process = _share_planner or (None, None)
+        plan = reference() if reference is not None and process == os.getpid() else None
+        if plan is not None:
+            plan(self)
+        return plan is not None
+
+    def __str__(self) -> str:
+        epoch, number = self.batch_id
+        return f"global batch {number} of epoch {epoch}"
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share the batch."""
+        return self.layouts[0].world_size
+
+    @property
+    def longest_document(self) -> int:
+        """Number of tokens of the longest document in the global batch."""
+        return max(layout.longest for layout in self.layouts)
+
+    @cached_property
+    def whole_layout(self) -> Layout:
+        """Layout of the whole batch: on each rank, the first nano-batch and then the second."""
+        return self.layouts[0] if len(self.layouts) == 1 else Layout.concatenate(*self.layouts)
+
+    @property
+    def first_nano_tokens(self) -> int | None:
+        """Number of this rank's tokens in the first nano-batch.
+
+        None if the batch has no nano-batches, or if one of them is empty on some rank.
+        """
+        if len(self.layouts) == 1 or any(layout.query_tokens.min() == 0 for layout in self.layouts):
+            return None
+        return int(self.layouts[0].query_tokens[self.rank])
+
+    def check_group(self, group: AttentionGroup) -> None:
+        """Raise `LayoutError` unless the share is for this rank of this group."""
+        if group.holds is not None and not group.holds[group.rank]:
+            return  # a server takes part in every batch, and holds tokens of none
+        ranks = [
+            rank
+            for rank, holds in zip(group.ranks, group.holds or [True] * group.size, strict=True)
+            if holds
+        ]
+        if self.ranks != len(ranks):
+            raise LayoutError(
+                f"{self} is dealt to {self.ranks} ranks, and the attention group has {len(ranks)}: "
+                f"{tuple(ranks)}. Deal to as many ranks as share attention."
+            )
+        if ranks[self.rank] != group.ranks[group.rank]:
+            raise LayoutError(
+                f"rank {group.ranks[group.rank]} holds the share of rank {ranks[self.rank]} of "
+                f"{self}: read shares in order, one a batch, with as many processes as they are "
+                "dealt to."
+            )
+
+    def plan(self, job: PlanJob) -> Plan:
+        """Return the plan of a kind of layer.
+
+        It is made now, unless it was made before under the same settings.
+        """
+        threads = self._planning_threads
+        for thread in () if current_thread() in threads else threads:
+            thread.join()
+        if job not in self._plans:
+            layout = self.layouts[job.key.nano - 1] if job.key.nano else self.whole_layout
+            if job.holds is not None:
+                layout = layout.place_on_holders(job.holds)
+            plan = self._plans[job] = balance(layout, job.cost, job.config, job.ranks)
+            _ = plan.digest  # cached for later comparison: a loader's worker has the time for it
+            self._local_plan_count += 1
+        return self._plans[job]
+
+    def plan_in_background(self, jobs: Sequence[PlanJob]) -> None:
+        """Start to make missing plans while this thread continues. `plan` waits for them."""
+        earlier = self._planning_threads
+        missing = [job for job in jobs if job not in self._plans]
+
+        def make_plans() -> None:
+            for thread in earlier:  # it may make the same plans
+                thread.join()
+            with suppress(Exception):  # `plan` raises it again
+                for job in missing:
+                    self.plan(job)
+
+        if missing:
+            self._planning_threads = (*earlier, AwaitedThread(make_plans, "plans"))
+
+    def pop_local_plan_count(self) -> int:
+        """Return the number of plans made by this process instead of the loader.
+
+        Counting starts again with each call.
+        """
+        count = self._local_plan_count
+        self._local_plan_count = 0
+        return count
+
+    def replanning_reason(self, key: PlanKey, config: DistCAConfig) -> str | None:
+        """Return which settings have changed since the loader planned this batch, in words.
+
+        None if nothing has changed, or if the loader planned for other kinds of layers.
+        """
+        names = [field.name for field in fields(config)]
+        pairs = [(name, getattr(self.loader_config, name), getattr(config, name)) for name in names]
+        changes = [f"{name} was {old!r} and is {new!r}" for name, old, new in pairs if old != new]
+        element_bytes = key.shape.element_bytes
+        sizes = {
+            shape.element_bytes
+            for shape in {job.key.shape for job in self._plans}
+            if replace(shape, element_bytes=element_bytes) == key.shape
+        }
+        if sizes and element_bytes not in sizes:
+            changes.insert(0, f"elements had {min(sizes)} bytes and have {element_bytes} (dtype)")
+        return "; ".join(changes) or None
+
+
+@dataclass(eq=False)
+class DealSettings:
+    """Settings for dealing global batches, and for planning them where they are loaded.
+
+    Attributes:
+        ranks: number of ranks that share a global batch.
+        tokens_per_rank: number of tokens of a rank, one for all or one for each.
+        costs: cost models of at least one kind of layer, by the keys of plans of whole batches.
+            Documents are dealt by the first one.
+        config: settings under which the batches will train. If they train under others, plans are
+            made when they are needed.
+        ranks_per_node: number of ranks of a node, for dealing and for plans; None to treat all
+            ranks alike.
+        placement: "dealt"; or "in order" for documents one after another, cut where a rank is
+            full, as a baseline.
+
+    Raises:
+        ConfigError: if there is no such placement.
+    """
+
+    ranks: int
+    tokens_per_rank: int | Sequence[int]
+    costs: Mapping[PlanKey, CostModel]
+    config: DistCAConfig
+    ranks_per_node: int | None = None
+    placement: Placement = "dealt"
+
+    def __post_init__(self) -> None:
+        placements = get_args(Placement)
+        if self.placement not in placements:
+            names = ", ".join(map(repr, placements))
+            raise ConfigError(f"placement={self.placement!r} must be one of {names}.")
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of a global batch."""
+        tokens = self.tokens_per_rank
+        return sum(tokens) if isinstance(tokens, Sequence) else self.ranks * tokens
+
+    def deal_layouts(self, lengths: IntArray) -> tuple[Layout, ...]:
+        """Deal the documents of one global batch to ranks.
+
+        Args:
+            lengths: (documents,) tokens of each document, `tokens` together.
+
+        Returns:
+            One layout, or with ping-pong those of both nano-batches.
+
+        Raises:
+            LayoutError: if lengths do not fill the ranks; see `deal`.
+        """
+        if self.placement == "in order":
+            return (deal_in_order(lengths, self.ranks, self.tokens_per_rank),)
+        arguments = lengths, self.ranks, self.tokens_per_rank, next(iter(self.costs.values()))
+        options: dict[str, Any] = {
+            "tile": self.config.tile,
+            "ranks_per_node": self.ranks_per_node,
+        }
+        if self.config.ping_pong:
+            return deal_nano_batches(*arguments, **options)
+        return (deal(*arguments, **options),)
+
+    def make_share(
+        self,
+        lengths: IntArray,
+        batch_id: tuple[int, int],
+        rank: int,
+        document_ids: IntArray | None = None,
+    ) -> PackedDocuments:
+        """Make a rank's share of a global batch: its runs of tokens, and the plans of all ranks.
+
+        Args:
+            lengths: (documents,) tokens of each document. The share numbers documents by their
+                index here.
+            batch_id: epoch and number of the global batch.
+            rank: rank that gets the share.
+            document_ids: integers that identify the documents beyond their lengths, or None. Ranks
+                whose documents differ get an error when they announce the share.
+        """
+        share = DealtShare(self, batch_id, rank, lengths, document_ids)
+        # Without loader workers, the training process makes the shares, and plans by its own rates.
+        if self.ranks > 1 and not share.notify_planner():
+            ranks = Ranks(per_node=share.per_node)
+            for key, cost in self.costs.items():
+                for nano in (0,) if share.first_nano_tokens is None else (1, 2):
+                    share.plan(PlanJob.of(key._replace(nano=nano), cost, self.config, ranks))
+            share.pop_local_plan_count()
+        runs = share.whole_layout.list_segments(rank)
+        return PackedDocuments(
+            [run.length for run in runs],
+            [run.start for run in runs],
+            [run.document for run in runs],
+            dealt_share=share,
+        )
