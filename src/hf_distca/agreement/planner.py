@@ -70,7 +70,8 @@ class Planner:
         self._pool_group: AttentionGroup | None = None
 
     def resume_progress(self) -> Progress:
-        """Return the progress of ranks in the current world of torch.distributed, or in the last one.
+        """Return the progress of ranks in the current world of torch.distributed, or in the last
+        one.
 
         In another world than before it begins anew. No other rank is asked.
         """

@@ -236,7 +236,8 @@ class Costs(dict[Kind, CostModel]):
         """Return whether estimates are so far from measurements that rates should change."""
         factors = correction.kernel_factors
         estimated = [
-            self.measured_ranks.scale_by_speed(sample.estimate_seconds(factors)) for sample in samples
+            self.measured_ranks.scale_by_speed(sample.estimate_seconds(factors))
+            for sample in samples
         ]
         ratios = [
             seconds.max() / max(sample.kernel.max(), 1e-12)

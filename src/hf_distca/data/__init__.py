@@ -2,5 +2,6 @@
 
 No model, no processes.
 
-May import `schedule`, `agreement.dealt_share`, `agreement.document_starts` and `agreement.documents`.
+May import `schedule`, `agreement.dealt_share`, `agreement.document_starts` and
+`agreement.documents`.
 """
