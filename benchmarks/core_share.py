@@ -1,7 +1,9 @@
-"""Gives each of several processes a fixed part of a processor core, as if each had a slower core of its own.
+"""Gives each of several processes a fixed part of a processor core, as if each had a slower core of
+its own.
 
-A machine with two cores can then time four processes by the clock: each with 0.45 of a core, however little the others do.
-Linux does it (control groups, CPU bandwidth: https://docs.kernel.org/scheduler/sched-bwc.html); it takes root's rights.
+A machine with two cores can then time four processes by the clock: each with 0.45 of a core,
+however little the others do. Linux does it (control groups, CPU bandwidth:
+https://docs.kernel.org/scheduler/sched-bwc.html); it takes root's rights.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOTS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))  # of version 1 and of version 2
-PERIOD_US = 10_000  # a process that has used its part waits until the next one; with 5 ms it gets a tenth less than its part
+# A process that has used its part waits until the next one; with 5 ms it gets a tenth less than its
+# part.
+PERIOD_US = 10_000
 
 
 @contextmanager
@@ -64,4 +68,6 @@ def _make(folder: Path, quota_us: int) -> None:
         else:
             (folder / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
     except OSError as error:
-        raise RuntimeError(f"parts of a core need Linux with control groups, and root: {error}") from error
+        raise RuntimeError(
+            f"parts of a core need Linux with control groups, and root: {error}"
+        ) from error

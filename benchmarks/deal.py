@@ -1,13 +1,15 @@
-"""Documents of real placements dealt anew: tokens, slowest rank and bytes, beside other ways to place them.
+"""Documents of real placements dealt anew: tokens, slowest rank and bytes, beside other ways to
+place them.
 
     python benchmarks/deal.py --placements data/workloads --json results.json
 
-A placement is a JSON file as `hf-distca plan` reads it; only the lengths of its documents are dealt. The figures are those of
-the built-in cuda cost model for Llama-3-8B in bf16: the slowest rank by the mean compute of all ranks, for compute plus exchange,
-and for the longer of both (overlapped, each nano-batch of ping-pong dealt by itself; of both halves, the sum). Beside: the
-placement as given, whole documents on ranks by longest first (tokens then differ), every document head and tail over all ranks. A
-file ``workloads_reference.json`` beside the folder adds the published planner's balance of causal pairs. Ends with 1 if a figure
-misses its limit.
+A placement is a JSON file as `hf-distca plan` reads it; only the lengths of its documents are
+dealt. The figures are those of the built-in cuda cost model for Llama-3-8B in bf16: the slowest
+rank by the mean compute of all ranks, for compute plus exchange, and for the longer of both
+(overlapped, each nano-batch of ping-pong dealt by itself; of both halves, the sum). Beside: the
+placement as given, whole documents on ranks by longest first (tokens then differ), every document
+head and tail over all ranks. A file ``workloads_reference.json`` beside the folder adds the
+published planner's balance of causal pairs. Ends with 1 if a figure misses its limit.
 """
 
 from __future__ import annotations
@@ -40,18 +42,27 @@ from hf_distca.schedule.plan import Plan
 from machine import describe
 from output import add_json_option, put_out
 
-LLAMA_3_8B = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+LLAMA_3_8B = AttentionShape(
+    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
+)
 CUDA = CostModel.analytic(LLAMA_3_8B, device_type="cuda")
 SERIAL, PING_PONG = DistCAConfig(), DistCAConfig(ping_pong=True)
 # What every document over all ranks is made for: with more pieces, planning alone takes minutes.
 _MOST_PIECES = 2**17
-# Of public placements. Compute plus exchange: median, nine in ten, worst. Overlapped: nine in ten, worst.
-LIMITS = {"serial": {"median": 1.13, "nine_in_ten": 1.29, "worst": 1.3}, "overlapped": {"nine_in_ten": 1.02, "worst": 1.02}}
+# Of public placements. Compute plus exchange: median, nine in ten, worst. Overlapped: nine in ten,
+# worst.
+LIMITS = {
+    "serial": {"median": 1.13, "nine_in_ten": 1.29, "worst": 1.3},
+    "overlapped": {"nine_in_ten": 1.02, "worst": 1.02},
+}
 # Of the made-up placements beside this file.
 MADE_UP = Path(__file__).with_name("placements")
 MADE_UP_LIMITS = {"serial": {"median": 1.24, "worst": 1.26}, "overlapped": {"worst": 1.02}}
 # Of batches of real lengths as they come (`--lengths`).
-RAW_LIMITS = {"serial": {"median": 1.27, "nine_in_ten": 1.5, "worst": 1.65}, "overlapped": {"nine_in_ten": 1.06, "worst": 1.12}}
+RAW_LIMITS = {
+    "serial": {"median": 1.27, "nine_in_ten": 1.5, "worst": 1.65},
+    "overlapped": {"nine_in_ten": 1.06, "worst": 1.12},
+}
 _RAW_BATCHES = ((16, 65536), (64, 65536), (512, 65536), (64, 32768))
 
 
@@ -74,7 +85,9 @@ def whole_documents(lengths: list[int], ranks: int) -> Layout:
 
 
 def over_all_ranks(lengths: list[int], ranks: int) -> Layout:
-    """Every document cut in two pieces for each rank, as context parallelism does: head and tail."""
+    """Every document cut in two pieces for each rank, as context parallelism does: head and
+    tail.
+    """
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
     for document, length in enumerate(lengths):
         cuts = [length * cut // (2 * ranks) for cut in range(2 * ranks + 1)]
@@ -128,7 +141,9 @@ def timed(make: Callable[[], Any], repeats: int) -> tuple[Any, float, float]:
 
 
 def raw_batches(folder: Path) -> Iterator[tuple[str, list[int], int, int]]:
-    """Names, lengths, ranks and tokens of a rank of batches of each file of lengths, in two orders; the last document is cut."""
+    """Names, lengths, ranks and tokens of a rank of batches of each file of lengths, in two orders;
+    the last document is cut.
+    """
     for path in sorted(folder.glob("*.json")):
         lengths = np.array(json.loads(path.read_text(encoding="utf-8")))
         for (ranks, tokens), seed in itertools.product(_RAW_BATCHES, (0, 1)):
@@ -144,7 +159,12 @@ def measure_raw(name: str, lengths: list[int], ranks: int, tokens: int) -> dict[
     """A batch of raw lengths, dealt."""
     plan = balance(deal(lengths, ranks, tokens, CUDA), CUDA, SERIAL)
     halves = deal_nano_batches(lengths, ranks, tokens, CUDA)
-    return {"batch": name, "dealt": figures(plan), "nano_batches": nano_batches(halves), "reference": None}
+    return {
+        "batch": name,
+        "dealt": figures(plan),
+        "nano_batches": nano_batches(halves),
+        "reference": None,
+    }
 
 
 def measure(path: Path, repeats: int) -> dict[str, Any]:
@@ -156,7 +176,9 @@ def measure(path: Path, repeats: int) -> dict[str, Any]:
         return balance(deal(lengths, ranks, tokens, CUDA), CUDA, SERIAL)
 
     plan, wall, processor = timed(dealt_and_planned, repeats)
-    halves, halves_wall, halves_processor = timed(lambda: deal_nano_batches(lengths, ranks, tokens, CUDA), repeats)
+    halves, halves_wall, halves_processor = timed(
+        lambda: deal_nano_batches(lengths, ranks, tokens, CUDA), repeats
+    )
     held = set(plan.layout.query_tokens.tolist())
     return {
         "placement": path.stem,
@@ -173,7 +195,11 @@ def measure(path: Path, repeats: int) -> dict[str, Any]:
         "given": figures(Plan.local(given)),
         "given_planned": figures(balance(given, CUDA, SERIAL)),
         "whole": figures(balance(whole_documents(lengths, ranks), CUDA, SERIAL)),
-        "over_all_ranks": figures(Plan.local(over_all_ranks(lengths, ranks))) if len(lengths) * ranks < _MOST_PIECES else None,
+        "over_all_ranks": (
+            figures(Plan.local(over_all_ranks(lengths, ranks)))
+            if len(lengths) * ranks < _MOST_PIECES
+            else None
+        ),
     }
 
 
@@ -188,7 +214,9 @@ def overview(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         columns.setdefault("nano_batches overlapped", []).append(row["nano_batches"]["overlapped"])
         columns.setdefault("nano_batches worse half", []).append(row["nano_batches"]["worse_half"])
         if row["reference"]:
-            columns.setdefault("published planner, imbalance of causal pairs", []).append(row["reference"])
+            columns.setdefault("published planner, imbalance of causal pairs", []).append(
+                row["reference"]
+            )
     return {
         name: {
             "median": statistics.median(values),
@@ -199,8 +227,16 @@ def overview(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
-def missed(results: list[dict[str, Any]], summary: dict[str, dict[str, float]], limits: dict[str, dict[str, float]]) -> list[str]:
-    found = [f"{row['placement']}: tokens differ between ranks" for row in results if not row.get("tokens_equal", True)]
+def missed(
+    results: list[dict[str, Any]],
+    summary: dict[str, dict[str, float]],
+    limits: dict[str, dict[str, float]],
+) -> list[str]:
+    found = [
+        f"{row['placement']}: tokens differ between ranks"
+        for row in results
+        if not row.get("tokens_equal", True)
+    ]
     for kind, column in (("serial", "dealt serial"), ("overlapped", "nano_batches overlapped")):
         for name, limit in limits[kind].items():
             if summary[column][name] > limit:
@@ -211,7 +247,17 @@ def missed(results: list[dict[str, Any]], summary: dict[str, dict[str, float]], 
 def show(report: dict[str, Any]) -> None:
     console = Console(width=150)
     table = Table(title="slowest rank / mean compute: compute + exchange (the longer of both)")
-    for name in ("placement", "dealt", "nano-batches", "as given", "given, planned", "whole", "over all ranks", "ms", "CPU ms"):
+    for name in (
+        "placement",
+        "dealt",
+        "nano-batches",
+        "as given",
+        "given, planned",
+        "whole",
+        "over all ranks",
+        "ms",
+        "CPU ms",
+    ):
         table.add_column(name, justify="left" if name == "placement" else "right", no_wrap=True)
 
     def pair(entry: dict[str, float] | None) -> str:
@@ -220,7 +266,13 @@ def show(report: dict[str, Any]) -> None:
     for row in report["placements"]:
         ways = [pair(row[name]) for name in ("given", "given_planned", "whole", "over_all_ranks")]
         times = [f"{row[name] * 1e3:.0f}" for name in ("seconds", "processor_seconds")]
-        table.add_row(row["placement"], pair(row["dealt"]), f"({row['nano_batches']['overlapped']:.3f})", *ways, *times)
+        table.add_row(
+            row["placement"],
+            pair(row["dealt"]),
+            f"({row['nano_batches']['overlapped']:.3f})",
+            *ways,
+            *times,
+        )
     console.print(table)
     summary = Table(title="over all placements")
     for name in ("", "median", "nine in ten", "worst"):
@@ -231,15 +283,28 @@ def show(report: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--placements", type=Path, required=True, help="folder of placements in JSON")
-    parser.add_argument("--repeats", type=int, default=3, help="times dealt; the median time counts (default: 3)")
-    parser.add_argument("--lengths", type=Path, help="folder of document lengths in JSON, dealt as they come (default: none)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--placements", type=Path, required=True, help="folder of placements in JSON"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="times dealt; the median time counts (default: 3)"
+    )
+    parser.add_argument(
+        "--lengths",
+        type=Path,
+        help="folder of document lengths in JSON, dealt as they come (default: none)",
+    )
     add_json_option(parser)
     arguments = parser.parse_args()
     paths = sorted(arguments.placements.glob("*.json"))
     if not paths:
-        parser.error(f"--placements {arguments.placements} is no folder with .json files: there is nothing to measure.")
+        parser.error(
+            f"--placements {arguments.placements} is no folder with .json files: there is nothing"
+            " to measure."
+        )
     beside = arguments.placements.resolve().parent / "workloads_reference.json"
     reference = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
     results = []
@@ -248,14 +313,31 @@ def main() -> int:
             row = measure(path, max(arguments.repeats, 1))
         except DistCAError as error:
             parser.error(f"{path}: {error}")
-        results.append({**row, "reference": reference.get(path.name, {}).get("0.0", {}).get("imbalance_after")})
-    summary, limits = overview(results), MADE_UP_LIMITS if arguments.placements.resolve() == MADE_UP.resolve() else LIMITS
-    report = {"machine": describe(), "shape": "Llama-3-8B, bf16", "limits": limits, "overview": summary, "placements": results}
-    raw = [measure_raw(*batch) for batch in raw_batches(arguments.lengths)] if arguments.lengths else []
+        results.append(
+            {**row, "reference": reference.get(path.name, {}).get("0.0", {}).get("imbalance_after")}
+        )
+    summary, limits = (
+        overview(results),
+        MADE_UP_LIMITS if arguments.placements.resolve() == MADE_UP.resolve() else LIMITS,
+    )
+    report = {
+        "machine": describe(),
+        "shape": "Llama-3-8B, bf16",
+        "limits": limits,
+        "overview": summary,
+        "placements": results,
+    }
+    raw = (
+        [measure_raw(*batch) for batch in raw_batches(arguments.lengths)]
+        if arguments.lengths
+        else []
+    )
     if raw:
         report |= {"raw_limits": RAW_LIMITS, "raw_overview": overview(raw), "raw": raw}
     put_out(report, arguments.json, show)
-    misses = missed(results, summary, limits) + (missed(raw, report["raw_overview"], RAW_LIMITS) if raw else [])
+    misses = missed(results, summary, limits) + (
+        missed(raw, report["raw_overview"], RAW_LIMITS) if raw else []
+    )
     print("\n".join(misses), file=sys.stderr)
     return 1 if misses else 0
 

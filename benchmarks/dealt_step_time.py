@@ -1,8 +1,10 @@
-"""Seconds of a training step on the same documents, placed on ranks in four ways, side by side in one run.
+"""Seconds of a training step on the same documents, placed on ranks in four ways, side by side in
+one run.
 
-One document is longer than what a rank holds. Processes have one thread each. Ways take turns within each round, so that a
-drifting machine slows all of them; the figures are medians over rounds. The ideal is what ranks take that each compute all of it
-by themselves at the same time, exchanging nothing, divided by their number.
+One document is longer than what a rank holds. Processes have one thread each. Ways take turns
+within each round, so that a drifting machine slows all of them; the figures are medians over
+rounds. The ideal is what ranks take that each compute all of it by themselves at the same time,
+exchanging nothing, divided by their number.
 
     python benchmarks/dealt_step_time.py --json
     python benchmarks/dealt_step_time.py --hybrid --layers 4 --tokens 4096 --json
@@ -48,7 +50,9 @@ WAYS = {
 
 
 def hybrid_of(arguments: argparse.Namespace) -> torch.nn.parallel.DistributedDataParallel:
-    """A Qwen3-Next as wide as `model_of`: three layers of a gated delta rule before each layer of attention."""
+    """A Qwen3-Next as wide as `model_of`: three layers of a gated delta rule before each layer of
+    attention.
+    """
     torch.manual_seed(0)
     heads, layers, hidden = arguments.heads, arguments.layers, arguments.heads * 64
     config = Qwen3NextConfig(
@@ -56,7 +60,9 @@ def hybrid_of(arguments: argparse.Namespace) -> torch.nn.parallel.DistributedDat
         head_dim=64,
         intermediate_size=hidden * 172 // 64,
         num_hidden_layers=layers,
-        layer_types=["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(layers)],
+        layer_types=[
+            "full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(layers)
+        ],
         num_attention_heads=heads,
         num_key_value_heads=max(heads // 2, 1),
         linear_num_value_heads=heads,
@@ -79,17 +85,24 @@ class OverAll(DealSettings):
 
 
 def lengths_of(tokens: int, ranks: int) -> list[int]:
-    """Documents of a global batch, in a loader's order: one of half a rank, one of one and a quarter, and shorter ones."""
+    """Documents of a global batch, in a loader's order: one of half a rank, one of one and a
+    quarter, and shorter ones.
+    """
     total, lengths = tokens * ranks, [tokens // 2, tokens * 5 // 4]
     choose = np.random.default_rng(0)
     while sum(lengths) < total:
-        lengths.append(min(int(choose.lognormal(np.log(tokens / 16), 0.8)) + 1, total - sum(lengths)))
+        lengths.append(
+            min(int(choose.lognormal(np.log(tokens / 16), 0.8)) + 1, total - sum(lengths))
+        )
     return lengths
 
 
 def batch_of(lengths: list[int], packed: PackedDocuments) -> dict[str, Any]:
     """The tokens of a share of random documents."""
-    documents = [torch.randint(0, 512, (n,), generator=torch.Generator().manual_seed(i)) for i, n in enumerate(lengths)]
+    documents = [
+        torch.randint(0, 512, (n,), generator=torch.Generator().manual_seed(i))
+        for i, n in enumerate(lengths)
+    ]
     return share_of(documents, packed)
 
 
@@ -99,9 +112,17 @@ def share_of(documents: list[torch.Tensor], packed: PackedDocuments) -> dict[str
     starts = packed.starts or (0,) * len(packed.lengths)
     numbers = packed.documents or tuple(range(len(packed.lengths)))
     runs = list(zip(numbers, starts, packed.lengths, strict=True))
-    ids, labels = (torch.cat([rows[d][s : s + n] for d, s, n in runs])[None] for rows in (documents, targets))
+    ids, labels = (
+        torch.cat([rows[d][s : s + n] for d, s, n in runs])[None] for rows in (documents, targets)
+    )
     positions = torch.from_numpy(packed.positions)[None]
-    return {"input_ids": ids, "labels": labels, "shift_labels": labels, "position_ids": positions, "distca_documents": packed}
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "shift_labels": labels,
+        "position_ids": positions,
+        "distca_documents": packed,
+    }
 
 
 class Steps:
@@ -116,7 +137,11 @@ class Steps:
     ) -> None:
         self.rank, self.ranks = rank, arguments.ranks
         self.lengths = lengths or lengths_of(arguments.tokens, arguments.ranks)
-        self.model = hybrid_of(arguments) if getattr(arguments, "hybrid", False) else model_of(arguments, "distca")
+        self.model = (
+            hybrid_of(arguments)
+            if getattr(arguments, "hybrid", False)
+            else model_of(arguments, "distca")
+        )
         self.targets = sum(length - 1 for length in self.lengths)
         config = hf_distca.configure(config)
         keys = layer_keys(self.model.module, None, "cpu")
@@ -149,7 +174,9 @@ class Steps:
         return seconds, float(total)
 
     def alone(self) -> float:
-        """Seconds of a rank that computes the whole global batch, the mean of all ranks, which do it at the same time."""
+        """Seconds of a rank that computes the whole global batch, the mean of all ranks, which do
+        it at the same time.
+        """
         batch = batch_of(self.lengths, PackedDocuments(self.lengths))
         self.model.eval()  # nobody else takes part
         dist.barrier()
@@ -171,7 +198,9 @@ def work(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     losses: dict[str, float] = {}
     alone = []
-    progress = tqdm(total=arguments.rounds, desc="rounds", file=sys.stderr) if rank == 0 else nullcontext()
+    progress = (
+        tqdm(total=arguments.rounds, desc="rounds", file=sys.stderr) if rank == 0 else nullcontext()
+    )
     with progress as bar:
         steps.step("dealt")  # the first step pays for buffers and caches
         for round_ in range(arguments.rounds):
@@ -183,10 +212,15 @@ def work(rank: int, arguments: argparse.Namespace, folder: str) -> None:
                 bar.update()
     if rank == 0:
         tokens = {
-            name: [sum(made.make_share(np.array(steps.lengths), (0, 0), r).lengths) for r in range(arguments.ranks)]
+            name: [
+                sum(made.make_share(np.array(steps.lengths), (0, 0), r).lengths)
+                for r in range(arguments.ranks)
+            ]
             for name, made in steps.dealings.items()
         }
-        Path(folder, "result.json").write_text(json.dumps(figures(arguments, seconds, losses, alone, tokens)))
+        Path(folder, "result.json").write_text(
+            json.dumps(figures(arguments, seconds, losses, alone, tokens))
+        )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -214,7 +248,9 @@ def figures(
         "seconds_of_all_by_one": alone,
         "dealt_to": {way: ratio(way) for way in WAYS if way != "dealt"},
         "share_of_ideal": {
-            way: statistics.median(one / arguments.ranks / taken for one, taken in zip(alone, values, strict=True))
+            way: statistics.median(
+                one / arguments.ranks / taken for one, taken in zip(alone, values, strict=True)
+            )
             for way, values in seconds.items()
         },
     }
@@ -227,7 +263,12 @@ def show(result: dict[str, Any]) -> None:
         table.add_column(column, justify="left" if column == "documents" else "right")
     for way, seconds in result["median_seconds"].items():
         to = result["dealt_to"].get(way)
-        table.add_row(way, f"{seconds:.2f}", f"{result['share_of_ideal'][way]:.1%}", "" if to is None else f"{to:.3f}")
+        table.add_row(
+            way,
+            f"{seconds:.2f}",
+            f"{result['share_of_ideal'][way]:.1%}",
+            "" if to is None else f"{to:.3f}",
+        )
     Console().print(table)
     losses = result["losses"].values()
     Console().print(f"largest difference of the loss: {max(losses) - min(losses):.1e}")
@@ -236,11 +277,26 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens a rank (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="decoder layers (default: %(default)s)")
-    parser.add_argument("--hybrid", action="store_true", help="a Qwen3-Next of at least 4 layers in place of a Llama")
-    parser.add_argument("--heads", type=int, default=4, help="query heads of 64; half as many key/value heads")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, each running every way once (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=8192, help="tokens a rank (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=2, help="decoder layers (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--hybrid",
+        action="store_true",
+        help="a Qwen3-Next of at least 4 layers in place of a Llama",
+    )
+    parser.add_argument(
+        "--heads", type=int, default=4, help="query heads of 64; half as many key/value heads"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="rounds, each running every way once (default: %(default)s)",
+    )
     add_json_option(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

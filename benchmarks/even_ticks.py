@@ -1,4 +1,5 @@
-"""Pipeline stages as they could be: in every tick, ranks with linear layers get less attention, so that all ranks end together.
+"""Pipeline stages as they could be: in every tick, ranks with linear layers get less attention, so
+that all ranks end together.
 
 hf-distca spreads the attention of a tick evenly over all ranks. Those without a micro-batch have
 nothing else to do, and wait for the linear layers of the others. In ping-pong a rank need not wait
@@ -32,18 +33,26 @@ def in_even_ticks(setting: Setting, batches: Sequence[IntArray]) -> list[Candida
 
     def planner(layout: Layout, cost: CostModel, config: DistCAConfig, nodes: Ranks) -> Plan:
         seconds = float(cost.estimate_seconds(layout.length, layout.end).sum())
-        linear = linear_seconds(setting, layout.query_tokens.astype(np.float64)).sum(axis=0) / setting.model.layers
+        linear = (
+            linear_seconds(setting, layout.query_tokens.astype(np.float64)).sum(axis=0)
+            / setting.model.layers
+        )
         if seconds and np.ptp(linear):
             nodes = replace(nodes, speeds=tuple(attention_beside(linear, seconds).tolist()))
         return balance(layout, cost, config, nodes)
 
-    return candidates(setting, [dealt(setting, lengths, ping_pong=True) for lengths in batches], planner)
+    return candidates(
+        setting, [dealt(setting, lengths, ping_pong=True) for lengths in batches], planner
+    )
 
 
 def attention_beside(linear: FloatArray, seconds: float) -> FloatArray:
-    """How much of `seconds` of attention each rank gets beside these seconds of linear layers, about 1 on average."""
+    """How much of `seconds` of attention each rank gets beside these seconds of linear layers,
+    about 1 on average.
+    """
     rising, count = np.sort(linear), np.arange(1, len(linear) + 1)
-    levels = (seconds + np.cumsum(rising)) / count  # where so many ranks with the least linear layers end
+    # Where so many ranks with the least linear layers end.
+    levels = (seconds + np.cumsum(rising)) / count
     level = levels[np.flatnonzero(levels >= rising)[-1]]
     attention = np.maximum(level - linear, LEAST * seconds / len(linear))
     return np.asarray(attention / attention.mean())

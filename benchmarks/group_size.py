@@ -125,7 +125,10 @@ def parts(layout: Layout, size: int) -> list[Layout]:
 def of_batches(arguments: argparse.Namespace, text: str, ranks: int, way: str) -> dict[str, Any]:
     """Figures by the size of groups, of batches that are drawn."""
     config, found = DistCAConfig(ping_pong=arguments.ping_pong), {}
-    documents, total = open_documents(text, "input_ids", arguments.longest), ranks * arguments.tokens
+    documents, total = (
+        open_documents(text, "input_ids", arguments.longest),
+        ranks * arguments.tokens,
+    )
     batches = [next(documents.batches(total, 1, seed)) for seed in range(arguments.seeds)]
     for size in [*(n for n in arguments.sizes if n < ranks and ranks % n == 0), ranks]:
         groups = [groups_of(way, lengths, ranks, arguments.tokens, size) for lengths in batches]
@@ -188,7 +191,9 @@ def main() -> None:
         default=2**16,
         help="tokens of the longest document (default: %(default)s)",
     )
-    parser.add_argument("--tokens", type=int, default=2**16, help="tokens a rank (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=2**16, help="tokens a rank (default: %(default)s)"
+    )
     parser.add_argument(
         "--ranks",
         type=int,

@@ -1,10 +1,12 @@
-"""Python calls and processor time that attention adds to a step of a small Llama on one rank, by layer and besides.
+"""Python calls and processor time that attention adds to a step of a small Llama on one rank, by
+layer and besides.
 
     python benchmarks/host_calls.py --documents 1 8 --json
 
-Forward and backward, in one thread, with distca and with a bare call of torch's attention, which sees all tokens as one document.
-Calls are those of functions and of built-in ones (`cProfile`). Microseconds are medians, kernels of 64 tokens included. Names of
-the library that earlier commits have are used here, so that they can be measured by the same script: `host_time.py --before`.
+Forward and backward, in one thread, with distca and with a bare call of torch's attention, which
+sees all tokens as one document. Calls are those of functions and of built-in ones (`cProfile`).
+Microseconds are medians, kernels of 64 tokens included. Names of the library that earlier commits
+have are used here, so that they can be measured by the same script: `host_time.py --before`.
 """
 
 from __future__ import annotations
@@ -36,9 +38,13 @@ FEW, MANY = 2, 6  # layers of two models, whose difference is that of layers aft
 REPEATS = 40
 
 
-def bare(_module: torch.nn.Module, *states: torch.Tensor, scaling: float, **_: Any) -> tuple[torch.Tensor, None]:
+def bare(
+    _module: torch.nn.Module, *states: torch.Tensor, scaling: float, **_: Any
+) -> tuple[torch.Tensor, None]:
     """An attention function with nothing around torch's."""
-    output = scaled_dot_product_attention(*states[:3], is_causal=True, scale=scaling, enable_gqa=True)
+    output = scaled_dot_product_attention(
+        *states[:3], is_causal=True, scale=scaling, enable_gqa=True
+    )
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -48,11 +54,23 @@ AttentionMaskInterface.register("bare", lambda **_: None)
 
 def step_of(attention_name: str, layers: int, documents: int) -> Callable[[], None]:
     """Forward and backward of a Llama with so many layers, on documents of equal length."""
-    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 8}
-    model = LlamaModel(LlamaConfig(**shape, num_hidden_layers=layers, attn_implementation=attention_name)).train()
+    shape = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "vocab_size": 8,
+    }
+    model = LlamaModel(
+        LlamaConfig(**shape, num_hidden_layers=layers, attn_implementation=attention_name)
+    ).train()
     lengths = (max(TOKENS // documents, 1),) * documents
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    batch: dict[str, Any] = {"input_ids": torch.zeros_like(positions), "position_ids": positions, "use_cache": False}
+    batch: dict[str, Any] = {
+        "input_ids": torch.zeros_like(positions),
+        "position_ids": positions,
+        "use_cache": False,
+    }
     if attention_name == "distca":
         batch["distca_documents"] = PackedDocuments(lengths)
     return lambda: model(**batch).last_hidden_state.sum().backward()
@@ -94,17 +112,23 @@ def measure_calls(documents: int) -> dict[str, float]:
 
 
 def compare(before: Path, documents: list[int], rounds: int) -> dict[str, dict[str, float]]:
-    """Figures beyond a bare function, of an earlier checkout and of this one, in turns: medians of the rounds."""
+    """Figures beyond a bare function, of an earlier checkout and of this one, in turns: medians of
+    the rounds.
+    """
     results: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
     command = [sys.executable, str(HERE), "--json", "-", "--documents", *map(str, documents)]
     for _ in range(rounds):
         for name, folder in (("before", before.resolve()), ("after", HERE.parents[1])):
             environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
-            printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+            printed = subprocess.run(
+                command, env=environment, check=True, capture_output=True, text=True
+            ).stdout
             results[name].append(json.loads(printed))
     return {
         f"{number} documents, {figure}": {
-            f"{part}: {name}": statistics.median(found[figure][str(number)][f"beyond bare: {part}"] for found in results[name])
+            f"{part}: {name}": statistics.median(
+                found[figure][str(number)][f"beyond bare: {part}"] for found in results[name]
+            )
             for part in ("a layer", "a step besides")
             for name in results
         }
@@ -114,14 +138,25 @@ def compare(before: Path, documents: list[int], rounds: int) -> dict[str, dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, nargs="+", default=[1, 8], help="documents in 64 tokens (default: 1 8)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--documents",
+        type=int,
+        nargs="+",
+        default=[1, 8],
+        help="documents in 64 tokens (default: 1 8)",
+    )
     add_json_option(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     hf_distca.configure()
     figures = {"calls": count_calls, "us": measure_microseconds}
-    result = {name: {str(n): measure(figure, n) for n in arguments.documents} for name, figure in figures.items()}
+    result = {
+        name: {str(n): measure(figure, n) for n in arguments.documents}
+        for name, figure in figures.items()
+    }
     put_out(result, arguments.json, lambda found: print(json.dumps(found, indent=1)))
 
 

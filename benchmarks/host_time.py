@@ -1,30 +1,37 @@
-"""Host time that core attention takes besides its kernels: an exchange and planning by number of ranks, and a layer on one rank.
+"""Host time that core attention takes besides its kernels: an exchange and planning by number of
+ranks, and a layer on one rank.
 
     python benchmarks/host_time.py --json results.json
 
-All times are processor time of the one thread that works, so that other programs do not count: medians.
+All times are processor time of the one thread that works, so that other programs do not count:
+medians.
 
-*Layers*: forward and backward of one call of core attention on one rank of N, dispatch and return both ways, without ping-pong.
-The plan is a real one for all ranks, and the route that rank's. What is not bookkeeping is kept small: rows are 2 bytes wide,
-the kernel returns zeros, and messages arrive at once and are never sent. Typical ranks are evenly spaced among all; the busiest
-one exchanges with the most others. *One by one* has a document as long as the batch on every eighth rank and short ones
-elsewhere, which is more exchange than documents of a corpus make.
+*Layers*: forward and backward of one call of core attention on one rank of N, dispatch and return
+both ways, without ping-pong. The plan is a real one for all ranks, and the route that rank's. What
+is not bookkeeping is kept small: rows are 2 bytes wide, the kernel returns zeros, and messages
+arrive at once and are never sent. Typical ranks are evenly spaced among all; the busiest one
+exchanges with the most others. *One by one* has a document as long as the batch on every eighth
+rank and short ones elsewhere, which is more exchange than documents of a corpus make.
 
-*Planning*: what every rank does for a plan besides the balancing itself, from all announcements to the route. No collectives.
+*Planning*: what every rank does for a plan besides the balancing itself, from all announcements to
+the route. No collectives.
 
-*Alone*: what `distca` takes in a layer on one rank beyond `sdpa`, forward and backward, both without their kernels, which are
-replaced by ones that only make tensors of the right shapes. The time of making them is taken off, and for sdpa that of a run of
-autograd, too, so that distca is charged a little too much. sdpa gets one sequence of as many tokens. Times with the real kernels
-are beside it: how many documents there are shows in distca's kernel.
+*Alone*: what `distca` takes in a layer on one rank beyond `sdpa`, forward and backward, both
+without their kernels, which are replaced by ones that only make tensors of the right shapes. The
+time of making them is taken off, and for sdpa that of a run of autograd, too, so that distca is
+charged a little too much. sdpa gets one sequence of as many tokens. Times with the real kernels are
+beside it: how many documents there are shows in distca's kernel.
 
 The *first layer* of a micro-batch makes the plan besides.
 
-*Calls*: Python calls, of functions and built-in ones, that one more layer adds to a step of a small Llama on one rank, forward
-and backward, and those that a step of one layer has beyond that: with distca, with a bare call of torch's attention, and the
-difference. They do not depend on the machine (`host_calls.py`).
+*Calls*: Python calls, of functions and built-in ones, that one more layer adds to a step of a small
+Llama on one rank, forward and backward, and those that a step of one layer has beyond that: with
+distca, with a bare call of torch's attention, and the difference. They do not depend on the machine
+(`host_calls.py`).
 
-With `--before FOLDER`, a checkout of an earlier commit, calls and microseconds of the same steps are shown of both, measured in
-turns in processes of their own. These times have the kernels in them.
+With `--before FOLDER`, a checkout of an earlier commit, calls and microseconds of the same steps
+are shown of both, measured in turns in processes of their own. These times have the kernels in
+them.
 """
 
 from __future__ import annotations
@@ -82,7 +89,9 @@ from host_calls import compare, measure_calls
 from machine import describe
 from output import add_json_option, put_out
 
-LLAMA_8B = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+LLAMA_8B = AttentionShape(
+    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
+)
 COST = CostModel.analytic(LLAMA_8B, device_type="cuda")
 CPU = torch.device("cpu")
 WIDTH = 1  # of the only head, in bfloat16
@@ -97,7 +106,10 @@ class Zeros:
 
     def forward(self, pools: Operands, *_: Any) -> Outputs:
         size = pools.q_THD.shape[:2]
-        return Outputs(pools.q_THD.new_zeros(*size, pools.v_TKV.shape[2]), pools.q_THD.new_zeros(size, dtype=torch.float32))
+        return Outputs(
+            pools.q_THD.new_zeros(*size, pools.v_TKV.shape[2]),
+            pools.q_THD.new_zeros(size, dtype=torch.float32),
+        )
 
     def backward(self, pools: Saved, *_: Any) -> Grads:
         return Grads(*map(torch.zeros_like, pools.operands))
@@ -139,7 +151,9 @@ class Nowhere:
 
 
 def documents(ranks: int, tokens: int, kind: str) -> list[list[int]]:
-    """Lengths of each rank's documents: long-tailed ones cut where a rank is full; or long and short ones by rank."""
+    """Lengths of each rank's documents: long-tailed ones cut where a rank is full; or long and
+    short ones by rank.
+    """
     if kind == "one by one":
         return [[tokens] if rank % 8 == 0 else [tokens // 256] * 256 for rank in range(ranks)]
     draw, rows = np.random.default_rng(0), []
@@ -174,13 +188,19 @@ def layer(plan: Plan, rank: int) -> Callable[[], object]:
     group = AttentionGroup(tuple(range(plan.layout.world_size)), rank, Nowhere())  # type: ignore[arg-type]
     server = AttentionServer(ZEROS, Scores(1.0), Meter())  # type: ignore[arg-type]
     heads = plan.layout.groups  # of a document that is split by heads, every group has one
-    leaves = [torch.zeros(rows, heads, WIDTH, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    leaves = [
+        torch.zeros(rows, heads, WIDTH, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    ]
     do_THV = torch.zeros_like(leaves[0])
-    return lambda: torch.autograd.grad(core_attention(Inputs(*leaves), Call(route, group, server)), leaves, do_THV)
+    return lambda: torch.autograd.grad(
+        core_attention(Inputs(*leaves), Call(route, group, server)), leaves, do_THV
+    )
 
 
 def layers(ranks: int, arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
-    plan = balance(Layout.from_lengths(documents(ranks, arguments.tokens, kind)), COST, DistCAConfig())
+    plan = balance(
+        Layout.from_lengths(documents(ranks, arguments.tokens, kind)), COST, DistCAConfig()
+    )
     others = peers(plan)
     chosen = np.linspace(0, ranks - 1, min(arguments.sample, ranks), dtype=int).tolist()
     typical = [median_ms(layer(plan, rank), arguments.repeats) for rank in chosen]
@@ -202,7 +222,11 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
     for lengths in documents(ranks, arguments.tokens, "long tail"):
         one = TokenBatch(1, arguments.tokens, packed=PackedDocuments(lengths)).read_documents()
         own, settings = [(10**6,) * FIGURE_COUNT], hash_settings(facts)
-        rows.append(Announcement(1, settings, exchanges=0, checksum=0, figures=own, requests=[(one, key)]).to_row())
+        rows.append(
+            Announcement(
+                1, settings, exchanges=0, checksum=0, figures=own, requests=[(one, key)]
+            ).to_row()
+        )
     (stated,) = check_agreement(Announcements.from_rows(rows), facts, group, "here")
     plan = balance(build_layout(stated), COST, config)
     waves = Waves.of(plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups)
@@ -220,10 +244,14 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
         _ = plan.digest
 
     steps: dict[str, Callable[[], object]] = {
-        "reading announcements": lambda: check_agreement(Announcements.from_rows(rows), facts, group, "here"),
+        "reading announcements": lambda: check_agreement(
+            Announcements.from_rows(rows), facts, group, "here"
+        ),
         "layout": lambda: build_layout(stated),
         "digest": digest,
-        "waves": lambda: Waves.of(plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups),
+        "waves": lambda: Waves.of(
+            plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups
+        ),
         "own route": lambda: Route.build(waves.plan, ranks // 2, waves),
         "history": bookkeeping,
     }
@@ -231,7 +259,9 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
     return {**found, "all": sum(found.values())}
 
 
-def backward_too(run: Callable[..., torch.Tensor], leaves: list[torch.Tensor]) -> Callable[[], object]:
+def backward_too(
+    run: Callable[..., torch.Tensor], leaves: list[torch.Tensor]
+) -> Callable[[], object]:
     """The run, and its backward."""
 
     def both() -> None:
@@ -242,7 +272,9 @@ def backward_too(run: Callable[..., torch.Tensor], leaves: list[torch.Tensor]) -
 
 
 class Switch(Session):
-    """A session whose kernel can be replaced by one that computes nothing; it is looked for all the same."""
+    """A session whose kernel can be replaced by one that computes nothing; it is looked for all the
+    same.
+    """
 
     bare = False
 
@@ -275,7 +307,9 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
     call = {"scaling": module.scaling, "dropout": 0.0}
 
     def distca(*tensors: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = functions["distca"](module, *tensors, handle, distca_documents=packed, **call)[0]
+        out: torch.Tensor = functions["distca"](
+            module, *tensors, handle, distca_documents=packed, **call
+        )[0]
         return out
 
     def sdpa(*tensors: torch.Tensor) -> torch.Tensor:
@@ -320,13 +354,19 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
         "zeros of a function": backward_too(zeros_function, leaves),
     }
     found = in_rounds(runs, repeats)
-    # The run of autograd counts for distca alone: that of sdpa goes with the function that is taken off.
-    ours, theirs = found["distca without kernel"] - found["zeros"], found["sdpa without kernel"] - found["zeros of a function"]
+    # The run of autograd counts for distca alone: that of sdpa goes with the function that is taken
+    # off.
+    ours, theirs = (
+        found["distca without kernel"] - found["zeros"],
+        found["sdpa without kernel"] - found["zeros of a function"],
+    )
     return {**found, "beyond sdpa": ours - theirs}
 
 
 def in_rounds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median microseconds of each of several runs. In a round each runs several times, so that its code and data are in cache."""
+    """Median microseconds of each of several runs. In a round each runs several times, so that its
+    code and data are in cache.
+    """
     milliseconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(5):
         for name, run in runs.items():
@@ -344,23 +384,64 @@ def show(result: dict[str, Any]) -> None:
         for name in next(iter(rows.values())):
             table.add_column(name, justify="right")
         for name, row in rows.items():
-            table.add_row(name, *(f"{value:.2f}" if "ms" in title else f"{value:.0f}" for value in row.values()))
+            table.add_row(
+                name,
+                *(f"{value:.2f}" if "ms" in title else f"{value:.0f}" for value in row.values()),
+            )
         console.print(table)
 
 
-def by_number(numbers: Iterable[int], of: Callable[[int], dict[str, float]]) -> dict[str, dict[str, float]]:
+def by_number(
+    numbers: Iterable[int], of: Callable[[int], dict[str, float]]
+) -> dict[str, dict[str, float]]:
     return {str(number): of(number) for number in numbers}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 4096], help="numbers of ranks (default: 64 512 4096)")
-    parser.add_argument("--tokens", type=int, default=65536, help="tokens a rank (default: %(default)s)")
-    parser.add_argument("--sample", type=int, default=15, help="typical ranks that are measured (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=20, help="of each measurement; the median counts (default: %(default)s)")
-    parser.add_argument("--documents", type=int, nargs="+", default=[1, 8, 64, 512], help="documents of the layer on one rank")
-    parser.add_argument("--before", type=Path, metavar="FOLDER", help="checkout of an earlier commit, to be measured beside this")
-    parser.add_argument("--tokens-alone", type=int, default=512, help="tokens of the layer on one rank (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[64, 512, 4096],
+        help="numbers of ranks (default: 64 512 4096)",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=65536, help="tokens a rank (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--sample",
+        type=int,
+        default=15,
+        help="typical ranks that are measured (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=20,
+        help="of each measurement; the median counts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--documents",
+        type=int,
+        nargs="+",
+        default=[1, 8, 64, 512],
+        help="documents of the layer on one rank",
+    )
+    parser.add_argument(
+        "--before",
+        type=Path,
+        metavar="FOLDER",
+        help="checkout of an earlier commit, to be measured beside this",
+    )
+    parser.add_argument(
+        "--tokens-alone",
+        type=int,
+        default=512,
+        help="tokens of the layer on one rank (default: %(default)s)",
+    )
     add_json_option(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -369,15 +450,27 @@ def main() -> None:
     by = partial(by_number, arguments.ranks)
     result: dict[str, Any] = {
         "machine": describe(),
-        "setting": {"threads": 1, **{name: value for name, value in vars(arguments).items() if name not in ("json", "before")}},
-        "alone, us": by_number(arguments.documents, lambda n: alone(n, arguments.tokens_alone, arguments.repeats, session)),
+        "setting": {
+            "threads": 1,
+            **{
+                name: value
+                for name, value in vars(arguments).items()
+                if name not in ("json", "before")
+            },
+        },
+        "alone, us": by_number(
+            arguments.documents,
+            lambda n: alone(n, arguments.tokens_alone, arguments.repeats, session),
+        ),
         "calls": by_number(arguments.documents, measure_calls),
         "planning, ms": by(lambda ranks: planning(ranks, arguments)),
         "layers, ms": by(lambda ranks: layers(ranks, arguments, "long tail")),
         "layers of one by one, ms": by(lambda ranks: layers(ranks, arguments, "one by one")),
     }
     if arguments.before:
-        result["calls and us, before and after"] = compare(arguments.before, arguments.documents, min(5, arguments.repeats))
+        result["calls and us, before and after"] = compare(
+            arguments.before, arguments.documents, min(5, arguments.repeats)
+        )
     put_out(result, arguments.json, show)
 
 

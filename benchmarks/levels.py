@@ -1,16 +1,19 @@
-"""Bytes between nodes and the slowest rank, for plans and dealing that know of nodes, beside those that do not.
+"""Bytes between nodes and the slowest rank, for plans and dealing that know of nodes, beside those
+that do not.
 
     python benchmarks/levels.py --placements data/workloads --json results.json
 
-A placement is a JSON file as `hf-distca plan` reads it, with nodes of `--ranks-per-node` ranks. The cost model is the built-in
-one for cuda and Llama-3-8B in bf16: 300 GB/s inside a node, 40 GB/s a rank between nodes. *Before* is the plan that is made as if
-there were one level, *after* the one that is made for two; both are measured on two. The slowest rank is divided by the mean
-compute of all ranks: overlapped, for the longer of compute and exchange of the placement as a nano-batch; serial, for both
-together. The same for the documents of the placement dealt anew. Ends with 1 if the plan of a placement as given is slower after
-than before, by more than 1 % overlapped or 0.4 % serial, or if more bytes travel between nodes over all placements.
+A placement is a JSON file as `hf-distca plan` reads it, with nodes of `--ranks-per-node` ranks. The
+cost model is the built-in one for cuda and Llama-3-8B in bf16: 300 GB/s inside a node, 40 GB/s a
+rank between nodes. *Before* is the plan that is made as if there were one level, *after* the one
+that is made for two; both are measured on two. The slowest rank is divided by the mean compute of
+all ranks: overlapped, for the longer of compute and exchange of the placement as a nano-batch;
+serial, for both together. The same for the documents of the placement dealt anew. Ends with 1 if
+the plan of a placement as given is slower after than before, by more than 1 % overlapped or 0.4 %
+serial, or if more bytes travel between nodes over all placements.
 
-With `--drawn`, also batches of two distributions by three seeds, dealt as if there were one level and to nodes first, with the
-processor time of dealing and of planning.
+With `--drawn`, also batches of two distributions by three seeds, dealt as if there were one level
+and to nodes first, with the processor time of dealing and of planning.
 """
 
 from __future__ import annotations
@@ -44,9 +47,16 @@ from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from machine import describe
 from output import add_json_option, put_out
 
-LLAMA_3_8B = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
-CUDA = replace(CostModel.analytic(LLAMA_3_8B, device_type="cuda"), exchange_bytes_per_second=4e10, node_bytes_per_second=3e11)
-# Times that the slowest rank may end later; where exchanges are hidden, fewer bytes between nodes are all there is to gain.
+LLAMA_3_8B = AttentionShape(
+    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
+)
+CUDA = replace(
+    CostModel.analytic(LLAMA_3_8B, device_type="cuda"),
+    exchange_bytes_per_second=4e10,
+    node_bytes_per_second=3e11,
+)
+# Times that the slowest rank may end later; where exchanges are hidden, fewer bytes between nodes
+# are all there is to gain.
 _SAME = {"serial": 1.004, "overlapped": 1.01}
 
 
@@ -78,10 +88,16 @@ def measure(path: Path, per_node: int) -> dict[str, Any]:
     tokens = [sum(lengths) // count + (rank < sum(lengths) % count) for rank in range(count)]
     for overlapped in (True, False):
         name, config = "overlapped" if overlapped else "serial", DistCAConfig(ping_pong=overlapped)
-        dealt = [deal(lengths, count, tokens, CUDA, ranks_per_node=each, overlapped=overlapped) for each in (None, per_node)]
+        dealt = [
+            deal(lengths, count, tokens, CUDA, ranks_per_node=each, overlapped=overlapped)
+            for each in (None, per_node)
+        ]
         plans = {
             f"given, {name}": (balance(given, CUDA, config), balance(given, CUDA, config, ranks)),
-            f"dealt, {name}": tuple(balance(d, CUDA, config, on) for d, on in zip(dealt, (UNIFORM_RANKS, ranks), strict=True)),
+            f"dealt, {name}": tuple(
+                balance(d, CUDA, config, on)
+                for d, on in zip(dealt, (UNIFORM_RANKS, ranks), strict=True)
+            ),
         }
         for way, pair in plans.items():
             before, after = (figures(plan, ranks, overlapped=overlapped) for plan in pair)
@@ -90,7 +106,9 @@ def measure(path: Path, per_node: int) -> dict[str, Any]:
 
 
 def overview(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Over all placements: of the slowest rank median, nine in ten and worst; of bytes between nodes sum and median ratio."""
+    """Over all placements: of the slowest rank median, nine in ten and worst; of bytes between
+    nodes sum and median ratio.
+    """
     found = {}
     for way in (name for name in results[0] if "," in name):
         pairs = [(row[way]["before"], row[way]["after"]) for row in results]
@@ -103,23 +121,33 @@ def overview(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
                 f"slowest_worst_{when}": max(slowest),
                 f"gigabytes_between_{when}": sum(pair[side]["gigabytes_between"] for pair in pairs),
             }
-        ratios = [b["gigabytes_between"] / a["gigabytes_between"] for a, b in pairs if a["gigabytes_between"]]
+        ratios = [
+            b["gigabytes_between"] / a["gigabytes_between"]
+            for a, b in pairs
+            if a["gigabytes_between"]
+        ]
         found[way] = {**line, "between_median_ratio": statistics.median(ratios) if ratios else 1.0}
     return found
 
 
 def missed(results: list[dict[str, Any]], summary: dict[str, dict[str, float]]) -> list[str]:
-    """Placements as given whose plan for two levels is slower, and ways that send more between nodes."""
+    """Placements as given whose plan for two levels is slower, and ways that send more between
+    nodes.
+    """
     found = [
-        f"{row['placement']}, {way}: slowest rank {row[way]['before']['slowest']:.4f} -> {row[way]['after']['slowest']:.4f}"
+        f"{row['placement']}, {way}: slowest rank {row[way]['before']['slowest']:.4f} ->"
+        f" {row[way]['after']['slowest']:.4f}"
         for row in results
         for way in summary
-        if way.startswith("given") and row[way]["after"]["slowest"] > _SAME[way.split()[1]] * row[way]["before"]["slowest"]
+        if way.startswith("given")
+        and row[way]["after"]["slowest"] > _SAME[way.split()[1]] * row[way]["before"]["slowest"]
     ]
     for way, line in summary.items():
         if line["gigabytes_between_after"] > line["gigabytes_between_before"]:
             before, after = line["gigabytes_between_before"], line["gigabytes_between_after"]
-            found.append(f"{way}: {before:.1f} -> {after:.1f} GB between nodes, over all placements")
+            found.append(
+                f"{way}: {before:.1f} -> {after:.1f} GB between nodes, over all placements"
+            )
     return found
 
 
@@ -135,11 +163,21 @@ _DRAWN = (
 
 
 def drawn(sizes: Sequence[tuple[int, int, int]], per_node: int) -> list[dict[str, Any]]:
-    """Batches of both distributions by three seeds, dealt as if there were one level and to nodes first."""
+    """Batches of both distributions by three seeds, dealt as if there were one level and to nodes
+    first.
+    """
     rows, ranks = [], Ranks(per_node=per_node)
-    for (count, tokens, longest), text, seed in itertools.product(sizes, ("pretrain", "prolong"), range(3)):
+    for (count, tokens, longest), text, seed in itertools.product(
+        sizes, ("pretrain", "prolong"), range(3)
+    ):
         lengths = next(open_documents(text, "input_ids", longest).batches(count * tokens, 1, seed))
-        row: dict[str, Any] = {"ranks": count, "tokens": tokens, "longest": longest, "text": text, "seed": seed}
+        row: dict[str, Any] = {
+            "ranks": count,
+            "tokens": tokens,
+            "longest": longest,
+            "text": text,
+            "seed": seed,
+        }
         for when, nodes in (("one_level", None), ("nodes_first", per_node)):
             started = time.process_time()
             layout = deal(lengths, count, tokens, CUDA, ranks_per_node=nodes)
@@ -152,20 +190,46 @@ def drawn(sizes: Sequence[tuple[int, int, int]], per_node: int) -> list[dict[str
 
 
 def show_drawn(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="drawn batches, serial: one level -> nodes first; GB are those of the busiest rank")
-    for name in ("ranks x tokens, longest, text, seed", "slowest", "GB between nodes", "deal ms", "plan ms"):
-        table.add_column(name, justify="left" if name.startswith("ranks") else "right", no_wrap=True)
+    table = Table(
+        title="drawn batches, serial: one level -> nodes first; GB are those of the busiest rank"
+    )
+    for name in (
+        "ranks x tokens, longest, text, seed",
+        "slowest",
+        "GB between nodes",
+        "deal ms",
+        "plan ms",
+    ):
+        table.add_column(
+            name, justify="left" if name.startswith("ranks") else "right", no_wrap=True
+        )
     for row in rows:
         before, after = row["one_level"], row["nodes_first"]
         name = f"{row['ranks']} x {row['tokens']}, {row['longest']}, {row['text']}, {row['seed']}"
-        cells = ("slowest", 1, 3), ("busiest_gigabytes_between", 1, 2), ("deal_seconds", 1e3, 0), ("plan_seconds", 1e3, 0)
-        table.add_row(name, *(f"{before[key] * scale:.{n}f} -> {after[key] * scale:.{n}f}" for key, scale, n in cells))
+        cells = (
+            ("slowest", 1, 3),
+            ("busiest_gigabytes_between", 1, 2),
+            ("deal_seconds", 1e3, 0),
+            ("plan_seconds", 1e3, 0),
+        )
+        table.add_row(
+            name,
+            *(
+                f"{before[key] * scale:.{n}f} -> {after[key] * scale:.{n}f}"
+                for key, scale, n in cells
+            ),
+        )
     Console(width=130).print(table)
 
 
 def show(report: dict[str, Any]) -> None:
     console = Console(width=170)
-    table = Table(title="slowest rank / mean compute, and GB between nodes, for one layer: one level -> two levels")
+    table = Table(
+        title=(
+            "slowest rank / mean compute, and GB between nodes, for one layer: one level -> two"
+            " levels"
+        )
+    )
     ways = list(report["overview"])
     for name in ("placement", *ways):
         table.add_column(name, justify="left" if name == "placement" else "right", no_wrap=True)
@@ -178,10 +242,20 @@ def show(report: dict[str, Any]) -> None:
         table.add_row(row["placement"], *cells)
     console.print(table)
     summary = Table(title="over all placements")
-    for name in ("", "slowest: median", "nine in ten", "worst", "GB between nodes", "median after / before"):
+    for name in (
+        "",
+        "slowest: median",
+        "nine in ten",
+        "worst",
+        "GB between nodes",
+        "median after / before",
+    ):
         summary.add_column(name, justify="right" if name else "left")
     for way, line in report["overview"].items():
-        pairs = [f"{line[f'slowest_{name}_before']:.3f} -> {line[f'slowest_{name}_after']:.3f}" for name in _STATISTICS]
+        pairs = [
+            f"{line[f'slowest_{name}_before']:.3f} -> {line[f'slowest_{name}_after']:.3f}"
+            for name in _STATISTICS
+        ]
         between = f"{line['gigabytes_between_before']:.0f} -> {line['gigabytes_between_after']:.0f}"
         summary.add_row(way, *pairs, between, f"{line['between_median_ratio']:.3f}")
     console.print(summary)
@@ -193,15 +267,26 @@ _STATISTICS = ("median", "nine_in_ten", "worst")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--placements", type=Path, required=True, help="folder of placements in JSON")
-    parser.add_argument("--ranks-per-node", type=int, default=8, help="ranks of a node (default: 8)")
-    parser.add_argument("--drawn", action="store_true", help="add batches that are drawn from distributions")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--placements", type=Path, required=True, help="folder of placements in JSON"
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=8, help="ranks of a node (default: 8)"
+    )
+    parser.add_argument(
+        "--drawn", action="store_true", help="add batches that are drawn from distributions"
+    )
     add_json_option(parser)
     arguments = parser.parse_args()
     paths = sorted(arguments.placements.glob("*.json"))
     if not paths:
-        parser.error(f"--placements {arguments.placements} is no folder with .json files: there is nothing to measure.")
+        parser.error(
+            f"--placements {arguments.placements} is no folder with .json files: there is nothing"
+            " to measure."
+        )
     results = []
     for path in tqdm(paths, desc="placements", unit="placement", file=sys.stderr):
         try:

@@ -1,11 +1,13 @@
-"""Loss curves of the same training in four ways: two under sdpa, and two under distca, on two ranks of this machine.
+"""Loss curves of the same training in four ways: two under sdpa, and two under distca, on two ranks
+of this machine.
 
     python benchmarks/loss_curve.py
 
-Every step has the same documents in all ways: bytes of Python's own library, one of them longer than what a rank holds. Under
-sdpa, each document is a forward of its own. The second of these runs takes the documents in another order, which changes nothing
-but the rounding of sums. Rounding grows from step to step, so the default is float64, where what is not rounding stands out;
-transformers computes norms, rotary embeddings and the loss in float32 all the same.
+Every step has the same documents in all ways: bytes of Python's own library, one of them longer
+than what a rank holds. Under sdpa, each document is a forward of its own. The second of these runs
+takes the documents in another order, which changes nothing but the rounding of sums. Rounding grows
+from step to step, so the default is float64, where what is not rounding stands out; transformers
+computes norms, rotary embeddings and the loss in float32 all the same.
 """
 
 from __future__ import annotations
@@ -45,15 +47,21 @@ def corpus() -> torch.Tensor:
     """Bytes of the library's modules, one after another."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     return torch.frombuffer(
-        bytearray(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))), dtype=torch.uint8
+        bytearray(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))),
+        dtype=torch.uint8,
     ).long()
 
 
 def documents_of(step: int, tokens: int) -> list[torch.Tensor]:
     """The documents of a step, each from a place of its own."""
     lengths = np.random.default_rng(step).permutation(lengths_of(tokens, RANKS))
-    starts = np.random.default_rng(1000 + step).integers(0, len(corpus()) - 2 * tokens, len(lengths))
-    return [corpus()[start : start + length] for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)]
+    starts = np.random.default_rng(1000 + step).integers(
+        0, len(corpus()) - 2 * tokens, len(lengths)
+    )
+    return [
+        corpus()[start : start + length]
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+    ]
 
 
 class Training:
@@ -61,7 +69,9 @@ class Training:
 
     def __init__(self, way: str, rank: int, arguments: argparse.Namespace) -> None:
         self.way, self.rank = way, rank
-        self.model = plain_model_of(arguments, way.split(",")[0]).to(getattr(torch, arguments.dtype))
+        self.model = plain_model_of(arguments, way.split(",")[0]).to(
+            getattr(torch, arguments.dtype)
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=arguments.rate)
         config = hf_distca.configure(hf_distca.DistCAConfig(tile=16, min_gain=0.0))
         costs = {key: known_cost(key, config) for key in layer_keys(self.model, None, "cpu")}
@@ -79,13 +89,18 @@ class Training:
 
     def step(self, documents: list[torch.Tensor]) -> float:
         """The mean loss of a step's tokens, of all ranks."""
-        targets, total = sum(len(document) - 1 for document in documents), torch.zeros((), dtype=torch.float64)
+        targets, total = (
+            sum(len(document) - 1 for document in documents),
+            torch.zeros((), dtype=torch.float64),
+        )
         for batch in self.batches(documents):
             loss = self.model(**batch, use_cache=False, num_items_in_batch=targets).loss
             loss.backward()
             total += loss.detach().double()
         for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
             dist.all_reduce(parameter.grad)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -101,11 +116,21 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, A
         documents = documents_of(step, arguments.tokens)
         for way, training in trainings.items():
             losses[way].append(training.step(documents))
-    apart = {way: float(np.abs(np.array(losses[way]) - np.array(losses[WAYS[0]])).max()) for way in WAYS[1:]}
+    apart = {
+        way: float(np.abs(np.array(losses[way]) - np.array(losses[WAYS[0]])).max())
+        for way in WAYS[1:]
+    }
     ends = {way: float(np.mean(losses[way][-10:])) for way in WAYS}
     exchanges = current_session().meter.dispatches
     setting = setting_of(arguments, ranks=ranks)
-    return {**describe(), "setting": setting, "exchanges": exchanges, "apart": apart, "end": ends, "losses": losses}
+    return {
+        **describe(),
+        "setting": setting,
+        "exchanges": exchanges,
+        "apart": apart,
+        "end": ends,
+        "losses": losses,
+    }
 
 
 def draw(result: dict[str, Any], target: Path) -> None:
@@ -134,14 +159,27 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens a rank (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="decoder layers (default: %(default)s)")
     parser.add_argument(
-        "--heads", type=int, default=2, help="query heads of 64; half as many key/value heads (default: %(default)s)"
+        "--steps", type=int, default=300, help="optimizer steps (default: %(default)s)"
     )
-    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate (default: %(default)s)")
-    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="default: %(default)s")
+    parser.add_argument(
+        "--tokens", type=int, default=256, help="tokens a rank (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=2, help="decoder layers (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--heads",
+        type=int,
+        default=2,
+        help="query heads of 64; half as many key/value heads (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rate", type=float, default=1e-3, help="learning rate (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float64", "float32"), default="float64", help="default: %(default)s"
+    )
     parser.add_argument("--picture", type=Path, help="draw the curves to this file")
     add_json_option(parser)
     arguments = parser.parse_args()

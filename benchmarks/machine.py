@@ -14,7 +14,11 @@ PACKAGES = ("hf-distca", "torch", "transformers", "accelerate", "deepspeed", "nu
 def describe() -> dict[str, str | int]:
     """Machine, versions and date."""
     cpu = Path("/proc/cpuinfo")
-    models = [line for line in cpu.read_text().splitlines() if line.startswith("model name")] if cpu.exists() else []
+    models = (
+        [line for line in cpu.read_text().splitlines() if line.startswith("model name")]
+        if cpu.exists()
+        else []
+    )
     return {
         "processor": models[0].split(":", 1)[1].strip() if models else platform.processor(),
         "cores": os.cpu_count() or 0,

@@ -1,12 +1,15 @@
-"""The published setting of MagiAttention, predicted: attention alone, on 8 to 64 H100, beside what was measured there.
+"""The published setting of MagiAttention, predicted: attention alone, on 8 to 64 H100, beside what
+was measured there.
 
     python benchmarks/magi_setting.py --json
     python benchmarks/magi_setting.py --picture docs/magi.png
 
-One row of packed causal documents, 8K tokens a GPU, 64 query and 8 key/value heads of 128, bfloat16, flash-attention 3, 20 rows
-drawn as there. Figures are TFLOP/s of a GPU, of the attention module alone, forward and backward. No constant is adjusted to
-them: kernel and links are the profile ``h100_flash_attn_3``, copies are as fast as pytorch issue 178066 says, and how others
-share attention is as `hf_distca.simulate` has it. Which terms it has was chosen with these figures in view.
+One row of packed causal documents, 8K tokens a GPU, 64 query and 8 key/value heads of 128,
+bfloat16, flash-attention 3, 20 rows drawn as there. Figures are TFLOP/s of a GPU, of the attention
+module alone, forward and backward. No constant is adjusted to them: kernel and links are the
+profile ``h100_flash_attn_3``, copies are as fast as pytorch issue 178066 says, and how others share
+attention is as `hf_distca.simulate` has it. Which terms it has was chosen with these figures in
+view.
 """
 
 from __future__ import annotations
@@ -48,7 +51,10 @@ PUBLISHED = {
     "Magi, all-to-all-v": ((387, 305, 276, 207), (335, 353, 325, 242)),
 }
 JUDGED = ("Ulysses", "ring all-gather")
-PUBLISHED_BY = "SandAI-org/MagiAttention, docs/source/blog/cp_benchmark.md, distributed level, H100, varlen causal: +-3 %"
+PUBLISHED_BY = (
+    "SandAI-org/MagiAttention, docs/source/blog/cp_benchmark.md, distributed level, H100, varlen"
+    " causal: +-3 %"
+)
 Lengths = npt.NDArray[np.int64]
 
 
@@ -95,7 +101,9 @@ STRATEGIES: dict[str, Callable[[Setting, Lengths], MicroBatchWork]] = {
 
 
 class Speed(NamedTuple):
-    """TFLOP/s of a GPU, and milliseconds of attention and of waiting, forward and backward: shapes (2,)."""
+    """TFLOP/s of a GPU, and milliseconds of attention and of waiting, forward and backward: shapes
+    (2,).
+    """
 
     tflops: npt.NDArray[np.float64]
     attention_ms: npt.NDArray[np.float64]
@@ -106,7 +114,13 @@ def speed(name: str, gpus: int, rows: list[Lengths]) -> Speed:
     setting, found = setting_of(gpus), []
     for lengths in rows:
         work = STRATEGIES[name](setting, lengths)
-        flops = setting.shape.pair_flops * count_causal_pairs(lengths, lengths).sum() * np.array([1.0, 2.5]) / gpus / 1e12
+        flops = (
+            setting.shape.pair_flops
+            * count_causal_pairs(lengths, lengths).sum()
+            * np.array([1.0, 2.5])
+            / gpus
+            / 1e12
+        )
         tflops = flops / (work.attention + work.exposed).max(axis=1)
         found.append((tflops, 1e3 * work.attention.max(axis=1), 1e3 * work.exposed.max(axis=1)))
     return Speed(*np.mean(found, axis=0))
@@ -156,7 +170,10 @@ def show(result: dict[str, Any]) -> None:
     for name, both in lines(result).items():
         table.add_row(name, *(" / ".join(f"{value:.0f}" for value in values) for values in both))
     Console(width=120).print(table)
-    print("median size of the error:", {name: f"{size:.0%}" for name, size in result["median_error"].items()})
+    print(
+        "median size of the error:",
+        {name: f"{size:.0%}" for name, size in result["median_error"].items()},
+    )
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -171,7 +188,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
             if strategy in colours:
                 style = "-" if kind == "published" else "--"
                 axis.plot(
-                    GPUS, both[which], style, marker="o", markersize=3, color=colours[strategy], label=f"{strategy}, {kind}"
+                    GPUS,
+                    both[which],
+                    style,
+                    marker="o",
+                    markersize=3,
+                    color=colours[strategy],
+                    label=f"{strategy}, {kind}",
                 )
         axis.set_xscale("log", base=2)
         axis.set_xticks(GPUS, [str(gpus) for gpus in GPUS])
@@ -179,7 +202,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axis.set_title(DIRECTIONS[which], fontsize=10)
     axes[0].set_ylabel("TFLOP/s of a GPU, attention alone")
     axes[0].set_ylim(bottom=0)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8, frameon=False)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8, frameon=False
+    )
     figure.savefig(path, dpi=110)
 
 

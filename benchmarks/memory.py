@@ -1,10 +1,13 @@
-"""Bytes of one call of core attention on every rank: kept for backward, and transient; balanced or not, bounded or not.
+"""Bytes of one call of core attention on every rank: kept for backward, and transient; balanced or
+not, bounded or not.
 
-Gloo processes with one thread each hold equally many tokens, one long document on the first rank and many small ones on the
-others. Tensors are counted operation by operation, the kernel's own ones included.
+Gloo processes with one thread each hold equally many tokens, one long document on the first rank
+and many small ones on the others. Tensors are counted operation by operation, the kernel's own ones
+included.
 
-Beside them, what a call takes, forward and backward, with kernels that sleep for as long as the built-in figures of a CPU say
-(`timed_kernels.py`): what a bound costs, as the first micro-batches of a run have it. Later ones follow what was measured.
+Beside them, what a call takes, forward and backward, with kernels that sleep for as long as the
+built-in figures of a CPU say (`timed_kernels.py`): what a bound costs, as the first micro-batches
+of a run have it. Later ones follow what was measured.
 
     python benchmarks/memory.py --json
 """
@@ -46,7 +49,9 @@ DIM = 64
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations inside made and that still live, and the most of them at a time."""
+    """Bytes of the storages that operations inside made and that still live, and the most of them
+    at a time.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +67,9 @@ class LiveBytes(TorchDispatchMode):
     def note(self, values: Any, *, new: bool) -> None:
         for tensor in (value for value in tree_leaves(values) if isinstance(value, torch.Tensor)):
             reference = StorageWeakRef(tensor.untyped_storage())
-            self.known.setdefault(reference.cdata, (reference, tensor.untyped_storage().nbytes() if new else 0))
+            self.known.setdefault(
+                reference.cdata, (reference, tensor.untyped_storage().nbytes() if new else 0)
+            )
         self.peak = max(self.peak, self.alive())
 
     def alive(self) -> int:
@@ -78,12 +85,19 @@ class Layer:
     """Core attention of a layer on one rank, with the plan of a mode."""
 
     def __init__(
-        self, rank: int, group: AttentionGroup, arguments: argparse.Namespace, balanced: bool, bound: int | None
+        self,
+        rank: int,
+        group: AttentionGroup,
+        arguments: argparse.Namespace,
+        balanced: bool,
+        bound: int | None,
     ) -> None:
         self.shape = AttentionShape(arguments.heads, max(arguments.heads // 2, 1), DIM, DIM, 4)
         self.cost = CostModel.analytic(self.shape, device_type="cpu")
         config = DistCAConfig(balance=balanced, max_transient_bytes=bound)
-        plan = balance(Layout.from_lengths(lengths_of(group.size, arguments.tokens)), self.cost, config)
+        plan = balance(
+            Layout.from_lengths(lengths_of(group.size, arguments.tokens)), self.cost, config
+        )
         self.waves = Waves.of(plan, self.shape, config.tile, bound, config.head_groups)
         self.route, self.group = Route.build(self.waves.plan, rank, self.waves), group
         scores, self.meter = Scores(DIM**-0.5), Meter()
@@ -124,7 +138,10 @@ class Layer:
 
 def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
     group = AttentionGroup.create()
-    modes: dict[str, tuple[bool, int | None]] = {"unbalanced": (False, None), "balanced": (True, None)}
+    modes: dict[str, tuple[bool, int | None]] = {
+        "unbalanced": (False, None),
+        "balanced": (True, None),
+    }
     modes |= {f"bound of {bound} MiB": (True, bound * 2**20) for bound in arguments.bounds}
     layers = {mode: Layer(rank, group, arguments, *wanted) for mode, wanted in modes.items()}
     result: dict[str, Any] = {}
@@ -132,11 +149,13 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, A
         rows: list[Any] = [None] * ranks
         dist.all_gather_object(rows, layer.counted())
         result[mode] = {name: [row[name] for row in rows] for name in rows[0]}
-        result[mode]["kept_imbalance"] = compute_imbalance(np.array(result[mode]["kept"], dtype=np.float64))
+        result[mode]["kept_imbalance"] = compute_imbalance(
+            np.array(result[mode]["kept"], dtype=np.float64)
+        )
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     for round_ in rounds(rank, arguments.rounds):
         for mode in in_turns(layers, round_):
-            seconds[mode].append(layers[mode].estimate_seconds())
+            seconds[mode].append(layers[mode].seconds())
     for mode, taken in seconds.items():
         result[mode]["seconds"] = taken
         result[mode]["median_seconds"] = statistics.median(taken) if taken else None
@@ -145,27 +164,70 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, A
 
 def show(result: dict[str, Any]) -> None:
     table = Table(title=f"MiB a rank, {result['setting']['tokens']} tokens a rank")
-    for column in ("ranks", "mode", "kept", "max/mean", "transient", "waves", "MiB sent", "seconds"):
+    for column in (
+        "ranks",
+        "mode",
+        "kept",
+        "max/mean",
+        "transient",
+        "waves",
+        "MiB sent",
+        "seconds",
+    ):
         table.add_column(column)
     for ranks, modes in result["ranks"].items():
         for mode, row in modes.items():
-            kept, transient = (", ".join(f"{value / 2**20:.1f}" for value in row[name]) for name in ("kept", "transient"))
+            kept, transient = (
+                ", ".join(f"{value / 2**20:.1f}" for value in row[name])
+                for name in ("kept", "transient")
+            )
             seconds = "" if row["median_seconds"] is None else f"{row['median_seconds']:.2f}"
             sent = f"{sum(row['sent']) / 2**20:.0f}"
-            table.add_row(ranks, mode, kept, f"{row['kept_imbalance']:.3f}", transient, str(row["waves"][0]), sent, seconds)
+            table.add_row(
+                ranks,
+                mode,
+                kept,
+                f"{row['kept_imbalance']:.3f}",
+                transient,
+                str(row["waves"][0]),
+                sent,
+                seconds,
+            )
     Console(width=130).print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens a rank (default: %(default)s)")
-    parser.add_argument("--heads", type=int, default=4, help="query heads of 64; half as many key/value heads")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)")
-    parser.add_argument("--bounds", type=int, nargs="*", default=[4, 16, 64], metavar="MiB", help="max_transient_bytes, in MiB")
-    parser.add_argument("--rounds", type=int, default=3, help="timed calls of each mode; 0 to count only (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=16384, help="tokens a rank (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--heads", type=int, default=4, help="query heads of 64; half as many key/value heads"
+    )
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)"
+    )
+    parser.add_argument(
+        "--bounds",
+        type=int,
+        nargs="*",
+        default=[4, 16, 64],
+        metavar="MiB",
+        help="max_transient_bytes, in MiB",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="timed calls of each mode; 0 to count only (default: %(default)s)",
+    )
     add_json_option(parser)
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"machine": describe(), "setting": setting_of(arguments, dtype="float32"), "ranks": {}}
+    result: dict[str, Any] = {
+        "machine": describe(),
+        "setting": setting_of(arguments, dtype="float32"),
+        "ranks": {},
+    }
     for ranks in arguments.ranks:
         result["ranks"][str(ranks)] = on_ranks(measure, ranks, arguments)
     put_out(result, arguments.json, show)

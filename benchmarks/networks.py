@@ -7,10 +7,10 @@ on ranks in order, each document whole, or dealt; plans know one rate, that of t
 All ways train on the same documents.
 
 Kernels sleep for as long as the cost model says (`timed_kernels.py`), so that every rank has a
-processor to itself for its attention, and `--slower` than a CPU, to outweigh the rest of a step. With
-`--kernel real` they compute, and need a core for each process: where four share two, a rank that
-waits costs nothing. Ways take turns within each round; the seconds of a round are the mean of its
-batches, and the figures are medians over rounds.
+processor to itself for its attention, and `--slower` than a CPU, to outweigh the rest of a step.
+With `--kernel real` they compute, and need a core for each process: where four share two, a rank
+that waits costs nothing. Ways take turns within each round; the seconds of a round are the mean of
+its batches, and the figures are medians over rounds.
 
     python benchmarks/networks.py --json
 """

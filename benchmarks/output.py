@@ -11,11 +11,21 @@ from typing import Any
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--json [FILE]``."""
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to standard output")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write JSON to FILE, or to standard output",
+    )
 
 
-def put_out(result: dict[str, Any], target: str | None, show: Callable[[dict[str, Any]], None]) -> None:
-    """Show the result if there is no target, else write it there as JSON; ``-`` is standard output."""
+def put_out(
+    result: dict[str, Any], target: str | None, show: Callable[[dict[str, Any]], None]
+) -> None:
+    """Show the result if there is no target, else write it there as JSON; ``-`` is standard
+    output.
+    """
     if target is None:
         show(result)
     elif target == "-":

@@ -1,12 +1,15 @@
-"""Seconds of a training step while every exchange takes longer: layers whole, in ping-pong, and without communication.
+"""Seconds of a training step while every exchange takes longer: layers whole, in ping-pong, and
+without communication.
 
-Two processes with one thread each hold equally many tokens: one long document against eight short ones. A message arrives no
-earlier than the injected latency after its launch. "no communication" computes the same tasks on rows that were never sent (its
-numbers mean nothing, its time does). Modes take turns within each round; the figures are medians over rounds.
+Two processes with one thread each hold equally many tokens: one long document against eight short
+ones. A message arrives no earlier than the injected latency after its launch. "no communication"
+computes the same tasks on rows that were never sent (its numbers mean nothing, its time does).
+Modes take turns within each round; the figures are medians over rounds.
 
     python benchmarks/overlap.py --json
 
-With `--stages`, the processes are two stages of a pipeline, and the documents are those of its four micro-batches, in turn.
+With `--stages`, the processes are two stages of a pipeline, and the documents are those of its four
+micro-batches, in turn.
 """
 
 from __future__ import annotations
@@ -77,9 +80,17 @@ def staged(arguments: argparse.Namespace, _rank: int) -> Callable[[], None]:
     """What runs a step of one stage."""
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("pp",))
     stage = split(plain_model_of(arguments, "distca"), mesh)
-    schedule = Schedule(stage, MICRO_BATCHES, lambda logits, targets: cross_entropy(logits.flatten(0, 1), targets.flatten()))
-    batches = [batch_of(lengths_of(arguments, number % 2), number) for number in range(MICRO_BATCHES)]
-    ids, positions = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "position_ids"))
+    schedule = Schedule(
+        stage,
+        MICRO_BATCHES,
+        lambda logits, targets: cross_entropy(logits.flatten(0, 1), targets.flatten()),
+    )
+    batches = [
+        batch_of(lengths_of(arguments, number % 2), number) for number in range(MICRO_BATCHES)
+    ]
+    ids, positions = (
+        torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "position_ids")
+    )
 
     def run() -> None:
         schedule.step(ids, position_ids=positions, target=ids)
@@ -96,7 +107,9 @@ def lengths_of(arguments: argparse.Namespace, number: int) -> list[int]:
 def step(run: Callable[[], None], mode: str, latency: float) -> float:
     """Seconds until all ranks are done."""
     session = current_session()
-    session.config = hf_distca.DistCAConfig(balance=mode != "unbalanced", ping_pong=mode == "ping-pong")
+    session.config = hf_distca.DistCAConfig(
+        balance=mode != "unbalanced", ping_pong=mode == "ping-pong"
+    )
     dist.barrier()
     started = time.perf_counter()
     with exchanges(None if mode == "no communication" else latency):
@@ -107,7 +120,12 @@ def step(run: Callable[[], None], mode: str, latency: float) -> float:
 
 def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
     run = (staged if arguments.stages else data_parallel)(arguments, rank)
-    keys = [(mode, latency) for latency in arguments.latencies for mode in MODES if mode != "no communication" or not latency]
+    keys = [
+        (mode, latency)
+        for latency in arguments.latencies
+        for mode in MODES
+        if mode != "no communication" or not latency
+    ]
     seconds: dict[str, dict[str, list[float]]] = {mode: {} for mode in MODES}
     for mode in MODES:
         step(run, mode, 0.0)  # the first steps pay for buffers and caches
@@ -117,21 +135,31 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, A
     return figures(arguments, seconds)
 
 
-def figures(arguments: argparse.Namespace, seconds: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+def figures(
+    arguments: argparse.Namespace, seconds: dict[str, dict[str, list[float]]]
+) -> dict[str, Any]:
     """Medians over rounds, and ratios within rounds to the step without communication."""
     free = seconds["no communication"][str(arguments.latencies[0])]
     ratios = {
-        mode: {ms: statistics.median(a / b for a, b in zip(row, free, strict=True)) for ms, row in rows.items()}
+        mode: {
+            ms: statistics.median(a / b for a, b in zip(row, free, strict=True))
+            for ms, row in rows.items()
+        }
         for mode, rows in seconds.items()
     }
     return {
         "machine": describe(),
         "setting": setting_of(arguments, ranks=RANKS),
         "seconds": seconds,
-        "median_seconds": {mode: {ms: statistics.median(row) for ms, row in rows.items()} for mode, rows in seconds.items()},
+        "median_seconds": {
+            mode: {ms: statistics.median(row) for ms, row in rows.items()}
+            for mode, rows in seconds.items()
+        },
         "to_no_communication": ratios,
         "ping_pong_to_single_stream": {
-            ms: statistics.median(a / b for a, b in zip(row, seconds["single-stream"][ms], strict=True))
+            ms: statistics.median(
+                a / b for a, b in zip(row, seconds["single-stream"][ms], strict=True)
+            )
             for ms, row in seconds["ping-pong"].items()
         },
     }
@@ -140,12 +168,24 @@ def figures(arguments: argparse.Namespace, seconds: dict[str, dict[str, list[flo
 def show(result: dict[str, Any]) -> None:
     latencies = [str(ms) for ms in result["setting"]["latencies"]]
     where = f"{RANKS} {'stages' if result['setting']['stages'] else 'ranks'}"
-    table = Table(title=f"step time by latency of an exchange, {result['setting']['tokens']} tokens a rank, {where}")
+    table = Table(
+        title=(
+            f"step time by latency of an exchange, {result['setting']['tokens']} tokens a rank,"
+            f" {where}"
+        )
+    )
     table.add_column("mode")
     for ms in latencies:
         table.add_column(f"{ms} ms", justify="right")
     for mode, rows in result["median_seconds"].items():
-        cells = [f"{rows[ms]:.2f} s ({result['to_no_communication'][mode][ms]:.2f}x)" if ms in rows else "" for ms in latencies]
+        cells = [
+            (
+                f"{rows[ms]:.2f} s ({result['to_no_communication'][mode][ms]:.2f}x)"
+                if ms in rows
+                else ""
+            )
+            for ms in latencies
+        ]
         table.add_row(mode, *cells)
     Console().print(table)
 
@@ -161,11 +201,16 @@ def main() -> None:
         metavar="MS",
         help="milliseconds added to an exchange; 0 first",
     )
-    parser.add_argument("--stages", action="store_true", help="two stages of a pipeline instead of two ranks")
+    parser.add_argument(
+        "--stages", action="store_true", help="two stages of a pipeline instead of two ranks"
+    )
     add_json_option(parser)
     arguments = parser.parse_args()
     if arguments.latencies[0] != 0:
-        parser.error(f"--latencies {arguments.latencies} must begin with 0, which the others are compared with")
+        parser.error(
+            f"--latencies {arguments.latencies} must begin with 0, which the others are compared"
+            " with"
+        )
     put_out(on_ranks(measure, RANKS, arguments), arguments.json, show)
 
 

@@ -1,14 +1,17 @@
-"""The settings of the DistCA paper, predicted: hf-distca and the published planner against WLB-LLM, each at its best.
+"""The settings of the DistCA paper, predicted: hf-distca and the published planner against WLB-LLM,
+each at its best.
 
     python benchmarks/paper_table.py --json
 
-Settings are tables 3 and 4 of arXiv 2510.18121: Llama-8B and 34B on 64 to 512 H200, tensor parallelism of 8, as many tokens as
-the paper has. WLB-LLM gets its best context-parallel degree, and every strategy its best checkpointing and, with pipelines, its
-best number of stages and micro-batches that fit in memory. "ideal" is an equal part of all work for each device, and no waiting;
-with pipelines, "bound" adds what even attention cannot avoid: linear layers of a stage that has no micro-batch. "even ticks"
-could avoid some of it, and are not built (`even_ticks.py`). "either way" is the speedup if both may also do without pipelines and
-accumulate gradients. The paper's ranges are those of its section 6.2, over all settings of a model and its lengths, measured on
-H200.
+Settings are tables 3 and 4 of arXiv 2510.18121: Llama-8B and 34B on 64 to 512 H200, tensor
+parallelism of 8, as many tokens as the paper has. WLB-LLM gets its best context-parallel degree,
+and every strategy its best checkpointing and, with pipelines, its best number of stages and
+micro-batches that fit in memory. "ideal" is an equal part of all work for each device, and no
+waiting; with pipelines, "bound" adds what even attention cannot avoid: linear layers of a stage
+that has no micro-batch. "even ticks" could avoid some of it, and are not built (`even_ticks.py`).
+"either way" is the speedup if both may also do without pipelines and accumulate gradients. The
+paper's ranges are those of its section 6.2, over all settings of a model and its lengths, measured
+on H200.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ ACCUMULATED = (1, 2, 4, 8)
 
 
 class Row(NamedTuple):
-    """One of the paper's settings: documents of up to `longest` tokens, `batch` times as many tokens in a step."""
+    """One of the paper's settings: documents of up to `longest` tokens, `batch` times as many
+    tokens in a step.
+    """
 
     model: str
     longest: int
@@ -61,7 +66,9 @@ class Row(NamedTuple):
     pipeline: bool
 
 
-def rows(model: str, pipeline: bool, settings: list[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> list[Row]:
+def rows(
+    model: str, pipeline: bool, settings: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
+) -> list[Row]:
     return [
         Row(model, k * K, batch, gpus, pipeline)
         for k, batches, many in settings
@@ -71,12 +78,29 @@ def rows(model: str, pipeline: bool, settings: list[tuple[int, tuple[int, ...], 
 
 SMALL, LARGE = (64, 128, 256), (128, 256, 512)
 PAPER = [
-    *rows("llama-3-8b", False, [(128, (8, 16, 32), SMALL), (256, (4, 8, 16), SMALL), (512, (2, 4, 8), SMALL)]),
-    *rows("llama-34b", False, [(128, (4, 8, 16), SMALL), (256, (2, 4, 8), SMALL), (512, (2, 4, 8), SMALL)]),
-    *rows("llama-3-8b", True, [(128, (32, 64, 128), SMALL), (256, (16, 32, 32), SMALL), (512, (8, 8, 16), SMALL)]),
-    *rows("llama-34b", True, [(128, (32, 64, 128), LARGE), (256, (16, 32, 32), LARGE), (384, (8, 8, 16), LARGE)]),
+    *rows(
+        "llama-3-8b",
+        False,
+        [(128, (8, 16, 32), SMALL), (256, (4, 8, 16), SMALL), (512, (2, 4, 8), SMALL)],
+    ),
+    *rows(
+        "llama-34b",
+        False,
+        [(128, (4, 8, 16), SMALL), (256, (2, 4, 8), SMALL), (512, (2, 4, 8), SMALL)],
+    ),
+    *rows(
+        "llama-3-8b",
+        True,
+        [(128, (32, 64, 128), SMALL), (256, (16, 32, 32), SMALL), (512, (8, 8, 16), SMALL)],
+    ),
+    *rows(
+        "llama-34b",
+        True,
+        [(128, (32, 64, 128), LARGE), (256, (16, 32, 32), LARGE), (384, (8, 8, 16), LARGE)],
+    ),
 ]
-# Speedup over WLB-LLM by model, lengths and whether with pipelines; without a lower end the paper says "up to".
+# Speedup over WLB-LLM by model, lengths and whether with pipelines; without a lower end the paper
+# says "up to".
 PUBLISHED: dict[tuple[str, str, bool], tuple[float | None, float]] = {
     ("llama-3-8b", "pretrain", False): (1.07, 1.20),
     ("llama-34b", "pretrain", False): (1.07, 1.20),
@@ -90,17 +114,32 @@ PUBLISHED: dict[tuple[str, str, bool], tuple[float | None, float]] = {
 
 
 def arrangements(row: Row, *, stages: bool) -> list[Setting]:
-    """All that are tried, with linear layers repeated and not; without stages, as few micro-batches as fit."""
+    """All that are tried, with linear layers repeated and not; without stages, as few micro-batches
+    as fit.
+    """
     tokens, found = row.batch * row.longest, []
-    for depth, count in ((s, m) for s in STAGES for m in MICRO_BATCHES) if stages else ((1, m) for m in ACCUMULATED):
+    for depth, count in (
+        ((s, m) for s in STAGES for m in MICRO_BATCHES) if stages else ((1, m) for m in ACCUMULATED)
+    ):
         group = row.gpus // TENSOR // depth
         each = tokens // (group * count) if group else 0
         # A micro-batch must hold the longest document.
         if not each or tokens % (group * count) or each * group < row.longest or count < depth:
             continue
-        one = Setting(find_model(row.model), find_hardware("h200"), row.gpus, each, TENSOR, depth, count, sharding="zero1")
+        one = Setting(
+            find_model(row.model),
+            find_hardware("h200"),
+            row.gpus,
+            each,
+            TENSOR,
+            depth,
+            count,
+            sharding="zero1",
+        )
         fit = [
-            two for two in (one, replace(one, checkpointing="selective")) if fullest(two, each).total <= one.hardware.memory_bytes
+            two
+            for two in (one, replace(one, checkpointing="selective"))
+            if fullest(two, each).total <= one.hardware.memory_bytes
         ]
         found += fit
         if not stages and one in fit:
@@ -109,19 +148,27 @@ def arrangements(row: Row, *, stages: bool) -> list[Setting]:
 
 
 def best(row: Row, documents: DocumentSource, batches: int, *, stages: bool) -> dict[str, Any]:
-    """The best arrangement of every strategy, the ideal of the best arrangement of all, and the bound of its stages."""
+    """The best arrangement of every strategy, the ideal of the best arrangement of all, and the
+    bound of its stages.
+    """
     found: dict[str, tuple[Prediction, Setting]] = {}
     ideals, bounds = [], []
     for setting in arrangements(row, stages=stages):
         steps = list(documents.steps(setting.tokens, setting.micro_batches, batches))
         ideals.append(float(np.mean([ideal_seconds(setting, one) for one in steps])))
         bounds.append(ideals[-1] + idle_linear_seconds(setting))
-        for one in simulate(setting, documents, (*STRATEGIES, EVEN_TICKS) if stages else STRATEGIES, batches=batches):
-            if one.fits and (one.strategy not in found or one.step_seconds < found[one.strategy][0].step_seconds):
+        for one in simulate(
+            setting, documents, (*STRATEGIES, EVEN_TICKS) if stages else STRATEGIES, batches=batches
+        ):
+            if one.fits and (
+                one.strategy not in found or one.step_seconds < found[one.strategy][0].step_seconds
+            ):
                 found[one.strategy] = (one, setting)
     steps_of = {name: one.step_seconds for name, (one, _) in found.items()}
     wlb = steps_of.get("wlb")
-    ours, best_of_ours = min((found[name] for name in OURS if name in found), key=lambda way: way[0].step_seconds)
+    ours, best_of_ours = min(
+        (found[name] for name in OURS if name in found), key=lambda way: way[0].step_seconds
+    )
     excess = {
         "all": ours.step_seconds - min(ideals),
         "messages": ours.exposed_seconds,
@@ -150,7 +197,9 @@ def best(row: Row, documents: DocumentSource, batches: int, *, stages: bool) -> 
 
 
 def idle_linear_seconds(setting: Setting) -> float:
-    """Seconds in which a device has no linear layers to run, as its stage has no micro-batch: warm-up, and the end of a step."""
+    """Seconds in which a device has no linear layers to run, as its stage has no micro-batch:
+    warm-up, and the end of a step.
+    """
     seconds = float(linear_seconds(setting, np.full(1, float(setting.tokens_per_rank))).sum())
     return seconds / setting.stages * (setting.stages - 1)
 
@@ -160,12 +209,23 @@ def case(row: Row, name: str, batches: int) -> dict[str, Any]:
     documents = distribution(name, row.longest)
     batches = max(batches // 10, 1) if row.pipeline else batches
     low, high = PUBLISHED[row.model, name, row.pipeline]
-    found = {**row._asdict(), "lengths": name, **best(row, documents, batches, stages=row.pipeline), "paper": [low, high]}
+    found = {
+        **row._asdict(),
+        "lengths": name,
+        **best(row, documents, batches, stages=row.pipeline),
+        "paper": [low, high],
+    }
     if not row.pipeline:
         return found
     without = best(row, documents, batches, stages=False)
-    both = {name: [one[name] for one in (found, without) if one[name]] for name in ("wlb_seconds", "ours_seconds")}
-    return found | {"no_stages": without, "any_speedup": min(both["wlb_seconds"]) / min(both["ours_seconds"])}
+    both = {
+        name: [one[name] for one in (found, without) if one[name]]
+        for name in ("wlb_seconds", "ours_seconds")
+    }
+    return found | {
+        "no_stages": without,
+        "any_speedup": min(both["wlb_seconds"]) / min(both["ours_seconds"]),
+    }
 
 
 def measure(batches: int, chosen: list[Row], jobs: int) -> dict[str, Any]:
@@ -237,7 +297,10 @@ COLUMNS = {
 def show(result: dict[str, Any]) -> None:
     console = Console(width=160)
     about = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    print(f"{result['date']}, {about}, {result['batches']} batches; speedups over WLB-LLM; idle and waits are WLB-LLM's")
+    print(
+        f"{result['date']}, {about}, {result['batches']} batches; speedups over WLB-LLM; idle and"
+        " waits are WLB-LLM's"
+    )
     for pipeline in sorted({row["pipeline"] for row in result["rows"]}):
         table = Table(title=f"{'with' if pipeline else 'without'} pipelines")
         for column, justify in COLUMNS.items():
@@ -248,27 +311,41 @@ def show(result: dict[str, Any]) -> None:
         print(over_ideal([row for row in result["rows"] if row["pipeline"] == pipeline]))
     for one in result["ranges"]:
         print(
-            f"{one['model']}, {one['lengths']}, {'with' if one['pipeline'] else 'without'} pipelines: "
-            f"hf-distca {spelled(one['hf_distca'])}, {either_way(one)}"
-            f"the published planner {spelled(one['published_planner'])}, ideal {spelled(one['ideal'])}, "
-            f"paper {spelled(one['paper'])}, hf-distca over its bound {spelled(one['ours_over_bound'])}"
+            f"{one['model']}, {one['lengths']}, {'with' if one['pipeline'] else 'without'}"
+            f" pipelines: hf-distca {spelled(one['hf_distca'])}, {either_way(one)}the published"
+            f" planner {spelled(one['published_planner'])}, ideal {spelled(one['ideal'])}, paper"
+            f" {spelled(one['paper'])}, hf-distca over its bound {spelled(one['ours_over_bound'])}"
         )
 
 
 def over_ideal(rows: list[dict[str, Any]]) -> str:
-    """How much longer than the ideal hf-distca takes, and for what; and against the published planner."""
+    """How much longer than the ideal hf-distca takes, and for what; and against the published
+    planner.
+    """
     excess = [row["ours_over_ideal"] for row in rows]
-    parts = (f"{name} {np.median([one[name] for one in excess]):.1%}" for name in excess[0] if name != "all")
+    parts = (
+        f"{name} {np.median([one[name] for one in excess]):.1%}"
+        for name in excess[0]
+        if name != "all"
+    )
     whole = sorted(one["all"] for one in excess)
-    ahead = sum(row["ours_seconds"] <= row["strategies"]["published"]["step_seconds"] for row in rows)
+    ahead = sum(
+        row["ours_seconds"] <= row["strategies"]["published"]["step_seconds"] for row in rows
+    )
     text = (
-        f"over the ideal: {whole[0]:.1%} to {whole[-1]:.1%}, median {np.median(whole):.1%} (medians: {', '.join(parts)}), "
-        f"at most 8 % in {sum(one <= 0.08 for one in whole)} of {len(whole)}; ahead of the published planner in {ahead}"
+        f"over the ideal: {whole[0]:.1%} to {whole[-1]:.1%}, median {np.median(whole):.1%}"
+        f" (medians: {', '.join(parts)}), at most 8 % in {sum(one <= 0.08 for one in whole)} of"
+        f" {len(whole)}; ahead of the published planner in {ahead}"
     )
     if not rows[0]["pipeline"]:
         return text
-    even = [row["strategies"]["even-ticks"]["step_seconds"] / row["ideal_seconds"] - 1 for row in rows]
-    return f"{text}; even ticks: median {np.median(even):.1%}, at most 8 % in {sum(one <= 0.08 for one in even)}"
+    even = [
+        row["strategies"]["even-ticks"]["step_seconds"] / row["ideal_seconds"] - 1 for row in rows
+    ]
+    return (
+        f"{text}; even ticks: median {np.median(even):.1%}, at most 8 % in"
+        f" {sum(one <= 0.08 for one in even)}"
+    )
 
 
 def either_way(one: dict[str, Any]) -> str:
@@ -283,22 +360,49 @@ def spelled(span: list[float | None]) -> str:
 def cells(row: dict[str, Any]) -> list[str]:
     """A row of the table."""
     wlb, ours = row["strategies"].get("wlb"), row["ours_seconds"]
-    factors = [f"{row[name]:.2f}" if row[name] else "-" for name in ("speedup", "published_planner_speedup", "ideal_speedup")]
-    alone = f"{wlb['step_seconds']:.2f} {wlb['degree']} {wlb['idle_share']:.0%} {wlb['exposed_share']:.0%}" if wlb else "- - - -"
+    factors = [
+        f"{row[name]:.2f}" if row[name] else "-"
+        for name in ("speedup", "published_planner_speedup", "ideal_speedup")
+    ]
+    alone = (
+        f"{wlb['step_seconds']:.2f} {wlb['degree']} {wlb['idle_share']:.0%}"
+        f" {wlb['exposed_share']:.0%}"
+        if wlb
+        else "- - - -"
+    )
     either = f"{row['any_speedup']:.2f}" if row["pipeline"] else ""
     return [
         *(row["model"], f"{row['longest'] // K}K", str(row["gpus"]), row["lengths"]),
-        *(*alone.split(), f"{ours:.2f}", *factors, f"{row['ours_over_bound']:.2f}", either, spelled(row["paper"])),
+        *(
+            *alone.split(),
+            f"{ours:.2f}",
+            *factors,
+            f"{row['ours_over_bound']:.2f}",
+            either,
+            spelled(row["paper"]),
+        ),
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--batches", type=int, default=10, help="global batches of each setting, with pipelines a tenth (default: %(default)s)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, nargs="+", help="numbers of settings, from 0; all if left out")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that predict (default: one for each core)")
+    parser.add_argument(
+        "--batches",
+        type=int,
+        default=10,
+        help="global batches of each setting, with pipelines a tenth (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rows", type=int, nargs="+", help="numbers of settings, from 0; all if left out"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count(),
+        help="processes that predict (default: one for each core)",
+    )
     add_json_option(parser)
     arguments = parser.parse_args()
     chosen = PAPER if arguments.rows is None else [PAPER[row] for row in arguments.rows]

@@ -1,12 +1,14 @@
-"""Peak memory of a rank in training steps: what torch allocated in CPU processes, beside what the simulator predicts.
+"""Peak memory of a rank in training steps: what torch allocated in CPU processes, beside what the
+simulator predicts.
 
-One document over all ranks, dealt head and tail; float32, or FSDP2's mixed precision. Counted is every allocation and release of
-torch's CPU allocator, which the profiler sees: parameters, gradients, the optimizer, what autograd saves, buffers of messages,
-and what operations need inside. It is what `torch.cuda.max_memory_allocated` counts on a GPU. The resident size of a process
-counts more: libraries, and freed memory that the C library keeps.
+One document over all ranks, dealt head and tail; float32, or FSDP2's mixed precision. Counted is
+every allocation and release of torch's CPU allocator, which the profiler sees: parameters,
+gradients, the optimizer, what autograd saves, buffers of messages, and what operations need inside.
+It is what `torch.cuda.max_memory_allocated` counts on a GPU. The resident size of a process counts
+more: libraries, and freed memory that the C library keeps.
 
-A CPU has no second memory: what offloading moves to the host goes to numpy arrays here, which torch does not count, and which are
-counted beside.
+A CPU has no second memory: what offloading moves to the host goes to numpy arrays here, which torch
+does not count, and which are counted beside.
 
     python benchmarks/peak_memory.py --json
 """
@@ -47,7 +49,9 @@ from machine import describe
 from output import add_json_option, put_out
 from processes import on_ranks, setting_of
 
-CHUNK = 64  # tokens of which TRL's loss has logits at a time; 4,096 as TRL ships it, which is more than a rank has here
+# Tokens of which TRL's loss has logits at a time; 4,096 as TRL ships it, which is more than a rank
+# has here.
+CHUNK = 64
 SHAPE = ModelShape("tiny", 256, 4, 4, 2, 64, 896, 4096)
 
 
@@ -66,14 +70,25 @@ class Case:
 
     @property
     def shape(self) -> ModelShape:
-        """Sizes of the model; a narrow one has little but attention, with a key/value head for each query head."""
-        return replace(SHAPE, key_value_heads=4, feed_forward=64, vocabulary=512) if self.narrow else SHAPE
+        """Sizes of the model; a narrow one has little but attention, with a key/value head for each
+        query head.
+        """
+        return (
+            replace(SHAPE, key_value_heads=4, feed_forward=64, vocabulary=512)
+            if self.narrow
+            else SHAPE
+        )
 
     def setting(self) -> Setting:
         """The same for the simulator."""
         hardware = replace(find_hardware("h100"), element_bytes=2 if self.mixed else 4)
         setting = Setting(
-            self.shape, hardware, self.ranks, self.tokens, sharding="fsdp" if self.ranks > 1 else "ddp", fused=False
+            self.shape,
+            hardware,
+            self.ranks,
+            self.tokens,
+            sharding="fsdp" if self.ranks > 1 else "ddp",
+            fused=False,
         )
         return replace(
             setting,
@@ -90,15 +105,32 @@ CASES = (
     Case("FSDP2", 2, 1024),
     Case("FSDP2, checkpointing", 2, 1024, checkpointing=True),
     Case("FSDP2, checkpointing, chunked loss", 2, 2048, checkpointing=True, chunked=True),
-    Case("FSDP2, offloaded checkpoints, chunked loss", 2, 2048, checkpointing=True, chunked=True, offload=True),
+    Case(
+        "FSDP2, offloaded checkpoints, chunked loss",
+        2,
+        2048,
+        checkpointing=True,
+        chunked=True,
+        offload=True,
+    ),
     Case("the same, half as long again", 2, 3072, checkpointing=True, chunked=True, offload=True),
-    Case("the same in mixed precision", 2, 2048, checkpointing=True, chunked=True, offload=True, mixed=True),
+    Case(
+        "the same in mixed precision",
+        2,
+        2048,
+        checkpointing=True,
+        chunked=True,
+        offload=True,
+        mixed=True,
+    ),
     Case("little but attention", 2, 2048, checkpointing=True, narrow=True),
 )
 
 
 class Host:
-    """Hooks for saved tensors that keep them in numpy arrays, and the most bytes of these at a time."""
+    """Hooks for saved tensors that keep them in numpy arrays, and the most bytes of these at a
+    time.
+    """
 
     def __init__(self) -> None:
         self.bytes = self.most = 0
@@ -129,7 +161,8 @@ class _Packed:
 
 
 def settle(name: str) -> None:
-    """Let gloo's threads release what a collective of this name of torch.distributed used, before the main thread does.
+    """Let gloo's threads release what a collective of this name of torch.distributed used, before
+    the main thread does.
 
     The profiler counts releases of the main thread only: else some buffers would seem to stay.
     """
@@ -145,7 +178,9 @@ def settle(name: str) -> None:
 
 
 def train(case: Case, rank: int, host: Host) -> None:
-    """Two steps: gradients, and the optimizer's state since the first, are there as in any later step."""
+    """Two steps: gradients, and the optimizer's state since the first, are there as in any later
+    step.
+    """
     config = LlamaConfig(
         hidden_size=case.shape.hidden,
         intermediate_size=case.shape.feed_forward,
@@ -168,14 +203,21 @@ def train(case: Case, rank: int, host: Host) -> None:
     settings = hf_distca.configure(hf_distca.DistCAConfig(cost_model="analytic"))
     costs = {key: known_cost(key, settings) for key in layer_keys(model, None, "cpu")}
     if case.ranks > 1:
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if case.mixed else MixedPrecisionPolicy()
+        policy = (
+            MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            if case.mixed
+            else MixedPrecisionPolicy()
+        )
         for module in (*model.model.layers, model):
             fully_shard(module, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     length = case.ranks * case.tokens
     documents = [torch.arange(length) % case.shape.vocabulary]
     share = share_of(
-        documents, DealSettings(case.ranks, case.tokens, costs, settings).make_share(np.array([length]), (0, 0), rank)
+        documents,
+        DealSettings(case.ranks, case.tokens, costs, settings).make_share(
+            np.array([length]), (0, 0), rank
+        ),
     )
     chunked = {"fused_lm_head": True} if case.chunked else {}
     for _ in range(2):
@@ -189,8 +231,14 @@ def allocated(profiled: profile) -> list[int]:
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         profiled.export_chrome_trace(str(trace))
-        events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
-    return [event["args"]["Total Allocated"] for event in sorted(events, key=lambda event: event["ts"])]
+        events = [
+            event
+            for event in json.loads(trace.read_text())["traceEvents"]
+            if event.get("name") == "[memory]"
+        ]
+    return [
+        event["args"]["Total Allocated"] for event in sorted(events, key=lambda event: event["ts"])
+    ]
 
 
 def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
@@ -209,7 +257,9 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, f
 
 def predicted(case: Case) -> dict[str, Any]:
     """The same figures from the simulator, and the terms of the first."""
-    step = predict_step(case.setting(), [np.array([case.ranks * case.tokens])], find_strategy("dealt"))
+    step = predict_step(
+        case.setting(), [np.array([case.ranks * case.tokens])], find_strategy("dealt")
+    )
     assert step is not None  # documents can always be dealt
     return {"device": step.peak_bytes, "host": step.memory.host, "terms": asdict(step.memory)}
 
@@ -218,27 +268,60 @@ def compared(case: Case) -> dict[str, Any]:
     """Measured and predicted figures of a case."""
     measured = on_ranks(measure, case.ranks, argparse.Namespace(case=case))
     expected = predicted(case)
-    return {"case": asdict(case), "measured": measured, "predicted": expected, "ratio": expected["device"] / measured["device"]}
+    return {
+        "case": asdict(case),
+        "measured": measured,
+        "predicted": expected,
+        "ratio": expected["device"] / measured["device"],
+    }
 
 
 def show(result: dict[str, Any]) -> None:
     table = Table(title="MB of the fullest rank")
-    for column in ("case", "ranks", "tokens a rank", "measured", "predicted", "ratio", "host measured", "host predicted"):
+    for column in (
+        "case",
+        "ranks",
+        "tokens a rank",
+        "measured",
+        "predicted",
+        "ratio",
+        "host measured",
+        "host predicted",
+    ):
         table.add_column(column)
     for row in result["cases"]:
         case, sides = row["case"], (row["measured"], row["predicted"])
-        device, host = ([f"{side[name] / 1e6:.1f}" for side in sides] for name in ("device", "host"))
-        table.add_row(case["name"], str(case["ranks"]), str(case["tokens"]), *device, f"{row['ratio']:.3f}", *host)
+        device, host = (
+            [f"{side[name] / 1e6:.1f}" for side in sides] for name in ("device", "host")
+        )
+        table.add_row(
+            case["name"],
+            str(case["ranks"]),
+            str(case["tokens"]),
+            *device,
+            f"{row['ratio']:.3f}",
+            *host,
+        )
     Console(width=130).print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, nargs="+", default=list(range(len(CASES))), help="numbers of cases, from 0")
+    parser.add_argument(
+        "--cases",
+        type=int,
+        nargs="+",
+        default=list(range(len(CASES))),
+        help="numbers of cases, from 0",
+    )
     add_json_option(parser)
     arguments = parser.parse_args()
     cases = [compared(CASES[number]) for number in arguments.cases]
-    put_out({"machine": describe(), "setting": setting_of(arguments), "cases": cases}, arguments.json, show)
+    put_out(
+        {"machine": describe(), "setting": setting_of(arguments), "cases": cases},
+        arguments.json,
+        show,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""A training step on the same documents in each of the ways that `benchmarks/peers.py` compares: one class a way.
+"""A training step on the same documents in each of the ways that `benchmarks/peers.py` compares:
+one class a way.
 
-All train the same Llama from the same weights with plain SGD, in float32, and divide losses by the number of targets of the
-global batch. So losses after the first step are equal only if gradients are. Each way is set up as its own documentation says.
+All train the same Llama from the same weights with plain SGD, in float32, and divide losses by the
+number of targets of the global batch. So losses after the first step are equal only if gradients
+are. Each way is set up as its own documentation says.
 """
 
 from __future__ import annotations
@@ -27,12 +29,15 @@ from step_time import plain_model_of
 Batch = dict[str, Any]
 
 RATE = 0.1  # of SGD: large enough that losses of later steps tell wrong gradients
-HIDDEN = 128  # narrow, so that attention takes most of a step, as it does in a large model on long documents
+# narrow, so that attention takes most of a step, as it does in a large model on long documents.
+HIDDEN = 128
 ROWS = 4  # rows of documents in the global batch, each as many tokens as one of 4 ranks holds
 
 
 def lengths_of(tokens: int) -> list[list[int]]:
-    """Lengths of the documents of a global batch of so many tokens, by row: one document that fills a row, and shorter ones."""
+    """Lengths of the documents of a global batch of so many tokens, by row: one document that fills
+    a row, and shorter ones.
+    """
     row, draw = tokens // ROWS, np.random.default_rng(0)
     rows = [[row]]
     for _ in range(ROWS - 1):
@@ -55,7 +60,9 @@ class Documents:
         draw, lengths = torch.Generator().manual_seed(0), lengths_of(tokens)
         rows = [[torch.randint(0, 512, (n,), generator=draw) for n in row] for row in lengths]
         of_rank = ROWS // ranks
-        self.rows = [list(chain(*rows[rank * of_rank : (rank + 1) * of_rank])) for rank in range(ranks)]
+        self.rows = [
+            list(chain(*rows[rank * of_rank : (rank + 1) * of_rank])) for rank in range(ranks)
+        ]
         self.all = list(chain(*rows))
         self.targets = sum(len(document) - 1 for document in self.all)
 
@@ -70,7 +77,8 @@ class DataParallel:
 
     Attributes:
         tokens: that this rank computes in a step, with padding.
-        pairs: of query and key that its attention computes, of all heads; of some of the heads they count in part.
+        pairs: of query and key that its attention computes, of all heads; of some of the heads they
+            count in part.
     """
 
     implementation = "sdpa"
@@ -78,7 +86,9 @@ class DataParallel:
     def __init__(self, arguments: argparse.Namespace, rank: int, ranks: int) -> None:
         self.arguments, self.rank, self.ranks = arguments, rank, ranks
         self.documents = Documents(arguments.tokens, ranks)
-        self.model = torch.nn.parallel.DistributedDataParallel(plain_model_of(arguments, self.implementation, HIDDEN))
+        self.model = torch.nn.parallel.DistributedDataParallel(
+            plain_model_of(arguments, self.implementation, HIDDEN)
+        )
         self.optimizer = torch.optim.SGD(self.model.parameters(), RATE)
         self.batches = self.micro_batches()
         self.tokens = sum(batch["input_ids"].numel() for batch in self.batches)
@@ -95,7 +105,9 @@ class DataParallel:
         """Train once; returns the loss of the global batch."""
         total = torch.zeros((), dtype=torch.float64)
         for batch in self.batches:
-            loss = self.model(**batch, use_cache=False, num_items_in_batch=self.documents.targets).loss
+            loss = self.model(
+                **batch, use_cache=False, num_items_in_batch=self.documents.targets
+            ).loss
             (loss * self.ranks).backward()  # DDP divides by it
             total += loss.detach()
         dist.all_reduce(total)
@@ -108,14 +120,19 @@ class Alone(DataParallel):
     """One process, whose sdpa computes one document at a time: what losses are compared with."""
 
     def micro_batches(self) -> list[Batch]:
-        return [{"input_ids": document[None], "labels": document[None]} for document in self.documents.all]
+        return [
+            {"input_ids": document[None], "labels": document[None]}
+            for document in self.documents.all
+        ]
 
     def pairs_of_rank(self) -> float:
         return pairs(*map(len, self.documents.all))
 
 
 class Packed(DataParallel):
-    """transformers' own packing: position ids that begin anew, from which it makes a dense mask for sdpa."""
+    """transformers' own packing: position ids that begin anew, from which it makes a dense mask for
+    sdpa.
+    """
 
     def micro_batches(self) -> list[Batch]:
         rows = [{"input_ids": document.tolist()} for document in self.documents.rows[self.rank]]
@@ -123,13 +140,19 @@ class Packed(DataParallel):
 
 
 class Rebalanced(DataParallel):
-    """The Trainer's ``train_sampling_strategy="batch_rebalance"``, whose batches are padded to their longest document."""
+    """The Trainer's ``train_sampling_strategy="batch_rebalance"``, whose batches are padded to
+    their longest document.
+    """
 
     def micro_batches(self) -> list[Batch]:
         lengths = [len(document) for document in self.documents.all]
-        sampler = BatchRebalanceSampler(lengths, len(lengths), self.ranks, 1, shuffle=False, rank=self.rank)
+        sampler = BatchRebalanceSampler(
+            lengths, len(lengths), self.ranks, 1, shuffle=False, rank=self.rank
+        )
         self.chosen = [self.documents.all[index] for index in next(iter(sampler))]
-        ids, labels = (pad_sequence(self.chosen, batch_first=True, padding_value=value) for value in (0, -100))
+        ids, labels = (
+            pad_sequence(self.chosen, batch_first=True, padding_value=value) for value in (0, -100)
+        )
         return [{"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}]
 
     def pairs_of_rank(self) -> float:
@@ -137,13 +160,19 @@ class Rebalanced(DataParallel):
 
 
 class RebalancedAndPacked(Rebalanced):
-    """The same choice of documents without padding: packed, and without a dense mask, in the kernel of hf-distca on one rank."""
+    """The same choice of documents without padding: packed, and without a dense mask, in the kernel
+    of hf-distca on one rank.
+    """
 
     implementation = "distca"
 
     def micro_batches(self) -> list[Batch]:
         super().micro_batches()
-        return [hf_distca.PackingCollator()([{"documents": [document.tolist() for document in self.chosen]}])]
+        return [
+            hf_distca.PackingCollator()(
+                [{"documents": [document.tolist() for document in self.chosen]}]
+            )
+        ]
 
     def pairs_of_rank(self) -> float:
         return pairs(*map(len, self.chosen))
@@ -163,7 +192,9 @@ class AsGiven(DataParallel):
         return [hf_distca.PackingCollator()([{"documents": documents}])]
 
     def layout(self) -> Layout:
-        return Layout.from_lengths([[len(document) for document in row] for row in self.documents.rows])
+        return Layout.from_lengths(
+            [[len(document) for document in row] for row in self.documents.rows]
+        )
 
     def pairs_of_rank(self) -> float:
         (key,), config = layer_keys(self.model.module, None, "cpu"), hf_distca.DistCAConfig()
@@ -172,7 +203,9 @@ class AsGiven(DataParallel):
 
 
 class Unbalanced(AsGiven):
-    """The same packing and kernel, and nothing is moved: what a kernel for packed documents brings by itself."""
+    """The same packing and kernel, and nothing is moved: what a kernel for packed documents brings
+    by itself.
+    """
 
     def pairs_of_rank(self) -> float:
         return DataParallel.pairs_of_rank(self)
@@ -188,7 +221,9 @@ class Dealt(AsGiven):
     def micro_batches(self) -> list[Batch]:
         rows = [document.tolist() for document in self.documents.all]
         tokens = self.arguments.tokens // self.ranks
-        shares = hf_distca.document_shares(rows, tokens, model=self.model.module, ranks=self.ranks, seed=None)
+        shares = hf_distca.document_shares(
+            rows, tokens, model=self.model.module, ranks=self.ranks, seed=None
+        )
         return [hf_distca.PackingCollator()([shares[self.rank]])]
 
     def layout(self) -> Layout:
@@ -198,5 +233,7 @@ class Dealt(AsGiven):
 
 def unknown_family(arguments: argparse.Namespace, rank: int, ranks: int) -> None:
     """hf-distca on a Bloom, whose attention does not ask for an implementation."""
-    config = BloomConfig(vocab_size=512, hidden_size=64, n_layer=1, n_head=2, attn_implementation="distca")
+    config = BloomConfig(
+        vocab_size=512, hidden_size=64, n_layer=1, n_head=2, attn_implementation="distca"
+    )
     BloomForCausalLM(config)(torch.zeros(1, 8, dtype=torch.long))

@@ -1,8 +1,10 @@
-"""Seconds of a training step of one process alone and of the same process with an attention server beside it.
+"""Seconds of a training step of one process alone and of the same process with an attention server
+beside it.
 
-Both have one thread, so that on two cores the server has one of its own. Ways take turns within each round, so that a drifting
-machine slows all of them; the figures are medians over rounds. A server can take half of the seconds of attention at most. The
-result says how much of that was gained, by the clock.
+Both have one thread, so that on two cores the server has one of its own. Ways take turns within
+each round, so that a drifting machine slows all of them; the figures are medians over rounds. A
+server can take half of the seconds of attention at most. The result says how much of that was
+gained, by the clock.
 
     python benchmarks/pool_step.py --json
 """
@@ -44,7 +46,18 @@ def start_server() -> str:
     """Start a server, which ends with this process; returns its address."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-    command = [sys.executable, "-m", "hf_distca.cli", "serve", "--address", address, "--device", "cpu", "--wait", "120"]
+    command = [
+        sys.executable,
+        "-m",
+        "hf_distca.cli",
+        "serve",
+        "--address",
+        address,
+        "--device",
+        "cpu",
+        "--wait",
+        "120",
+    ]
     subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     return address
 
@@ -81,7 +94,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for way in in_turns(WAYS, number):
             taken[way].append(steps.step(way))
     seconds, attention, losses = (
-        {way: statistics.median(step[place] for step in taken[way]) for way in WAYS} for place in range(3)
+        {way: statistics.median(step[place] for step in taken[way]) for way in WAYS}
+        for place in range(3)
     )
     most = attention[ALONE] / 2
     return {
@@ -96,7 +110,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title=f"{result['tokens']} tokens, one document, {result['layers']} layers", title_justify="left")
+    table = Table(
+        title=f"{result['tokens']} tokens, one document, {result['layers']} layers",
+        title_justify="left",
+    )
     for name in ("way", "seconds of a step", "of it own attention", "gained of what can be"):
         table.add_column(name, justify="left" if name == "way" else "right")
     for way, seconds in result["seconds"].items():
@@ -104,11 +121,16 @@ def show(result: dict[str, Any]) -> None:
         table.add_row(way, f"{seconds:.3f}", f"{result['own_attention_seconds'][way]:.3f}", gained)
     console = Console()
     console.print(table)
-    console.print(f"attention is {result['attention_share']:.0%} of a step; losses differ by {result['loss_difference']:.1e}")
+    console.print(
+        f"attention is {result['attention_share']:.0%} of a step; losses differ by"
+        f" {result['loss_difference']:.1e}"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_model_options(parser, tokens=8192, layers=2)
     add_json_option(parser)
     arguments = parser.parse_args()

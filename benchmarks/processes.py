@@ -19,13 +19,22 @@ from tqdm import tqdm
 Measure = Callable[[int, int, argparse.Namespace], Any]
 T = TypeVar("T")
 
-PRELOADED = ["torch", "hf_distca.integration.mixin", "transformers.trainer", "transformers.models.llama.modeling_llama"]
+PRELOADED = [
+    "torch",
+    "hf_distca.integration.mixin",
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+]
 
 
-def on_ranks(measure: Measure, ranks: int, arguments: argparse.Namespace, *, forked: bool = False) -> Any:
-    """What ``measure(rank, ranks, arguments)`` returns on rank 0 of so many processes, as JSON keeps it.
+def on_ranks(
+    measure: Measure, ranks: int, arguments: argparse.Namespace, *, forked: bool = False
+) -> Any:
+    """What ``measure(rank, ranks, arguments)`` returns on rank 0 of so many processes, as JSON
+    keeps it.
 
-    Where processes start many times, let them be `forked` from one that has imported most of what they need.
+    Where processes start many times, let them be `forked` from one that has imported most of what
+    they need.
     """
     with tempfile.TemporaryDirectory() as folder:
         work = (measure, ranks, arguments, folder)
@@ -37,7 +46,9 @@ def on_ranks(measure: Measure, ranks: int, arguments: argparse.Namespace, *, for
         return json.loads(Path(folder, "result.json").read_text())
 
 
-def _be_rank(rank: int, measure: Measure, ranks: int, arguments: argparse.Namespace, folder: str) -> None:
+def _be_rank(
+    rank: int, measure: Measure, ranks: int, arguments: argparse.Namespace, folder: str
+) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder, "store")), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -54,18 +65,37 @@ def rounds(rank: int, count: int) -> Iterable[int]:
 
 
 def in_turns(modes: Iterable[T], number: int) -> list[T]:
-    """Modes in the order of a round: forwards and backwards in turns, so that a drifting machine slows all of them."""
+    """Modes in the order of a round: forwards and backwards in turns, so that a drifting machine
+    slows all of them.
+    """
     return list(modes)[:: 1 if number % 2 == 0 else -1]
 
 
-def add_model_options(parser: argparse.ArgumentParser, *, tokens: int, layers: int, heads: int = 4, rounds: int = 5) -> None:
+def add_model_options(
+    parser: argparse.ArgumentParser, *, tokens: int, layers: int, heads: int = 4, rounds: int = 5
+) -> None:
     """Add ``--tokens``, ``--layers``, ``--heads`` and ``--rounds`` with these defaults."""
-    parser.add_argument("--tokens", type=int, default=tokens, help="tokens a rank (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=layers, help="decoder layers (default: %(default)s)")
-    parser.add_argument("--heads", type=int, default=heads, help="query heads of 64; half as many key/value heads")
-    parser.add_argument("--rounds", type=int, default=rounds, help="rounds, each running every mode once (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=tokens, help="tokens a rank (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=layers, help="decoder layers (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--heads", type=int, default=heads, help="query heads of 64; half as many key/value heads"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=rounds,
+        help="rounds, each running every mode once (default: %(default)s)",
+    )
 
 
 def setting_of(arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """What was measured, for the result."""
-    return {"threads": 1, **more, **{name: value for name, value in vars(arguments).items() if name != "json"}}
+    return {
+        "threads": 1,
+        **more,
+        **{name: value for name, value in vars(arguments).items() if name != "json"},
+    }

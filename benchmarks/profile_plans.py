@@ -1,15 +1,18 @@
-"""Plans of real placements under each shipped profile of a GPU, against those made with the built-in figures for any GPU.
+"""Plans of real placements under each shipped profile of a GPU, against those made with the
+built-in figures for any GPU.
 
     python benchmarks/profile_plans.py FOLDER --json
     python benchmarks/profile_plans.py FOLDER --before PROFILES --json
 
-Each plan of the built-in figures is priced by the profile, too: what it would take on that GPU with that kernel. Of Llama-3-8B in
-bfloat16, a layer forward and backward, nodes of 8 ranks. *Whole to tasks* is what whole documents of as many pairs would take, as
-a part of what the tasks of all ranks take, by the rates of the profile: below 1, slices are slower than what they are cut from.
+Each plan of the built-in figures is priced by the profile, too: what it would take on that GPU with
+that kernel. Of Llama-3-8B in bfloat16, a layer forward and backward, nodes of 8 ranks. *Whole to
+tasks* is what whole documents of as many pairs would take, as a part of what the tasks of all ranks
+take, by the rates of the profile: below 1, slices are slower than what they are cut from.
 
-With `--before`, the plans that are compared are those of earlier profiles: PROFILES is a folder of them, by their names of today,
-such as `src/hf_distca/schedule/profiles_data` of an earlier commit. Where a profile did not exist, plans were made with the
-built-in figures. All plans are made by the scheduler of today and priced by the rates of today.
+With `--before`, the plans that are compared are those of earlier profiles: PROFILES is a folder of
+them, by their names of today, such as `src/hf_distca/schedule/profiles_data` of an earlier commit.
+Where a profile did not exist, plans were made with the built-in figures. All plans are made by the
+scheduler of today and priced by the rates of today.
 """
 
 from __future__ import annotations
@@ -69,11 +72,16 @@ def costs_before(name: str, profiles: Path | None) -> CostModel:
 
 
 def of_placement(layout: Layout, profiles: Path | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"built_in": figures(balance(layout, BUILT_IN, CONFIG, NODES), BUILT_IN)}
+    found: dict[str, Any] = {
+        "built_in": figures(balance(layout, BUILT_IN, CONFIG, NODES), BUILT_IN)
+    }
     for name in NAMES:
         cost = Profile.load(name).make_cost_model(SHAPE)
         local = PlanLoad(Plan.local(layout), cost, ranks=NODES)
-        plan, before = (balance(layout, made_with, CONFIG, NODES) for made_with in (cost, costs_before(name, profiles)))
+        plan, before = (
+            balance(layout, made_with, CONFIG, NODES)
+            for made_with in (cost, costs_before(name, profiles))
+        )
         found[name] = {
             "with_profile": figures(plan, cost),
             "whole_to_tasks": whole_to_tasks(layout, plan, cost),
@@ -86,14 +94,19 @@ def of_placement(layout: Layout, profiles: Path | None) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> None:
     other = "earlier profiles" if result["before"] else "built-in figures"
-    table = Table(title=f"plans made with a profile; in brackets those made with {other}, on that GPU")
+    table = Table(
+        title=f"plans made with a profile; in brackets those made with {other}, on that GPU"
+    )
     for column in ("placement", "built in", *NAMES):
         table.add_column(column)
     for placement, row in result["placements"].items():
         cells = [f"{row['built_in']['gigabytes']:.1f} GB"]
         for name in NAMES:
             ours, before = row[name]["with_profile"], row[name]["before"]
-            cells.append(f"{ours['gigabytes']:.1f} GB\n{ours['slowest_ms']:.1f} ms ({before['slowest_ms']:.1f})")
+            cells.append(
+                f"{ours['gigabytes']:.1f} GB\n{ours['slowest_ms']:.1f} ms"
+                f" ({before['slowest_ms']:.1f})"
+            )
         table.add_row(placement, *cells)
     Console(width=150).print(table)
     for name, row in result["summary"].items():
@@ -106,7 +119,9 @@ def summary(placements: dict[str, Any]) -> dict[str, Any]:
     for name in NAMES:
         pairs = [(row[name]["with_profile"], row[name]["before"]) for row in placements.values()]
         seconds = [ours["slowest_ms"] / other["slowest_ms"] for ours, other in pairs]
-        moved = [ours["gigabytes"] / other["gigabytes"] for ours, other in pairs if other["gigabytes"]]
+        moved = [
+            ours["gigabytes"] / other["gigabytes"] for ours, other in pairs if other["gigabytes"]
+        ]
         whole, whole_before = (
             np.mean([row[name][key] for row in placements.values()], axis=0).round(3).tolist()
             for key in ("whole_to_tasks", "whole_to_tasks_before")
@@ -124,14 +139,29 @@ def summary(placements: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="folder of placements, as `hf-distca plan` reads them")
-    parser.add_argument("--before", type=Path, metavar="PROFILES", help="folder of earlier profiles, whose plans are compared")
+    parser.add_argument(
+        "folder", type=Path, help="folder of placements, as `hf-distca plan` reads them"
+    )
+    parser.add_argument(
+        "--before",
+        type=Path,
+        metavar="PROFILES",
+        help="folder of earlier profiles, whose plans are compared",
+    )
     add_json_option(parser)
     arguments = parser.parse_args()
-    layouts = {path.stem: parse_placement(path.read_bytes(), path.name) for path in sorted(arguments.folder.glob("*.json"))}
+    layouts = {
+        path.stem: parse_placement(path.read_bytes(), path.name)
+        for path in sorted(arguments.folder.glob("*.json"))
+    }
     placements = {name: of_placement(layout, arguments.before) for name, layout in layouts.items()}
     before = arguments.before and str(arguments.before)
-    result = {"machine": describe(), "before": before, "placements": placements, "summary": summary(placements)}
+    result = {
+        "machine": describe(),
+        "before": before,
+        "placements": placements,
+        "summary": summary(placements),
+    }
     put_out(result, arguments.json, show)
 
 

@@ -1,8 +1,10 @@
-"""What a step of pipeline stages would take with a core for each process, replayed from processor time.
+"""What a step of pipeline stages would take with a core for each process, replayed from processor
+time.
 
-On a machine with fewer cores than processes, or with others on it, the clock says little. So a process notes its processor time
-between the messages that it sends and waits for, and the step is put together again from what all have noted: every process goes
-on as soon as what it waits for was sent. Messages themselves take the processor time of those who copy them, and no other.
+On a machine with fewer cores than processes, or with others on it, the clock says little. So a
+process notes its processor time between the messages that it sends and waits for, and the step is
+put together again from what all have noted: every process goes on as soon as what it waits for was
+sent. Messages themselves take the processor time of those who copy them, and no other.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ Message = tuple[str, int, int]  # what it is, from which process and to which
 
 
 class Event(NamedTuple):
-    """What a process did: computed for so many seconds, and then sent these messages or waited for them."""
+    """What a process did: computed for so many seconds, and then sent these messages or waited for
+    them.
+    """
 
     seconds: float
     sends: tuple[Message, ...] = ()
@@ -29,7 +33,9 @@ class Event(NamedTuple):
 
 
 class Recorder:
-    """Notes what this process does, from when it is started until it is stopped. Made once in a process."""
+    """Notes what this process does, from when it is started until it is stopped. Made once in a
+    process.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank, self.events, self._from = rank, list[Event](), None
@@ -62,11 +68,22 @@ class Recorder:
             self.events.append(Event(now - self._from, tuple(sends), tuple(waits)))
             self._from = now
 
-    def _exchange(self, method: Any, this: Any, received: Any, sent: Any, coming: Any, going: Any, *more: Any) -> Any:
+    def _exchange(
+        self, method: Any, this: Any, received: Any, sent: Any, coming: Any, going: Any, *more: Any
+    ) -> Any:
         transfer = method(this, received, sent, coming, going, *more)
         what = transfer.doing  # names step, tick and call, and the same on all ranks
-        self._expect(transfer, [(what, source, self.rank) for source, size in coming.items() if size and source != self.rank])
-        self._note(sends=[(what, self.rank, to) for to, size in going.items() if size and to != self.rank])
+        self._expect(
+            transfer,
+            [
+                (what, source, self.rank)
+                for source, size in coming.items()
+                if size and source != self.rank
+            ],
+        )
+        self._note(
+            sends=[(what, self.rank, to) for to, size in going.items() if size and to != self.rank]
+        )
         return transfer
 
     def _mail(self, method: Any, this: Any, ops: Sequence[dist.P2POp]) -> None:
@@ -104,10 +121,14 @@ def replay(processes: Sequence[Sequence[Event]]) -> float:
     while going:
         going = False
         for rank, events in enumerate(processes):
-            while at[rank] < len(events) and all(message in sent for message in events[at[rank]].waits):
+            while at[rank] < len(events) and all(
+                message in sent for message in events[at[rank]].waits
+            ):
                 event = events[at[rank]]
                 # What it takes to wait, such as copying what arrived, comes after the wait.
-                now[rank] = max([now[rank], *(sent[message] for message in event.waits)]) + event.seconds
+                now[rank] = (
+                    max([now[rank], *(sent[message] for message in event.waits)]) + event.seconds
+                )
                 sent |= dict.fromkeys(event.sends, now[rank])
                 at[rank] += 1
                 going = True

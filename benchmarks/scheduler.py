@@ -1,18 +1,22 @@
-"""Balance, traffic and planning time of the scheduler on real placements, beside a published planner's.
+"""Balance, traffic and planning time of the scheduler on real placements, beside a published
+planner's.
 
     python benchmarks/scheduler.py --placements data/workloads --json results.json
     python benchmarks/scheduler.py --placements data/workloads --others 2 --dealt --json
 
-A placement is a JSON file as `hf-distca plan` reads it. A file ``workloads_reference.json`` beside the folder holds the
-published planner's results at its tolerances 0.05 and 0.0. Balance is that of causal pairs, as the published planner's is;
-the imbalance of estimated seconds on a GPU comes from a second plan. With `--window`, the plans are for layers with a sliding
-window, which the published planner does not know. Ends with 1 if any placement stays above the limit.
+A placement is a JSON file as `hf-distca plan` reads it. A file ``workloads_reference.json`` beside
+the folder holds the published planner's results at its tolerances 0.05 and 0.0. Balance is that of
+causal pairs, as the published planner's is; the imbalance of estimated seconds on a GPU comes from
+a second plan. With `--window`, the plans are for layers with a sliding window, which the published
+planner does not know. Ends with 1 if any placement stays above the limit.
 
-"serial" and "overlapped" are plans for the built-in cuda figures, exchanges after and behind compute: the slowest rank by the
-mean compute of all. Bytes are those of all ranks and of the busiest sender, by the published planner's at tolerance 0.05.
-"4 GB/s" is a tenth of the built-in network. Where the published planner's results are known, these have limits, too.
-`--others` adds each placement's documents in other orders, cut and placed as the given ones are. `--dealt` adds what planning
-takes where the same documents were dealt, and `--copies` lets it be so many times as many ranks and documents; with peak memory.
+"serial" and "overlapped" are plans for the built-in cuda figures, exchanges after and behind
+compute: the slowest rank by the mean compute of all. Bytes are those of all ranks and of the
+busiest sender, by the published planner's at tolerance 0.05. "4 GB/s" is a tenth of the built-in
+network. Where the published planner's results are known, these have limits, too. `--others` adds
+each placement's documents in other orders, cut and placed as the given ones are. `--dealt` adds
+what planning takes where the same documents were dealt, and `--copies` lets it be so many times as
+many ranks and documents; with peak memory.
 """
 
 from __future__ import annotations
@@ -46,7 +50,8 @@ from hf_distca.schedule.plan import Plan
 from machine import describe
 
 LIMIT = 1.02
-# With a window, ranks are so even that the plan of one placement gains less than the smallest gain, 0.02, and is not made.
+# With a window, ranks are so even that the plan of one placement gains less than the smallest gain,
+# 0.02, and is not made.
 WINDOW_LIMIT = 1.03
 # Exchanges after compute and behind it, over a fast and a slow network.
 KINDS = ("serial", "overlapped", "serial, 4 GB/s", "overlapped, 4 GB/s")
@@ -57,10 +62,14 @@ LIMITS = {
     "serial, 4 GB/s": {"median": 2.3, "nine_in_ten": 7.7, "worst": 8.1},
     "bytes by the published planner's": {"median": 0.58, "nine_in_ten": 0.8, "worst": 0.96},
 }
-LLAMA_3_8B = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+LLAMA_3_8B = AttentionShape(
+    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
+)
 
 
-def plan_and_time(layout: Layout, cost: CostModel, config: DistCAConfig, repeats: int) -> tuple[Plan, float]:
+def plan_and_time(
+    layout: Layout, cost: CostModel, config: DistCAConfig, repeats: int
+) -> tuple[Plan, float]:
     """A plan, and the median seconds of making it from columns alone."""
     seconds = []
     for _ in range(repeats):
@@ -89,8 +98,13 @@ def measure(path: Path, config: DistCAConfig, repeats: int, window: int | None) 
 
 
 def slowest(layout: Layout, kind: str) -> dict[str, Any]:
-    """The slowest rank by the mean compute, bytes, and processor seconds of a plan and of one rank's route."""
-    overlapped, cost = kind.startswith("overlapped"), CostModel.analytic(LLAMA_3_8B, device_type="cuda")
+    """The slowest rank by the mean compute, bytes, and processor seconds of a plan and of one
+    rank's route.
+    """
+    overlapped, cost = (
+        kind.startswith("overlapped"),
+        CostModel.analytic(LLAMA_3_8B, device_type="cuda"),
+    )
     config = DistCAConfig(ping_pong=overlapped)
     if kind.endswith("4 GB/s"):
         cost = replace(cost, exchange_bytes_per_second=4e9)
@@ -106,7 +120,9 @@ def slowest(layout: Layout, kind: str) -> dict[str, Any]:
 
 
 def processor_seconds(layout: Layout, cost: CostModel, config: DistCAConfig) -> tuple[Plan, float]:
-    """A plan, and the least seconds of making it and a route: of three times, or of as many as take 50 ms together."""
+    """A plan, and the least seconds of making it and a route: of three times, or of as many as take
+    50 ms together.
+    """
     found: list[float] = []
     while len(found) < 3 or sum(found) < 0.05:
         fresh = Layout(layout.document, layout.start, layout.length, layout.offsets)
@@ -118,7 +134,9 @@ def processor_seconds(layout: Layout, cost: CostModel, config: DistCAConfig) -> 
 
 
 def as_loaded(lengths: list[int], ranks: int) -> Layout:
-    """Documents one after another; one that crosses ranks is cut head and tail, as the given placements are."""
+    """Documents one after another; one that crosses ranks is cut head and tail, as the given
+    placements are.
+    """
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
     tokens = -(-sum(lengths) // ranks)
     rank, room = 0, tokens
@@ -148,7 +166,9 @@ def others(path: Path, count: int) -> dict[str, Any]:
 
 
 def dealt(path: Path, copies: int) -> dict[str, Any]:
-    """What planning dealt documents takes: processor seconds, and peak memory in MB of a plan and a route."""
+    """What planning dealt documents takes: processor seconds, and peak memory in MB of a plan and a
+    route.
+    """
     layout = read_placement(path)
     lengths, ranks = lengths_of(layout) * copies, layout.world_size * copies
     cost = CostModel.analytic(LLAMA_3_8B, device_type="cuda")
@@ -176,8 +196,13 @@ def overview(results: list[dict[str, Any]]) -> dict[str, Any]:
                 ("bytes", ("q_tokens_moved", "kv_tokens_moved")),
                 ("busiest_sender_bytes", ("max_send_q", "max_send_kv")),
             ):
-                theirs = beside[keys[0]] * shape.moved_query_bytes + beside[keys[1]] * shape.moved_key_bytes
-                found.setdefault(f"{ours} by the published planner's", []).append(row["overlapped"][ours] / theirs)
+                theirs = (
+                    beside[keys[0]] * shape.moved_query_bytes
+                    + beside[keys[1]] * shape.moved_key_bytes
+                )
+                found.setdefault(f"{ours} by the published planner's", []).append(
+                    row["overlapped"][ours] / theirs
+                )
     return {
         name: {
             "median": statistics.median(values),
@@ -210,14 +235,32 @@ def reference_of(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def table_of(results: list[dict[str, Any]], window: int | None) -> Table:
-    beside = "in brackets the published planner at tolerance 0.0" if window is None else f"window of {window} keys"
+    beside = (
+        "in brackets the published planner at tolerance 0.0"
+        if window is None
+        else f"window of {window} keys"
+    )
     table = Table(title=f"causal pairs; tokens in millions; {beside}")
-    for name in ("placement", "imbalance", "q moved", "K/V sent", "busiest K/V sender", "plan ms", "cuda seconds"):
+    for name in (
+        "placement",
+        "imbalance",
+        "q moved",
+        "K/V sent",
+        "busiest K/V sender",
+        "plan ms",
+        "cuda seconds",
+    ):
         table.add_column(name, justify="left" if name == "placement" else "right", no_wrap=True)
     for row in results:
         beside = row["reference"].get("0.0", {})
 
-        def pair(ours: str, theirs: str, unit: float, row: dict[str, Any] = row, beside: dict[str, Any] = beside) -> str:
+        def pair(
+            ours: str,
+            theirs: str,
+            unit: float,
+            row: dict[str, Any] = row,
+            beside: dict[str, Any] = beside,
+        ) -> str:
             known = f" ({beside[theirs] / unit:.3f})" if theirs in beside else ""
             return f"{row[ours] / unit:.3f}{known}"
 
@@ -236,19 +279,55 @@ def table_of(results: list[dict[str, Any]], window: int | None) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--placements", type=Path, required=True, help="folder of placements in JSON")
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to a file, or to standard output")
-    parser.add_argument("--repeats", type=int, default=5, help="plans per placement; the median time counts (default: 5)")
-    parser.add_argument("--tolerance", type=float, default=DistCAConfig().tolerance, help="of the plans (default: %(default)s)")
-    parser.add_argument("--window", type=int, help="keys that a position sees, of layers with a sliding window (default: all)")
-    parser.add_argument("--others", type=int, default=0, help="other orders of each placement's documents (default: none)")
-    parser.add_argument("--dealt", action="store_true", help="add what planning dealt documents takes")
-    parser.add_argument("--copies", type=int, default=1, help="of ranks and documents that are dealt (default: 1)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--placements", type=Path, required=True, help="folder of placements in JSON"
+    )
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write JSON to a file, or to standard output",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        help="plans per placement; the median time counts (default: 5)",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=DistCAConfig().tolerance,
+        help="of the plans (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--window",
+        type=int,
+        help="keys that a position sees, of layers with a sliding window (default: all)",
+    )
+    parser.add_argument(
+        "--others",
+        type=int,
+        default=0,
+        help="other orders of each placement's documents (default: none)",
+    )
+    parser.add_argument(
+        "--dealt", action="store_true", help="add what planning dealt documents takes"
+    )
+    parser.add_argument(
+        "--copies", type=int, default=1, help="of ranks and documents that are dealt (default: 1)"
+    )
     arguments = parser.parse_args()
     paths = sorted(arguments.placements.glob("*.json"))
     if not paths:
-        parser.error(f"--placements {arguments.placements} is no folder with .json files: there is nothing to measure.")
+        parser.error(
+            f"--placements {arguments.placements} is no folder with .json files: there is nothing"
+            " to measure."
+        )
     config = DistCAConfig(tolerance=arguments.tolerance, tile=128)
     reference = reference_of(arguments.placements) if arguments.window is None else {}
     limit = LIMIT if arguments.window is None else WINDOW_LIMIT
@@ -265,7 +344,12 @@ def main() -> int:
         except DistCAError as error:
             parser.error(str(error))
     if arguments.json:
-        report = {"machine": describe(), "shape": "Llama-3-8B, bf16", "tolerance": config.tolerance, "tile": config.tile}
+        report = {
+            "machine": describe(),
+            "shape": "Llama-3-8B, bf16",
+            "tolerance": config.tolerance,
+            "tile": config.tile,
+        }
         report |= {} if arguments.window is None else {"window": arguments.window}
         report |= {"overview": overview(results)} if arguments.window is None else {}
         text = json.dumps({**report, "limit": limit, "placements": results}, indent=1)

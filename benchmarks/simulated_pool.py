@@ -1,5 +1,5 @@
-"""A pool of attention servers: ranks that own no tokens and serve those
-that train, and other groups of unlike ranks.
+"""A pool of attention servers: ranks that own no tokens and serve those that train, and other
+groups of unlike ranks.
 
 The ranks that train hold all tokens. Servers compute attention only. In one stream they are idle
 while linear layers run; in ping-pong they compute the attention of one nano-batch beside the linear
@@ -27,16 +27,20 @@ from hf_distca.simulate.setting import TILE, Setting
 from hf_distca.simulate.timelines import linear_seconds
 from hf_distca.simulate.work import Candidate, MicroBatchWork, Moves, all_layers, moves_of
 
-# In ping-pong, parts of the seconds of a rank's own linear layers that plans count as its work. With none, all ranks end their
-# attention together, as in training. All of them would be right if servers never waited. In 24 pools of 64 devices, none alone
-# took up to 20 % longer than the best of these, and all of them 3 to 90 % longer.
+# In ping-pong, parts of the seconds of a rank's own linear layers that plans count as its work.
+# With none, all ranks end their attention together, as in training. All of them would be right if
+# servers never waited. In 24 pools of 64 devices, none alone took up to 20 % longer than the best
+# of these, and all of them 3 to 90 % longer.
 COUNTED = (0.0, 0.25, 0.5, 0.75)
 _SAME = 1e-3  # part of a speed that makes no difference
-_LEAST_SPEED = 0.02  # of a rank whose linear layers leave no time for attention; a plan wants speeds above 0
+# Of a rank whose linear layers leave no time for attention; a plan wants speeds above 0.
+_LEAST_SPEED = 0.02
 
 
 class Servers(NamedTuple):
-    """Devices of a setting that own no tokens and only serve: equally many of each node, or nodes of their own."""
+    """Devices of a setting that own no tokens and only serve: equally many of each node, or nodes
+    of their own.
+    """
 
     count: int
     each_node: bool = False
@@ -47,14 +51,29 @@ class Servers(NamedTuple):
         Raises:
             ValueError: if so many devices cannot be laid out so.
         """
-        nodes, per_node = -(-setting.ranks // setting.ranks_per_node), max(setting.ranks_per_node, setting.tensor)
-        unit = setting.tensor * nodes if self.each_node else setting.tensor if nodes == 1 else per_node
-        if self.count % unit or not 0 < self.count < setting.ranks or setting.shared < setting.group or setting.stages > 1:
+        nodes, per_node = (
+            -(-setting.ranks // setting.ranks_per_node),
+            max(setting.ranks_per_node, setting.tensor),
+        )
+        unit = (
+            setting.tensor * nodes if self.each_node else setting.tensor if nodes == 1 else per_node
+        )
+        if (
+            self.count % unit
+            or not 0 < self.count < setting.ranks
+            or setting.shared < setting.group
+            or setting.stages > 1
+        ):
             raise ValueError(
-                f"{self} of {setting.ranks} ranks: there must be a multiple of {unit}, somebody has to train, and all are one "
-                f"attention group without stages, of at most {setting.shared} ranks."
+                f"{self} of {setting.ranks} ranks: there must be a multiple of {unit}, somebody has"
+                " to train, and all are one attention group without stages, of at most"
+                f" {setting.shared} ranks."
             )
-        ranks, servers, inside = np.arange(setting.group), self.count // setting.tensor, setting.nodes.per_node
+        ranks, servers, inside = (
+            np.arange(setting.group),
+            self.count // setting.tensor,
+            setting.nodes.per_node,
+        )
         if self.each_node and inside is not None:
             return np.asarray(ranks % inside < inside - servers * inside // setting.group)
         return np.asarray(ranks < setting.group - servers)
@@ -82,7 +101,9 @@ class Devices:
     @classmethod
     def with_servers(cls, servers: Servers, setting: Setting) -> Devices:
         """Make equally fast devices of which some hold no tokens."""
-        return replace(cls.all_training(setting), tokens=servers.training(setting).astype(np.float64))
+        return replace(
+            cls.all_training(setting), tokens=servers.training(setting).astype(np.float64)
+        )
 
     @property
     def trains(self) -> IntArray:
@@ -106,27 +127,43 @@ def pooled(
     holders = replace(setting, ranks=len(devices.trains) * setting.tensor)
     placements = [_dealt(setting, devices, lengths, ping_pong) for lengths in batches]
     return [
-        Candidate([_work(setting, devices, placement, part) for placement in placements], holders=holders) for part in counted
+        Candidate(
+            [_work(setting, devices, placement, part) for placement in placements], holders=holders
+        )
+        for part in counted
     ]
 
 
-def _dealt(setting: Setting, devices: Devices, lengths: IntArray, ping_pong: bool) -> tuple[Layout, ...]:
+def _dealt(
+    setting: Setting, devices: Devices, lengths: IntArray, ping_pong: bool
+) -> tuple[Layout, ...]:
     """Deal documents to the ranks that train, in layouts of all ranks."""
     cost, trains = setting.dealing_cost, devices.trains
-    ends = (lengths.sum() * np.cumsum(devices.tokens[trains]) / devices.tokens.sum()).round().astype(np.int64)
+    ends = (
+        (lengths.sum() * np.cumsum(devices.tokens[trains]) / devices.tokens.sum())
+        .round()
+        .astype(np.int64)
+    )
     tokens = np.diff(ends, prepend=0).tolist()
     nodes = setting.nodes.without_irrelevant_nodes(cost).per_node
     if nodes is not None:
         nodes = int((trains // nodes == trains[0] // nodes).sum())
     if ping_pong:
-        layouts = deal_nano_batches(lengths, len(trains), tokens, cost, tile=TILE, ranks_per_node=nodes)
+        layouts = deal_nano_batches(
+            lengths, len(trains), tokens, cost, tile=TILE, ranks_per_node=nodes
+        )
     else:
         layouts = (deal(lengths, len(trains), tokens, cost, tile=TILE, ranks_per_node=nodes),)  # type: ignore[assignment]
     bounds = np.searchsorted(trains, np.arange(len(devices.tokens) + 1))
-    return tuple(Layout(layout.document, layout.start, layout.length, layout.offsets[bounds]) for layout in layouts)
+    return tuple(
+        Layout(layout.document, layout.start, layout.length, layout.offsets[bounds])
+        for layout in layouts
+    )
 
 
-def _work(setting: Setting, devices: Devices, placement: Sequence[Layout], counted: float) -> MicroBatchWork:
+def _work(
+    setting: Setting, devices: Devices, placement: Sequence[Layout], counted: float
+) -> MicroBatchWork:
     layers, config = setting.model.attending, DistCAConfig(ping_pong=len(placement) > 1)
     tokens = [layout.query_tokens.astype(np.float64) for layout in placement]
     linear = [linear_seconds(setting, count) / layers / devices.linear_speed for count in tokens]
@@ -135,7 +172,9 @@ def _work(setting: Setting, devices: Devices, placement: Sequence[Layout], count
         nodes, moves = setting.nodes.without_irrelevant_nodes(cost), []
         for layout, beside in zip(placement, linear, strict=True):
             ranks = _time_left(
-                devices, beside.sum(axis=0) * counted, float(cost.estimate_seconds(layout.length, layout.end).sum())
+                devices,
+                beside.sum(axis=0) * counted,
+                float(cost.estimate_seconds(layout.length, layout.end).sum()),
             )
             plan = balance(layout, cost, config, replace(nodes, speeds=ranks.speeds))
             moves.append(moves_of(setting, plan, cost, nodes))
@@ -155,8 +194,8 @@ def _work(setting: Setting, devices: Devices, placement: Sequence[Layout], count
 
 
 def _time_left(devices: Devices, linear: FloatArray, attention: float) -> Ranks:
-    """Make ranks that a plan treats as slower, the less time their
-    own linear layers leave for attention.
+    """Make ranks that a plan treats as slower, the less time their own linear layers leave for
+    attention.
 
     All ranks should end together, after s seconds. A rank with l seconds of linear layers does so
     with its attention, too, if the plan takes its speed for (s - l) / s of the true one.
@@ -166,7 +205,9 @@ def _time_left(devices: Devices, linear: FloatArray, attention: float) -> Ranks:
         linear: seconds of each rank's linear layers, as far as they count.
         attention: seconds of the attention of all ranks together, at speed 1.
     """
-    seconds = (float((linear * devices.attention_speed).sum()) + attention) / float(devices.attention_speed.sum())
+    seconds = (float((linear * devices.attention_speed).sum()) + attention) / float(
+        devices.attention_speed.sum()
+    )
     speeds = np.maximum(1 - linear / max(seconds, 1e-300), _LEAST_SPEED) * devices.attention_speed
     return Ranks.of(None if np.ptp(speeds) < _SAME * speeds.max() else speeds / speeds.mean())
 
@@ -174,8 +215,8 @@ def _time_left(devices: Devices, linear: FloatArray, attention: float) -> Ranks:
 def _followed(
     devices: Devices, linear: Sequence[Directions], moves: Sequence[Moves], layers: int
 ) -> tuple[Directions, Directions, Directions]:
-    """Compute the seconds of a layer for attention, for waiting for
-    messages, and without anything to do.
+    """Compute the seconds of a layer for attention, for waiting for messages, and without anything
+    to do.
 
     The time of waiting for messages is their addition to the seconds of all.
     """
@@ -191,8 +232,11 @@ def _followed(
             )
             for seconds, layer in zip(linear, moves, strict=True)
         ]
-        # Nearly no time: a message that takes none at all is none, and nobody waits for who sends it.
-        at_once = [turn._replace(dispatch=turn.dispatch * 1e-9, back=turn.back * 1e-9) for turn in turns]
+        # Nearly no time: a message that takes none at all is none, and nobody waits for who sends
+        # it.
+        at_once = [
+            turn._replace(dispatch=turn.dispatch * 1e-9, back=turn.back * 1e-9) for turn in turns
+        ]
         taken, without = (in_turns(some, layers) / layers for some in (turns, at_once))
         exposed[direction] = taken - without
         idle[direction] = without - attention[direction] - sum(turn.linear for turn in turns)
@@ -200,8 +244,8 @@ def _followed(
 
 
 class Turn(NamedTuple):
-    """Seconds of each rank in one direction of a layer, for a nano-batch,
-    or for a whole micro-batch in one stream.
+    """Seconds of each rank in one direction of a layer, for a nano-batch, or for a whole
+    micro-batch in one stream.
     """
 
     linear: FloatArray
@@ -235,9 +279,11 @@ def in_turns(turns: Sequence[Turn], layers: int) -> float:
     return float(np.max([free, *returned]))
 
 
-def _sent(wire: FloatArray, free: FloatArray, seconds: FloatArray, last: float) -> tuple[FloatArray, FloatArray]:
-    """Return the times when each rank's wire is free again and its
-    message there; without messages nobody waits.
+def _sent(
+    wire: FloatArray, free: FloatArray, seconds: FloatArray, last: float
+) -> tuple[FloatArray, FloatArray]:
+    """Return the times when each rank's wire is free again and its message there; without messages
+    nobody waits.
     """
     if not seconds.any():
         return wire, free

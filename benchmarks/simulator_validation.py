@@ -1,16 +1,19 @@
-"""Predicted against measured seconds of training steps of 2 and 4 processes: placements, depths, balanced or not, ping-pong.
+"""Predicted against measured seconds of training steps of 2 and 4 processes: placements, depths,
+balanced or not, ping-pong.
 
-Processes have one thread each. The simulator's rates are measured in between, in steps of other documents (`machine_rates`);
-no step that is predicted is among them, and nothing is fitted to one. Two things differ from a machine with GPUs: who computes
-carries messages, too, so that they hide behind nothing; and processes may share cores, in equal parts until one is done.
+Processes have one thread each. The simulator's rates are measured in between, in steps of other
+documents (`machine_rates`); no step that is predicted is among them, and nothing is fitted to one.
+Two things differ from a machine with GPUs: who computes carries messages, too, so that they hide
+behind nothing; and processes may share cores, in equal parts until one is done.
 
-Each case has two predictions: of the step, by the clock on the wall, which needs a machine that does nothing else; and of the
-processor seconds of the busiest process, which other programs disturb little. Rounds in which they took more than a twentieth of
-the cores are left out.
+Each case has two predictions: of the step, by the clock on the wall, which needs a machine that
+does nothing else; and of the processor seconds of the busiest process, which other programs disturb
+little. Rounds in which they took more than a twentieth of the cores are left out.
 
     python benchmarks/simulator_validation.py --json
 
-Attention rates of the simulated GPUs are compared with published timings in `benchmarks/published_timings.py`.
+Attention rates of the simulated GPUs are compared with published timings in
+`benchmarks/published_timings.py`.
 """
 
 from __future__ import annotations
@@ -95,11 +98,17 @@ def documents_of(case: Case, tokens: int) -> list[int]:
     """Lengths of the global batch."""
     if case.documents == "mixed":
         return lengths_of(tokens, case.ranks)
-    return [tokens // 8] * 8 * case.ranks if case.documents == "equal" else [tokens, *[tokens // 8] * 8 * (case.ranks - 1)]
+    return (
+        [tokens // 8] * 8 * case.ranks
+        if case.documents == "equal"
+        else [tokens, *[tokens // 8] * 8 * (case.ranks - 1)]
+    )
 
 
 class Run(NamedTuple):
-    """Seconds of a step by the clock on the wall, of its busiest process by the processor's, and of other programs meanwhile."""
+    """Seconds of a step by the clock on the wall, of its busiest process by the processor's, and of
+    other programs meanwhile.
+    """
 
     step: float
     processor: float
@@ -115,10 +124,17 @@ def work(rank: int, arguments: argparse.Namespace, ranks: int, folder: str) -> N
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder, f"store{ranks}")), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    sampler, cases = Sampler(arguments, rank, ranks), [case for case in CASES if case.ranks == ranks]
+    sampler, cases = (
+        Sampler(arguments, rank, ranks),
+        [case for case in CASES if case.ranks == ranks],
+    )
     steps = {case: steps_of(case, arguments, rank) for case in cases}
     runs: dict[Case, list[Run]] = {case: [] for case in cases}
-    progress = tqdm(total=arguments.rounds + 1, desc=f"{ranks} processes", file=sys.stderr) if rank == 0 else nullcontext()
+    progress = (
+        tqdm(total=arguments.rounds + 1, desc=f"{ranks} processes", file=sys.stderr)
+        if rank == 0
+        else nullcontext()
+    )
     with progress as bar:
         for round_ in range(arguments.rounds + 1):  # the first one pays for buffers and caches
             sampler.round()
@@ -128,15 +144,22 @@ def work(rank: int, arguments: argparse.Namespace, ranks: int, folder: str) -> N
                 bar.update()
     if rank == 0:
         machine = sampler.machine(model_shape(arguments, 1))
-        rows = [row_of(case, rounds[1:], predict(case, arguments, machine, steps[case])) for case, rounds in runs.items()]
+        rows = [
+            row_of(case, rounds[1:], predict(case, arguments, machine, steps[case]))
+            for case, rounds in runs.items()
+        ]
         rates = {name: str(getattr(machine.hardware, name)) for name in _SHOWN}
-        Path(folder, f"result{ranks}.json").write_text(json.dumps({"cases": rows, "machine": rates}))
+        Path(folder, f"result{ranks}.json").write_text(
+            json.dumps({"cases": rows, "machine": rates})
+        )
     dist.barrier()
     dist.destroy_process_group()
 
 
 def config_of(case: Case) -> hf_distca.DistCAConfig:
-    """Settings of a case. Rates are not corrected while it trains, so that what is planned is known beforehand."""
+    """Settings of a case. Rates are not corrected while it trains, so that what is planned is known
+    beforehand.
+    """
     return hf_distca.DistCAConfig(ping_pong=case.ping_pong, measured_rates=False)
 
 
@@ -160,19 +183,33 @@ def run(case: Case, steps: Steps) -> Run:
 def machine_seconds() -> float:
     """Seconds in which cores of this machine did anything, of all programs."""
     times = psutil.cpu_times()
-    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
+    return float(
+        sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
+    )
 
 
 def model_shape(arguments: argparse.Namespace, layers: int) -> ModelShape:
     heads = arguments.heads
-    return ModelShape("small llama", heads * 64, layers, heads, max(heads // 2, 1), 64, heads * 172, VOCABULARY)
+    return ModelShape(
+        "small llama", heads * 64, layers, heads, max(heads // 2, 1), 64, heads * 172, VOCABULARY
+    )
 
 
 def predict(case: Case, arguments: argparse.Namespace, machine: Machine, steps: Steps) -> Run:
     model, ranks = model_shape(arguments, case.layers), case.ranks
-    setting = Setting(model, machine.hardware, ranks, arguments.tokens, ranks_per_node=ranks, sharding="ddp")
-    plans = iter(planned(steps, case.way, CostModel.analytic(setting.shape, device_type="cpu"), config_of(case)))
-    share = work_of(setting, steps.dealings[WAYS[case.way][0]].deal_layouts(np.array(steps.lengths)), lambda *_: next(plans))
+    setting = Setting(
+        model, machine.hardware, ranks, arguments.tokens, ranks_per_node=ranks, sharding="ddp"
+    )
+    plans = iter(
+        planned(
+            steps, case.way, CostModel.analytic(setting.shape, device_type="cpu"), config_of(case)
+        )
+    )
+    share = work_of(
+        setting,
+        steps.dealings[WAYS[case.way][0]].deal_layouts(np.array(steps.lengths)),
+        lambda *_: next(plans),
+    )
     # Nothing hides a message that is carried by those who compute.
     share = replace(share, exposed=np.stack([share.exposed[0], share.wire - share.exposed[0]]))
     forward, backward = rank_seconds(setting, share)
@@ -184,7 +221,9 @@ def predict(case: Case, arguments: argparse.Namespace, machine: Machine, steps: 
 
 
 def on_cores(seconds: npt.NDArray[np.float64], cores: int = os.cpu_count() or 1) -> float:
-    """Seconds until processes are done that take these seconds each and share cores equally while they run."""
+    """Seconds until processes are done that take these seconds each and share cores equally while
+    they run.
+    """
     now = done = 0.0
     for left, one in zip(range(len(seconds), 0, -1), np.sort(seconds), strict=True):
         now += (float(one) - done) * max(left / cores, 1.0)
@@ -193,7 +232,9 @@ def on_cores(seconds: npt.NDArray[np.float64], cores: int = os.cpu_count() or 1)
 
 
 def row_of(case: Case, rounds: list[Run], predicted: Run) -> dict[str, Any]:
-    """A case beside what was measured: medians over rounds of seconds, and of the busiest process's processor seconds."""
+    """A case beside what was measured: medians over rounds of seconds, and of the busiest process's
+    processor seconds.
+    """
     quiet = [one for one in rounds if not one.disturbed] or rounds
     wall, processor, _ = (statistics.median(column) for column in zip(*quiet, strict=True))
     return {
@@ -211,7 +252,9 @@ def row_of(case: Case, rounds: list[Run], predicted: Run) -> dict[str, Any]:
 
 def figures(arguments: argparse.Namespace, groups: list[dict[str, Any]]) -> dict[str, Any]:
     rows = [row for group in groups for row in group["cases"]]
-    sizes, of_processor = ([abs(row[name]) for row in rows] for name in ("error", "processor_error"))
+    sizes, of_processor = (
+        [abs(row[name]) for row in rows] for name in ("error", "processor_error")
+    )
     return {
         "machine": describe(),
         "setting": {"threads": 1, **{k: v for k, v in vars(arguments).items() if k != "json"}},
@@ -226,26 +269,57 @@ def figures(arguments: argparse.Namespace, groups: list[dict[str, Any]]) -> dict
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title=f"steps of {result['setting']['tokens']} tokens a process on {result['machine']['cores']} cores")
-    for column in ("case", "processes", "layers", "predicted, s", "measured, s", "error", "processor, s", "measured, s", "error"):
+    table = Table(
+        title=(
+            f"steps of {result['setting']['tokens']} tokens a process on"
+            f" {result['machine']['cores']} cores"
+        )
+    )
+    for column in (
+        "case",
+        "processes",
+        "layers",
+        "predicted, s",
+        "measured, s",
+        "error",
+        "processor, s",
+        "measured, s",
+        "error",
+    ):
         table.add_column(column, justify="left" if column == "case" else "right")
     for row in result["cases"]:
         cells = [f"{row[name]:{form}}" for name, form in _CELLS.items()]
         table.add_row(row["name"], str(row["ranks"]), str(row["layers"]), *cells)
     Console(width=130).print(table)
     print(
-        f"step: median error {result['median_error']:.1%}, largest {result['largest_error']:.1%}; goal: median at most {GOAL:.0%}"
+        f"step: median error {result['median_error']:.1%}, largest {result['largest_error']:.1%};"
+        f" goal: median at most {GOAL:.0%}"
     )
     disturbed = sum(row["disturbed_rounds"] for row in result["cases"])
-    print(f"rounds in which other programs took more than {DISTURBED:.0%} of the cores: {disturbed}, left out if others are left")
-    print(f"processor: median error {result['median_processor_error']:.1%}, largest {result['largest_processor_error']:.1%}")
+    print(
+        f"rounds in which other programs took more than {DISTURBED:.0%} of the cores: {disturbed},"
+        " left out if others are left"
+    )
+    print(
+        f"processor: median error {result['median_processor_error']:.1%}, largest"
+        f" {result['largest_processor_error']:.1%}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens a process (default: %(default)s)")
-    parser.add_argument("--heads", type=int, default=4, help="query heads of 64; half as many key/value heads")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds, each running every case once (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help="tokens a process (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--heads", type=int, default=4, help="query heads of 64; half as many key/value heads"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="rounds, each running every case once (default: %(default)s)",
+    )
     add_json_option(parser)
     arguments = parser.parse_args()
     groups = []

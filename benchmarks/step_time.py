@@ -1,7 +1,8 @@
 """Seconds of a training step on two ranks, balanced and not, side by side in one run.
 
-Two processes with one thread each hold equally many tokens: one long document against eight short ones. Modes take turns
-within each round, so that a drifting machine slows all of them; the figures are medians over rounds.
+Two processes with one thread each hold equally many tokens: one long document against eight short
+ones. Modes take turns within each round, so that a drifting machine slows all of them; the figures
+are medians over rounds.
 
     python benchmarks/step_time.py --json
 """
@@ -33,10 +34,14 @@ def model_of(
     arguments: argparse.Namespace, implementation: str, hidden: int | None = None
 ) -> torch.nn.parallel.DistributedDataParallel:
     """A Llama with heads of 64, and as wide as they are together, or `hidden`."""
-    return torch.nn.parallel.DistributedDataParallel(plain_model_of(arguments, implementation, hidden))
+    return torch.nn.parallel.DistributedDataParallel(
+        plain_model_of(arguments, implementation, hidden)
+    )
 
 
-def plain_model_of(arguments: argparse.Namespace, implementation: str, hidden: int | None = None) -> LlamaForCausalLM:
+def plain_model_of(
+    arguments: argparse.Namespace, implementation: str, hidden: int | None = None
+) -> LlamaForCausalLM:
     """The same, before an engine takes it."""
     torch.manual_seed(0)
     hidden = hidden or arguments.heads * 64
@@ -67,10 +72,16 @@ class Steps:
         self.models = {name: model_of(arguments, name) for name in ("distca", "sdpa")}
         self.rank = rank
 
-    def step(self, batch: dict[str, Any], implementation: str, balance: bool) -> tuple[float, float]:
+    def step(
+        self, batch: dict[str, Any], implementation: str, balance: bool
+    ) -> tuple[float, float]:
         """Seconds until all ranks are done, and the loss."""
         model = self.models[implementation]
-        batch = dict(batch) if implementation == "distca" else {k: v for k, v in batch.items() if k != "distca_documents"}
+        batch = (
+            dict(batch)
+            if implementation == "distca"
+            else {k: v for k, v in batch.items() if k != "distca_documents"}
+        )
         dist.barrier()
         started = time.perf_counter()
         with hf_distca.balancing(balance):
@@ -116,7 +127,8 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, A
         "balanced": ("skewed", "distca", True),
         "batch_rebalance": ("rebalanced", "distca", False),
     }
-    # The short steps of an even batch differ by next to nothing: more of them, in pairs, for a steady ratio.
+    # The short steps of an even batch differ by next to nothing: more of them, in pairs, for a
+    # steady ratio.
     even = {"even_unbalanced": ("even", "distca", False), "even_balanced": ("even", "distca", True)}
     seconds: dict[str, list[float]] = {name: [] for name in (*modes, "sdpa", *even)}
     losses: dict[str, float] = {}
@@ -140,7 +152,10 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, A
 
 
 def figures(
-    arguments: argparse.Namespace, seconds: dict[str, list[float]], losses: dict[str, float], busy: list[list[float]]
+    arguments: argparse.Namespace,
+    seconds: dict[str, list[float]],
+    losses: dict[str, float],
+    busy: list[list[float]],
 ) -> dict[str, Any]:
     """Ratios of one run. A ratio of modes is the median over rounds of the ratio within a round."""
 
@@ -153,7 +168,9 @@ def figures(
         "machine": describe(),
         "setting": setting_of(arguments, ranks=RANKS),
         "seconds": seconds,
-        "median_seconds": {name: statistics.median(values) for name, values in seconds.items() if values},
+        "median_seconds": {
+            name: statistics.median(values) for name, values in seconds.items() if values
+        },
         "losses_rank_0": losses,
         "busy_seconds": busy,
         "balanced_to_unbalanced": measured,
@@ -184,7 +201,12 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_model_options(parser, tokens=16384, layers=2)
-    parser.add_argument("--sdpa-rounds", type=int, default=1, help="rounds that also run stock sdpa (default: %(default)s)")
+    parser.add_argument(
+        "--sdpa-rounds",
+        type=int,
+        default=1,
+        help="rounds that also run stock sdpa (default: %(default)s)",
+    )
     add_json_option(parser)
     arguments = parser.parse_args()
     put_out(on_ranks(measure, RANKS, arguments), arguments.json, show)

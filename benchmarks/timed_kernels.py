@@ -1,4 +1,6 @@
-"""Kernels that take as long as a cost model says: a rank then has a processor to itself, whatever else runs on the machine."""
+"""Kernels that take as long as a cost model says: a rank then has a processor to itself, whatever
+else runs on the machine.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,23 @@ def timed_kernels(cost: CostModel | None, slowness: float = 1.0) -> Iterator[Non
             time.sleep((slowness - 1) * taken)
         else:
             # Tasks may be of some heads only.
-            shape = replace(cost.shape, query_heads=pools.q_THD.shape[1], key_value_heads=pools.k_TKD.shape[1])
+            shape = replace(
+                cost.shape, query_heads=pools.q_THD.shape[1], key_value_heads=pools.k_TKD.shape[1]
+            )
             priced = replace(cost, shape=shape)
             way = int(isinstance(pools, Saved))
-            seconds = float(priced.estimate_directions(tasks.query_length, tasks.key_length)[way].sum()) * slowness
+            seconds = (
+                float(priced.estimate_directions(tasks.query_length, tasks.key_length)[way].sum())
+                * slowness
+            )
             time.sleep(max(0.0, seconds - taken))
 
     def slow_forward(self: CpuKernel, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
         started = time.perf_counter()
         q_THD, _, v_TKV = pools
-        empty = Outputs(q_THD.new_zeros(*q_THD.shape[:2], v_TKV.shape[-1]), q_THD.new_zeros(q_THD.shape[:2]))
+        empty = Outputs(
+            q_THD.new_zeros(*q_THD.shape[:2], v_TKV.shape[-1]), q_THD.new_zeros(q_THD.shape[:2])
+        )
         outputs = forward(self, pools, tasks, scores) if cost is None else empty
         late(tasks, pools, started)
         return outputs
@@ -50,5 +59,8 @@ def timed_kernels(cost: CostModel | None, slowness: float = 1.0) -> Iterator[Non
         late(tasks, pools, started)
         return grads
 
-    with patch.object(CpuKernel, "forward", slow_forward), patch.object(CpuKernel, "backward", slow_backward):
+    with (
+        patch.object(CpuKernel, "forward", slow_forward),
+        patch.object(CpuKernel, "backward", slow_backward),
+    ):
         yield

@@ -21,9 +21,16 @@ class ModelArguments:
     """Which model, and which attention."""
 
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Causal language model to train. Default: a small new one with its own tokenizer."}
+        default=None,
+        metadata={
+            "help": (
+                "Causal language model to train. Default: a small new one with its own tokenizer."
+            )
+        },
     )
-    attn_implementation: str = field(default="distca", metadata={"help": "Attention implementation, as in from_pretrained."})
+    attn_implementation: str = field(
+        default="distca", metadata={"help": "Attention implementation, as in from_pretrained."}
+    )
 
 
 @dataclass
@@ -31,34 +38,51 @@ class DocumentArguments:
     """Which documents."""
 
     dataset_name: str | None = field(
-        default=None, metadata={"help": "Dataset whose train split is used. Default: Python's standard library."}
+        default=None,
+        metadata={"help": "Dataset whose train split is used. Default: Python's standard library."},
     )
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
+    dataset_config_name: str | None = field(
+        default=None, metadata={"help": "Configuration of that dataset."}
+    )
     train_file: str | None = field(
-        default=None, metadata={"help": "File to train on instead: .txt (the file is one document), .json, .jsonl or .csv."}
+        default=None,
+        metadata={
+            "help": (
+                "File to train on instead: .txt (the file is one document), .json, .jsonl or .csv."
+            )
+        },
     )
-    text_column: str = field(default="text", metadata={"help": "Column that holds a document's text."})
+    text_column: str = field(
+        default="text", metadata={"help": "Column that holds a document's text."}
+    )
 
     def __post_init__(self) -> None:
         if self.dataset_name and self.train_file:
-            raise ValueError(f"--dataset_name {self.dataset_name} and --train_file {self.train_file} exclude each other.")
+            raise ValueError(
+                f"--dataset_name {self.dataset_name} and --train_file {self.train_file} exclude"
+                " each other."
+            )
         if self.train_file and Path(self.train_file).suffix not in FILE_FORMATS:
-            raise ValueError(f"--train_file {self.train_file} must end in one of {', '.join(FILE_FORMATS)}.")
+            raise ValueError(
+                f"--train_file {self.train_file} must end in one of {', '.join(FILE_FORMATS)}."
+            )
 
 
 @dataclass
 class PackingArguments(DocumentArguments):
     """Which documents, and how they are packed whole."""
 
-    max_length: int = field(default=16384, metadata={"help": "Longest document in tokens; longer ones are cut."})
+    max_length: int = field(
+        default=16384, metadata={"help": "Longest document in tokens; longer ones are cut."}
+    )
     tokens_per_batch: int = field(default=16384, metadata={"help": "Most tokens of a packed row."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 2 <= self.max_length <= self.tokens_per_batch:
             raise ValueError(
-                f"--max_length {self.max_length} must be at least 2 and at most --tokens_per_batch {self.tokens_per_batch}: "
-                "a document is never split between micro-batches."
+                f"--max_length {self.max_length} must be at least 2 and at most --tokens_per_batch"
+                f" {self.tokens_per_batch}: a document is never split between micro-batches."
             )
 
 
@@ -66,7 +90,8 @@ class CpuWithoutAccelerator:
     """Goes in front of `TrainingArguments`: trains on the CPU where there is no accelerator."""
 
     def __post_init__(self) -> None:
-        # accelerate's MULTI_GPU launcher, the one that starts several CPU processes, does not tell them about use_cpu.
+        # accelerate's MULTI_GPU launcher, the one that starts several CPU processes, does not tell
+        # them about use_cpu.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         self.dataloader_pin_memory = self.dataloader_pin_memory and not self.use_cpu
         super().__post_init__()
@@ -76,19 +101,32 @@ class CpuWithoutAccelerator:
 class ShortTrainingArguments(CpuWithoutAccelerator, TrainingArguments):
     """TrainingArguments with defaults for a short run of the Trainer on two CPU processes."""
 
-    max_steps: int = field(default=6, metadata={"help": "Optimizer steps; -1 to train for num_train_epochs."})
-    per_device_train_batch_size: int = field(default=1, metadata={"help": "Packed rows of tokens_per_batch a rank and step."})
+    max_steps: int = field(
+        default=6, metadata={"help": "Optimizer steps; -1 to train for num_train_epochs."}
+    )
+    per_device_train_batch_size: int = field(
+        default=1, metadata={"help": "Packed rows of tokens_per_batch a rank and step."}
+    )
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
     logging_steps: float = field(default=2, metadata={"help": "Steps between two logged losses."})
-    save_strategy: str = field(default="no", metadata={"help": "When to write checkpoints; the final model always is."})
-    # The row's documents are no argument of the model's forward; the collator turns them into what is.
-    remove_unused_columns: bool = field(default=False, metadata={"help": "Keep False: the collator needs all columns."})
+    save_strategy: str = field(
+        default="no", metadata={"help": "When to write checkpoints; the final model always is."}
+    )
+    # The row's documents are no argument of the model's forward; the collator turns them into what
+    # is.
+    remove_unused_columns: bool = field(
+        default=False, metadata={"help": "Keep False: the collator needs all columns."}
+    )
     # Every parameter takes part in every step, so DDP need not look for those that do not.
-    ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "Passed to DistributedDataParallel."})
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "Passed to DistributedDataParallel."}
+    )
 
 
 def parse(kinds: Iterable[type]) -> tuple[Any, ...]:
-    """One object of each kind from the arguments, or from a single .json or .yaml file that holds them."""
+    """One object of each kind from the arguments, or from a single .json or .yaml file that holds
+    them.
+    """
     parser = HfArgumentParser(tuple(kinds))
     match sys.argv[1:]:
         case [path] if path.endswith(".json"):
@@ -99,6 +137,8 @@ def parse(kinds: Iterable[type]) -> tuple[Any, ...]:
 
 
 def end() -> None:
-    """Close the process group: gloo's threads may abort the process at exit while a wrapped model still holds it."""
+    """Close the process group: gloo's threads may abort the process at exit while a wrapped model
+    still holds it.
+    """
     gc.collect()
     PartialState().destroy_process_group()

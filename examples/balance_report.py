@@ -1,4 +1,6 @@
-"""What dealing and balancing changed: the same global batches in order and dealt, as a table and two pictures."""
+"""What dealing and balancing changed: the same global batches in order and dealt, as a table and
+two pictures.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +44,24 @@ class Timing:
 
 
 def imbalance(timings: Sequence[Timing]) -> float:
-    """Attention seconds of the slowest rank over the mean of all ranks, both summed over the batches.
+    """Attention seconds of the slowest rank over the mean of all ranks, both summed over the
+    batches.
 
-    Ranks wait for the slowest in every batch, so the maximum is taken before the sum: which rank it is changes.
+    Ranks wait for the slowest in every batch, so the maximum is taken before the sum: which rank it
+    is changes.
     """
     slowest = sum(max(timing.attention_seconds) for timing in timings)
     return slowest / sum(fmean(timing.attention_seconds) for timing in timings)
 
 
-def compare_placements(trainer: Trainer, in_order: Dataset, dealt: Dataset, batches: int) -> dict[str, list[Timing]]:
-    """Run the first global batches in order, with balancing off and on, and dealt. Every rank must call this.
+def compare_placements(
+    trainer: Trainer, in_order: Dataset, dealt: Dataset, batches: int
+) -> dict[str, list[Timing]]:
+    """Run the first global batches in order, with balancing off and on, and dealt. Every rank must
+    call this.
 
-    The model's weights stay as they are. All three take turns at going first, so that none gains from warm caches.
+    The model's weights stay as they are. All three take turns at going first, so that none gains
+    from warm caches.
 
     Args:
         trainer: whose model runs.
@@ -80,7 +88,9 @@ def _time(trainer: Trainer, batch: dict[str, Any], balanced: bool) -> Timing:
     trainer.accelerator.wait_for_everyone()
     attention_started, started = hf_distca.metrics().attention_seconds, time.perf_counter()
     with hf_distca.balancing(balanced):
-        loss = trainer.compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=torch.tensor(targets))
+        loss = trainer.compute_loss(
+            trainer.model_wrapped, inputs, num_items_in_batch=torch.tensor(targets)
+        )
         trainer.accelerator.backward(loss)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
@@ -94,20 +104,33 @@ def _time(trainer: Trainer, batch: dict[str, Any], balanced: bool) -> Timing:
 def print_comparison(timings: dict[str, list[Timing]]) -> None:
     """Print the table."""
     sides, off = list(timings.values()), timings[IN_ORDER]
-    ranks, steps = len(off[0].attention_seconds), [sum(timing.step_seconds for timing in side) for side in sides]
-    differences = [max(abs(a.loss - b.loss) for a, b in zip(off, side, strict=True)) for side in sides]
+    ranks, steps = (
+        len(off[0].attention_seconds),
+        [sum(timing.step_seconds for timing in side) for side in sides],
+    )
+    differences = [
+        max(abs(a.loss - b.loss) for a, b in zip(off, side, strict=True)) for side in sides
+    ]
 
-    table = Table(title=f"The same {len(off)} global batches on {ranks} ranks, forward and backward")
+    table = Table(
+        title=f"The same {len(off)} global batches on {ranks} ranks, forward and backward"
+    )
     for heading in ("", *timings):
         table.add_column(heading, justify="right" if heading else "left")
     table.add_row("loss, mean", *(f"{fmean(timing.loss for timing in side):.6f}" for side in sides))
-    table.add_row("largest loss difference", "", *(f"{difference:.1e}" for difference in differences[1:]))
+    table.add_row(
+        "largest loss difference", "", *(f"{difference:.1e}" for difference in differences[1:])
+    )
     table.add_row("attention imbalance, measured", *(f"{imbalance(side):.2f}" for side in sides))
     for rank in range(ranks):
-        seconds = (f"{sum(timing.attention_seconds[rank] for timing in side):.2f} s" for side in sides)
+        seconds = (
+            f"{sum(timing.attention_seconds[rank] for timing in side):.2f} s" for side in sides
+        )
         table.add_row(f"attention seconds, rank {rank}", *seconds)
     table.add_row("all of them", *(f"{step:.2f} s" for step in steps))
-    table.add_row("times faster", "", *(f"{steps[0] / step:.2f} x" for step in steps[1:]), style="bold")
+    table.add_row(
+        "times faster", "", *(f"{steps[0] / step:.2f} x" for step in steps[1:]), style="bold"
+    )
     # Not cut to 80 columns where the output is a file.
     Console(width=None if Console().is_terminal else 120).print(table)
 
@@ -136,8 +159,17 @@ def _draw_side(axes: Axes, title: str, timings: list[Timing]) -> None:
         axes.bar(places, heights, width * 0.92, label=f"rank {rank}", color=_colour(rank, ranks))
     for batch, timing in enumerate(timings):
         mean = fmean(timing.attention_seconds)
-        label = "mean of the ranks" if batch == 0 else "_again"  # matplotlib leaves labels with an underscore out of legends
-        axes.hlines(mean, batch - 0.45, batch + 0.45, colors="black", linestyles="dashed", linewidth=1, label=label)
+        # Matplotlib leaves labels with an underscore out of legends.
+        label = "mean of the ranks" if batch == 0 else "_again"
+        axes.hlines(
+            mean,
+            batch - 0.45,
+            batch + 0.45,
+            colors="black",
+            linestyles="dashed",
+            linewidth=1,
+            label=label,
+        )
     axes.set_title(title, fontsize="medium")
     axes.set_xlabel("global batch")
     axes.set_xticks(range(len(timings)), [str(batch + 1) for batch in range(len(timings))])
@@ -148,8 +180,11 @@ def _colour(number: int, count: int) -> Any:
     return mpl.colormaps["viridis"](0.2 + 0.6 * number / max(count - 1, 1))
 
 
-def draw_global_batch(in_order: Dataset, dealt: Dataset, path: Path, ranks: int, number: int = 0) -> Path:
-    """Draw which tokens of a global batch lie on which rank, in order and dealt; a document has one colour in both.
+def draw_global_batch(
+    in_order: Dataset, dealt: Dataset, path: Path, ranks: int, number: int = 0
+) -> Path:
+    """Draw which tokens of a global batch lie on which rank, in order and dealt; a document has one
+    colour in both.
 
     Args:
         in_order, dealt: as for `compare_placements`.
@@ -160,9 +195,14 @@ def draw_global_batch(in_order: Dataset, dealt: Dataset, path: Path, ranks: int,
     mpl.use("Agg")
     sides = {"in order": in_order, "dealt": dealt}
     # Item k * ranks is rank 0's share of global batch k, and carries the layout of all of it.
-    layouts = {name: shares[number * ranks]["distca_documents"].dealt_share.whole_layout for name, shares in sides.items()}
+    layouts = {
+        name: shares[number * ranks]["distca_documents"].dealt_share.whole_layout
+        for name, shares in sides.items()
+    }
     figure = Figure(figsize=(12, 1.2 + 0.5 * layouts["dealt"].world_size), layout="constrained")
-    for axes, (name, layout) in zip(figure.subplots(1, 2, sharey=True), layouts.items(), strict=True):
+    for axes, (name, layout) in zip(
+        figure.subplots(1, 2, sharey=True), layouts.items(), strict=True
+    ):
         _draw_layout(axes, name, layout)
     figure.axes[0].invert_yaxis()  # the other one shares it
     figure.savefig(path, dpi=150)
@@ -171,16 +211,29 @@ def draw_global_batch(in_order: Dataset, dealt: Dataset, path: Path, ranks: int,
 
 def _draw_layout(axes: Axes, title: str, layout: Any) -> None:
     long = [
-        document for document in range(int(layout.document.max()) + 1) if _tokens(layout, document) * 20 > layout.length.sum()
+        document
+        for document in range(int(layout.document.max()) + 1)
+        if _tokens(layout, document) * 20 > layout.length.sum()
     ]
     for rank in range(layout.world_size):
         left = 0
         for segment in layout.list_segments(rank):
             known = segment.document in long
-            colour = mpl.colormaps["tab10"](long.index(segment.document) % 10) if known else "lightgrey"
-            axes.barh(rank, segment.length, left=left, color=colour, edgecolor="white", linewidth=0.5)
+            colour = (
+                mpl.colormaps["tab10"](long.index(segment.document) % 10) if known else "lightgrey"
+            )
+            axes.barh(
+                rank, segment.length, left=left, color=colour, edgecolor="white", linewidth=0.5
+            )
             if known:
-                axes.text(left + segment.length / 2, rank, f"{segment.start}", ha="center", va="center", fontsize="x-small")
+                axes.text(
+                    left + segment.length / 2,
+                    rank,
+                    f"{segment.start}",
+                    ha="center",
+                    va="center",
+                    fontsize="x-small",
+                )
             left += segment.length
     axes.set_title(title, fontsize="medium")
     axes.set_xlabel("tokens; numbers: where in its document a piece starts")

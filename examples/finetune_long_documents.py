@@ -1,13 +1,15 @@
-r"""Fine-tune a causal language model on documents of any length, also longer than a rank holds, with equal work on all ranks.
+r"""Fine-tune a causal language model on documents of any length, also longer than a rank holds,
+with equal work on all ranks.
 
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
         examples/finetune_long_documents.py
 
-What differs from any other fine-tuning script: `attn_implementation="distca"`, and one line, `hf_distca.deal`. At the end some
-global batches run again as they would lie on the ranks without dealing, with balancing off and on, and dealt, to show what it
-changed.
+What differs from any other fine-tuning script: `attn_implementation="distca"`, and one line,
+`hf_distca.deal`. At the end some global batches run again as they would lie on the ranks without
+dealing, with balancing off and on, and dealt, to show what it changed.
 
-On one process it trains the same global batches with as many tokens a rank as all had together, also under another attention:
+On one process it trains the same global batches with as many tokens a rank as all had together,
+also under another attention:
 
     python examples/finetune_long_documents.py --tokens_per_rank 16384 --attn_implementation sdpa
 """
@@ -31,19 +33,33 @@ from packing import load_documents, small_model, tokenized
 class DataArguments(DocumentArguments):
     """Which documents, how they are dealt, and what is compared at the end."""
 
-    tokens_per_rank: int = field(default=8192, metadata={"help": "Tokens of each rank in a micro-batch."})
+    tokens_per_rank: int = field(
+        default=8192, metadata={"help": "Tokens of each rank in a micro-batch."}
+    )
     max_length: int = field(
-        default=16384, metadata={"help": "Longest document in tokens, which may be more than a rank holds; longer ones are cut."}
+        default=16384,
+        metadata={
+            "help": (
+                "Longest document in tokens, which may be more than a rank holds; longer ones are"
+                " cut."
+            )
+        },
     )
     fill: str = field(
         default="whole",
         metadata={
-            "help": "whole: no document is divided between global batches; cut: batches are filled to the token instead.",
+            "help": (
+                "whole: no document is divided between global batches; cut: batches are filled to"
+                " the token instead."
+            ),
             "choices": ["cut", "whole"],
         },
     )
     comparison_batches: int = field(
-        default=2, metadata={"help": "Global batches that are timed in order and dealt after training; 0 for none."}
+        default=2,
+        metadata={
+            "help": "Global batches that are timed in order and dealt after training; 0 for none."
+        },
     )
 
 
@@ -51,13 +67,23 @@ class DataArguments(DocumentArguments):
 class FinetuningArguments(ShortTrainingArguments):
     """Of this script."""
 
-    output_dir: str = field(default="outputs/finetune_long_documents", metadata={"help": "Where results are written."})
-    max_steps: int = field(default=4, metadata={"help": "Optimizer steps; -1 to train for num_train_epochs."})
+    output_dir: str = field(
+        default="outputs/finetune_long_documents", metadata={"help": "Where results are written."}
+    )
+    max_steps: int = field(
+        default=4, metadata={"help": "Optimizer steps; -1 to train for num_train_epochs."}
+    )
 
 
-def finetune(model_arguments: ModelArguments, data: DataArguments, training: FinetuningArguments) -> None:
+def finetune(
+    model_arguments: ModelArguments, data: DataArguments, training: FinetuningArguments
+) -> None:
     """Prepare, train, save, and report what dealing changed."""
-    compared = model_arguments.attn_implementation == "distca" and training.world_size > 1 and data.comparison_batches > 0
+    compared = (
+        model_arguments.attn_implementation == "distca"
+        and training.world_size > 1
+        and data.comparison_batches > 0
+    )
     if training.process_index == 0:
         announce(model_arguments, data, training, compared)
     set_seed(training.seed)
@@ -65,11 +91,17 @@ def finetune(model_arguments: ModelArguments, data: DataArguments, training: Fin
     with training.main_process_first(desc="preparing documents and model"):
         documents = load_documents(data)
         source = model_arguments.model_name_or_path or small_model(
-            documents, data.text_column, training.output_dir, max_length=data.max_length, seed=training.seed
+            documents,
+            data.text_column,
+            training.output_dir,
+            max_length=data.max_length,
+            seed=training.seed,
         )
         tokenizer = AutoTokenizer.from_pretrained(source)
         tokens = tokenized(documents, tokenizer, data, data.max_length)
-    model = AutoModelForCausalLM.from_pretrained(source, attn_implementation=model_arguments.attn_implementation)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, attn_implementation=model_arguments.attn_implementation
+    )
 
     trainer = Trainer(model=model, args=training, train_dataset=tokens, processing_class=tokenizer)
     hf_distca.deal(trainer, data.tokens_per_rank, fill=data.fill)
@@ -81,21 +113,37 @@ def finetune(model_arguments: ModelArguments, data: DataArguments, training: Fin
         compare(trainer, tokens, data)
 
 
-def announce(model_arguments: ModelArguments, data: DataArguments, training: FinetuningArguments, compared: bool) -> None:
-    """Print what this run does, and how long it takes if nothing but defaults tells what to train."""
-    steps = f"{training.max_steps} steps" if training.max_steps > 0 else f"{training.num_train_epochs:g} epoch(s)"
+def announce(
+    model_arguments: ModelArguments,
+    data: DataArguments,
+    training: FinetuningArguments,
+    compared: bool,
+) -> None:
+    """Print what this run does, and how long it takes if nothing but defaults tells what to
+    train.
+    """
+    steps = (
+        f"{training.max_steps} steps"
+        if training.max_steps > 0
+        else f"{training.num_train_epochs:g} epoch(s)"
+    )
     print(
-        f"Trains {model_arguments.model_name_or_path or 'a small new model'} on "
-        f"{data.dataset_name or data.train_file or 'the source files of Python itself'}: {steps} on {training.world_size} "
-        f"process(es) of {data.tokens_per_rank:,} tokens."
+        f"Trains {model_arguments.model_name_or_path or 'a small new model'} on"
+        f" {data.dataset_name or data.train_file or 'the source files of Python itself'}: {steps}"
+        f" on {training.world_size} process(es) of {data.tokens_per_rank:,} tokens."
     )
     if compared:
         print(
-            f"Then runs {data.comparison_batches} global batches three times each: documents in order, with balancing off and "
-            "on, and dealt. A table and two pictures show what that changed."
+            f"Then runs {data.comparison_batches} global batches three times each: documents in"
+            " order, with balancing off and on, and dealt. A table and two pictures show what that"
+            " changed."
         )
     if not (model_arguments.model_name_or_path or data.dataset_name or data.train_file):
-        print("On two CPU cores all of this takes a few minutes, 20 seconds of it before the first step.", flush=True)
+        print(
+            "On two CPU cores all of this takes a few minutes, 20 seconds of it before the first"
+            " step.",
+            flush=True,
+        )
 
 
 def compare(trainer: Trainer, tokens: Dataset, data: DataArguments) -> None:

@@ -1,10 +1,12 @@
-r"""Fine-tune LoRA adapters on whole long documents; with `--load_in_4bit` on a frozen base in 4 bits (QLoRA).
+r"""Fine-tune LoRA adapters on whole long documents; with `--load_in_4bit` on a frozen base in 4
+bits (QLoRA).
 
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
         examples/finetune_lora.py
 
-What differs from any other LoRA script: `attn_implementation="distca"`, a collator that packs documents without padding, and
-a callback. Core attention has no weights, so whether projections have adapters or are quantized makes no difference to it.
+What differs from any other LoRA script: `attn_implementation="distca"`, a collator that packs
+documents without padding, and a callback. Core attention has no weights, so whether projections
+have adapters or are quantized makes no difference to it.
 
     pip install -c constraints.txt -e ".[examples,peft,quantization]"
 """
@@ -15,7 +17,14 @@ from dataclasses import dataclass, field
 
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, Trainer, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    Trainer,
+    set_seed,
+)
 from transformers.utils import is_bitsandbytes_available
 
 from arguments import ModelArguments, PackingArguments, ShortTrainingArguments, end, parse
@@ -28,16 +37,24 @@ class AdapterArguments(ModelArguments):
     """Which model, which attention, and which adapters."""
 
     lora_r: int = field(default=16, metadata={"help": "Rank of the adapters."})
-    lora_alpha: int = field(default=32, metadata={"help": "Adapters are scaled by lora_alpha / lora_r."})
+    lora_alpha: int = field(
+        default=32, metadata={"help": "Adapters are scaled by lora_alpha / lora_r."}
+    )
     lora_dropout: float = field(default=0.05, metadata={"help": "Dropout in front of adapters."})
     target_modules: list[str] = field(
-        default_factory=lambda: ["all-linear"], metadata={"help": "Names of the linear layers that get adapters."}
+        default_factory=lambda: ["all-linear"],
+        metadata={"help": "Names of the linear layers that get adapters."},
     )
-    load_in_4bit: bool = field(default=False, metadata={"help": "Quantize the frozen base model to 4 bits (nf4)."})
+    load_in_4bit: bool = field(
+        default=False, metadata={"help": "Quantize the frozen base model to 4 bits (nf4)."}
+    )
 
     def __post_init__(self) -> None:
         if self.load_in_4bit and not is_bitsandbytes_available():
-            raise ValueError('--load_in_4bit needs bitsandbytes: pip install -c constraints.txt -e ".[quantization]"')
+            raise ValueError(
+                "--load_in_4bit needs bitsandbytes: pip install -c constraints.txt -e"
+                ' ".[quantization]"'
+            )
 
     @property
     def lora(self) -> LoraConfig:
@@ -67,16 +84,24 @@ class AdapterArguments(ModelArguments):
 class LoraTrainingArguments(ShortTrainingArguments):
     """Of this script."""
 
-    output_dir: str = field(default="outputs/finetune_lora", metadata={"help": "Where results are written."})
-    learning_rate: float = field(default=5e-3, metadata={"help": "Peak learning rate; adapters take more than whole models."})
+    output_dir: str = field(
+        default="outputs/finetune_lora", metadata={"help": "Where results are written."}
+    )
+    learning_rate: float = field(
+        default=5e-3, metadata={"help": "Peak learning rate; adapters take more than whole models."}
+    )
 
 
-def adapted_model(source: str, arguments: AdapterArguments, training: LoraTrainingArguments) -> PreTrainedModel:
+def adapted_model(
+    source: str, arguments: AdapterArguments, training: LoraTrainingArguments
+) -> PreTrainedModel:
     """The base model with adapters on it, which are all that trains."""
     model = AutoModelForCausalLM.from_pretrained(
         source,
         attn_implementation=arguments.attn_implementation,
-        quantization_config=arguments.quantization(torch.bfloat16 if training.bf16 else torch.float32),
+        quantization_config=arguments.quantization(
+            torch.bfloat16 if training.bf16 else torch.float32
+        ),
     )
     if arguments.load_in_4bit:
         model = prepare_model_for_kbit_training(
@@ -87,14 +112,20 @@ def adapted_model(source: str, arguments: AdapterArguments, training: LoraTraini
     return get_peft_model(model, arguments.lora)
 
 
-def finetune(adapters: AdapterArguments, data: PackingArguments, training: LoraTrainingArguments) -> None:
+def finetune(
+    adapters: AdapterArguments, data: PackingArguments, training: LoraTrainingArguments
+) -> None:
     """Prepare, train, and save the adapters."""
     set_seed(training.seed)
     # Rank 0 fills the caches on disk; the others then read them.
     with training.main_process_first(desc="preparing documents and model"):
         documents = load_documents(data)
         source = adapters.model_name_or_path or small_model(
-            documents, data.text_column, training.output_dir, max_length=data.max_length, seed=training.seed
+            documents,
+            data.text_column,
+            training.output_dir,
+            max_length=data.max_length,
+            seed=training.seed,
         )
         tokenizer = AutoTokenizer.from_pretrained(source)
         rows = pack(documents, tokenizer, data, training.world_size)

@@ -3,7 +3,8 @@ r"""Fine-tune on whole long documents with TRL's SFTTrainer, which packs them it
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
         examples/finetune_with_trl.py
 
-What differs from any other TRL script: `attn_implementation="distca"` and a callback; importing hf_distca registers the name.
+What differs from any other TRL script: `attn_implementation="distca"` and a callback; importing
+hf_distca registers the name.
 
     pip install -c constraints.txt -e ".[examples,trl]"
 
@@ -16,7 +17,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from datasets import Dataset, load_dataset
-from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
+from trl import (
+    ModelConfig,
+    ScriptArguments,
+    SFTConfig,
+    SFTTrainer,
+    TrlParser,
+    get_peft_config,
+    get_quantization_config,
+)
 
 from arguments import CpuWithoutAccelerator, end
 from hf_distca import DistCACallback
@@ -28,28 +37,44 @@ from stdlib_corpus import load_corpus
 class ModelArguments(ModelConfig):
     """TRL's options of models, with distca."""
 
-    attn_implementation: str | None = field(default="distca", metadata={"help": "Attention implementation."})
+    attn_implementation: str | None = field(
+        default="distca", metadata={"help": "Attention implementation."}
+    )
 
 
 @dataclass
 class SftArguments(CpuWithoutAccelerator, SFTConfig):
     """SFTConfig with defaults for a short run on two CPU processes."""
 
-    output_dir: str = field(default="outputs/finetune_with_trl", metadata={"help": "Where results are written."})
+    output_dir: str = field(
+        default="outputs/finetune_with_trl", metadata={"help": "Where results are written."}
+    )
     packing: bool = field(default=True, metadata={"help": "Pack documents into rows."})
-    max_length: int | None = field(default=16384, metadata={"help": "Most tokens of a row, and of a document."})
-    max_steps: int = field(default=6, metadata={"help": "Optimizer steps; -1 to train for num_train_epochs."})
-    per_device_train_batch_size: int = field(default=1, metadata={"help": "Packed rows of max_length a rank and step."})
+    max_length: int | None = field(
+        default=16384, metadata={"help": "Most tokens of a row, and of a document."}
+    )
+    max_steps: int = field(
+        default=6, metadata={"help": "Optimizer steps; -1 to train for num_train_epochs."}
+    )
+    per_device_train_batch_size: int = field(
+        default=1, metadata={"help": "Packed rows of max_length a rank and step."}
+    )
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
     logging_steps: float = field(default=2, metadata={"help": "Steps between two logged losses."})
-    save_strategy: str = field(default="no", metadata={"help": "When to write checkpoints; the final model always is."})
+    save_strategy: str = field(
+        default="no", metadata={"help": "When to write checkpoints; the final model always is."}
+    )
 
 
 def load_documents(script: ScriptArguments) -> Dataset:
-    """The train split: text, or conversations, or prompts and completions, whatever SFTTrainer takes."""
+    """The train split: text, or conversations, or prompts and completions, whatever SFTTrainer
+    takes.
+    """
     if script.dataset_name is None:
         return load_corpus()
-    return load_dataset(script.dataset_name, script.dataset_config, split=script.dataset_train_split)
+    return load_dataset(
+        script.dataset_name, script.dataset_config, split=script.dataset_train_split
+    )
 
 
 def finetune(script: ScriptArguments, model: ModelArguments, training: SftArguments) -> None:
@@ -57,17 +82,23 @@ def finetune(script: ScriptArguments, model: ModelArguments, training: SftArgume
     with training.main_process_first(desc="preparing documents and model"):
         documents = load_documents(script)
         source = model.model_name_or_path or small_model(
-            documents, training.dataset_text_field, training.output_dir, max_length=training.max_length, seed=training.seed
+            documents,
+            training.dataset_text_field,
+            training.output_dir,
+            max_length=training.max_length,
+            seed=training.seed,
         )
     training.model_init_kwargs = {
         "attn_implementation": model.attn_implementation,
         "dtype": model.dtype,
         "revision": model.model_revision,
     }
-    # TRL packs by `bfd` unless told otherwise: whole documents, those above max_length cut (`bfd_split` goes on with the rest
-    # in another row). Its collator, which has to be its own here, then makes position_ids that start again with each document,
-    # and cu_seq_lens_q, whatever the attention implementation is called: TRL's help speaks of FlashAttention only, and nothing
-    # warns. distca reads the documents from them. Rows of `wrapped` come without: each is one document, under any attention.
+    # TRL packs by `bfd` unless told otherwise: whole documents, those above max_length cut
+    # (`bfd_split` goes on with the rest in another row). Its collator, which has to be its own
+    # here, then makes position_ids that start again with each document, and cu_seq_lens_q, whatever
+    # the attention implementation is called: TRL's help speaks of FlashAttention only, and nothing
+    # warns. distca reads the documents from them. Rows of `wrapped` come without: each is one
+    # document, under any attention.
     trainer = SFTTrainer(
         model=source,
         args=training,

@@ -15,15 +15,17 @@ from transformers import PreTrainedTokenizerBase
 from arguments import FILE_FORMATS, DocumentArguments, PackingArguments
 from stdlib_corpus import load_corpus, write_initial_model
 
-# First-fit looks at this many unfinished rows, so that packing stays linear in the number of documents.
+# First-fit looks at this many unfinished rows, so that packing stays linear in the number of
+# documents.
 OPEN_ROWS = 256
 
 
 class PackedRows(TorchDataset[dict[str, list[list[int]]]]):
-    """Rows of whole documents, each row at most `tokens_per_batch` tokens, filled first-fit in corpus order.
+    """Rows of whole documents, each row at most `tokens_per_batch` tokens, filled first-fit in
+    corpus order.
 
-    Equal tokens per rank is what data-parallel training asks for. It is not equal attention: that grows with the square of
-    a document's length.
+    Equal tokens per rank is what data-parallel training asks for. It is not equal attention: that
+    grows with the square of a document's length.
     """
 
     def __init__(self, documents: Dataset, tokens_per_batch: int) -> None:
@@ -58,12 +60,17 @@ def load_documents(data: DocumentArguments) -> Dataset:
     else:
         documents = load_corpus()
     if data.text_column not in documents.column_names:
-        raise ValueError(f"--text_column {data.text_column!r} is not among the columns {documents.column_names}.")
+        raise ValueError(
+            f"--text_column {data.text_column!r} is not among the columns {documents.column_names}."
+        )
     return documents
 
 
 def tokenize(
-    batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase, text_column: str, max_length: int | None
+    batch: dict[str, list[str]],
+    tokenizer: PreTrainedTokenizerBase,
+    text_column: str,
+    max_length: int | None,
 ) -> dict[str, list[Any]]:
     """Token ids of each document, closed by the end-of-text token and cut at `max_length`."""
     ids: list[list[int]] = tokenizer(batch[text_column], verbose=False)["input_ids"]
@@ -73,17 +80,29 @@ def tokenize(
 
 
 def tokenized(
-    documents: Dataset, tokenizer: PreTrainedTokenizerBase, data: DocumentArguments, max_length: int | None = None
+    documents: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DocumentArguments,
+    max_length: int | None = None,
 ) -> Dataset:
     """The documents' tokens in columns `input_ids` and `length`, made with a progress bar."""
     options = {"tokenizer": tokenizer, "text_column": data.text_column, "max_length": max_length}
     tokens = documents.map(
-        tokenize, batched=True, batch_size=64, fn_kwargs=options, remove_columns=documents.column_names, desc="Tokenizing"
+        tokenize,
+        batched=True,
+        batch_size=64,
+        fn_kwargs=options,
+        remove_columns=documents.column_names,
+        desc="Tokenizing",
     )
-    return tokens.filter(lambda length: length > 1, input_columns="length", desc="Dropping empty documents")
+    return tokens.filter(
+        lambda length: length > 1, input_columns="length", desc="Dropping empty documents"
+    )
 
 
-def pack(documents: Dataset, tokenizer: PreTrainedTokenizerBase, data: PackingArguments, ranks: int) -> PackedRows:
+def pack(
+    documents: Dataset, tokenizer: PreTrainedTokenizerBase, data: PackingArguments, ranks: int
+) -> PackedRows:
     """Tokenize, then fill rows.
 
     Raises:
@@ -95,19 +114,30 @@ def pack(documents: Dataset, tokenizer: PreTrainedTokenizerBase, data: PackingAr
 
 
 def check_rows(rows: Sized, tokens_per_batch: int, ranks: int) -> None:
-    """Raise ValueError if there are fewer rows than ranks: some rank would have nothing to train on."""
+    """Raise ValueError if there are fewer rows than ranks: some rank would have nothing to train
+    on.
+    """
     if len(rows) < ranks:
-        raise ValueError(f"{len(rows)} row(s) of {tokens_per_batch} tokens for {ranks} ranks: lower --tokens_per_batch.")
+        raise ValueError(
+            f"{len(rows)} row(s) of {tokens_per_batch} tokens for {ranks} ranks: lower"
+            " --tokens_per_batch."
+        )
 
 
-def small_model(documents: Dataset, text_column: str, output: str, *, max_length: int, seed: int) -> str:
-    """The folder of a small new model and its tokenizer, as `from_pretrained` reads them, written by the main process."""
+def small_model(
+    documents: Dataset, text_column: str, output: str, *, max_length: int, seed: int
+) -> str:
+    """The folder of a small new model and its tokenizer, as `from_pretrained` reads them, written
+    by the main process.
+    """
     if text_column not in documents.column_names:
         raise ValueError(
-            f"without --model_name_or_path a tokenizer is trained on the column {text_column!r}, which is not among "
-            f"{documents.column_names}."
+            f"without --model_name_or_path a tokenizer is trained on the column {text_column!r},"
+            f" which is not among {documents.column_names}."
         )
     folder = Path(output, "initial_model")
     if PartialState().is_main_process:
-        write_initial_model(folder, documents, max_length=max_length, seed=seed, text_column=text_column)
+        write_initial_model(
+            folder, documents, max_length=max_length, seed=seed, text_column=text_column
+        )
     return str(folder)

@@ -1,12 +1,14 @@
-r"""Go on pretraining from a flat binary file of token ids, with core attention balanced over the ranks.
+r"""Go on pretraining from a flat binary file of token ids, with core attention balanced over the
+ranks.
 
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
         examples/pretrain_packed_tokens.py
 
-What differs from any other pretraining script: `attn_implementation="distca"`, a callback, and rows that say where documents
-end. Rows are cut from the stream of tokens, so all ranks hold exactly equally many, and a document may go on in another row: each
-piece is a document of its own for attention. Without `--token_file` one is written first, from documents. To go on after a
-checkpoint give the same arguments and `--resume_from_checkpoint outputs/pretrain_packed_tokens/checkpoint-3`.
+What differs from any other pretraining script: `attn_implementation="distca"`, a callback, and rows
+that say where documents end. Rows are cut from the stream of tokens, so all ranks hold exactly
+equally many, and a document may go on in another row: each piece is a document of its own for
+attention. Without `--token_file` one is written first, from documents. To go on after a checkpoint
+give the same arguments and `--resume_from_checkpoint outputs/pretrain_packed_tokens/checkpoint-3`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ class TokenArguments(DocumentArguments):
     """Which tokens; the documents are what a token file is written from."""
 
     token_file: str | None = field(
-        default=None, metadata={"help": "Flat file of token ids. Default: written to the output folder, from documents."}
+        default=None,
+        metadata={
+            "help": "Flat file of token ids. Default: written to the output folder, from documents."
+        },
     )
     token_dtype: str | None = field(
         default=None,
@@ -38,7 +43,12 @@ class TokenArguments(DocumentArguments):
     )
     index_file: str | None = field(
         default=None,
-        metadata={"help": "Flat int64 file of the ends of documents, in tokens. Default: they end at end-of-text tokens."},
+        metadata={
+            "help": (
+                "Flat int64 file of the ends of documents, in tokens. Default: they end at"
+                " end-of-text tokens."
+            )
+        },
     )
     tokens_per_batch: int = field(default=16384, metadata={"help": "Tokens of a row."})
 
@@ -47,47 +57,74 @@ class TokenArguments(DocumentArguments):
         if self.tokens_per_batch < 2:
             raise ValueError(f"--tokens_per_batch {self.tokens_per_batch} must be at least 2.")
         if self.index_file and not self.token_file:
-            raise ValueError(f"--index_file {self.index_file} needs the --token_file that it is about.")
+            raise ValueError(
+                f"--index_file {self.index_file} needs the --token_file that it is about."
+            )
 
 
 @dataclass
 class PretrainingArguments(ShortTrainingArguments):
     """Of this script."""
 
-    output_dir: str = field(default="outputs/pretrain_packed_tokens", metadata={"help": "Where results are written."})
-    save_strategy: str = field(default="steps", metadata={"help": "When to write checkpoints; the final model always is."})
+    output_dir: str = field(
+        default="outputs/pretrain_packed_tokens", metadata={"help": "Where results are written."}
+    )
+    save_strategy: str = field(
+        default="steps", metadata={"help": "When to write checkpoints; the final model always is."}
+    )
     save_steps: float = field(default=3, metadata={"help": "Steps between two checkpoints."})
 
 
-def prepare(model: ModelArguments, data: TokenArguments, training: PretrainingArguments) -> tuple[str, TokenRows]:
-    """The model's source and the rows. Without a token file one is written, and beside it where documents end."""
+def prepare(
+    model: ModelArguments, data: TokenArguments, training: PretrainingArguments
+) -> tuple[str, TokenRows]:
+    """The model's source and the rows. Without a token file one is written, and beside it where
+    documents end.
+    """
     source, token_file, index_file = model.model_name_or_path, data.token_file, data.index_file
     if token_file is None:
         documents = load_documents(data)
         source = source or small_model(
-            documents, data.text_column, training.output_dir, max_length=data.tokens_per_batch, seed=training.seed
+            documents,
+            data.text_column,
+            training.output_dir,
+            max_length=data.tokens_per_batch,
+            seed=training.seed,
         )
     elif source is None:
-        raise ValueError(f"--token_file {token_file} needs --model_name_or_path: ids mean something to one tokenizer only.")
+        raise ValueError(
+            f"--token_file {token_file} needs --model_name_or_path: ids mean something to one"
+            " tokenizer only."
+        )
     tokenizer = AutoTokenizer.from_pretrained(source)
     dtype = data.token_dtype or smallest_dtype(len(tokenizer))
     if token_file is None:
-        token_file, index_file = (str(Path(training.output_dir, name)) for name in ("tokens.bin", "tokens.idx"))
+        token_file, index_file = (
+            str(Path(training.output_dir, name)) for name in ("tokens.bin", "tokens.idx")
+        )
         if training.process_index == 0:
-            write_tokens(tokenized(documents, tokenizer, data), Path(token_file), Path(index_file), dtype)
+            write_tokens(
+                tokenized(documents, tokenizer, data), Path(token_file), Path(index_file), dtype
+            )
     ends = None if index_file is None else read_numbers(Path(index_file), "int64")
     tokens = read_numbers(Path(token_file), dtype)
-    return source, TokenRows(tokens, data.tokens_per_batch, len(tokenizer), tokenizer.eos_token_id, ends)
+    return source, TokenRows(
+        tokens, data.tokens_per_batch, len(tokenizer), tokenizer.eos_token_id, ends
+    )
 
 
-def pretrain(model_arguments: ModelArguments, data: TokenArguments, training: PretrainingArguments) -> None:
+def pretrain(
+    model_arguments: ModelArguments, data: TokenArguments, training: PretrainingArguments
+) -> None:
     """Prepare, train from the start or a checkpoint, and save."""
     set_seed(training.seed)
     # Rank 0 writes; the others then read.
     with training.main_process_first(desc="preparing tokens and model"):
         source, rows = prepare(model_arguments, data, training)
     check_rows(rows, data.tokens_per_batch, training.world_size)
-    model = AutoModelForCausalLM.from_pretrained(source, attn_implementation=model_arguments.attn_implementation)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, attn_implementation=model_arguments.attn_implementation
+    )
 
     trainer = Trainer(
         model=model,

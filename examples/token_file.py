@@ -10,26 +10,38 @@ from torch.utils.data import Dataset as TorchDataset
 
 
 class TokenRows(TorchDataset[dict[str, list[list[int]]]]):
-    """Rows of exactly `length` tokens cut from a stream of tokens, as the pieces of documents they are made of.
+    """Rows of exactly `length` tokens cut from a stream of tokens, as the pieces of documents they
+    are made of.
 
-    Only the rows that are asked for are read from disk. What is left at the end of the stream makes no row.
+    Only the rows that are asked for are read from disk. What is left at the end of the stream makes
+    no row.
 
     Args:
         tokens: (tokens,) ids.
         length: tokens of a row.
         vocabulary: ids are below it.
         end_of_text: the id that ends documents.
-        ends: (documents,) ascending ends of documents in the stream; then `end_of_text` is an id like any other.
+        ends: (documents,) ascending ends of documents in the stream; then `end_of_text` is an id
+            like any other.
     """
 
     def __init__(
-        self, tokens: np.ndarray, length: int, vocabulary: int, end_of_text: int | None, ends: np.ndarray | None = None
+        self,
+        tokens: np.ndarray,
+        length: int,
+        vocabulary: int,
+        end_of_text: int | None,
+        ends: np.ndarray | None = None,
     ) -> None:
         if ends is None and end_of_text is None:
-            raise ValueError("the tokenizer has no end-of-text token: give an --index_file of where documents end.")
+            raise ValueError(
+                "the tokenizer has no end-of-text token: give an --index_file of where documents"
+                " end."
+            )
         if ends is not None and len(ends) and ends[-1] > len(tokens):
             raise ValueError(
-                f"the index ends at token {ends[-1]} and the token file at {len(tokens)}: they do not belong together."
+                f"the index ends at token {ends[-1]} and the token file at {len(tokens)}: they do"
+                " not belong together."
             )
         self.tokens, self.length, self.vocabulary = tokens, length, vocabulary
         self.end_of_text, self.ends = end_of_text, ends
@@ -42,8 +54,9 @@ class TokenRows(TorchDataset[dict[str, list[list[int]]]]):
         row = np.asarray(self.tokens[begin : begin + self.length])
         if row.max() >= self.vocabulary:
             raise ValueError(
-                f"row {index} of the token file holds the id {row.max()}, and the model's vocabulary has {self.vocabulary}: "
-                "the file is of another tokenizer or another --token_dtype."
+                f"row {index} of the token file holds the id {row.max()}, and the model's"
+                f" vocabulary has {self.vocabulary}: the file is of another tokenizer or another"
+                " --token_dtype."
             )
         if self.ends is None:
             cuts = np.flatnonzero(row == self.end_of_text) + 1
@@ -75,5 +88,7 @@ def read_numbers(path: Path, dtype: str) -> np.ndarray:
     """
     size, width = path.stat().st_size, np.dtype(dtype).itemsize
     if size == 0 or size % width:
-        raise ValueError(f"{path} has {size} bytes: that is no file of {dtype}, which take {width} each.")
+        raise ValueError(
+            f"{path} has {size} bytes: that is no file of {dtype}, which take {width} each."
+        )
     return np.memmap(path, dtype=dtype, mode="r")

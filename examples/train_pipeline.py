@@ -1,11 +1,13 @@
-"""Train a causal language model in pipeline stages that share attention: every tick's attention is spread over all stages.
+"""Train a causal language model in pipeline stages that share attention: every tick's attention is
+spread over all stages.
 
     torchrun --nproc_per_node 2 examples/train_pipeline.py
 
-What differs from a loop with torch's own `Schedule1F1B`: `hf_distca.pipeline.split` makes the stage of a model of transformers,
-and `hf_distca.pipeline.Schedule` stands where torch's schedule stood. With more processes than stages there are several copies of
-the model, whose ranks share attention, too: `--stages 2` with 4 processes. At the end a picture shows what each stage computes in
-each tick, without sharing and with it.
+What differs from a loop with torch's own `Schedule1F1B`: `hf_distca.pipeline.split` makes the stage
+of a model of transformers, and `hf_distca.pipeline.Schedule` stands where torch's schedule stood.
+With more processes than stages there are several copies of the model, whose ranks share attention,
+too: `--stages 2` with 4 processes. At the end a picture shows what each stage computes in each
+tick, without sharing and with it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_se
 
 import hf_distca
 from arguments import DocumentArguments, end, parse
-from hf_distca.pipeline import Schedule, Stage, TickFigures, clip_grad_norm_, from_pretrained, save_pretrained, split
+from hf_distca.pipeline import (
+    Schedule,
+    Stage,
+    TickFigures,
+    clip_grad_norm_,
+    from_pretrained,
+    save_pretrained,
+    split,
+)
 from packing import load_documents, small_model, tokenized
 
 mpl.use("Agg")
@@ -41,17 +51,30 @@ IGNORED = -100
 class PipelineArguments:
     """Which model, how it is cut, and how it trains."""
 
-    model_name_or_path: str | None = field(default=None, metadata={"help": "Model to train. Default: a small new one."})
-    output_dir: str = field(default="outputs/train_pipeline", metadata={"help": "Where model, picture and trace are written."})
-    stages: int | None = field(default=None, metadata={"help": "Pipeline stages. Default: one a process."})
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Model to train. Default: a small new one."}
+    )
+    output_dir: str = field(
+        default="outputs/train_pipeline",
+        metadata={"help": "Where model, picture and trace are written."},
+    )
+    stages: int | None = field(
+        default=None, metadata={"help": "Pipeline stages. Default: one a process."}
+    )
     layers: int = field(default=4, metadata={"help": "Layers of the small new model."})
-    micro_batches: int = field(default=4, metadata={"help": "Micro-batches of a step, for each copy of the model."})
+    micro_batches: int = field(
+        default=4, metadata={"help": "Micro-batches of a step, for each copy of the model."}
+    )
     tokens: int = field(default=4096, metadata={"help": "Tokens of a micro-batch."})
     max_steps: int = field(default=4, metadata={"help": "Optimizer steps."})
     learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate."})
-    max_grad_norm: float = field(default=1.0, metadata={"help": "Norm of the gradients of all stages, at most."})
+    max_grad_norm: float = field(
+        default=1.0, metadata={"help": "Norm of the gradients of all stages, at most."}
+    )
     seed: int = field(default=42, metadata={"help": "Seed of the weights."})
-    trace: bool = field(default=False, metadata={"help": "Record the last step for ui.perfetto.dev."})
+    trace: bool = field(
+        default=False, metadata={"help": "Record the last step for ui.perfetto.dev."}
+    )
 
     def __post_init__(self) -> None:
         for name in ("micro_batches", "tokens", "max_steps", "layers"):
@@ -74,7 +97,9 @@ class Rows:
         at = torch.arange(tokens).expand(count, tokens)
         self.positions = at - torch.where(begins, at, 0).cummax(1).values
 
-    def step(self, number: int, rows: int, copies: int, copy: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def step(
+        self, number: int, rows: int, copies: int, copy: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids, position ids and targets of one copy's micro-batches, (rows, tokens) each."""
         first = number * rows * copies + copy * rows
         chosen = torch.arange(first, first + rows) % len(self.ids)
@@ -84,12 +109,18 @@ class Rows:
         return ids, positions, targets
 
 
-def prepare(options: PipelineArguments, data: DocumentArguments, mesh: DeviceMesh) -> tuple[Stage, Rows]:
+def prepare(
+    options: PipelineArguments, data: DocumentArguments, mesh: DeviceMesh
+) -> tuple[Stage, Rows]:
     """This rank's stage, and the rows of all."""
     with PartialState().main_process_first():
         documents = load_documents(data)
         source = options.model_name_or_path or small_model(
-            documents, data.text_column, options.output_dir, max_length=options.tokens, seed=options.seed
+            documents,
+            data.text_column,
+            options.output_dir,
+            max_length=options.tokens,
+            seed=options.seed,
         )
         tokenizer = AutoTokenizer.from_pretrained(source)
         rows = Rows(tokenized(documents, tokenizer, data), options.tokens)
@@ -99,7 +130,9 @@ def prepare(options: PipelineArguments, data: DocumentArguments, mesh: DeviceMes
         return from_pretrained(source, mesh["pp"]), rows
     config = AutoConfig.from_pretrained(source, num_hidden_layers=options.layers)
     set_seed(options.seed)  # all ranks make the same model
-    return split(AutoModelForCausalLM.from_config(config, attn_implementation="distca"), mesh["pp"]), rows
+    return split(
+        AutoModelForCausalLM.from_config(config, attn_implementation="distca"), mesh["pp"]
+    ), rows
 
 
 def of_all_ranks(figures: list[TickFigures]) -> list[list[TickFigures]]:
@@ -119,16 +152,33 @@ def report(progress: Any, step: str, figures: list[list[TickFigures]]) -> None:
 
 def draw(before: list[list[TickFigures]], after: list[list[TickFigures]], path: Path) -> None:
     """Ranks and ticks, and how long each computes attention, without sharing and with it."""
-    seconds = [np.array([[one.attention_seconds for one in rank] for rank in ranks]) for ranks in (before, after)]
-    figure, axes = plt.subplots(2, 1, figsize=(11, 1.6 + 0.9 * len(after)), sharex=True, layout="constrained")
-    for axis, values, title in zip(axes, seconds, ("without sharing", "shared by all stages"), strict=True):
-        image = axis.imshow(values, aspect="auto", cmap="Blues", vmin=0, vmax=max(value.max() for value in seconds))
+    seconds = [
+        np.array([[one.attention_seconds for one in rank] for rank in ranks])
+        for ranks in (before, after)
+    ]
+    figure, axes = plt.subplots(
+        2, 1, figsize=(11, 1.6 + 0.9 * len(after)), sharex=True, layout="constrained"
+    )
+    for axis, values, title in zip(
+        axes, seconds, ("without sharing", "shared by all stages"), strict=True
+    ):
+        image = axis.imshow(
+            values, aspect="auto", cmap="Blues", vmin=0, vmax=max(value.max() for value in seconds)
+        )
         slowest = values.max(0).sum()
-        axis.set_title(f"{title}: the slowest ranks of all ticks together {slowest:.2f} s", fontsize=10, loc="left")
+        axis.set_title(
+            f"{title}: the slowest ranks of all ticks together {slowest:.2f} s",
+            fontsize=10,
+            loc="left",
+        )
         axis.set_yticks(range(len(values)), [f"rank {rank}" for rank in range(len(values))])
         for (rank, tick), value in np.ndenumerate(values):
             axis.text(tick, rank, f"{value:.2f}", ha="center", va="center", fontsize=7)
-    axes[-1].set_xticks(range(len(after[0])), ["backward" if one.tick.backward else "forward" for one in after[0]], fontsize=7)
+    axes[-1].set_xticks(
+        range(len(after[0])),
+        ["backward" if one.tick.backward else "forward" for one in after[0]],
+        fontsize=7,
+    )
     figure.colorbar(image, ax=axes, label="seconds of attention")
     figure.savefig(path, dpi=120)
 
@@ -138,28 +188,45 @@ def train(options: PipelineArguments, data: DocumentArguments) -> None:
     state = PartialState(cpu=not torch.accelerator.is_available())
     stages = options.stages or state.num_processes
     if state.num_processes % stages:
-        raise ValueError(f"--stages {stages} must divide the number of processes, {state.num_processes}.")
+        raise ValueError(
+            f"--stages {stages} must divide the number of processes, {state.num_processes}."
+        )
     copies = state.num_processes // stages
-    mesh = init_device_mesh(state.device.type, (copies, stages), mesh_dim_names=("dp_replicate", "pp"))
+    mesh = init_device_mesh(
+        state.device.type, (copies, stages), mesh_dim_names=("dp_replicate", "pp")
+    )
     stage, rows = prepare(options, data, mesh)
     stage.submod.to(state.device)
     optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=options.learning_rate)
     if copies > 1:
-        stage.submod = DistributedDataParallel(stage.submod, process_group=mesh["dp_replicate"].get_group())
+        stage.submod = DistributedDataParallel(
+            stage.submod, process_group=mesh["dp_replicate"].get_group()
+        )
     tokens = options.micro_batches * options.tokens
 
     def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """A part of the mean over a step's tokens: losses of micro-batches are summed."""
-        return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum") / tokens
+        return (
+            cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+            / tokens
+        )
 
     schedule = Schedule(stage, options.micro_batches, loss_fn, scale_grads=False)
 
     def step(number: int) -> torch.Tensor:
         losses: list[torch.Tensor] = []
-        batch = rows.step(number, options.micro_batches, copies, mesh.get_local_rank("dp_replicate"))
+        batch = rows.step(
+            number, options.micro_batches, copies, mesh.get_local_rank("dp_replicate")
+        )
         ids, positions, targets = (one.to(state.device) for one in batch)
-        schedule.step(ids, position_ids=positions, target=targets, losses=losses, return_outputs=False)
-        loss = torch.stack(losses).detach().sum() if losses else torch.zeros((), device=state.device)
+        schedule.step(
+            ids, position_ids=positions, target=targets, losses=losses, return_outputs=False
+        )
+        loss = (
+            torch.stack(losses).detach().sum() if losses else torch.zeros((), device=state.device)
+        )
         dist.all_reduce(loss)  # the last stages have it
         return loss / copies
 
@@ -172,7 +239,11 @@ def train(options: PipelineArguments, data: DocumentArguments) -> None:
         progress.update()
         figures = of_all_ranks(schedule.figures)
         if state.is_main_process:
-            report(progress, f"step {number + 1}: loss {loss.item():.4f}, norm of gradients {norm.item():.3f}", figures)
+            report(
+                progress,
+                f"step {number + 1}: loss {loss.item():.4f}, norm of gradients {norm.item():.3f}",
+                figures,
+            )
     progress.close()
     save_pretrained(stage, options.output_dir)
     with hf_distca.balancing(False):

@@ -1,11 +1,12 @@
-r"""Train a causal language model on whole long documents in a loop of its own: accelerate, no Trainer.
+r"""Train a causal language model on whole long documents in a loop of its own: accelerate, no
+Trainer.
 
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
         examples/train_with_accelerate.py
 
-What differs from any other loop: `attn_implementation="distca"`, a collator that packs documents without padding, and
-`hf_distca.metrics()` where it logs. One rule comes with distca: in training every rank must run equally many forwards.
-accelerate's data loaders see to that.
+What differs from any other loop: `attn_implementation="distca"`, a collator that packs documents
+without padding, and `hf_distca.metrics()` where it logs. One rule comes with distca: in training
+every rank must run equally many forwards. accelerate's data loaders see to that.
 """
 
 from __future__ import annotations
@@ -31,26 +32,50 @@ from packing import load_documents, pack, small_model
 class LoopArguments:
     """How the loop trains."""
 
-    output_dir: str = field(default="outputs/train_with_accelerate", metadata={"help": "Where the model is written."})
+    output_dir: str = field(
+        default="outputs/train_with_accelerate", metadata={"help": "Where the model is written."}
+    )
     max_steps: int = field(default=4, metadata={"help": "Optimizer steps."})
-    gradient_accumulation_steps: int = field(default=2, metadata={"help": "Micro-batches in an optimizer step."})
-    per_device_train_batch_size: int = field(default=1, metadata={"help": "Packed rows a rank holds in a micro-batch."})
+    gradient_accumulation_steps: int = field(
+        default=2, metadata={"help": "Micro-batches in an optimizer step."}
+    )
+    per_device_train_batch_size: int = field(
+        default=1, metadata={"help": "Packed rows a rank holds in a micro-batch."}
+    )
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
     lr_scheduler_type: str = field(default="linear", metadata={"help": "Learning rate schedule."})
-    warmup_steps: int = field(default=0, metadata={"help": "Steps until the learning rate is at its peak."})
-    max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are scaled down to this norm."})
+    warmup_steps: int = field(
+        default=0, metadata={"help": "Steps until the learning rate is at its peak."}
+    )
+    max_grad_norm: float = field(
+        default=1.0, metadata={"help": "Gradients are scaled down to this norm."}
+    )
     logging_steps: int = field(default=1, metadata={"help": "Steps between two logs."})
     seed: int = field(default=42, metadata={"help": "Seed of weights and of the order of rows."})
-    report_to: str | None = field(default=None, metadata={"help": "Tracker to log to as well: tensorboard, wandb, ..."})
-    use_cpu: bool = field(default=False, metadata={"help": "Train on the CPU although there is an accelerator."})
+    report_to: str | None = field(
+        default=None, metadata={"help": "Tracker to log to as well: tensorboard, wandb, ..."}
+    )
+    use_cpu: bool = field(
+        default=False, metadata={"help": "Train on the CPU although there is an accelerator."}
+    )
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "gradient_accumulation_steps", "per_device_train_batch_size", "logging_steps"):
+        for name in (
+            "max_steps",
+            "gradient_accumulation_steps",
+            "per_device_train_batch_size",
+            "logging_steps",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1.")
 
 
-def prepare(model_arguments: ModelArguments, data: PackingArguments, loop: LoopArguments, accelerator: Accelerator) -> list[Any]:
+def prepare(
+    model_arguments: ModelArguments,
+    data: PackingArguments,
+    loop: LoopArguments,
+    accelerator: Accelerator,
+) -> list[Any]:
     """Model, optimizer, schedule and loader, as `accelerator.prepare` returns them."""
     # Rank 0 fills the caches on disk; the others then read them.
     with accelerator.main_process_first():
@@ -62,8 +87,12 @@ def prepare(model_arguments: ModelArguments, data: PackingArguments, loop: LoopA
         rows = pack(documents, tokenizer, data, accelerator.num_processes)
     if accelerator.is_main_process:
         tokenizer.save_pretrained(loop.output_dir)
-    model = AutoModelForCausalLM.from_pretrained(source, attn_implementation=model_arguments.attn_implementation)
-    loader = DataLoader(rows, loop.per_device_train_batch_size, shuffle=True, collate_fn=PackingCollator())
+    model = AutoModelForCausalLM.from_pretrained(
+        source, attn_implementation=model_arguments.attn_implementation
+    )
+    loader = DataLoader(
+        rows, loop.per_device_train_batch_size, shuffle=True, collate_fn=PackingCollator()
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=loop.learning_rate)
     # accelerate moves a schedule on by one for every rank.
     steps = [n * accelerator.num_processes for n in (loop.warmup_steps, loop.max_steps)]
@@ -82,14 +111,18 @@ def train(model_arguments: ModelArguments, data: PackingArguments, loop: LoopArg
     accelerator = Accelerator(
         cpu=loop.use_cpu or not torch.accelerator.is_available(),
         # Steps go on over the end of an epoch: they always have as many micro-batches.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(loop.gradient_accumulation_steps, sync_with_dataloader=False),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            loop.gradient_accumulation_steps, sync_with_dataloader=False
+        ),
         log_with=loop.report_to,
         project_dir=loop.output_dir,
     )
     set_seed(loop.seed)
     model, optimizer, schedule, loader = prepare(model_arguments, data, loop, accelerator)
     if loop.report_to:
-        accelerator.init_trackers("train_with_accelerate", config={**vars(model_arguments), **vars(data), **vars(loop)})
+        accelerator.init_trackers(
+            "train_with_accelerate", config={**vars(model_arguments), **vars(data), **vars(loop)}
+        )
     progress = tqdm(total=loop.max_steps, disable=not accelerator.is_main_process)
     batches, losses = endlessly(loader), []
     seen = metrics()
@@ -106,15 +139,22 @@ def train(model_arguments: ModelArguments, data: PackingArguments, loop: LoopArg
             losses.append(loss.detach())
         progress.update()
         if step % loop.logging_steps == 0:
-            # Rows hold about equally many tokens, so the mean over micro-batches and ranks is about that over tokens.
+            # Rows hold about equally many tokens, so the mean over micro-batches and ranks is about
+            # that over tokens.
             loss = accelerator.reduce(torch.stack(losses).mean(), "mean")
             losses.clear()
-            figures = {"loss": loss.item(), "grad_norm": float(norm), "learning_rate": schedule.get_last_lr()[0]}
+            figures = {
+                "loss": loss.item(),
+                "grad_norm": float(norm),
+                "learning_rate": schedule.get_last_lr()[0],
+            }
             before, seen = seen, metrics(gather=True)
             figures |= (seen - before).figures()
             accelerator.log(figures, step=step)
             if accelerator.is_main_process:
-                progress.write(str({name: float(f"{value:.4g}") for name, value in figures.items()}))
+                progress.write(
+                    str({name: float(f"{value:.4g}") for name, value in figures.items()})
+                )
     progress.close()
     for tracker in accelerator.trackers:
         tracker.finish()

@@ -1,9 +1,11 @@
-"""Run a training script on the workers of Ray Train, as torchrun would run it in processes of its own.
+"""Run a training script on the workers of Ray Train, as torchrun would run it in processes of its
+own.
 
     python examples/train_with_ray.py --workers 2 examples/finetune_long_documents.py --max_steps 4
 
-Ray gives its workers the numbers that torchrun gives to processes (RANK, WORLD_SIZE, LOCAL_RANK, ...), and starts
-torch.distributed. Scripts need no change; paths among their arguments should be absolute, because workers may start elsewhere.
+Ray gives its workers the numbers that torchrun gives to processes (RANK, WORLD_SIZE, LOCAL_RANK,
+...), and starts torch.distributed. Scripts need no change; paths among their arguments should be
+absolute, because workers may start elsewhere.
 
     pip install "ray[train]"
 """
@@ -30,7 +32,9 @@ def run_script(settings: dict[str, Any]) -> None:
 def main() -> None:
     """Start the workers, and wait for them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=2, help="processes, on whatever nodes Ray finds for them")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="processes, on whatever nodes Ray finds for them"
+    )
     parser.add_argument("--use_gpu", action="store_true", help="give each worker a GPU")
     parser.add_argument("script", type=Path, help="a training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")

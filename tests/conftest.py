@@ -9,19 +9,23 @@ from hypothesis import settings
 
 from ranks import RankPool
 
-# Examples are timed by the wall clock: on a busy machine any of them may take longer than the default deadline.
+# Examples are timed by the wall clock: on a busy machine any of them may take longer than the
+# default deadline.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
-# Of one pool, and of one that the next file may not need. Calls leave communicators, and each of their threads wakes up a hundred
-# times a second: after some hundred calls that was half of what two cores did.
+# Of one pool, and of one that the next file may not need. Calls leave communicators, and each of
+# their threads wakes up a hundred times a second: after some hundred calls that was half of what
+# two cores did.
 _CALLS, _CALLS_OF_OTHERS = 15, 5
 _POOLS: dict[int, RankPool] = {}
 
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[Callable[[int], RankPool]]:
-    """Pools of real gloo ranks by size, started when first asked for, and again after one died or had many calls."""
+    """Pools of real gloo ranks by size, started when first asked for, and again after one died or
+    had many calls.
+    """
 
     def pool(world_size: int) -> RankPool:
         known = _POOLS.get(world_size)
@@ -38,7 +42,9 @@ def rank_pool() -> Iterator[Callable[[int], RankPool]]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Not within a test: new ranks do what others have done before, which would make a difference between two calls."""
+    """Not within a test: new ranks do what others have done before, which would make a difference
+    between two calls.
+    """
     calls = _CALLS if nextitem is not None and nextitem.path == item.path else _CALLS_OF_OTHERS
     for size in [size for size, pool in _POOLS.items() if pool.calls >= calls]:
         _POOLS.pop(size).close()

@@ -1,8 +1,9 @@
 """Autograd for tensors of `fake_cuda`, in processes of their own.
 
-A build of torch for CPUs cannot record gradients of CUDA tensors, because nothing in it knows such devices. The library that is
-made of `cuda_autograd.cpp` says that there is one. Backward then runs in a thread of its own, as on a GPU and unlike on a CPU.
-torch asks once, while it is imported, and the answer holds for the whole process: so the library is loaded before torch.
+A build of torch for CPUs cannot record gradients of CUDA tensors, because nothing in it knows such
+devices. The library that is made of `cuda_autograd.cpp` says that there is one. Backward then runs
+in a thread of its own, as on a GPU and unlike on a CPU. torch asks once, while it is imported, and
+the answer holds for the whole process: so the library is loaded before torch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ BUILD = Path(__file__).parents[1] / "build" / "cuda_autograd"
 
 
 def library() -> Path:
-    """The library, which a compiler makes once for each version of torch, in a few seconds; skips where there is none."""
+    """The library, which a compiler makes once for each version of torch, in a few seconds; skips
+    where there is none.
+    """
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no C++ compiler, which autograd on a GPU that is not there needs")
@@ -34,16 +37,30 @@ def library() -> Path:
         BUILD.mkdir(parents=True, exist_ok=True)
         here = Path(torch.__file__).parent
         partial = path.with_suffix(f".{os.getpid()}")  # another process may make it, too
-        options = ["-std=c++20", "-O0", "-fPIC", "-shared", f"-I{here / 'include'}", f"-L{here / 'lib'}"]
+        options = [
+            "-std=c++20",
+            "-O0",
+            "-fPIC",
+            "-shared",
+            f"-I{here / 'include'}",
+            f"-L{here / 'lib'}",
+        ]
         libraries = ["-lc10", "-ltorch_cpu", f"-Wl,-rpath,{here / 'lib'}"]
-        subprocess.run([compiler, *options, str(SOURCE), "-o", str(partial), *libraries], check=True, timeout=120)
+        subprocess.run(
+            [compiler, *options, str(SOURCE), "-o", str(partial), *libraries],
+            check=True,
+            timeout=120,
+        )
         partial.rename(path)
     return path
 
 
 def process() -> ProcessPoolExecutor:
-    """A process with autograd for CUDA tensors, which runs one module-level function after another."""
+    """A process with autograd for CUDA tensors, which runs one module-level function after
+    another.
+    """
     executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-    with patch.dict(os.environ, LD_PRELOAD=str(library())):  # a process has the environment of whoever starts it
+    # A process has the environment of whoever starts it.
+    with patch.dict(os.environ, LD_PRELOAD=str(library())):
         executor.submit(torch.set_num_threads, 1).result(timeout=120)
     return executor

@@ -10,7 +10,9 @@ import torch
 
 
 class Device:
-    """Its host records events; each kernel takes a time. Nothing has happened until `finish` or until somebody waits."""
+    """Its host records events; each kernel takes a time. Nothing has happened until `finish` or
+    until somebody waits.
+    """
 
     def __init__(self) -> None:
         self.launched = 0.0  # seconds of work that the host has launched

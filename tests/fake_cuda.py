@@ -1,9 +1,10 @@
 """A GPU without one: tensors that have its device, dtypes and shapes, and no memory.
 
-torch's FakeTensorMode runs every operation for its shapes alone, on devices that are not there, and raises where an operation
-would mix devices. A build of torch for CPUs refuses some things before the mode sees them; those are done by the operations under
-them. It has no autograd on such devices: `Tape` calls autograd functions one after another, and backwards. `cuda_autograd` gives
-a process of its own what autograd lacks.
+torch's FakeTensorMode runs every operation for its shapes alone, on devices that are not there, and
+raises where an operation would mix devices. A build of torch for CPUs refuses some things before
+the mode sees them; those are done by the operations under them. It has no autograd on such devices:
+`Tape` calls autograd functions one after another, and backwards. `cuda_autograd` gives a process of
+its own what autograd lacks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from hf_distca.kernels import aten_flash
 
 CUDA = torch.device("cuda", 0)
 # A build for CUDA would look for the GPU.
-needs_cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA: there a GPU has to be real")
+needs_cpu_build = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="torch is built for CUDA: there a GPU has to be real"
+)
 
 
 def _getitem(plain: Any) -> Any:
@@ -56,17 +59,32 @@ def _getitem(plain: Any) -> Any:
 
 def _to(plain: Any) -> Any:
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        device = next((torch.device(one) for one in (*args, kwargs.get("device")) if isinstance(one, (str, torch.device))), None)
+        device = next(
+            (
+                torch.device(one)
+                for one in (*args, kwargs.get("device"))
+                if isinstance(one, (str, torch.device))
+            ),
+            None,
+        )
         if device is None or device.type != "cuda" or tensor.device.type == "cuda":
             return plain(tensor, *args, **kwargs)
-        dtype = next((one for one in (*args, kwargs.get("dtype")) if isinstance(one, torch.dtype)), None)
-        return torch.ops.aten._to_copy(tensor, device=CUDA, dtype=dtype, non_blocking=kwargs.get("non_blocking", False))
+        dtype = next(
+            (one for one in (*args, kwargs.get("dtype")) if isinstance(one, torch.dtype)), None
+        )
+        return torch.ops.aten._to_copy(
+            tensor, device=CUDA, dtype=dtype, non_blocking=kwargs.get("non_blocking", False)
+        )
 
     return to
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_contiguous() else torch.ops.aten.clone(tensor, memory_format=torch.contiguous_format)
+    return (
+        tensor
+        if tensor.is_contiguous()
+        else torch.ops.aten.clone(tensor, memory_format=torch.contiguous_format)
+    )
 
 
 def _copy_(tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -76,22 +94,29 @@ def _copy_(tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
 class _Changed(TorchFunctionMode):
     """Other functions in the place of some.
 
-    A method of `torch.Tensor` that is patched and restored is not what it was: once `__getitem__` was, tensors are sequences to
-    CPython, and `torch.tensor` of a list of numbers fails from then on.
+    A method of `torch.Tensor` that is patched and restored is not what it was: once `__getitem__`
+    was, tensors are sequences to CPython, and `torch.tensor` of a list of numbers fails from then
+    on.
     """
 
     def __init__(self, changes: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
         super().__init__()
         self.changes = changes
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return self.changes.get(function, function)(*args, **(kwargs or {}))
 
 
 class _EfficientBackward(TorchDispatchMode):
-    """Shapes of memory-efficient attention's backward: those that torch 2.13 has are of other arguments than the operation."""
+    """Shapes of memory-efficient attention's backward: those that torch 2.13 has are of other
+    arguments than the operation.
+    """
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is not torch.ops.aten._efficient_attention_backward.default:
             return function(*args, **(kwargs or {}))
         do, q, k, v, _, o, *_ = args
@@ -103,10 +128,14 @@ class _EfficientBackward(TorchDispatchMode):
 
 
 @contextmanager
-def fake_cuda(capability: tuple[int, int] = (9, 0), *, autograd: bool = False) -> Iterator[list[tuple[int, ...]]]:
-    """Inside, tensors may be on a GPU of this compute capability. Yields the shapes of the tensors that were pinned.
+def fake_cuda(
+    capability: tuple[int, int] = (9, 0), *, autograd: bool = False
+) -> Iterator[list[tuple[int, ...]]]:
+    """Inside, tensors may be on a GPU of this compute capability. Yields the shapes of the tensors
+    that were pinned.
 
-    With `autograd`, gradients are recorded: only in a process that began with the library of `cuda_autograd`.
+    With `autograd`, gradients are recorded: only in a process that began with the library of
+    `cuda_autograd`.
     """
     pinned: list[tuple[int, ...]] = []
 
@@ -137,7 +166,11 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), *, autograd: bool = False) -
         # What is remembered of the GPU that is there, or of another one.
         patch.object(kernels, "_select_once", kernels._select_once.__wrapped__),
         patch.object(kernels, "_check_once", kernels._check_once.__wrapped__),
-        patch.object(aten_flash, "_placeholder_random_state", cache(aten_flash._placeholder_random_state.__wrapped__)),
+        patch.object(
+            aten_flash,
+            "_placeholder_random_state",
+            cache(aten_flash._placeholder_random_state.__wrapped__),
+        ),
         FakeTensorMode(),
         _EfficientBackward(),
         nullcontext() if autograd else torch.no_grad(),
@@ -156,7 +189,9 @@ class _Context:
 
 
 class Tape:
-    """In place of `torch.autograd.Function.apply`, for functions that are chained by their first output."""
+    """In place of `torch.autograd.Function.apply`, for functions that are chained by their first
+    output.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[type[torch.autograd.Function], _Context]] = []
@@ -168,7 +203,9 @@ class Tape:
         return result
 
     def backward(self, gradient: torch.Tensor) -> list[list[torch.Tensor | None]]:
-        """The gradients of the inputs of each function, the last one first. Each gets the gradient of the next one's anchor."""
+        """The gradients of the inputs of each function, the last one first. Each gets the gradient
+        of the next one's anchor.
+        """
         found = []
         while self.calls:
             function, context = self.calls.pop()

@@ -9,7 +9,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class Float64Throughout(TorchFunctionMode):
-    """Tensors of float64 stay so where the code of a model converts them to float32 (rules of recurrent layers, norms, gates).
+    """Tensors of float64 stay so where the code of a model converts them to float32 (rules of
+    recurrent layers, norms, gates).
 
     So a difference is not the rounding of float32, which hides those below 1e-5.
     """
@@ -20,6 +21,11 @@ class Float64Throughout(TorchFunctionMode):
         if func is torch.Tensor.float:
             return args[0]
         wide = {torch.float32: torch.float64}
-        kept = [wide.get(value, value) if isinstance(value, torch.dtype) else value for value in args]
-        named = {name: wide.get(value, value) if name == "dtype" else value for name, value in (kwargs or {}).items()}
+        kept = [
+            wide.get(value, value) if isinstance(value, torch.dtype) else value for value in args
+        ]
+        named = {
+            name: wide.get(value, value) if name == "dtype" else value
+            for name, value in (kwargs or {}).items()
+        }
         return func(*kept, **named)

@@ -1,7 +1,9 @@
-"""Processes that start in a tenth of a second: forks of one process that has imported what tests need, and has run no test.
+"""Processes that start in a tenth of a second: forks of one process that has imported what tests
+need, and has run no test.
 
-An import of hf_distca takes five seconds of a processor, which a fork does not pay. In all else a fork is as fresh as a new
-interpreter: it has the environment of whoever starts it, one thread, and it ends as a program does.
+An import of hf_distca takes five seconds of a processor, which a fork does not pay. In all else a
+fork is as fresh as a new interpreter: it has the environment of whoever starts it, one thread, and
+it ends as a program does.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-# Libraries that patch others (DeepSpeed, TRL) or read settings when they are imported (trackers) are left to those who use them.
+# Libraries that patch others (DeepSpeed, TRL) or read settings when they are imported (trackers)
+# are left to those who use them.
 PRELOADED = [
     "torch",
     "hf_distca.integration.mixin",
@@ -36,9 +39,15 @@ PRELOADED = [
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 
-def start(function: Callable[..., object], *args: Any, daemon: bool = True, **changes: str) -> ForkServerProcess:
-    """Run a module-level function in a process of its own, which ends after it; `changes` are for its environment."""
-    process = _context().Process(target=_begin, args=({**os.environ, **changes}, function, args), daemon=daemon)
+def start(
+    function: Callable[..., object], *args: Any, daemon: bool = True, **changes: str
+) -> ForkServerProcess:
+    """Run a module-level function in a process of its own, which ends after it; `changes` are for
+    its environment.
+    """
+    process = _context().Process(
+        target=_begin, args=({**os.environ, **changes}, function, args), daemon=daemon
+    )
     process.start()
     return process
 
@@ -47,21 +56,28 @@ def start(function: Callable[..., object], *args: Any, daemon: bool = True, **ch
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    paths = filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))  # `loops` is there
-    with patch.dict(os.environ, ONE_THREAD, PYTHONPATH=os.pathsep.join(paths)):  # a fork has that of whoever starts it
+    # `loops` is there.
+    paths = filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
+    # A fork has that of whoever starts it.
+    with patch.dict(os.environ, ONE_THREAD, PYTHONPATH=os.pathsep.join(paths)):
         forkserver.ensure_running()
     return context
 
 
-def _begin(environment: dict[str, str], function: Callable[..., object], args: tuple[Any, ...]) -> None:
+def _begin(
+    environment: dict[str, str], function: Callable[..., object], args: tuple[Any, ...]
+) -> None:
     import torch
     from tqdm import tqdm
 
     os.environ.clear()
-    os.environ.update(environment, OMP_NUM_THREADS="1")  # else accelerate gives every rank more threads than there are cores
+    # Else accelerate gives every rank more threads than there are cores.
+    os.environ.update(environment, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
-    tqdm.set_lock(threading.RLock())  # its own is shared by processes, and stays behind where one is killed
-    gc.freeze()  # what was imported is for ever: no collection, not even that of the end, has to look at it
+    # Its own is shared by processes, and stays behind where one is killed.
+    tqdm.set_lock(threading.RLock())
+    # What was imported is for ever: no collection, not even that of the end, has to look at it.
+    gc.freeze()
     code = 0
     try:
         function(*args)
@@ -72,6 +88,6 @@ def _begin(environment: dict[str, str], function: Callable[..., object], args: t
     except BaseException:
         traceback.print_exc()
         code = 1
-    # A fork would end without the functions registered for the end, and without the end of the interpreter: threads of gloo that
-    # are late, or that wait for ever, would go unnoticed.
+    # A fork would end without the functions registered for the end, and without the end of the
+    # interpreter: threads of gloo that are late, or that wait for ever, would go unnoticed.
     ctypes.pythonapi.Py_Exit(code)

@@ -1,11 +1,14 @@
-"""Streams of a GPU that is not there: which work may run at the same time, and whether it touches the same memory.
+"""Streams of a GPU that is not there: which work may run at the same time, and whether it touches
+the same memory.
 
-Each stream has a clock of the work that it has been given, and of what it knows to be done on the others: it learns of that where
-it waits. Two accesses to the same memory, one of them a write, race if the later one's stream does not know of the earlier one.
-Memory that nobody holds goes back to the stream that it was made on, whose next work may write there: as in torch's allocator,
-which looks at no other stream. So by then that stream has to know of all that was done with it.
+Each stream has a clock of the work that it has been given, and of what it knows to be done on the
+others: it learns of that where it waits. Two accesses to the same memory, one of them a write, race
+if the later one's stream does not know of the earlier one. Memory that nobody holds goes back to
+the stream that it was made on, whose next work may write there: as in torch's allocator, which
+looks at no other stream. So by then that stream has to know of all that was done with it.
 
-What is not modelled: how long work takes, what NCCL does inside, and operations that work on other streams by themselves.
+What is not modelled: how long work takes, what NCCL does inside, and operations that work on other
+streams by themselves.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ Clock = dict[str, int]
 
 @dataclass
 class _Memory:
-    """The last access of each stream to a piece of memory, by the clock of that stream, and whose it is when it is freed."""
+    """The last access of each stream to a piece of memory, by the clock of that stream, and whose
+    it is when it is freed.
+    """
 
     reference: StorageWeakRef
     home: str
@@ -44,7 +49,8 @@ class Streams(TorchDispatchMode):
     Attributes:
         current: the stream that operations go to.
         races: what could go wrong, in words.
-        log: stream and what it was given, in the order in which the host gave it: waits, exchanges and tasks.
+        log: stream and what it was given, in the order in which the host gave it: waits, exchanges
+            and tasks.
     """
 
     def __init__(self) -> None:
@@ -83,7 +89,11 @@ class Streams(TorchDispatchMode):
                 streams.current = before
 
         messages._stream.cache_clear()
-        fakes = {"Stream": Stream, "stream": stream, "current_stream": lambda device=None: Current()}
+        fakes = {
+            "Stream": Stream,
+            "stream": stream,
+            "current_stream": lambda device=None: Current(),
+        }
         with patch.multiple(torch.cuda, **fakes), self:
             yield self
         messages._stream.cache_clear()
@@ -98,14 +108,21 @@ class Streams(TorchDispatchMode):
         for other, time in clock.items():
             mine[other] = max(mine.get(other, 0), time)
 
-    def work(self, stream: str, what: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
+    def work(
+        self, stream: str, what: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]
+    ) -> None:
         """A stream is given work."""
         self._bury()
         clock = self._clocks[stream]
         clock[stream] = clock.get(stream, 0) + 1
         for memory in [memory for memory in self._freed if memory.home == stream]:
             self._freed.remove(memory)
-            self._check(f"{what} on {stream} may write to memory that was freed", clock, memory.reads, memory.writes)
+            self._check(
+                f"{what} on {stream} may write to memory that was freed",
+                clock,
+                memory.reads,
+                memory.writes,
+            )
         for tensor in reads:
             memory = self._of(tensor, stream)
             self._check(f"{what} on {stream} reads", clock, memory.writes)
@@ -133,7 +150,9 @@ class Streams(TorchDispatchMode):
         given = [value for value in tree_leaves((args, kwargs)) if _on_gpu(value)]
         result = func(*args, **(kwargs or {}))
         arguments = func._schema.arguments
-        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in arguments)
+        is_view = any(
+            one.alias_info is not None and not one.alias_info.is_write for one in arguments
+        )
         if is_view:
             return result
         written = [
@@ -187,7 +206,9 @@ class Link:
 
 @dataclass
 class Flight:
-    """An exchange under way, which holds its messages until a stream waits for it, as torch does."""
+    """An exchange under way, which holds its messages until a stream waits for it, as torch
+    does.
+    """
 
     link: Link
     name: str

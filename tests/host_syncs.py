@@ -1,9 +1,11 @@
 """Raises where the host would wait for a device: on every operation that reads what a tensor holds.
 
-On CPUs such reads cost nothing and go unnoticed; on a GPU each of them stops the host until the GPU has done all that was
-launched. So tests put `NoHostSyncs` around what must not wait, and CPU tensors stand for those of a GPU.
+On CPUs such reads cost nothing and go unnoticed; on a GPU each of them stops the host until the GPU
+has done all that was launched. So tests put `NoHostSyncs` around what must not wait, and CPU
+tensors stand for those of a GPU.
 
-What gloo does with messages is outside: it moves host memory, and the host waits for it. The same exchanges over NCCL do not.
+What gloo does with messages is outside: it moves host memory, and the host waits for it. The same
+exchanges over NCCL do not.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Operations whose result, or the size of it, depends on values: CUDA's implementations copy something to the host and wait.
+# Operations whose result, or the size of it, depends on values: CUDA's implementations copy
+# something to the host and wait.
 READS = frozenset(
     {
         "_local_scalar_dense",  # item, bool, int, float, index: all that makes a number of a tensor
@@ -40,9 +43,13 @@ READS = frozenset(
     }
 )
 # These take masks as well as positions, and count what a mask selects.
-INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
+INDEXING = frozenset(
+    {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+)
 # Copies from one device to another.
-COPIES = frozenset({"_to_copy", "copy_", "_foreach_copy_", "copy", "_copy_from", "_copy_from_and_resize"})
+COPIES = frozenset(
+    {"_to_copy", "copy_", "_foreach_copy_", "copy", "_copy_from", "_copy_from_and_resize"}
+)
 # Methods that read memory without an operation.
 METHODS = ("tolist", "numpy", "__array__", "__dlpack__")
 
@@ -55,8 +62,8 @@ class NoHostSyncs(TorchDispatchMode):
     """Inside, a read of a tensor raises `HostSyncError`.
 
     Args:
-        of: the tensors that stand for those of a device; whatever is computed of one is of the device, too, and other tensors
-            may be read. None for all tensors.
+        of: the tensors that stand for those of a device; whatever is computed of one is of the
+            device, too, and other tensors may be read. None for all tensors.
 
     Attributes:
         operations: how many were looked at.
@@ -92,11 +99,21 @@ class NoHostSyncs(TorchDispatchMode):
             self._note(value for value in tree_leaves(result) if isinstance(value, torch.Tensor))
         return result
 
-    def _check(self, func: Any, given: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:
+    def _check(
+        self, func: Any, given: list[torch.Tensor], args: Any, kwargs: dict[str, Any]
+    ) -> None:
         name = func.overloadpacket.__name__
-        if name in READS and kwargs.get("output_size") is None and not _has_range(name, args, kwargs):
+        if (
+            name in READS
+            and kwargs.get("output_size") is None
+            and not _has_range(name, args, kwargs)
+        ):
             raise HostSyncError(f"{func} reads a tensor on the host")
-        if name in INDEXING and any(one.dtype in (torch.bool, torch.uint8) for one in tree_leaves(args[1]) if one is not None):
+        if name in INDEXING and any(
+            one.dtype in (torch.bool, torch.uint8)
+            for one in tree_leaves(args[1])
+            if one is not None
+        ):
             raise HostSyncError(f"{func} with a mask counts its elements on the host")
         if name in COPIES:
             devices = {one.device.type for one in given} | (
@@ -122,7 +139,8 @@ class NoHostSyncs(TorchDispatchMode):
     def _note(self, tensors: Iterable[torch.Tensor]) -> None:
         if self._known is not None:
             for tensor in tensors:
-                reference = StorageWeakRef(tensor.untyped_storage())  # held, so that its number is not used again
+                # held, so that its number is not used again.
+                reference = StorageWeakRef(tensor.untyped_storage())
                 self._known.setdefault(reference.cdata, reference)
 
 

@@ -16,7 +16,9 @@ from hf_distca.kernels import Kernel, Scores, TaskBatch
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts storages that operations inside returned and that still live, and the most of them at a time."""
+    """Counts storages that operations inside returned and that still live, and the most of them at
+    a time.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +37,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.paused:
-            self.note(tree_leaves((args, kwargs)), new=False)  # what was there before does not count, nor do views of it
+            # What was there before does not count, nor do views of it.
+            self.note(tree_leaves((args, kwargs)), new=False)
         result = func(*args, **(kwargs or {}))
         if not self.paused:
             self.note(tree_leaves(result))
@@ -66,7 +69,9 @@ class LiveBytes(TorchDispatchMode):
         return self._alive()
 
     def settle(self, expected: int = 0) -> int:
-        """Bytes alive now, or a moment later: gloo's thread still holds a message when the exchange was waited for."""
+        """Bytes alive now, or a moment later: gloo's thread still holds a message when the exchange
+        was waited for.
+        """
         if self._alive() > expected:
             gc.collect()
         deadline = time.monotonic() + 2
@@ -94,7 +99,9 @@ class OutsideKernel:
     def forward(self, *tensors_tasks_scores: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self._counted(self.kernel.forward, tensors_tasks_scores)
 
-    def backward(self, *tensors_tasks_scores: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(
+        self, *tensors_tasks_scores: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self._counted(self.kernel.backward, tensors_tasks_scores)
 
     def _counted(self, call: Any, arguments: tuple[torch.Tensor | TaskBatch | Scores, ...]) -> Any:

@@ -22,13 +22,27 @@ _INLINE = re.compile(r"`((?:python|hf-distca|accelerate|pytest|make|mkdocs) [^`]
 def commands() -> frozenset[str]:
     """Every command, without the remark behind it."""
     texts = [(ROOT / page).read_text() for page in PAGES]
-    blocks = [line.split(" # ")[0].strip() for text in texts for block in _BASH.findall(text) for line in block.splitlines()]
-    return frozenset(command for command in (*blocks, *(found for text in texts for found in _INLINE.findall(text))) if command)
+    blocks = [
+        line.split(" # ")[0].strip()
+        for text in texts
+        for block in _BASH.findall(text)
+        for line in block.splitlines()
+    ]
+    return frozenset(
+        command
+        for command in (*blocks, *(found for text in texts for found in _INLINE.findall(text)))
+        if command
+    )
 
 
 def printed(page: str) -> list[tuple[list[str], str]]:
-    """What a page says that commands print: the commands of each block, and the text right below it."""
-    return [(block.splitlines(), text.rstrip()) for block, text in _PRINTED.findall((ROOT / page).read_text())]
+    """What a page says that commands print: the commands of each block, and the text right below
+    it.
+    """
+    return [
+        (block.splitlines(), text.rstrip())
+        for block, text in _PRINTED.findall((ROOT / page).read_text())
+    ]
 
 
 def on_a_page(command: str) -> str:
@@ -44,4 +58,6 @@ def on_a_page(command: str) -> str:
 
 def words_of(command: str) -> list[str]:
     """The words of a command that a page has, with the paths of the repository's files."""
-    return [str(ROOT / word) if _FILES.match(word) else word for word in shlex.split(on_a_page(command))]
+    return [
+        str(ROOT / word) if _FILES.match(word) else word for word in shlex.split(on_a_page(command))
+    ]

@@ -1,4 +1,6 @@
-"""Real processes for tests: a pool of gloo ranks that stay up and run one function after another."""
+"""Real processes for tests: a pool of gloo ranks that stay up and run one function after
+another.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,14 @@ class RankPool:
     `join` makes a process the rank of a number; by default of a world that meets in a file.
     """
 
-    def __init__(self, world_size: int, *, daemon: bool = True, join: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, world_size: int, *, daemon: bool = True, join: Callable[[int], None] | None = None
+    ) -> None:
         self.world_size, self.calls = world_size, 0
         self._folder = tempfile.TemporaryDirectory()
-        join = join or partial(join_world, world_size=world_size, store=Path(self._folder.name, "store"))
+        join = join or partial(
+            join_world, world_size=world_size, store=Path(self._folder.name, "store")
+        )
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
@@ -36,8 +42,12 @@ class RankPool:
             theirs.close()  # else a rank that dies would leave a connection that never ends
             self._pipes.append(ours)
 
-    def __call__(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-        """Run ``function(rank, *args)`` on every rank; return the results in rank order, or raise the first failure."""
+    def __call__(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 120.0
+    ) -> list[Any]:
+        """Run ``function(rank, *args)`` on every rank; return the results in rank order, or raise
+        the first failure.
+        """
         self.calls += 1
         for pipe in self._pipes:
             pipe.send((function, args))
@@ -58,12 +68,20 @@ class RankPool:
                 results[rank] = value
                 if not ok:
                     failures.append(f"rank {rank}: {value}")
-            if failures:  # the others may wait for the one that failed: give them a moment to fail by themselves
+            # The others may wait for the one that failed: give them a moment to fail by themselves.
+            if failures:
                 deadline = min(deadline, time.monotonic() + 5.0)
         missing = sorted(set(range(self.world_size)) - set(results))
         if missing or failures:
             self.close()
-            raise AssertionError("\n".join([*failures, *(f"rank {rank}: no result of {function.__name__}" for rank in missing)]))
+            raise AssertionError(
+                "\n".join(
+                    [
+                        *failures,
+                        *(f"rank {rank}: no result of {function.__name__}" for rank in missing),
+                    ]
+                )
+            )
         return [results[rank] for rank in range(self.world_size)]
 
     @property
@@ -98,4 +116,6 @@ def join_world(rank: int, world_size: int, store: Path) -> None:
     """Make this process a rank of a gloo world that meets in a file."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # never used: the store is a file
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size
+    )

@@ -12,12 +12,21 @@ import torch.distributed as dist
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.group import AttentionGroup
 
-COLLECTIVES = ("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast", "barrier")
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "broadcast",
+    "barrier",
+)
 
 
 @contextmanager
 def recorded() -> Iterator[list[str]]:
-    """Names of the collectives of torch.distributed that Python code calls inside, and exchanges of core attention."""
+    """Names of the collectives of torch.distributed that Python code calls inside, and exchanges of
+    core attention.
+    """
     names: list[str] = []
 
     def spy(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,7 +45,9 @@ def recorded() -> Iterator[list[str]]:
 
 @contextmanager
 def counted_planning() -> Iterator[list[str]]:
-    """What the collectives of planning are for, in the order in which this rank calls them inside."""
+    """What the collectives of planning are for, in the order in which this rank calls them
+    inside.
+    """
     seen: list[str] = []
 
     def spy(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,5 +59,7 @@ def counted_planning() -> Iterator[list[str]]:
 
     with ExitStack() as undo:
         for name in ("gather", "all_equal"):
-            undo.enter_context(patch.object(AttentionGroup, name, spy(name, getattr(AttentionGroup, name))))
+            undo.enter_context(
+                patch.object(AttentionGroup, name, spy(name, getattr(AttentionGroup, name)))
+            )
         yield seen

@@ -1,4 +1,6 @@
-"""Commands in forks: the processes that `python SCRIPT` or `accelerate launch SCRIPT` would start, without the imports."""
+"""Commands in forks: the processes that `python SCRIPT` or `accelerate launch SCRIPT` would start,
+without the imports.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def run(command: Sequence[str], folder: Path, *, timeout: float = 180.0) -> str:
     """Run a command in `folder` and return what it printed.
 
     Raises:
-        AssertionError: with the output, if the command failed or took longer than `timeout` seconds.
+        AssertionError: with the output, if the command failed or took longer than `timeout`
+            seconds.
     """
     match command:
         case ["python", *script]:
@@ -31,32 +34,46 @@ def run(command: Sequence[str], folder: Path, *, timeout: float = 180.0) -> str:
         case ["accelerate", "launch", *options]:
             return _run(*_launched(options), folder, timeout)
         case ["hf-distca" | "pytest" as name, *arguments]:
-            return _run([str(Path(sys.executable).with_name(name)), *arguments], [{}], folder, timeout)
+            return _run(
+                [str(Path(sys.executable).with_name(name)), *arguments], [{}], folder, timeout
+            )
     raise ValueError(f"this cannot be run as a fork: {command}")
 
 
 def _launched(options: list[str]) -> tuple[list[str], list[dict[str, str]]]:
-    """Script and arguments, and the environment of each rank: accelerate reads its options itself, only torchrun is left out."""
+    """Script and arguments, and the environment of each rank: accelerate reads its options itself,
+    only torchrun is left out.
+    """
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
     with socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(["--main_process_port", port, *options]))
+    arguments, *_ = _validate_launch_command(
+        launch_command_parser().parse_args(["--main_process_port", port, *options])
+    )
     if not arguments.multi_gpu:
         raise ValueError(f"accelerate would start one process: {options}")
     size = str(arguments.num_processes)
     shared = prepare_multi_gpu_env(arguments) | {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     shared |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(int(size))]
-    return ["-m"] * bool(arguments.module) + [arguments.training_script, *arguments.training_script_args], ranks
+    return ["-m"] * bool(arguments.module) + [
+        arguments.training_script,
+        *arguments.training_script_args,
+    ], ranks
 
 
-def _run(script: list[str], environments: list[dict[str, str]], folder: Path, timeout: float) -> str:
+def _run(
+    script: list[str], environments: list[dict[str, str]], folder: Path, timeout: float
+) -> str:
     output = folder / "output.txt"
     output.write_bytes(b"")
-    started = [forks.start(_be_program, script, folder, output, daemon=False, **changes) for changes in environments]
+    started = [
+        forks.start(_be_program, script, folder, output, daemon=False, **changes)
+        for changes in environments
+    ]
     try:
         ended = _wait(started, time.monotonic() + timeout)
     finally:
@@ -73,7 +90,9 @@ def _run(script: list[str], environments: list[dict[str, str]], folder: Path, ti
 
 def _wait(processes: list[ForkServerProcess], deadline: float) -> bool:
     """Whether all ended in time; if one fails, the others have no more to do."""
-    while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
+    while any(process.is_alive() for process in processes) and not any(
+        process.exitcode for process in processes
+    ):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)
@@ -114,7 +133,9 @@ def _keep_caches_in(folder: Path) -> None:
 
 
 def _fork_what_it_spawns() -> None:
-    """What is spawned imports everything again. It has to be picklable for that, which is checked here."""
+    """What is spawned imports everything again. It has to be picklable for that, which is checked
+    here.
+    """
     from torch import multiprocessing
 
     def spawn(function: Callable[..., object], args: tuple[Any, ...] = (), nprocs: int = 1) -> None:

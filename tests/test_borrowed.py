@@ -1,4 +1,6 @@
-"""Private names of torch, transformers and accelerate: all in one file, and what is said of them there holds."""
+"""Private names of torch, transformers and accelerate: all in one file, and what is said of them
+there holds.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,16 @@ def test_no_other_file_has_a_private_name_of_theirs(path: Path) -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
         elif isinstance(node, ast.Import):
-            names = [part for alias in node.names if alias.name.split(".")[0] in PACKAGES for part in alias.name.split(".")]
-        elif isinstance(node, ast.Attribute) and ast.unparse(node).split(".")[0] in ("torch", "dist"):
+            names = [
+                part
+                for alias in node.names
+                if alias.name.split(".")[0] in PACKAGES
+                for part in alias.name.split(".")
+            ]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).split(".")[0] in (
+            "torch",
+            "dist",
+        ):
             names = ast.unparse(node).split(".")
         private = [name for name in names if is_private(name)]
         assert not private, f"{private}: take it from hf_distca.borrowed"
@@ -85,7 +95,9 @@ def test_masks_are_made_of_the_parts_that_are_named() -> None:
 
 def test_models_ask_for_attention_names_where_borrowed_says() -> None:
     """`let_names_pass` replaces the method that a model calls when it is made."""
-    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    config = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
+    )
     asked = []
     ask = LlamaForCausalLM._check_and_adjust_attn_implementation
 
@@ -117,7 +129,9 @@ class FakeNccl:
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", "gloo"])
-def test_messages_over_nccl_have_a_stream_of_high_priority(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_over_nccl_have_a_stream_of_high_priority(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: dict[str, object] = {}
     world = FakeWorld()
 
@@ -130,7 +144,10 @@ def test_messages_over_nccl_have_a_stream_of_high_priority(backend: str, monkeyp
     monkeypatch.setattr(borrowed.c10d, "_new_process_group_helper", make)
     worlds = SimpleNamespace(pg_map=defaultdict(lambda: ("", None)), pg_group_ranks={})
     monkeypatch.setattr(borrowed.c10d, "_world", worlds)
-    assert borrowed.group_of_members((0, 1), backend, timedelta(seconds=9), "a name", "a purpose") == "group"
+    assert (
+        borrowed.group_of_members((0, 1), backend, timedelta(seconds=9), "a name", "a purpose")
+        == "group"
+    )
     options = seen["backend_options"]
     if backend == "gloo":
         assert options is None
@@ -141,15 +158,21 @@ def test_messages_over_nccl_have_a_stream_of_high_priority(backend: str, monkeyp
 def test_a_trainer_takes_another_batch_size_after_it_was_made(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
-    args = TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=4, use_cpu=True, report_to=[])
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
+    args = TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, use_cpu=True, report_to=[]
+    )
     trainer = Trainer(model, args, train_dataset=[{"input_ids": [1, 2]}] * 8)
     borrowed.set_batch_size(trainer, 1)
     assert len(trainer.get_train_dataloader()) == 8
 
 
 @pytest.mark.parametrize(("installed", "targets"), [("5.10.2", 5), ("5.11.0", 2)])
-def test_older_trainers_count_the_targets_of_shares(monkeypatch: pytest.MonkeyPatch, installed: str, targets: int) -> None:
+def test_older_trainers_count_the_targets_of_shares(
+    monkeypatch: pytest.MonkeyPatch, installed: str, targets: int
+) -> None:
     from transformers import Trainer
 
     def count(trainer: object, batches: list[dict[str, torch.Tensor]], device: str) -> int:
@@ -160,7 +183,9 @@ def test_older_trainers_count_the_targets_of_shares(monkeypatch: pytest.MonkeyPa
     borrowed.count_shifted_targets.__wrapped__()  # without its cache
     share = {"labels": torch.full((1, 4), -100), "shift_labels": torch.tensor([[5, 6, -100, 7]])}
     whole = {"labels": torch.tensor([[-100, 2, 3, -100]])}
-    assert Trainer._get_num_items_in_batch(Trainer.__new__(Trainer), [share, whole], "cpu") == targets
+    assert (
+        Trainer._get_num_items_in_batch(Trainer.__new__(Trainer), [share, whole], "cpu") == targets
+    )
 
 
 def test_functions_of_packages_are_told_from_those_of_torch() -> None:
@@ -188,8 +213,13 @@ def test_functions_of_packages_are_told_from_those_of_torch() -> None:
 
         return Func()
 
-    assert [borrowed.is_of_package(function) for function in (found, as_module(found))] == [True, True]
-    assert [borrowed.is_of_package(function) for function in (missing, as_module(missing), as_module)] == [False, False, False]
+    assert [borrowed.is_of_package(function) for function in (found, as_module(found))] == [
+        True,
+        True,
+    ]
+    assert [
+        borrowed.is_of_package(function) for function in (missing, as_module(missing), as_module)
+    ] == [False, False, False]
 
 
 def test_loader_workers_are_hidden_and_divided_streams_told() -> None:
@@ -211,4 +241,6 @@ def test_loader_workers_are_hidden_and_divided_streams_told() -> None:
     assert borrowed_readers.get_row_indices(data.select([2, 0])).column(0).to_pylist() == [2, 0]
     stream = data.to_iterable_dataset(2)
     assert borrowed_readers.count_split_ranks(stream) == 1
-    assert borrowed_readers.count_split_ranks(split_dataset_by_node(stream, 0, 2).shuffle(seed=0)) == 2
+    assert (
+        borrowed_readers.count_split_ranks(split_dataset_by_node(stream, 0, 2).shuffle(seed=0)) == 2
+    )

@@ -32,13 +32,22 @@ def test_help_names_the_verb() -> None:
 
 @pytest.mark.parametrize("cost", ["pairs", "cpu", "cuda"])
 def test_plan_of_segments(tmp_path: Path, cost: str) -> None:
-    rows = {"rank_segments": [[[0, 0, 30000, 60000]], [[0, 30000, 60000, 60000]], [[1, 0, 100, 100]]], "name": "any"}
+    rows = {
+        "rank_segments": [[[0, 0, 30000, 60000]], [[0, 30000, 60000, 60000]], [[1, 0, 100, 100]]],
+        "name": "any",
+    }
     output = tmp_path / "plan.json"
-    result = run("plan", placement(tmp_path, rows), "--output", output, "--cost", cost, "--head-groups", "1")
+    result = run(
+        "plan", placement(tmp_path, rows), "--output", output, "--cost", cost, "--head-groups", "1"
+    )
     assert result.exit_code == 0, result.output
     assert "imbalance of causal pairs" in result.stdout
     tasks = json.loads(output.read_text())["tasks"]
-    covered = sorted((document, position) for document, start, end, _, _ in tasks for position in range(start, end))
+    covered = sorted(
+        (document, position)
+        for document, start, end, _, _ in tasks
+        for position in range(start, end)
+    )
     assert covered == [(0, n) for n in range(60000)] + [(1, n) for n in range(100)]
     assert Plan.from_json(output.read_text()).layout.world_size == 3
     assert run("plan", placement(tmp_path, rows), "--output", output, "--cost", cost).exit_code == 0
@@ -103,7 +112,10 @@ def test_plan_with_a_window(tmp_path: Path, window: int) -> None:
         ({"rank_segments": [[3]]}, "segment 3 must be"),
         ({"rank_segments": [[[0, 1]]]}, "segment [0, 1] must be"),
         ({"rank_segments": [[[0, 1, 2]]]}, "starts at 1 where position 0 is next"),
-        ({"rank_segments": [[[0, 0, 10, 5]]]}, "segment [0, 0, 10, 5] ends at 10, behind the document's length of 5"),
+        (
+            {"rank_segments": [[[0, 0, 10, 5]]]},
+            "segment [0, 0, 10, 5] ends at 10, behind the document's length of 5",
+        ),
         ({"rank_segments": [[[0, 0, 10, "5"]]]}, "'5' must be an integer"),
     ],
 )
@@ -124,15 +136,29 @@ def test_bad_placements(tmp_path: Path, content: object, message: str) -> None:
         (("--head-dim", str(10**21)), "--head-dim 1000000000000000000000: the limit is 2**31"),
         (("--tile", str(10**30)), "--tile 1000000000000000000000000000000: the limit is 2**31"),
         (("--ranks-per-node", str(2**31)), "--ranks-per-node 2147483648: the limit is 2**31"),
-        (("--link-gigabytes", "inf"), "--link-gigabytes inf: a rate is a number from 1e-9 to 1e9 GB/s"),
+        (
+            ("--link-gigabytes", "inf"),
+            "--link-gigabytes inf: a rate is a number from 1e-9 to 1e9 GB/s",
+        ),
     ],
 )
 def test_bad_options(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
-    one_line(run("plan", placement(tmp_path, {"lengths": [[1]]}), "--output", tmp_path / "plan.json", *options), message)
+    one_line(
+        run(
+            "plan",
+            placement(tmp_path, {"lengths": [[1]]}),
+            "--output",
+            tmp_path / "plan.json",
+            *options,
+        ),
+        message,
+    )
 
 
 def test_standard_input_and_output(tmp_path: Path) -> None:
-    """Without --output the plan goes to standard output, and what there is to say about it elsewhere."""
+    """Without --output the plan goes to standard output, and what there is to say about it
+    elsewhere.
+    """
     content = json.dumps({"lengths": [[16384], [2048] * 8]})
     for options in ((), ("--output", "-")):
         result = CliRunner().invoke(app, ["plan", "-", *options], input=content)
@@ -156,7 +182,9 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     os.close(read)
     words = [sys.executable, "-m", "hf_distca.cli", "plan", str(file)]
     with os.fdopen(written, "wb") as closed:
-        done = subprocess.run(words, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            words, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
     assert "hf-distca:" not in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -178,7 +206,9 @@ def test_version() -> None:
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
-    one_line(run("plan", tmp_path / "none.json", "--output", tmp_path / "plan.json"), "No such file")
+    one_line(
+        run("plan", tmp_path / "none.json", "--output", tmp_path / "plan.json"), "No such file"
+    )
     file = placement(tmp_path, {"lengths": [[1]]})
     one_line(run("plan", file, "--output", tmp_path / "none" / "plan.json"), "No such file")
 

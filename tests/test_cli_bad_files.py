@@ -26,8 +26,12 @@ from hf_distca.run_report.rows import RECORD_NAME
 sys.path.append(str(Path(__file__).with_name("run_report")))
 from some_run import some_rows, write_record, write_trace
 
-PROFILE = json.loads((resources.files("hf_distca.schedule") / "profiles_data/xeon_1_thread.json").read_text())
-PLACEMENT = {"rank_segments": [[[0, 0, 600, 1000], [1, 0, 40]], [[0, 600, 1000, 1000]], [[2, 0, 300, 300]]]}
+PROFILE = json.loads(
+    (resources.files("hf_distca.schedule") / "profiles_data/xeon_1_thread.json").read_text()
+)
+PLACEMENT = {
+    "rank_segments": [[[0, 0, 600, 1000], [1, 0, 40]], [[0, 600, 1000, 1000]], [[2, 0, 300, 300]]]
+}
 
 
 def run(*arguments: str | Path) -> Result:
@@ -72,16 +76,26 @@ def changed(content: Any, *path: str | int, value: Any) -> Any:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_rates_that_no_device_has(path: tuple[str | int, ...], value: object, tmp_path: Path) -> None:
+def test_rates_that_no_device_has(
+    path: tuple[str | int, ...], value: object, tmp_path: Path
+) -> None:
     profile = as_file(tmp_path / "profile.json", changed(PROFILE, *path, value=value))
     placement = as_file(tmp_path / "placement.json", PLACEMENT)
     one_line(run("plan", placement, "--cost-model", profile), str(profile))
-    assert run("plan", placement, "--cost-model", as_file(tmp_path / "profile.json", PROFILE)).exit_code == 0
+    assert (
+        run(
+            "plan", placement, "--cost-model", as_file(tmp_path / "profile.json", PROFILE)
+        ).exit_code
+        == 0
+    )
 
 
 @pytest.mark.parametrize("rate", ["1e-320", "1e308", "nan"])
 def test_links_that_no_device_has(rate: str, tmp_path: Path) -> None:
-    one_line(run("plan", as_file(tmp_path / "placement.json", PLACEMENT), "--link-gigabytes", rate), "GB/s.")
+    one_line(
+        run("plan", as_file(tmp_path / "placement.json", PLACEMENT), "--link-gigabytes", rate),
+        "GB/s.",
+    )
 
 
 def record(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
@@ -97,8 +111,22 @@ def record(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
 
 
 def test_records_with_other_tallies(tmp_path: Path) -> None:
-    one_line(run("report", record(tmp_path / "a", lambda row: row["tally"].update(moved=10**400)), "--json"), "int too large")
-    one_line(run("report", record(tmp_path / "b", lambda row: row["tally"].pop("micro_batches")), "--json"), "micro_batches")
+    one_line(
+        run(
+            "report",
+            record(tmp_path / "a", lambda row: row["tally"].update(moved=10**400)),
+            "--json",
+        ),
+        "int too large",
+    )
+    one_line(
+        run(
+            "report",
+            record(tmp_path / "b", lambda row: row["tally"].pop("micro_batches")),
+            "--json",
+        ),
+        "micro_batches",
+    )
     ranks = record(tmp_path / "c", lambda row: row["per_rank"].update(tokens=[10**400] * 4))
     one_line(run("report", ranks, "--json"), "is no row of a record")
 
@@ -110,7 +138,10 @@ def test_more_micro_batches_moved_than_there_were(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["\ud800", "a\0b"], ids=ascii)
 def test_a_folder_of_timelines_whose_name_no_folder_has(name: str, tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in (write_record(tmp_path, some_rows()) / RECORD_NAME).read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (write_record(tmp_path, some_rows()) / RECORD_NAME).read_text().splitlines()
+    ]
     lines = (json.dumps({**row, "traces": name} if row["row"] == "run" else row) for row in rows)
     (tmp_path / RECORD_NAME).write_text("".join(line + "\n" for line in lines))
     write_trace(tmp_path, 0, 0.2, 0.1)
@@ -144,7 +175,10 @@ def test_a_page_with_a_name_that_is_no_text(tmp_path: Path) -> None:
 
 
 def test_a_long_value_is_not_repeated(tmp_path: Path) -> None:
-    one_line(run("plan", as_file(tmp_path / "placement.json", {"lengths": [["x" * 10**6]]})), "must be an integer")
+    one_line(
+        run("plan", as_file(tmp_path / "placement.json", {"lengths": [["x" * 10**6]]})),
+        "must be an integer",
+    )
 
 
 def reading(tmp_path: Path) -> list[tuple[str, list[str | Path], Path]]:
@@ -175,7 +209,10 @@ def test_what_never_ends_is_not_read(tmp_path: Path) -> None:
             result = run(*command)
             one_line(result)
             passed_over = name in ("record", "shape")  # as if they were not there
-            assert ("is a pipe, a socket or a device" in result.stderr) != passed_over, (name, result.stderr)
+            assert ("is a pipe, a socket or a device" in result.stderr) != passed_over, (
+                name,
+                result.stderr,
+            )
 
 
 def test_what_is_too_much_is_said(tmp_path: Path) -> None:
@@ -187,7 +224,10 @@ def test_what_is_too_much_is_said(tmp_path: Path) -> None:
         os.truncate(file, 2**26 + 1)  # no block of the disk is used
         one_line(run(*command), " MiB, the most that is read")
     placement = as_file(tmp_path / "many.json", {"lengths": [[1] * (2**18 + 1)]})
-    one_line(run("plan", placement), "262145 documents or parts of documents: at most 262144 can be planned")
+    one_line(
+        run("plan", placement),
+        "262145 documents or parts of documents: at most 262144 can be planned",
+    )
     lengths = as_file(tmp_path / "many.json", [1] * (2**18 + 1))
     one_line(run("deal", lengths, "--ranks", 1, "--tokens-per-rank", 2**18 + 1), "262145 documents")
     endless = CliRunner().invoke(app, ["plan", "-"], input=b" " * (2**24 + 1))
@@ -219,13 +259,21 @@ def places(content: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str
     """Every place in nested containers."""
     if path:
         yield path
-    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    items = (
+        content.items()
+        if isinstance(content, dict)
+        else enumerate(content)
+        if isinstance(content, list)
+        else ()
+    )
     for key, value in items:
         yield from places(value, (*path, key))
 
 
 def mutated(content: Any, chance: random.Random) -> bytes:
-    """JSON with some values changed, missing or twice, or its text cut or with other bytes in it."""
+    """JSON with some values changed, missing or twice, or its text cut or with other bytes in
+    it.
+    """
     content = copy.deepcopy(content)
     for _ in range(chance.randint(0, 2)):
         *path, last = chance.choice(list(places(content)))
@@ -249,13 +297,18 @@ def mutated(content: Any, chance: random.Random) -> bytes:
             text[chance.randrange(len(text))] = chance.randrange(256)
         case 2:
             at = chance.randrange(len(text))
-            text[at:at] = chance.choice([b"9" * 400, b"[" * 3000, b"\x00", b"\xff\xfe", b"NaN", b"-", b'"'])
+            text[at:at] = chance.choice(
+                [b"9" * 400, b"[" * 3000, b"\x00", b"\xff\xfe", b"NaN", b"-", b'"']
+            )
     return bytes(text)
 
 
 def fuzz(seed: int, count: int, folder: Path) -> None:
     chance = random.Random(seed)
-    rows = [json.loads(line) for line in (write_record(folder, some_rows(2, 2)) / RECORD_NAME).read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (write_record(folder, some_rows(2, 2)) / RECORD_NAME).read_text().splitlines()
+    ]
     write_trace(folder, 0, 0.2, 0.1)
     trace = json.loads((folder / "rank_0.json").read_text())
     placement, file = as_file(folder / "placement.json", PLACEMENT), folder / "file.json"
@@ -273,9 +326,15 @@ def fuzz(seed: int, count: int, folder: Path) -> None:
         command, path, content = chance.choice(cases)
         sound, text = path.read_bytes() if path.exists() else b"", mutated(content, chance)
         lines = [json.dumps(row).encode() if row is not content else text for row in rows]
-        path.write_bytes(b"".join(line + b"\n" for line in lines) if path.suffix == ".jsonl" else text)
+        path.write_bytes(
+            b"".join(line + b"\n" for line in lines) if path.suffix == ".jsonl" else text
+        )
         what = f"case {number}, {command}: {text[:3000]!r}"
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as said, pytest.raises(SystemExit) as ended:
+        with (
+            redirect_stdout(StringIO()),
+            redirect_stderr(StringIO()) as said,
+            pytest.raises(SystemExit) as ended,
+        ):
             verbs.main([str(word) for word in command])
         path.write_bytes(sound)
         errors = said.getvalue()

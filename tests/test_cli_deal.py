@@ -19,13 +19,27 @@ def lengths(path: Path, content: object) -> Path:
     return file
 
 
-def deal(path: Path, content: object, *options: str | int, ranks: int = 4, tokens: int = 4096) -> Result:
+def deal(
+    path: Path, content: object, *options: str | int, ranks: int = 4, tokens: int = 4096
+) -> Result:
     file = lengths(path, content)
-    return run("deal", file, "--ranks", ranks, "--tokens-per-rank", tokens, "--output", path / "placement.json", *options)
+    return run(
+        "deal",
+        file,
+        "--ranks",
+        ranks,
+        "--tokens-per-rank",
+        tokens,
+        "--output",
+        path / "placement.json",
+        *options,
+    )
 
 
 def rows(path: Path) -> list[list[list[int]]]:
-    found: list[list[list[int]]] = json.loads((path / "placement.json").read_text())["rank_segments"]
+    found: list[list[list[int]]] = json.loads((path / "placement.json").read_text())[
+        "rank_segments"
+    ]
     return found
 
 
@@ -41,10 +55,18 @@ def test_a_placement_that_plan_reads(tmp_path: Path, cost: str) -> None:
     assert ("imbalance of seconds" in result.stdout) == (cost != "pairs")
     ranks = rows(tmp_path)
     assert [sum(end - start for _, start, end, _ in rank) for rank in ranks] == [4096] * 4
-    covered = sorted(position for rank in ranks for d, start, end, n in rank if d == 0 for position in range(start, end))
+    covered = sorted(
+        position
+        for rank in ranks
+        for d, start, end, n in rank
+        if d == 0
+        for position in range(start, end)
+    )
     assert covered == list(range(10000))
     assert {(d, n) for rank in ranks for d, _, _, n in rank} >= {(0, 10000), (7, 384)}
-    planned = run("plan", tmp_path / "placement.json", "--output", tmp_path / "plan.json", "--cost", cost)
+    planned = run(
+        "plan", tmp_path / "placement.json", "--output", tmp_path / "plan.json", "--cost", cost
+    )
     assert planned.exit_code == 0, planned.output
 
 
@@ -53,7 +75,10 @@ def test_plan_counts_what_deal_dealt_by_unless_told_otherwise(tmp_path: Path) ->
     planned = run("plan", tmp_path / "placement.json", "--output", tmp_path / "plan.json")
     assert dealt.stdout.splitlines()[0] == planned.stdout.splitlines()[0]
     for line in ("imbalance of seconds", "slowest rank, estimated"):
-        told = [[text for text in result.stdout.splitlines() if line in text] for result in (dealt, planned)]
+        told = [
+            [text for text in result.stdout.splitlines() if line in text]
+            for result in (dealt, planned)
+        ]
         assert told[0] == told[1] != []
 
 
@@ -90,7 +115,17 @@ def test_options(tmp_path: Path) -> None:
     )
     result = deal(tmp_path, [8192, *[1024] * 8], *options)
     assert result.exit_code == 0, result.output
-    assert len({rank // 2 for rank, row in enumerate(rows(tmp_path)) for document, *_ in row if document == 0}) == 1
+    assert (
+        len(
+            {
+                rank // 2
+                for rank, row in enumerate(rows(tmp_path))
+                for document, *_ in row
+                if document == 0
+            }
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,11 +177,15 @@ def test_links_of_nodes(tmp_path: Path) -> None:
         said.append(float(dealt.stdout.split("slowest rank, estimated")[1].split()[0]))
     assert said[1] > 2 * said[0]
     planned = CliRunner().invoke(
-        app, ["plan", "-", "--cost", "cuda", "--ranks-per-node", "2"], input='{"lengths": [[65536], [512], [65536], [512]]}'
+        app,
+        ["plan", "-", "--cost", "cuda", "--ranks-per-node", "2"],
+        input='{"lengths": [[65536], [512], [65536], [512]]}',
     )
     assert planned.exit_code == 0, planned.output
     assert "between nodes              0.0 of" in planned.stderr
-    wrong = CliRunner().invoke(app, ["plan", "-", "--ranks-per-node", "3"], input='{"lengths": [[8], [8]]}')
+    wrong = CliRunner().invoke(
+        app, ["plan", "-", "--ranks-per-node", "3"], input='{"lengths": [[8], [8]]}'
+    )
     one_line(wrong, "2 ranks cannot be nodes of 3")
 
 
@@ -161,14 +200,22 @@ def test_standard_input_and_output() -> None:
 
 def test_bad_numbers(tmp_path: Path) -> None:
     one_line(deal(tmp_path, [16384], ranks=0), "ranks=0")
-    one_line(deal(tmp_path, [16384], ranks=10**9), "ranks=1000000000 must be a whole number from 1 to 65536")
+    one_line(
+        deal(tmp_path, [16384], ranks=10**9),
+        "ranks=1000000000 must be a whole number from 1 to 65536",
+    )
     one_line(deal(tmp_path, [16384], tokens=-1), "tokens_per_rank=-1")
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     options = ("--ranks", 1, "--tokens-per-rank", 8, "--output")
-    one_line(run("deal", tmp_path / "none.json", *options, tmp_path / "placement.json"), "No such file")
-    one_line(run("deal", lengths(tmp_path, [8]), *options, tmp_path / "none" / "placement.json"), "No such file")
+    one_line(
+        run("deal", tmp_path / "none.json", *options, tmp_path / "placement.json"), "No such file"
+    )
+    one_line(
+        run("deal", lengths(tmp_path, [8]), *options, tmp_path / "none" / "placement.json"),
+        "No such file",
+    )
 
 
 def one_line(result: Result, message: str) -> None:

@@ -27,7 +27,9 @@ from ranks import RankPool
 from test_cli_deal import run
 
 SMALL = ("--dtype", "float32", "--width", 16, "--heads", "2:1", "--batch-seconds", 0)
-WANTED = machine_profile.ProfileRequest(torch.device("cpu"), (torch.float32,), (16,), ((2, 1),), batch_seconds=0.0)
+WANTED = machine_profile.ProfileRequest(
+    torch.device("cpu"), (torch.float32,), (16,), ((2, 1),), batch_seconds=0.0
+)
 
 
 def test_kernels_are_measured_and_their_errors_told(tmp_path: Path) -> None:
@@ -35,10 +37,18 @@ def test_kernels_are_measured_and_their_errors_told(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     profile = Profile.load(tmp_path / "own.json")
     (rates,) = profile.kernels
-    assert (profile.name, profile.device, rates.kernel, rates.head_dim, rates.element_bytes) == ("small", "cpu", "cpu", 16, 4)
+    assert (profile.name, profile.device, rates.kernel, rates.head_dim, rates.element_bytes) == (
+        "small",
+        "cpu",
+        "cpu",
+        16,
+        4,
+    )
     assert (profile.inside, profile.between) == (None, None)
     assert rates.fitted > rates.kept_aside > 0
-    assert set(rates.errors) == {f"{way}_{what}" for way in ("forward", "backward") for what in ("median", "largest")}
+    assert set(rates.errors) == {
+        f"{way}_{what}" for way in ("forward", "backward") for what in ("median", "largest")
+    }
     assert profile.versions["torch"] == torch.__version__
     assert profile.date.startswith(time.strftime("%Y-", time.gmtime()))
     assert "cpu, 4 bytes, width 16" in result.stdout
@@ -81,7 +91,16 @@ def test_nodes_are_told_apart_as_in_training(rank_pool: Callable[[int], RankPool
 def test_ranks_are_started_where_asked(tmp_path: Path) -> None:
     program = "from hf_distca.cli import app\nif __name__ == '__main__':\n    app()\n"
     (tmp_path / "program.py").write_text(program)
-    words = ["python", str(tmp_path / "program.py"), "profile", *map(str, SMALL), "--ranks", "2", "--output", "own.json"]
+    words = [
+        "python",
+        str(tmp_path / "program.py"),
+        "profile",
+        *map(str, SMALL),
+        "--ranks",
+        "2",
+        "--output",
+        "own.json",
+    ]
     scripts.run(words, tmp_path, timeout=120)
     assert Profile.load(tmp_path / "own.json").inside is not None
 
@@ -116,7 +135,9 @@ def test_a_rate_that_nothing_limits_is_no_number() -> None:
     """Where bytes alone explain the seconds, the fit has no limit for flops."""
     found = Profile.load(Profile.list_shipped()[0])
     backward = replace(found.kernels[0].backward, flops_per_second=float("inf"))
-    line = summary(replace(found, kernels=(replace(found.kernels[0], backward=backward),))).splitlines()[1]
+    line = summary(
+        replace(found, kernels=(replace(found.kernels[0], backward=backward),))
+    ).splitlines()[1]
     assert "Gflop/s forward, as fast as bytes come backward" in line
 
 
@@ -124,8 +145,22 @@ def test_plan_and_deal_take_a_profile(tmp_path: Path) -> None:
     name = Profile.list_shipped()[0]
     (tmp_path / "lengths.json").write_text(json.dumps([3072, 1024]))
     dealt = tmp_path / "dealt.json"
-    words = ["deal", tmp_path / "lengths.json", "--ranks", 2, "--tokens-per-rank", 2048, "--output", dealt, "--cost-model", name]
-    for command in (words, ["plan", dealt, "--output", tmp_path / "plan.json", "--cost-model", name]):
+    words = [
+        "deal",
+        tmp_path / "lengths.json",
+        "--ranks",
+        2,
+        "--tokens-per-rank",
+        2048,
+        "--output",
+        dealt,
+        "--cost-model",
+        name,
+    ]
+    for command in (
+        words,
+        ["plan", dealt, "--output", tmp_path / "plan.json", "--cost-model", name],
+    ):
         result = run(*command)
         assert result.exit_code == 0, result.output
         assert f"profile {name}" in result.stdout
@@ -143,12 +178,16 @@ def test_shipped_profiles_say_how_they_were_made() -> None:
         profile = Profile.load(name)
         assert profile.name == name
         published = bool(profile.sources)
-        assert profile.made_by.startswith("python benchmarks/published_timings.py " if published else "hf-distca profile ")
+        assert profile.made_by.startswith(
+            "python benchmarks/published_timings.py " if published else "hf-distca profile "
+        )
         assert profile.inside is not None
         assert all(rates.kept_aside and rates.errors for rates in profile.kernels)
         cost = DistCAConfig(cost_model=profile).cost_model
         assert isinstance(cost, Profile)
-        assert cost.make_cost_model(AttentionShape(8, 2, 64, 64, 4)).estimate_seconds(512, 1024)[0] > 0
+        assert (
+            cost.make_cost_model(AttentionShape(8, 2, 64, 64, 4)).estimate_seconds(512, 1024)[0] > 0
+        )
 
 
 def test_no_other_cost_model_is_taken() -> None:
@@ -169,13 +208,19 @@ def listening() -> set[str]:
     for path in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # other threads close theirs
             own.add(str(path.readlink()))
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]
+    ]
     return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
 
 
 def addresses_of_new_ranks(rank: int, folder: Path) -> None:
     heard: list[str] = []
-    with patch.object(machine_profile, "measure_on_these_ranks", lambda *_: heard.extend(listening())):
+    with patch.object(
+        machine_profile, "measure_on_these_ranks", lambda *_: heard.extend(listening())
+    ):
         machine_profile._rank(rank, 2, folder, WANTED, 1, "", "", heard.append)
     (folder / f"heard {rank}").write_text(" ".join(heard))
 

@@ -1,4 +1,6 @@
-"""Every command of the pages is run: by a test, or by make, whose targets the checks of a change run."""
+"""Every command of the pages is run: by a test, or by make, whose targets the checks of a change
+run.
+"""
 
 from __future__ import annotations
 
@@ -26,40 +28,78 @@ NODES = "python benchmarks/networks.py"
 PARTS_OF_CORES = "python benchmarks/pipeline.py --stages 4 --core-share 0.45 --tokens 16384"
 IN_STAGES = "python benchmarks/overlap.py --stages --tokens 4096 --rounds 3 --latencies 0 20 80"
 # What makes a command of the pages small enough for a test.
+CONTEXT_PARALLEL = (
+    "python benchmarks/context_parallel.py --placement benchmarks/placements/long_tail_8_ranks.json"
+)
 SMALL = {
-    "python benchmarks/step_time.py": "--tokens 512 --layers 1 --heads 2 --rounds 1 --sdpa-rounds 0 --json out.json",
-    "python benchmarks/overlap.py": "--tokens 512 --layers 1 --heads 2 --rounds 1 --latencies 0 --json out.json",
+    "python benchmarks/step_time.py": (
+        "--tokens 512 --layers 1 --heads 2 --rounds 1 --sdpa-rounds 0 --json out.json"
+    ),
+    "python benchmarks/overlap.py": (
+        "--tokens 512 --layers 1 --heads 2 --rounds 1 --latencies 0 --json out.json"
+    ),
     IN_STAGES: "--tokens 512 --layers 2 --heads 2 --rounds 1 --latencies 0 --json out.json",
     NODES: "--tokens 256 --layers 1 --heads 2 --rounds 1 --batches 1 --rates 200 --json out.json",
-    "python benchmarks/host_time.py": f"--ranks 8 --tokens 4096 --repeats 1 --documents 2 --before {ROOT} --json out.json",
+    "python benchmarks/host_time.py": (
+        f"--ranks 8 --tokens 4096 --repeats 1 --documents 2 --before {ROOT} --json out.json"
+    ),
     "python benchmarks/memory.py": "--tokens 512 --heads 2 --ranks 2 --rounds 1 --json out.json",
     "python benchmarks/peak_memory.py": "--cases 0 --json out.json",
-    "python benchmarks/scheduler.py --placements benchmarks/placements": "--repeats 1 --json out.json",
+    "python benchmarks/scheduler.py --placements benchmarks/placements": (
+        "--repeats 1 --json out.json"
+    ),
     "python benchmarks/deal.py --placements benchmarks/placements": "--repeats 1 --json out.json",
     "python benchmarks/levels.py --placements benchmarks/placements": "--json out.json",
-    "python benchmarks/recurrent.py --placements benchmarks/placements": "--heads 1 --tokens 16 --rounds 1 --json out.json",
-    "python benchmarks/group_size.py": "--ranks 16 --sizes 8 --tokens 8192 --longest 8192 --seeds 1 --json out.json",
-    "python benchmarks/row_order.py": "--sizes 16x2048 --accumulation 2 --micro-batches 2 --seeds 1 --json out.json",
+    "python benchmarks/recurrent.py --placements benchmarks/placements": (
+        "--heads 1 --tokens 16 --rounds 1 --json out.json"
+    ),
+    "python benchmarks/group_size.py": (
+        "--ranks 16 --sizes 8 --tokens 8192 --longest 8192 --seeds 1 --json out.json"
+    ),
+    "python benchmarks/row_order.py": (
+        "--sizes 16x2048 --accumulation 2 --micro-batches 2 --seeds 1 --json out.json"
+    ),
     "python benchmarks/timeline.py --record traces timeline.png": "--tokens 1024 --latency 20",
-    "python benchmarks/context_parallel.py --placement benchmarks/placements/long_tail_8_ranks.json": "--json out.json",
-    "python benchmarks/rates.py": "--ranks 2 --tokens 256 --layers 1 --heads 2 --steps 14 --json out.json",
-    "python benchmarks/loss_curve.py": "--steps 2 --tokens 128 --layers 1 --picture curves.png --json out.json",
-    "python benchmarks/dealt_step_time.py": "--tokens 512 --layers 1 --heads 2 --rounds 1 --json out.json",
-    "python benchmarks/dealt_step_time.py --hybrid --layers 4 --tokens 4096": "--tokens 512 --heads 2 --rounds 1 --json out.json",
-    "python benchmarks/simulator_validation.py": "--tokens 512 --heads 2 --rounds 1 --json out.json",
+    CONTEXT_PARALLEL: "--json out.json",
+    "python benchmarks/rates.py": (
+        "--ranks 2 --tokens 256 --layers 1 --heads 2 --steps 14 --json out.json"
+    ),
+    "python benchmarks/loss_curve.py": (
+        "--steps 2 --tokens 128 --layers 1 --picture curves.png --json out.json"
+    ),
+    "python benchmarks/dealt_step_time.py": (
+        "--tokens 512 --layers 1 --heads 2 --rounds 1 --json out.json"
+    ),
+    "python benchmarks/dealt_step_time.py --hybrid --layers 4 --tokens 4096": (
+        "--tokens 512 --heads 2 --rounds 1 --json out.json"
+    ),
+    "python benchmarks/simulator_validation.py": (
+        "--tokens 512 --heads 2 --rounds 1 --json out.json"
+    ),
     "python benchmarks/paper_table.py": "--batches 1 --rows 0 --json out.json",
-    "python benchmarks/pool.py": "--tables paper --rows 0 --batches 1 --jobs 1 --picture pool.png --json out.json",
-    "python benchmarks/pool_step.py": "--tokens 512 --layers 1 --heads 2 --rounds 1 --json out.json",
+    "python benchmarks/pool.py": (
+        "--tables paper --rows 0 --batches 1 --jobs 1 --picture pool.png --json out.json"
+    ),
+    "python benchmarks/pool_step.py": (
+        "--tokens 512 --layers 1 --heads 2 --rounds 1 --json out.json"
+    ),
     "python benchmarks/published_timings.py": "--json out.json",
     "python benchmarks/profile_plans.py benchmarks/placements": "--json out.json",
     "python benchmarks/magi_setting.py": "--rows 1 --json out.json",
-    "python benchmarks/simulator_picture.py simulated.png": "--contexts 64 --ranks 8 --middle 8 --batches 1",
-    "python benchmarks/pipeline.py": "--tokens 64 --micro-batches 2 --layers 2 --heads 2 --rounds 1 --json out.json",
+    "python benchmarks/simulator_picture.py simulated.png": (
+        "--contexts 64 --ranks 8 --middle 8 --batches 1"
+    ),
+    "python benchmarks/pipeline.py": (
+        "--tokens 64 --micro-batches 2 --layers 2 --heads 2 --rounds 1 --json out.json"
+    ),
     PARTS_OF_CORES: "--tokens 64 --micro-batches 4 --rounds 1 --json out.json",
     "python tests/engines/matrix.py --quick": "--engine FSDP1 --json out.json",
-    "python tests/engines/equal_training.py": '--only "Trainer, DDP, 2 ranks" --steps 2 --json out.json',
+    "python tests/engines/equal_training.py": (
+        '--only "Trainer, DDP, 2 ranks" --steps 2 --json out.json'
+    ),
 }
-# Of those, the ones that take long however small they are; then those that take seconds, of which a run takes some.
+# Of those, the ones that take long however small they are; then those that take seconds, of which a
+# run takes some.
 LONG = {
     "python benchmarks/step_time.py",
     "python benchmarks/overlap.py",
@@ -81,7 +121,10 @@ IN_TURN = {
     "python benchmarks/dealt_step_time.py",
     "python benchmarks/published_timings.py",
     "python benchmarks/profile_plans.py benchmarks/placements",
-    "python benchmarks/context_parallel.py --placement benchmarks/placements/long_tail_8_ranks.json",
+    (
+        "python benchmarks/context_parallel.py --placement"
+        " benchmarks/placements/long_tail_8_ranks.json"
+    ),
     "python benchmarks/memory.py",
     "python benchmarks/host_time.py",
     "python benchmarks/deal.py --placements benchmarks/placements",
@@ -103,15 +146,26 @@ COLLECTED = {
     "pytest tests/models": "test_families.py",
     'pytest -m "slow or not slow" tests/schedule': "test_scheduler.py",
 }
-# Of trainers that no environment can have beside each other: their pins of transformers exclude these. docs/works_with.md says
-# when each was run by hand.
+# Of trainers that no environment can have beside each other: their pins of transformers exclude
+# these. docs/works_with.md says when each was run by hand.
 OF_OTHER_TRAINERS = {
-    r"""printf 'import hf_distca\n\nhf_distca.configure(instead_of="flash_attention_2")\n' > distca_plugin.py""",
-    "swift sft --external_plugins distca_plugin.py --attn_impl flash_attention_2 --packing true --model m --dataset d.jsonl",
-    "torchrun --nproc_per_node 2 -m hf_distca.run --instead-of sdpa -m llamafactory.launcher train.yaml",
-    "hf-distca run --attn-implementation distca --tokens-per-rank 16384 llamafactory-cli train train.yaml",
+    r"""printf 'import hf_distca\n\nhf_distca.configure(instead_of="flash_attention_2")\n' """
+    "> distca_plugin.py",
+    (
+        "swift sft --external_plugins distca_plugin.py --attn_impl flash_attention_2 --packing true"
+        " --model m --dataset d.jsonl"
+    ),
+    (
+        "torchrun --nproc_per_node 2 -m hf_distca.run --instead-of sdpa -m llamafactory.launcher"
+        " train.yaml"
+    ),
+    (
+        "hf-distca run --attn-implementation distca --tokens-per-rank 16384 llamafactory-cli train"
+        " train.yaml"
+    ),
 }
-# They write tables that tests/models/test_families.py and test_cut_hybrids.py compare, cell by cell.
+# They write tables that tests/models/test_families.py and test_cut_hybrids.py compare, cell by
+# cell.
 WRITERS = {"python tests/models/generate.py", "python tests/models/cut_hybrids.py"}
 # Cannot be run by a test: they start all tests, or never end.
 NOT_HERE = {"bash .ci/run", "make test", "mkdocs serve", *WRITERS, *OF_OTHER_TRAINERS}
@@ -133,22 +187,32 @@ def named_in_tests() -> frozenset[str]:
     found = {LAUNCH + name for name in OTHERS}
     for file in (ROOT / "tests").rglob("test_*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("on_a_page", "words_of"):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
+                "on_a_page",
+                "words_of",
+            ):
                 found |= {word.value for word in node.args if isinstance(word, ast.Constant)}
     return frozenset(found)
 
 
 @cache
 def run_by_make(target: str) -> list[str]:
-    """The commands that a target runs where nothing is installed yet; pip's output goes through a filter."""
+    """The commands that a target runs where nothing is installed yet; pip's output goes through a
+    filter.
+    """
     path = {"PATH": os.environ["PATH"]}  # and not the settings of a make that runs these tests
-    done = subprocess.run(["make", "-Bn", target], cwd=ROOT, env=path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["make", "-Bn", target], cwd=ROOT, env=path, capture_output=True, text=True, check=True
+    )
     return [re.sub(r"^set -o pipefail; | \| .*", "", line) for line in done.stdout.splitlines()]
 
 
 def is_run(command: str) -> bool:
     if (
-        command in {*SMALL, *COLLECTED, *NOT_HERE} | named_in_tests() | {one for _, block, _ in PRINTED for one in block}
+        command
+        in {*SMALL, *COLLECTED, *NOT_HERE}
+        | named_in_tests()
+        | {one for _, block, _ in PRINTED for one in block}
         or installed(command) is not None
     ):
         return True
@@ -181,23 +245,35 @@ def test_no_command_is_listed_that_no_page_has() -> None:
 
 def installed(command: str) -> list[str] | None:
     """The extras that a command installs the package with; None if it does something else."""
-    found = re.fullmatch(r'pip install (?:-c constraints\.txt )?-e (?:\.|"\.\[([\w,]+)\]")', command)
+    found = re.fullmatch(
+        r'pip install (?:-c constraints\.txt )?-e (?:\.|"\.\[([\w,]+)\]")', command
+    )
     return None if found is None else (found[1] or "").split(",")
 
 
 @pytest.mark.parametrize(
     ("page", "block", "text"),
     [
-        pytest.param(*shown, id=f"{shown[0]} {shown[1][-1]}", marks=[pytest.mark.slow] * (shown[:2] in SLOW_PAGES))
+        pytest.param(
+            *shown,
+            id=f"{shown[0]} {shown[1][-1]}",
+            marks=[pytest.mark.slow] * (shown[:2] in SLOW_PAGES),
+        )
         for shown in PRINTED
     ],
 )
-def test_commands_print_what_the_page_says(page: str, block: list[str], text: str, tmp_path: Path) -> None:
-    """In one folder, one after the other; the text is of the last. It may be only a part of what the command prints."""
+def test_commands_print_what_the_page_says(
+    page: str, block: list[str], text: str, tmp_path: Path
+) -> None:
+    """In one folder, one after the other; the text is of the last. It may be only a part of what
+    the command prints.
+    """
     for command in block[:-1]:
         run_program(["bash", "-c", on_a_page(command)], tmp_path, 60)
     lines = scripts.run(words_of(block[-1]), tmp_path).splitlines()
-    assert f"\n{text}\n" in "\n".join(["", *(line.rstrip() for line in lines), ""]), f"{page} says something else"
+    assert f"\n{text}\n" in "\n".join(["", *(line.rstrip() for line in lines), ""]), (
+        f"{page} says something else"
+    )
 
 
 def test_pages_say_what_commands_print() -> None:
@@ -215,7 +291,11 @@ def test_extras_that_pages_install_exist() -> None:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "command",
-    in_turn([pytest.param(one, marks=[pytest.mark.slow] * (one in LONG)) for one in SMALL], 15, SMALL.keys() - IN_TURN),
+    in_turn(
+        [pytest.param(one, marks=[pytest.mark.slow] * (one in LONG)) for one in SMALL],
+        15,
+        SMALL.keys() - IN_TURN,
+    ),
 )
 def test_the_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if command in (NODES, PARTS_OF_CORES):
@@ -232,33 +312,63 @@ def test_the_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 def _has_rights_or_skip(command: str) -> None:
     try:
-        with import_module("nodes").two_nodes() if command == NODES else import_module("core_share").core_shares(1, 0.5):
+        with (
+            import_module("nodes").two_nodes()
+            if command == NODES
+            else import_module("core_share").core_shares(1, 0.5)
+        ):
             pass
     except RuntimeError as error:
         pytest.skip(str(error))
 
 
-# Two of them collect as the third does. Of the whole folder one file will do: whoever runs this test has collected the rest.
+# Two of them collect as the third does. Of the whole folder one file will do: whoever runs this
+# test has collected the rest.
 @pytest.mark.parametrize(
-    "command", [pytest.param(one, marks=[pytest.mark.slow] * (one in ("pytest", "pytest -n 0"))) for one in COLLECTED]
+    "command",
+    [
+        pytest.param(one, marks=[pytest.mark.slow] * (one in ("pytest", "pytest -n 0")))
+        for one in COLLECTED
+    ],
 )
 def test_pytest_collects(command: str, tmp_path: Path) -> None:
-    place = [] if "tests/" in command else [str(ROOT / "tests" / COLLECTED[command])]  # from another folder it finds it by name
-    options = ["--collect-only", "-q", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider", "--assert=plain"]
-    assert f"{COLLECTED[command]}::" in scripts.run([*words_of(command), *place, *options], tmp_path)
+    # From another folder it finds it by name.
+    place = [] if "tests/" in command else [str(ROOT / "tests" / COLLECTED[command])]
+    options = [
+        "--collect-only",
+        "-q",
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "-p",
+        "no:cacheprovider",
+        "--assert=plain",
+    ]
+    assert f"{COLLECTED[command]}::" in scripts.run(
+        [*words_of(command), *place, *options], tmp_path
+    )
 
 
 def test_the_page_of_benchmarks_lists_every_script() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text()
-    scripts_of = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if "__main__" in path.read_text()]
+    scripts_of = [
+        path
+        for path in sorted((ROOT / "benchmarks").glob("*.py"))
+        if "__main__" in path.read_text()
+    ]
     assert scripts_of
     assert not [path.name for path in scripts_of if f"| `benchmarks/{path.name}` | " not in page]
 
 
 def test_the_placements_are_what_their_script_writes(tmp_path: Path) -> None:
-    scripts.run([*words_of("python benchmarks/placements/make.py"), "--out", str(tmp_path)], tmp_path, timeout=60)
+    scripts.run(
+        [*words_of("python benchmarks/placements/make.py"), "--out", str(tmp_path)],
+        tmp_path,
+        timeout=60,
+    )
     shipped = sorted((ROOT / "benchmarks/placements").glob("*.json"))
-    assert [path.read_bytes() for path in sorted(tmp_path.glob("*.json"))] == [path.read_bytes() for path in shipped]
+    assert [path.read_bytes() for path in sorted(tmp_path.glob("*.json"))] == [
+        path.read_bytes() for path in shipped
+    ]
     assert len(shipped) == 3
 
 

@@ -25,15 +25,32 @@ from pages import PAGES, ROOT, words_of
 from turns import in_turn
 
 LAUNCH = "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/"
-BALANCE = ("distca/imbalance_estimated_after", "distca/imbalance_measured_after", "distca/server_time_share")
+BALANCE = (
+    "distca/imbalance_estimated_after",
+    "distca/imbalance_measured_after",
+    "distca/server_time_share",
+)
 
 
 def run_program(command: list[str], folder: Path, timeout: float) -> str:
-    """Run a command as a user does, in a process group of its own, which is killed as a whole if it takes too long."""
+    """Run a command as a user does, in a process group of its own, which is killed as a whole if it
+    takes too long.
+    """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
+    environment = {
+        **os.environ,
+        "PATH": path,
+        "OMP_NUM_THREADS": "1",
+        "HF_DATASETS_CACHE": str(folder / "cache"),
+    }
     with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     ) as process:
         try:
             output, _ = process.communicate(timeout=timeout)
@@ -46,12 +63,28 @@ def run_program(command: list[str], folder: Path, timeout: float) -> str:
 
 def run_the_example(run: Callable[..., str], folder: Path) -> None:
     command = words_of(
-        "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/finetune_long_documents.py"
+        "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml"
+        " examples/finetune_long_documents.py"
     )
-    small = ["--max_length", "4096", "--tokens_per_rank", "2048", "--max_steps", "2", "--comparison_batches", "1"]
+    small = [
+        "--max_length",
+        "4096",
+        "--tokens_per_rank",
+        "2048",
+        "--max_steps",
+        "2",
+        "--comparison_batches",
+        "1",
+    ]
     data = ["--dataset_name", write_corpus(folder / "corpus")]
     output = run([*command, *small, *data, "--output_dir", "out"], folder, timeout=360)
-    for text in ("balancing off", "balancing on", "dealt", "attention imbalance, measured", "distca/imbalance_estimated_after"):
+    for text in (
+        "balancing off",
+        "balancing on",
+        "dealt",
+        "attention imbalance, measured",
+        "distca/imbalance_estimated_after",
+    ):
         assert text in output
     for picture in ("balance.png", "global_batch.png"):
         assert (folder / "out" / picture).read_bytes().startswith(b"\x89PNG")
@@ -71,20 +104,33 @@ def test_the_example_as_users_start_it(tmp_path: Path) -> None:
     run_the_example(run_program, tmp_path)
 
 
-# The other scripts, by what their launch command ends with: what makes them small, and what they write.
+# The other scripts, by what their launch command ends with: what makes them small, and what they
+# write.
 WHOLE = ["--max_length", "1024", "--tokens_per_batch", "1024"]
 OTHERS = {
     "finetune_lora.py": (WHOLE, ["adapter_config.json", "adapter_model.safetensors"]),
-    "finetune_lora.py --load_in_4bit": (WHOLE, ["adapter_config.json", "adapter_model.safetensors"]),
+    "finetune_lora.py --load_in_4bit": (
+        WHOLE,
+        ["adapter_config.json", "adapter_model.safetensors"],
+    ),
     "finetune_with_trl.py": (["--max_length", "1024"], ["model.safetensors"]),
-    "train_with_accelerate.py": ([*WHOLE, "--gradient_accumulation_steps", "2"], ["model.safetensors", "tokenizer.json"]),
-    "pretrain_packed_tokens.py": (["--tokens_per_batch", "1024", "--save_steps", "2"], ["model.safetensors", "tokens.bin"]),
+    "train_with_accelerate.py": (
+        [*WHOLE, "--gradient_accumulation_steps", "2"],
+        ["model.safetensors", "tokenizer.json"],
+    ),
+    "pretrain_packed_tokens.py": (
+        ["--tokens_per_batch", "1024", "--save_steps", "2"],
+        ["model.safetensors", "tokens.bin"],
+    ),
 }
 
 
 def write_corpus(folder: Path) -> str:
     """A folder with a file of 40 documents, every fifth of them long; returns its path."""
-    choose, words = random.Random(0), ["alpha", "beta", "gamma", "for", "in", "return", "x", "y", "=", "+"]
+    choose, words = (
+        random.Random(0),
+        ["alpha", "beta", "gamma", "for", "in", "return", "x", "y", "=", "+"],
+    )
     lengths = [1200 if n % 5 == 0 else choose.randint(10, 200) for n in range(40)]
     folder.mkdir()
     lines = [json.dumps({"text": " ".join(choose.choices(words, k=length))}) for length in lengths]
@@ -93,11 +139,18 @@ def write_corpus(folder: Path) -> str:
 
 
 def train(name: str, folder: Path, *more: str) -> list[dict[str, Any]]:
-    """Run an example for two steps, or as many as `more` says, and return what it logged with each loss."""
+    """Run an example for two steps, or as many as `more` says, and return what it logged with each
+    loss.
+    """
     if "4bit" in name:
         pytest.importorskip("bitsandbytes", reason='QLoRA needs pip install -e ".[quantization]"')
     corpus = folder / "corpus"
-    options = ["--dataset_name", str(corpus) if corpus.exists() else write_corpus(corpus), "--max_steps", "2"]
+    options = [
+        "--dataset_name",
+        str(corpus) if corpus.exists() else write_corpus(corpus),
+        "--max_steps",
+        "2",
+    ]
     options += ["--logging_steps", "1", "--output_dir", "out", *OTHERS[name][0], *more]
     output = scripts.run([*words_of(LAUNCH + name), *options], folder, timeout=360)
     logged = [literal_eval(line) for line in re.findall(r"\{'loss'.*?\}", output)]
@@ -106,7 +159,14 @@ def train(name: str, folder: Path, *more: str) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "name", in_turn([pytest.param(name, marks=[pytest.mark.slow] * ("4bit" in name or "trl" in name)) for name in OTHERS], 6)
+    "name",
+    in_turn(
+        [
+            pytest.param(name, marks=[pytest.mark.slow] * ("4bit" in name or "trl" in name))
+            for name in OTHERS
+        ],
+        6,
+    ),
 )
 def test_the_other_examples_train_and_log_the_balance(name: str, tmp_path: Path) -> None:
     steps = 4 if "pretrain" in name else 2
@@ -117,7 +177,9 @@ def test_the_other_examples_train_and_log_the_balance(name: str, tmp_path: Path)
     for file in OTHERS[name][1]:
         assert (tmp_path / "out" / file).stat().st_size > 0, file
     if steps == 4:
-        resumed = train(name, tmp_path, "--max_steps", "4", "--resume_from_checkpoint", "out/checkpoint-2")
+        resumed = train(
+            name, tmp_path, "--max_steps", "4", "--resume_from_checkpoint", "out/checkpoint-2"
+        )
         assert [row["loss"] for row in resumed] == [row["loss"] for row in logged[2:]]
 
 
@@ -125,8 +187,12 @@ def test_the_other_examples_train_and_log_the_balance(name: str, tmp_path: Path)
 @pytest.mark.timeout(800)
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_other_examples_train_the_same_under_sdpa(name: str, tmp_path: Path) -> None:
-    ours, theirs = (train(name, tmp_path, "--attn_implementation", attention) for attention in ("distca", "sdpa"))
-    assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in theirs], rel=1e-3)  # four digits are logged
+    ours, theirs = (
+        train(name, tmp_path, "--attn_implementation", attention)
+        for attention in ("distca", "sdpa")
+    )
+    # Four digits are logged.
+    assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in theirs], rel=1e-3)
     assert not set(BALANCE) & theirs[-1].keys()
 
 
@@ -145,7 +211,9 @@ def write_texts(path: Path) -> None:
     """The texts in the format that the file's name asks for; a .txt file is one document."""
     match path.suffix:
         case ".csv":
-            Dataset.from_dict({"number": list(range(4)), "text": TEXTS}).to_pandas().to_csv(path, index=False)
+            Dataset.from_dict({"number": list(range(4)), "text": TEXTS}).to_pandas().to_csv(
+                path, index=False
+            )
         case ".json":
             path.write_text(json.dumps([{"text": text} for text in TEXTS]))
         case ".jsonl":
@@ -155,8 +223,12 @@ def write_texts(path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".json", ".jsonl", ".txt", "a folder"])
-def test_documents_from_a_file_or_a_folder_are_packed_whole(suffix: str, example: Callable[[str], Any], tmp_path: Path) -> None:
-    packing, arguments, corpus = (example(name) for name in ("packing", "arguments", "stdlib_corpus"))
+def test_documents_from_a_file_or_a_folder_are_packed_whole(
+    suffix: str, example: Callable[[str], Any], tmp_path: Path
+) -> None:
+    packing, arguments, corpus = (
+        example(name) for name in ("packing", "arguments", "stdlib_corpus")
+    )
     folder = tmp_path / "data"
     folder.mkdir()
     file = folder / f"train{'.jsonl' if suffix == 'a folder' else suffix}"
@@ -170,35 +242,68 @@ def test_documents_from_a_file_or_a_folder_are_packed_whole(suffix: str, example
     rows = packing.pack(documents, tokenizer, data, ranks=1)
     packed = [document for n in range(len(rows)) for document in rows[n]["documents"]]
     assert all(sum(map(len, rows[n]["documents"])) <= 64 for n in range(len(rows)))
-    wanted = [(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id])[:60] for text in documents["text"]]
+    wanted = [
+        (tokenizer(text)["input_ids"] + [tokenizer.eos_token_id])[:60] for text in documents["text"]
+    ]
     assert sorted(packed) == sorted(wanted)
-    with pytest.raises(ValueError, match=rf"{len(rows)} row\(s\) of 64 tokens for 9 ranks: lower --tokens_per_batch"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{len(rows)} row\(s\) of 64 tokens for 9 ranks: lower --tokens_per_batch",
+    ):
         packing.pack(documents, tokenizer, data, ranks=9)
 
 
 def test_a_column_that_is_not_there(example: Callable[[str], Any], tmp_path: Path) -> None:
     write_texts(tmp_path / "train.jsonl")
-    data = example("arguments").PackingArguments(train_file=str(tmp_path / "train.jsonl"), text_column="body")
-    with pytest.raises(ValueError, match=r"--text_column 'body' is not among the columns \['text', 'more'\]"):
+    data = example("arguments").PackingArguments(
+        train_file=str(tmp_path / "train.jsonl"), text_column="body"
+    )
+    with pytest.raises(
+        ValueError, match=r"--text_column 'body' is not among the columns \['text', 'more'\]"
+    ):
         example("packing").load_documents(data)
 
 
-def test_a_new_model_is_made_for_the_texts_of_any_column(example: Callable[[str], Any], tmp_path: Path) -> None:
+def test_a_new_model_is_made_for_the_texts_of_any_column(
+    example: Callable[[str], Any], tmp_path: Path
+) -> None:
     packing, documents = example("packing"), Dataset.from_dict({"body": TEXTS})
     folder = packing.small_model(documents, "body", str(tmp_path), max_length=64, seed=0)
     config = json.loads(Path(folder, "config.json").read_text())
     assert config["max_position_embeddings"] == 64
-    with pytest.raises(ValueError, match=r"without --model_name_or_path .* 'text', which is not among \['body'\]"):
+    with pytest.raises(
+        ValueError, match=r"without --model_name_or_path .* 'text', which is not among \['body'\]"
+    ):
         packing.small_model(documents, "text", str(tmp_path), max_length=64, seed=0)
 
 
 @pytest.mark.parametrize(
     ("module", "kind", "options", "message"),
     [
-        ("arguments", "PackingArguments", {"dataset_name": "a", "train_file": "b.csv"}, "exclude each other"),
-        ("arguments", "PackingArguments", {"train_file": "b.parquet"}, "must end in one of .txt, .json, .jsonl, .csv"),
-        ("arguments", "PackingArguments", {"max_length": 99, "tokens_per_batch": 98}, "at most --tokens_per_batch 98"),
-        ("train_with_accelerate", "LoopArguments", {"max_steps": 0}, "--max_steps 0 must be at least 1"),
+        (
+            "arguments",
+            "PackingArguments",
+            {"dataset_name": "a", "train_file": "b.csv"},
+            "exclude each other",
+        ),
+        (
+            "arguments",
+            "PackingArguments",
+            {"train_file": "b.parquet"},
+            "must end in one of .txt, .json, .jsonl, .csv",
+        ),
+        (
+            "arguments",
+            "PackingArguments",
+            {"max_length": 99, "tokens_per_batch": 98},
+            "at most --tokens_per_batch 98",
+        ),
+        (
+            "train_with_accelerate",
+            "LoopArguments",
+            {"max_steps": 0},
+            "--max_steps 0 must be at least 1",
+        ),
         ("pretrain_packed_tokens", "TokenArguments", {"index_file": "a"}, "needs the --token_file"),
         ("pretrain_packed_tokens", "TokenArguments", {"tokens_per_batch": 1}, "must be at least 2"),
     ],
@@ -213,11 +318,15 @@ def test_options_that_do_not_go_together(
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [9] * 12 + [0], [4, 0]]  # 0 ends documents
 
 
-def test_rows_of_a_token_file_are_pieces_of_its_documents(example: Callable[[str], Any], tmp_path: Path) -> None:
+def test_rows_of_a_token_file_are_pieces_of_its_documents(
+    example: Callable[[str], Any], tmp_path: Path
+) -> None:
     tokens = example("token_file")
     lengths = [len(document) for document in DOCUMENTS]
     files = tmp_path / "tokens.bin", tmp_path / "tokens.idx"
-    tokens.write_tokens(Dataset.from_dict({"input_ids": DOCUMENTS, "length": lengths}), *files, "uint16")
+    tokens.write_tokens(
+        Dataset.from_dict({"input_ids": DOCUMENTS, "length": lengths}), *files, "uint16"
+    )
     stream, ends = tokens.read_numbers(files[0], "uint16"), tokens.read_numbers(files[1], "int64")
     assert ends.tolist() == np.cumsum(lengths).tolist()
     pieces = [[[5, 6, 7, 0], [8, 0], [9]], [[9] * 7], [[9] * 4 + [0], [4, 0]]]
@@ -229,7 +338,10 @@ def test_rows_of_a_token_file_are_pieces_of_its_documents(example: Callable[[str
 def test_token_files_that_cannot_be_right(example: Callable[[str], Any], tmp_path: Path) -> None:
     tokens = example("token_file")
     stream = np.array([1, 2, 300, 0], dtype=np.uint16)
-    with pytest.raises(ValueError, match=r"row 1 of the token file holds the id 300, and the model's vocabulary has 300"):
+    with pytest.raises(
+        ValueError,
+        match=r"row 1 of the token file holds the id 300, and the model's vocabulary has 300",
+    ):
         tokens.TokenRows(stream, 2, 300, 0)[1]
     with pytest.raises(ValueError, match="no end-of-text token: give an --index_file"):
         tokens.TokenRows(stream, 2, 300, None)
@@ -237,28 +349,46 @@ def test_token_files_that_cannot_be_right(example: Callable[[str], Any], tmp_pat
         tokens.TokenRows(stream, 2, 300, 0, np.array([2, 5]))
     with pytest.raises(ValueError, match="--token_file x needs --model_name_or_path"):
         example("pretrain_packed_tokens").prepare(
-            example("arguments").ModelArguments(), example("pretrain_packed_tokens").TokenArguments(token_file="x"), None
+            example("arguments").ModelArguments(),
+            example("pretrain_packed_tokens").TokenArguments(token_file="x"),
+            None,
         )
     (tmp_path / "odd").write_bytes(b"123")
-    with pytest.raises(ValueError, match="odd has 3 bytes: that is no file of uint16, which take 2 each"):
+    with pytest.raises(
+        ValueError, match="odd has 3 bytes: that is no file of uint16, which take 2 each"
+    ):
         tokens.read_numbers(tmp_path / "odd", "uint16")
 
 
-@pytest.mark.parametrize("name", ["finetune_long_documents", *sorted({name.split(".")[0] for name in OTHERS})])
-def test_help(name: str, example: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    "name", ["finetune_long_documents", *sorted({name.split(".")[0] for name in OTHERS})]
+)
+def test_help(
+    name: str, example: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
     with pytest.raises(SystemExit) as ended:
         example(name).main()
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    for option in ("--model_name_or_path", "--dataset_name", "--attn_implementation", "--output_dir"):
+    for option in (
+        "--model_name_or_path",
+        "--dataset_name",
+        "--attn_implementation",
+        "--output_dir",
+    ):
         assert option in text
 
 
 @pytest.mark.parametrize("name", ["options.json", "options.yaml"])
-def test_options_from_a_file(name: str, example: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_from_a_file(
+    name: str, example: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments, file = example("arguments"), tmp_path / name
-    file.write_text(json.dumps({"train_file": "a.csv", "max_length": 7, "attn_implementation": "sdpa"}))  # YAML, too
+    # YAML, too.
+    file.write_text(
+        json.dumps({"train_file": "a.csv", "max_length": 7, "attn_implementation": "sdpa"})
+    )
     monkeypatch.setattr(sys, "argv", ["script.py", str(file)])
     model, data = arguments.parse((arguments.ModelArguments, arguments.PackingArguments))
     assert (model.attn_implementation, data.train_file, data.max_length) == ("sdpa", "a.csv", 7)

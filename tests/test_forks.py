@@ -19,15 +19,27 @@ pytestmark = pytest.mark.slow  # what all other tests need is seen by them
 
 def note_state(folder: Path) -> None:
     atexit.register((folder / "at exit").touch)
-    threads = [len(list(Path(f"/proc/{process}/task").iterdir())) for process in (os.getpid(), os.getppid())]
-    state = [*threads, torch.get_num_threads(), "hf_distca" in sys.modules, dict(os.environ)["COLOUR"], str(Path.cwd())]
+    threads = [
+        len(list(Path(f"/proc/{process}/task").iterdir()))
+        for process in (os.getpid(), os.getppid())
+    ]
+    state = [
+        *threads,
+        torch.get_num_threads(),
+        "hf_distca" in sys.modules,
+        dict(os.environ)["COLOUR"],
+        str(Path.cwd()),
+    ]
     (folder / "state").write_text(repr(state))
 
 
-def test_fork_has_one_thread_its_starters_environment_and_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_has_one_thread_its_starters_environment_and_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fork has one thread, the environment of its starter and an end."""
     monkeypatch.setenv("COLOUR", "red")
-    forks.start(sys.exit, 0).join(60)  # so that there are other forks, and the environment was another
+    # So that there are other forks, and the environment was another.
+    forks.start(sys.exit, 0).join(60)
     monkeypatch.setenv("COLOUR", "blue")
     process = forks.start(note_state, tmp_path)
     process.join(60)
@@ -95,8 +107,18 @@ def running(process: int) -> bool:
 
 def test_ranks_of_a_launch_get_what_accelerate_gives_them(tmp_path: Path) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "ACCELERATE_MIXED_PRECISION")
-    (tmp_path / "script.py").write_text(f"import os; print([os.environ[name] for name in {names}], flush=True)")
+    (tmp_path / "script.py").write_text(
+        f"import os; print([os.environ[name] for name in {names}], flush=True)"
+    )
     config = Path(__file__).parents[1] / "configs/accelerate/cpu_2_processes.yaml"
-    command = ["accelerate", "launch", "--config_file", str(config), "--mixed_precision", "bf16", str(tmp_path / "script.py")]
+    command = [
+        "accelerate",
+        "launch",
+        "--config_file",
+        str(config),
+        "--mixed_precision",
+        "bf16",
+        str(tmp_path / "script.py"),
+    ]
     printed = scripts.run(command, tmp_path).splitlines()
     assert sorted(printed) == [str([rank, rank, "2", "localhost", "bf16"]) for rank in ("0", "1")]

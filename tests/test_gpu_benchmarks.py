@@ -1,4 +1,6 @@
-"""benchmarks/gpu on a CPU: every part runs and writes sane figures; what fails or takes too long harms no other part."""
+"""benchmarks/gpu on a CPU: every part runs and writes sane figures; what fails or takes too long
+harms no other part.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,39 @@ from pages import words_of
 
 ROOT = Path(__file__).parents[1]
 PARTS = (
-    *("checkpointing", "host", "stack", "model", "emulator", "trainer", "variants", "kernels", "memory", "ranks", "soak"),
+    *(
+        "checkpointing",
+        "host",
+        "stack",
+        "model",
+        "emulator",
+        "trainer",
+        "variants",
+        "kernels",
+        "memory",
+        "ranks",
+        "soak",
+    ),
     *("parity", "profile", "overlap", "faults", "families"),
 )
 slow = pytest.mark.slow
 
 
 def run_all(out: Path, *options: str, command: list[str] | None = None) -> str:
-    command = command or words_of("python benchmarks/gpu/run_all.py --out gpu_figures --placements DIR --seconds 480")
-    small = ("--device", "cpu", "--quick", "--out", str(out), "--placements", str(out), "--seconds", "240")
+    command = command or words_of(
+        "python benchmarks/gpu/run_all.py --out gpu_figures --placements DIR --seconds 480"
+    )
+    small = (
+        "--device",
+        "cpu",
+        "--quick",
+        "--out",
+        str(out),
+        "--placements",
+        str(out),
+        "--seconds",
+        "240",
+    )
     return scripts.run([*command, *small, *options], out, timeout=280)
 
 
@@ -55,9 +81,14 @@ def test_kernels_agree_with_float32(folder: Path) -> None:
 def test_rates_of_slices_and_of_rebatched_tasks(folder: Path) -> None:
     found = figures(folder, "kernels")
     assert all(row["forward"] > 0 < row["backward"] for row in found["whole"])
-    assert all(set(row["rates"]) == {"as planned", "longest first", "shortest first"} for row in found["orders"])
+    assert all(
+        set(row["rates"]) == {"as planned", "longest first", "shortest first"}
+        for row in found["orders"]
+    )
     for row in found["rebatched"]:
-        assert row["ratio"]["forward"] == pytest.approx(row["rebatched"]["forward"] / row["whole"]["forward"])
+        assert row["ratio"]["forward"] == pytest.approx(
+            row["rebatched"]["forward"] / row["whole"]["forward"]
+        )
     assert [row["rows"] for row in found["curves"][0]["alone"]] == [64, 128, 256, 512]
     assert all(row["forward"] > 0 < row["backward"] for row in found["curves"][0]["many"])
 
@@ -70,14 +101,18 @@ def test_emulated_ranks_are_measured_and_estimated(folder: Path) -> None:
         before, after = row["before"], row["after"]
         assert row["query_tokens_moved"] > 0 or row["placement"].endswith("dealt")
         for direction in ("forward", "backward"):
-            assert after[direction]["estimated_imbalance"] <= before[direction]["estimated_imbalance"]
+            assert (
+                after[direction]["estimated_imbalance"] <= before[direction]["estimated_imbalance"]
+            )
             assert len(after[direction]["seconds"]) == row["ranks"]
             assert min(after[direction]["seconds"]) > 0
 
 
 @slow
 def test_emulated_ranks_end_earlier_after_balancing(folder: Path) -> None:
-    """By the clock, which on a machine that does other things says so of one run in some: tried three times at most."""
+    """By the clock, which on a machine that does other things says so of one run in some: tried
+    three times at most.
+    """
     for attempts_left in (2, 1, 0):
         rows = figures(folder, "emulator")["placements"]
         if not attempts_left or all(row["slowest_after_to_before"] < 1 for row in rows):
@@ -97,8 +132,12 @@ def test_what_is_hidden_of_artificial_exchanges(folder: Path) -> None:
         assert [way for way in row if isinstance(row[way], dict)] == expected
         for way in expected:
             assert row[way]["bytes"] > 0 < row["exchange_seconds"]
-            assert row[way]["hidden"] == pytest.approx(1 - (row[way]["with"] - row[way]["without"]) / row["exchange_seconds"])
-    assert [found["rows"][1][way]["exchanges"] for way in ways] == [8, 16, 14, 14], "of two layers; relays make 7 of 4"
+            assert row[way]["hidden"] == pytest.approx(
+                1 - (row[way]["with"] - row[way]["without"]) / row["exchange_seconds"]
+            )
+    assert [found["rows"][1][way]["exchanges"] for way in ways] == [8, 16, 14, 14], (
+        "of two layers; relays make 7 of 4"
+    )
 
 
 def test_the_cost_model_that_was_fitted_can_be_read(folder: Path) -> None:
@@ -109,9 +148,14 @@ def test_the_cost_model_that_was_fitted_can_be_read(folder: Path) -> None:
     assert model == CostModel.from_json(found["models"]["fitted to batches"])
     assert model.estimate_seconds(128, 128)[0] > 0
     measured = found["held_out_batched"]
-    estimates = [float(model.estimate_directions(row["rows"], row["keys"])[0, 0]) * row["count"] for row in measured]
+    estimates = [
+        float(model.estimate_directions(row["rows"], row["keys"])[0, 0]) * row["count"]
+        for row in measured
+    ]
     errors = found["errors"]["fitted to batches"]["held-out batches"]["forward"]["all"]
-    assert errors == pytest.approx([e / row["forward"] - 1 for e, row in zip(estimates, measured, strict=True)])
+    assert errors == pytest.approx(
+        [e / row["forward"] - 1 for e, row in zip(estimates, measured, strict=True)]
+    )
     for row in found["simulation"]:
         assert row["slowest_seconds_after"] <= row["slowest_seconds_before"]
 
@@ -130,7 +174,11 @@ def test_steps_of_one_gpu_and_what_the_host_does(folder: Path) -> None:
         assert row["times_faster"] > 0
     found = figures(folder, "host")
     assert all(row["seconds"]["distca"] > 0 for row in found["rows"])
-    assert found["profiles"]["distca"]["calls_a_step"] > found["profiles"]["plain_varlen"]["calls_a_step"] > 0
+    assert (
+        found["profiles"]["distca"]["calls_a_step"]
+        > found["profiles"]["plain_varlen"]["calls_a_step"]
+        > 0
+    )
 
 
 def test_a_model_trains_alike_under_both_attentions(folder: Path) -> None:
@@ -167,7 +215,9 @@ def test_families_in_half_precision(folder: Path) -> None:
 
 @slow
 def test_dots1_is_as_far_from_float32_as_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its router takes other experts for a token in bfloat16, under sdpa as well: no fault of ours."""
+    """Its router takes other experts for a token in bfloat16, under sdpa as well: no fault of
+    ours.
+    """
     for path in ("benchmarks/gpu", "tests/models"):
         monkeypatch.syspath_prepend(ROOT / path)
     import part_families
@@ -211,7 +261,9 @@ def test_a_second_call_goes_on_where_the_first_one_stopped(tmp_path: Path) -> No
     assert {part["status"] for part in record["parts"].values()} == {"ok"}
     assert record["left_out"] == []
     assert {"torch", "transformers", "processor", "date"} <= record["environment"].keys()
-    assert all("--only" in record["parts"][part]["command"] for part in first), "what was done is not done again"
+    assert all("--only" in record["parts"][part]["command"] for part in first), (
+        "what was done is not done again"
+    )
     text = page(tmp_path)
     assert text.count("\n## ") == len(PARTS) + 1
 
@@ -248,7 +300,10 @@ def test_failed_part_keeps_its_figures_and_harms_no_other(tmp_path: Path) -> Non
         parts = json.loads((tmp_path / "run.json").read_text())["parts"]
         return {name: part["status"] for name, part in parts.items()}
 
-    assert statuses("--only", "profile", "stack", "--placements", str(tmp_path)) == {"profile": "failed", "stack": "ok"}
+    assert statuses("--only", "profile", "stack", "--placements", str(tmp_path)) == {
+        "profile": "failed",
+        "stack": "ok",
+    }
     read = json.loads((tmp_path / "profile.json").read_text())
     assert "must be a JSON object" in read["failed"]
     assert read["errors"]

@@ -14,7 +14,9 @@ TOOL = Path(__file__).parents[1] / "tools" / "house.py"
 
 
 class Bounds(NamedTuple):
-    """Upper limits of a room: parameters of a function, pronouns as names, riddles as first words."""
+    """Upper limits of a room: parameters of a function, pronouns as names, riddles as first
+    words.
+    """
 
     parameters: int
     pronouns: int = 0
@@ -51,7 +53,13 @@ REPEATED_CLASSES: set[str] = set()
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("house") / "house.json"
-    printed = subprocess.run([sys.executable, TOOL, "--json", file], check=True, timeout=60, capture_output=True, text=True)
+    printed = subprocess.run(
+        [sys.executable, TOOL, "--json", file],
+        check=True,
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
     figures: dict[str, Any] = json.loads(file.read_text())
     assert all(room in printed.stdout for room in figures["rooms"])
     return figures
@@ -80,7 +88,9 @@ def test_files_import_only_files_below_them(house: dict[str, Any]) -> None:
 
 
 def test_docstrings_begin_with_what_they_are_about(house: dict[str, Any]) -> None:
-    """An imperative or the noun itself: no "What", "Whether", "Those", "Of" that a reader has to solve."""
+    """An imperative or the noun itself: no "What", "Whether", "Those", "Of" that a reader has to
+    solve.
+    """
     assert not house["riddles"]
 
 
@@ -95,24 +105,53 @@ def test_figures_are_those_of_the_sources(tmp_path: Path) -> None:
     sources = {
         "errors.py": '"""What went wrong."""\n\nclass Wrong(Exception):\n    """One of those."""\n',
         "cli/plan.py": (
-            "def plan() -> None:\n    from hf_distca.cli import tables\n    from hf_distca.schedule.plan import Plan\n"
+            "def plan() -> None:\n    from hf_distca.cli import tables\n    from"
+            " hf_distca.schedule.plan import Plan\n"
         ),
-        "cli/tables.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hf_distca.cli.plan\none = 1\n",
+        "cli/tables.py": (
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import"
+            " hf_distca.cli.plan\none = 1\n"
+        ),
         "schedule/plan.py": (
-            "from hf_distca import errors\n\n\nclass Plan:\n    def cut(self, start, *, end, **more):\n"
-            "        at = start\n        at += self.one\n        return at\n\n\nclass Wrong:\n    pass\n"
+            "from hf_distca import errors\n\n\nclass Plan:\n    def cut(self, start, *, end,"
+            " **more):\n        at = start\n        at += self.one\n        return at\n\n\nclass"
+            " Wrong:\n    pass\n"
         ),
         "runtime/__init__.py": "import hf_distca.runtime.tables\n",
-        "runtime/tables.py": "def look(runtime):\n    if runtime:\n        from hf_distca import runtime\n",
+        "runtime/tables.py": (
+            "def look(runtime):\n    if runtime:\n        from hf_distca import runtime\n"
+        ),
     }
     for name, text in sources.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(text)
-    subprocess.run([sys.executable, TOOL, "--source", package, "--json", file], check=True, timeout=60, capture_output=True)
+    subprocess.run(
+        [sys.executable, TOOL, "--source", package, "--json", file],
+        check=True,
+        timeout=60,
+        capture_output=True,
+    )
     house = json.loads(file.read_text())
     schedule = house["rooms"]["schedule"]
-    sizes = {name: schedule[name] for name in ("files", "lines", "statements", "longest_file", "longest_function", "parameters")}
-    assert sizes == {"files": 1, "lines": 12, "statements": 8, "longest_file": 8, "longest_function": 4, "parameters": 3}
+    sizes = {
+        name: schedule[name]
+        for name in (
+            "files",
+            "lines",
+            "statements",
+            "longest_file",
+            "longest_function",
+            "parameters",
+        )
+    }
+    assert sizes == {
+        "files": 1,
+        "lines": 12,
+        "statements": 8,
+        "longest_file": 8,
+        "longest_function": 4,
+        "parameters": 3,
+    }
     assert {room: figures["pronouns"] for room, figures in house["rooms"].items()} == {
         "cli": 1,
         "runtime": 0,
@@ -122,7 +161,14 @@ def test_figures_are_those_of_the_sources(tmp_path: Path) -> None:
     assert house["riddles"] == ["errors.py:1: what", "errors.py:4: one"]
     assert {room: figures["riddles"] for room, figures in house["rooms"].items()}["top"] == 2
     assert house["shared_file_names"] == {"tables.py": ["cli", "runtime"]}
-    assert house["circles"] == [["runtime/__init__.py", "runtime/tables.py"]], "in a function, but not for types only"
+    assert house["circles"] == [["runtime/__init__.py", "runtime/tables.py"]], (
+        "in a function, but not for types only"
+    )
     assert [house["rooms"][room]["complexity"] for room in ("schedule", "runtime")] == [1, 2]
     assert house["repeated_classes"] == {"Wrong": ["errors.py", "schedule/plan.py"]}
-    assert house["arrows"] == {"cli": ["schedule"], "runtime": [], "schedule": ["errors"], "top": []}
+    assert house["arrows"] == {
+        "cli": ["schedule"],
+        "runtime": [],
+        "schedule": ["errors"],
+        "top": [],
+    }

@@ -13,26 +13,33 @@ import pytest
 
 import hf_distca
 
-# Slow, or noisy, or taken for a sign that a device is in use, as accelerate's notebook_launcher takes bitsandbytes.
+# Slow, or noisy, or taken for a sign that a device is in use, as accelerate's notebook_launcher
+# takes bitsandbytes.
 HEAVY = ("torch", "transformers", "accelerate", "numpy", "peft", "bitsandbytes")
 
 
 def run(code: str) -> dict[str, Any]:
     """What a program found out, and what else it said."""
     program = f"import json, sys, time\nseen = {{}}\n{code}\nprint(json.dumps(seen))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
     *before, seen = done.stdout.splitlines()
     return {**json.loads(seen), "said": "".join(before) + done.stderr}
 
 
 def test_the_import_alone_brings_in_nothing_heavy_and_is_silent() -> None:
-    seen = run(f"import hf_distca\nseen['loaded'] = [name for name in {HEAVY} if name in sys.modules]")
+    seen = run(
+        f"import hf_distca\nseen['loaded'] = [name for name in {HEAVY} if name in sys.modules]"
+    )
     assert seen == {"loaded": [], "said": ""}
 
 
 @pytest.mark.slow
 def test_model_imported_first_imports_no_more_for_distca() -> None:
-    """What registers distca runs while transformers is half imported: the Trainer's arguments would bring in peft there."""
+    """What registers distca runs while transformers is half imported: the Trainer's arguments would
+    bring in peft there.
+    """
     late = ("peft", "transformers.trainer", "transformers.training_args")
     models = "import torch, hf_distca\nfrom transformers import LlamaForCausalLM"
     seen = run(f"{models}\nseen['loaded'] = [name for name in {late} if name in sys.modules]")
@@ -42,8 +49,13 @@ def test_model_imported_first_imports_no_more_for_distca() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["transformers", "hf_distca"])
 def test_import_costs_little_beside_transformers_models(first: str) -> None:
-    """peft and bitsandbytes come with transformers' Trainer, and so with the callback; not with all that a model needs."""
-    models = "from transformers import AutoModelForCausalLM, LlamaForCausalLM\nfrom transformers import AttentionInterface"
+    """peft and bitsandbytes come with transformers' Trainer, and so with the callback; not with all
+    that a model needs.
+    """
+    models = (
+        "from transformers import AutoModelForCausalLM, LlamaForCausalLM\nfrom transformers import"
+        " AttentionInterface"
+    )
     ours = "import hf_distca"
     parts = {"transformers": (models, ours), "hf_distca": (ours, models)}[first]
     lines = ["marks = [time.perf_counter()]"]
@@ -52,8 +64,14 @@ def test_import_costs_little_beside_transformers_models(first: str) -> None:
     lines += [
         "seen['seconds'] = [after - before for before, after in zip(marks, marks[1:])]",
         "seen['registered'] = 'distca' in AttentionInterface._global_mapping",
-        "hf_distca.configure(hf_distca.DistCAConfig()), hf_distca.PackingCollator(), hf_distca.prepare",
-        "seen['loaded'] = [name for name in ('peft', 'bitsandbytes', 'transformers.trainer') if name in sys.modules]",
+        (
+            "hf_distca.configure(hf_distca.DistCAConfig()), hf_distca.PackingCollator(),"
+            " hf_distca.prepare"
+        ),
+        (
+            "seen['loaded'] = [name for name in ('peft', 'bitsandbytes', 'transformers.trainer') if"
+            " name in sys.modules]"
+        ),
     ]
     seen = run("\n".join(lines))
     assert seen["registered"]
@@ -67,10 +85,11 @@ def test_import_costs_little_beside_transformers_models(first: str) -> None:
 @pytest.mark.slow
 def test_a_look_for_the_module_of_the_models_does_no_harm() -> None:
     seen = run(
-        "import hf_distca\nfrom importlib.util import find_spec\nfind_spec('transformers.modeling_utils')\n"
-        "from transformers import AttentionInterface\n"
-        "seen['registered'] = 'distca' in AttentionInterface._global_mapping\n"
-        "seen['left'] = [type(one).__name__ for one in sys.meta_path if type(one).__module__.startswith('hf_distca')]"
+        "import hf_distca\nfrom importlib.util import"
+        " find_spec\nfind_spec('transformers.modeling_utils')\nfrom transformers import"
+        " AttentionInterface\nseen['registered'] = 'distca' in"
+        " AttentionInterface._global_mapping\nseen['left'] = [type(one).__name__ for one in"
+        " sys.meta_path if type(one).__module__.startswith('hf_distca')]"
     )
     assert (seen["registered"], seen["left"]) == (True, [])
 
@@ -79,7 +98,11 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=SLOW) for n in ("DistCACallback", "configure", "PackingCollator", "deal")]
+    "name",
+    [
+        pytest.param(n, marks=SLOW)
+        for n in ("DistCACallback", "configure", "PackingCollator", "deal")
+    ],
 )
 def test_any_name_can_be_the_first(name: str) -> None:
     """Registering imports modules that may be the ones that brought transformers in."""
@@ -91,7 +114,9 @@ def test_any_name_can_be_the_first(name: str) -> None:
 
 
 def test_public_names_are_few() -> None:
-    """What is needed once in a hundred scripts has the name of its module; a name that comes takes the place of another."""
+    """What is needed once in a hundred scripts has the name of its module; a name that comes takes
+    the place of another.
+    """
     assert len(hf_distca.__all__) <= 19
     assert {"deal", "DistCACallback", "DistCAConfig", "PackingCollator"} <= set(hf_distca.__all__)
     page = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
@@ -109,7 +134,9 @@ def test_every_public_name_is_there_when_it_is_asked_for() -> None:
         _ = hf_distca.balance_figure  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["run", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["plan", "--help"], ["run", "--help"], ["--version"]]
+)
 def test_the_command_line_imports_nothing_heavy_before_it_works(arguments: list[str]) -> None:
     seen = run(
         "from hf_distca.cli import app\n"

@@ -19,7 +19,9 @@ def linked(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files(page: str) -> None:
     path = ROOT / page
-    assert [target for target in linked(path.read_text()) if not (path.parent / target).exists()] == []
+    assert [
+        target for target in linked(path.read_text()) if not (path.parent / target).exists()
+    ] == []
 
 
 def test_the_limitations_lead_to_what_tests_prove() -> None:

@@ -1,4 +1,6 @@
-"""The benchmark of loss curves, for a few steps. A scale of attention that is wrong by 1 % puts them 4e-5 apart."""
+"""The benchmark of loss curves, for a few steps. A scale of attention that is wrong by 1 % puts
+them 4e-5 apart.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,18 @@ from pages import words_of
 
 @pytest.mark.slow
 def test_losses_are_those_of_sdpa(tmp_path: Path) -> None:
-    small = ["--steps", "8", "--tokens", "128", "--layers", "1", "--picture", "curves.png", "--json", "out.json"]
+    small = [
+        "--steps",
+        "8",
+        "--tokens",
+        "128",
+        "--layers",
+        "1",
+        "--picture",
+        "curves.png",
+        "--json",
+        "out.json",
+    ]
     scripts.run([*words_of("python benchmarks/loss_curve.py"), *small], tmp_path, timeout=250)
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["exchanges"] > 0

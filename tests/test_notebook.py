@@ -1,4 +1,6 @@
-"""The notebook of the examples runs as it stands, in a kernel of its own: two processes train, and the balance is drawn."""
+"""The notebook of the examples runs as it stands, in a kernel of its own: two processes train, and
+the balance is drawn.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,21 @@ def test_the_notebook_trains_two_processes_and_draws(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat", reason="needs the extra 'test'")
     nbclient = pytest.importorskip("nbclient", reason="needs the extra 'test'")
     notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells), "a notebook is shipped without its outputs"
+    assert not any(cell.get("outputs") for cell in notebook.cells), (
+        "a notebook is shipped without its outputs"
+    )
     client = nbclient.NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+        notebook,
+        timeout=300,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
     )
     client.execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output.get("text", "") for output in outputs)
     assert "distca/imbalance_measured_before" in printed
-    pictures = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+    pictures = [
+        output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})
+    ]
     assert len(pictures) == 1
     assert base64.b64decode(pictures[0]).startswith(b"\x89PNG")

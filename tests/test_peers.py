@@ -1,4 +1,6 @@
-"""benchmarks/peers.py: ways that are exact have the losses of one process, others do not, and what it starts in vain says why."""
+"""benchmarks/peers.py: ways that are exact have the losses of one process, others do not, and what
+it starts in vain says why.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ def run(folder: Path, *options: str) -> dict[str, Any]:
 def test_data_parallel_ways_have_the_losses_of_one_process(tmp_path: Path) -> None:
     found = run(tmp_path, "--ways", "packed, sdpa", "padded", "hf-distca, ")
     rows = {row["way"]: row for row in found["rows"]}
-    assert set(rows) == {"packed, sdpa", "batch_rebalance, padded", "hf-distca, as given", "hf-distca, dealt"}
+    assert set(rows) == {
+        "packed, sdpa",
+        "batch_rebalance, padded",
+        "hf-distca, as given",
+        "hf-distca, dealt",
+    }
     for way, row in rows.items():
         assert max(row["first_loss_difference"], row["later_loss_difference"]) < EXACT, way
         padded = "padded" in way

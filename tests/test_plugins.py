@@ -1,4 +1,6 @@
-"""What loads distca in the processes of other trainers: an entry point, and a class that axolotl finds by its name."""
+"""What loads distca in the processes of other trainers: an entry point, and a class that axolotl
+finds by its name.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from tiny_runs import COMMON, documents, losses, tiny_llama
 
 
 def plugin() -> Any:
-    """The plugin, with the part of axolotl that it needs: no environment can have axolotl's pins and these."""
+    """The plugin, with the part of axolotl that it needs: no environment can have axolotl's pins
+    and these.
+    """
     base = ModuleType("axolotl.integrations.base")
     base.BasePlugin = type("BasePlugin", (), {})  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
@@ -39,7 +43,9 @@ def train_under_its_name(result: Path) -> None:
 
     model = tiny_llama(config["attn_implementation"])
     (callback,) = found.add_callbacks_pre_trainer(config, model)
-    result.write_text(f"{config['attn_implementation']} {len(distca_configs(model))} {type(callback).__name__}")
+    result.write_text(
+        f"{config['attn_implementation']} {len(distca_configs(model))} {type(callback).__name__}"
+    )
 
 
 def test_axolotl_trains_packed_samples_under_a_name_it_takes(tmp_path: Path) -> None:
@@ -55,8 +61,14 @@ def test_axolotl_trains_packed_samples_under_a_name_it_takes(tmp_path: Path) -> 
     [
         ({"attn_implementation": "eager"}, "attn_implementation: eager is not distca's"),
         ({}, "attn_implementation: None is not distca's"),
-        ({"attn_implementation": "distca", "context_parallel_size": 2}, "context_parallel_size cuts sequences over ranks"),
-        ({"sample_packing": True, "distca": {"tokens_per_rank": 64}}, "sample_packing: true .* leave one of them out"),
+        (
+            {"attn_implementation": "distca", "context_parallel_size": 2},
+            "context_parallel_size cuts sequences over ranks",
+        ),
+        (
+            {"sample_packing": True, "distca": {"tokens_per_rank": 64}},
+            "sample_packing: true .* leave one of them out",
+        ),
     ],
 )
 def test_axolotl_is_told_what_distca_does_not_do(config: dict[str, Any], said: str) -> None:
@@ -80,7 +92,9 @@ def test_settings_in_axolotls_configuration_are_checked(settings: Any, said: str
 def test_axolotl_keeps_the_key_of_the_settings() -> None:
     """It makes its own configuration class of those that plugins name."""
     module, _, name = plugin().get_input_args().rpartition(".")
-    values = getattr(import_module(module), name)(distca={"ping_pong": True, "tokens_per_rank": 16384}).model_dump()
+    values = getattr(import_module(module), name)(
+        distca={"ping_pong": True, "tokens_per_rank": 16384}
+    ).model_dump()
     assert values == {"distca": {"ping_pong": True, "tokens_per_rank": 16384}}
 
 
@@ -94,11 +108,19 @@ class LikeAxolotls(Trainer):
 
 def train_dealt(rank: int, ranks: int, folder: str) -> tuple[list[float], hf_distca.DistCAConfig]:
     """As axolotl calls its plugins, with the arguments that it gives a Trainer."""
-    config: dict[str, Any] = {"attn_implementation": "distca", "distca": {"tokens_per_rank": 96 // ranks, "tile": 8}}
+    config: dict[str, Any] = {
+        "attn_implementation": "distca",
+        "distca": {"tokens_per_rank": 96 // ranks, "tile": 8},
+    }
     found = plugin()
     found.register(config)
     model = tiny_llama(config["attn_implementation"])
-    of_axolotl = {"average_tokens_across_devices": False, "max_steps": 50, "num_train_epochs": 2, "learning_rate": 1e-2}
+    of_axolotl = {
+        "average_tokens_across_devices": False,
+        "max_steps": 50,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+    }
     arguments = TrainingArguments(**{**COMMON, "output_dir": folder, **of_axolotl})
     data = Dataset.from_dict({"input_ids": documents(200, 7, 33, 90, 64, 12, 150)})
     callbacks = found.add_callbacks_pre_trainer(config, model)
@@ -110,7 +132,9 @@ def train_dealt(rank: int, ranks: int, folder: str) -> tuple[list[float], hf_dis
 
 @pytest.mark.slow
 def test_axolotl_deals_by_the_settings_of_its_configuration(tmp_path: Path) -> None:
-    """On two ranks, one of whose documents is longer than a rank, as on one; for epochs, not the steps that axolotl counted."""
+    """On two ranks, one of whose documents is longer than a rank, as on one; for epochs, not the
+    steps that axolotl counted.
+    """
     results = []
     for ranks in (1, 2):
         pool = RankPool(ranks)

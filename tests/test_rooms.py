@@ -13,8 +13,8 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "hf_distca"
 
-# What each room may import besides itself, `config`, `errors`, `input_files` and what lies above all rooms. A module
-# stands for itself alone. The docstring of a room repeats them.
+# What each room may import besides itself, `config`, `errors`, `input_files` and what lies above
+# all rooms. A module stands for itself alone. The docstring of a room repeats them.
 ARROWS = {
     "config": {"schedule.cost", "schedule.profiles"},
     "errors": set(),
@@ -27,8 +27,19 @@ ARROWS = {
     "runtime": {"borrowed", "kernels", "schedule"},
     "recurrent": {"runtime", "schedule"},
     "measure": {"kernels", "runtime", "schedule"},
-    "agreement": {"schedule", "runtime.group", "runtime.rendezvous", "runtime.meter", "runtime.monitor"},
-    "data": {"schedule", "agreement.documents", "agreement.document_starts", "agreement.dealt_share"},
+    "agreement": {
+        "schedule",
+        "runtime.group",
+        "runtime.rendezvous",
+        "runtime.meter",
+        "runtime.monitor",
+    },
+    "data": {
+        "schedule",
+        "agreement.documents",
+        "agreement.document_starts",
+        "agreement.dealt_share",
+    },
     "run_report": {"schedule", "agreement.history"},
     "integration": {
         "borrowed",
@@ -45,9 +56,26 @@ ARROWS = {
     "pipeline": {"borrowed", "integration", "agreement", "runtime", "kernels", "schedule"},
     "plugins": {"integration"},
     "doctor": {"integration", "kernels", "model_shape", "runtime"},
-    "pool": {"agreement", "borrowed", "doctor.exchange", "integration", "kernels", "runtime", "schedule"},
+    "pool": {
+        "agreement",
+        "borrowed",
+        "doctor.exchange",
+        "integration",
+        "kernels",
+        "runtime",
+        "schedule",
+    },
     "simulate": {"model_shape", "schedule"},
-    "cli": {"model_shape", "schedule", "measure", "simulate", "run", "run_report", "doctor", "pool"},
+    "cli": {
+        "model_shape",
+        "schedule",
+        "measure",
+        "simulate",
+        "run",
+        "run_report",
+        "doctor",
+        "pool",
+    },
     "run": {"late_imports", "integration", "cli", "pool"},
 }
 FREE_OF = {
@@ -91,10 +119,14 @@ def test_a_room_imports_only_what_its_arrows_say(path: Path) -> None:
             continue
         inner = name.removeprefix("hf_distca.")
         allowed = {room, "config", "errors", "input_files", *ARROWS[room]}
-        assert any(inner == one or inner.startswith(f"{one}.") for one in allowed), f"{room} must not import {name}"
+        assert any(inner == one or inner.startswith(f"{one}.") for one in allowed), (
+            f"{room} must not import {name}"
+        )
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.glob("*/__init__.py")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path", sorted(SOURCE.glob("*/__init__.py")), ids=lambda path: path.parent.name
+)
 def test_a_room_says_what_it_may_import(path: Path) -> None:
     described = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     (said,) = re.findall(r"^May import (.*?)\.$", described, flags=re.MULTILINE | re.DOTALL)
@@ -108,7 +140,11 @@ def test_a_room_is_free_of_what_it_does_not_know(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "modules", ["schedule.balance, hf_distca.schedule.placement", "run_report.page, hf_distca.run_report.run_figures"]
+    "modules",
+    [
+        "schedule.balance, hf_distca.schedule.placement",
+        "run_report.page, hf_distca.run_report.run_figures",
+    ],
 )
 def test_a_room_runs_without_torch(modules: str) -> None:
     """Not only no import of its own: nothing that it imports brings torch in."""

@@ -43,14 +43,19 @@ OTHERS: dict[str, Any] = {
 def with_all() -> DistCAConfig:
     config = DistCAConfig(**{**OTHERS, "cost_model": Profile.load(SHIPPED)})
     default = DistCAConfig()
-    assert all(getattr(config, field.name) != getattr(default, field.name) for field in fields(config))
+    assert all(
+        getattr(config, field.name) != getattr(default, field.name) for field in fields(config)
+    )
     return config
 
 
 @pytest.mark.parametrize(
     ("name", "written"),
     [
-        ("distca.yaml", "\n".join(f"{name}: {json.dumps(value)}  # why" for name, value in OTHERS.items())),
+        (
+            "distca.yaml",
+            "\n".join(f"{name}: {json.dumps(value)}  # why" for name, value in OTHERS.items()),
+        ),
         ("distca.json", json.dumps(OTHERS, indent="\t")),
     ],
 )
@@ -72,14 +77,23 @@ def test_an_empty_file_has_the_defaults(tmp_path: Path) -> None:
         ("pingpong: true", "there is no setting 'pingpong'; the nearest is 'ping_pong'."),
         ("1: true", "there is no setting 1; there are "),
         ("tolerance: 2", "tolerance=2 must be in [0, 1)"),
-        ("tolerance: 1e-2", "tolerance='1e-2' must be a number. YAML takes 1e-2 for text: write 0.01 or 1.0e-2."),
+        (
+            "tolerance: 1e-2",
+            "tolerance='1e-2' must be a number. YAML takes 1e-2 for text: write 0.01 or 1.0e-2.",
+        ),
         ("balance: 1", "balance=1 must be True or False."),
         ("kernel: fast", "kernel='fast' must be one of 'auto', 'reference',"),
-        ("cost_model: 3", "cost_model=3 must be one of 'analytic', 'calibrated', a profile or a CostModel."),
+        (
+            "cost_model: 3",
+            "cost_model=3 must be one of 'analytic', 'calibrated', a profile or a CostModel.",
+        ),
         ("cost_model: none.json", "none.json: neither a profile in a file ([Errno 2]"),
         (
             "cost_model: distca.yaml",
-            "cost_model='distca.yaml' must be one of 'analytic', 'calibrated', a profile or a CostModel: ",
+            (
+                "cost_model='distca.yaml' must be one of 'analytic', 'calibrated', a profile or a"
+                " CostModel: "
+            ),
         ),
         ("- ping_pong", "['ping_pong'] should be names and values of settings"),
         ("ping_pong", "'ping_pong' should be names and values of settings"),
@@ -104,7 +118,11 @@ def test_what_is_wrong_is_said_in_one_line(
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     broken = tmp_path / "distca.json"
     broken.write_text("{'tile': 1}")
-    files = {tmp_path / "none.yaml": "No such file", tmp_path: "Is a directory", broken: "Expecting property name"}
+    files = {
+        tmp_path / "none.yaml": "No such file",
+        tmp_path: "Is a directory",
+        broken: "Expecting property name",
+    }
     for path, said in files.items():
         with pytest.raises(ConfigError, match=said) as error:
             DistCAConfig.from_file(path)
@@ -115,7 +133,13 @@ def from_arguments(parser: HfArgumentParser, _: Path) -> DistCAConfig:
     words = [
         word
         for name, value in OTHERS.items()
-        for word in ([f"--no_{name}"] if value is False else [f"--{name}"] if value is True else [f"--{name}", str(value)])
+        for word in (
+            [f"--no_{name}"]
+            if value is False
+            else [f"--{name}"]
+            if value is True
+            else [f"--{name}", str(value)]
+        )
     ]
     config: DistCAConfig
     (config,) = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
@@ -130,24 +154,38 @@ def from_json(parser: HfArgumentParser, folder: Path) -> DistCAConfig:
 
 
 def from_yaml(parser: HfArgumentParser, folder: Path) -> DistCAConfig:
-    (folder / "distca.yaml").write_text("\n".join(f"{name}: {json.dumps(value)}" for name, value in OTHERS.items()))
+    (folder / "distca.yaml").write_text(
+        "\n".join(f"{name}: {json.dumps(value)}" for name, value in OTHERS.items())
+    )
     config: DistCAConfig
     (config,) = parser.parse_yaml_file(folder / "distca.yaml")
     return config
 
 
 @pytest.mark.parametrize("read", [from_arguments, from_json, from_yaml])
-def test_the_parser_of_transformers_takes_every_field(read: Callable[..., DistCAConfig], tmp_path: Path) -> None:
+def test_the_parser_of_transformers_takes_every_field(
+    read: Callable[..., DistCAConfig], tmp_path: Path
+) -> None:
     assert read(HfArgumentParser(DistCAConfig), tmp_path) == with_all()
 
 
-def test_the_parser_takes_it_beside_the_arguments_of_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_parser_takes_it_beside_the_arguments_of_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     parser = HfArgumentParser((TrainingArguments, DistCAConfig))
-    words = ["--output_dir", str(tmp_path), "--use_cpu", "--ping_pong", "--cost_model", SHIPPED, "--no_balance"]
+    words = [
+        "--output_dir",
+        str(tmp_path),
+        "--use_cpu",
+        "--ping_pong",
+        "--cost_model",
+        SHIPPED,
+        "--no_balance",
+    ]
     args, config = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
     assert args.output_dir == str(tmp_path)
     assert config == DistCAConfig(ping_pong=True, cost_model=SHIPPED, balance=False)
-    (_, default) = parser.parse_args_into_dataclasses(words[:3], look_for_args_file=False)
+    _, default = parser.parse_args_into_dataclasses(words[:3], look_for_args_file=False)
     assert default == DistCAConfig()
     with pytest.raises(SystemExit):
         parser.parse_args_into_dataclasses(["--kernel", "fast"], look_for_args_file=False)
@@ -158,11 +196,15 @@ def test_ranks_may_have_a_profile_in_different_places(tmp_path: Path) -> None:
     """They agree on what is in it: on the settings, and on the cost models that come of it."""
     profile = Profile.load(SHIPPED)
     rates = profile.kernels[0]
-    slower = replace(rates, forward=replace(rates.forward, flops_per_second=rates.forward.flops_per_second / 2))
+    slower = replace(
+        rates, forward=replace(rates.forward, flops_per_second=rates.forward.flops_per_second / 2)
+    )
     same, other = tmp_path / "same.json", tmp_path / "other.json"
     same.write_text(profile.to_json())
     other.write_text(replace(profile, kernels=(slower, *profile.kernels[1:])).to_json())
-    key = PlanKey(AttentionShape(8, 2, rates.head_dim, rates.value_head_dim, rates.element_bytes), "cpu")
+    key = PlanKey(
+        AttentionShape(8, 2, rates.head_dim, rates.value_head_dim, rates.element_bytes), "cpu"
+    )
 
     def announced(source: str | Path) -> int:
         config = DistCAConfig(cost_model=source)
@@ -170,7 +212,11 @@ def test_ranks_may_have_a_profile_in_different_places(tmp_path: Path) -> None:
 
     assert announced(SHIPPED) == announced(same) == announced(str(same))
     assert announced(SHIPPED) != announced(other)
-    assert DistCAConfig(cost_model=SHIPPED) == DistCAConfig(cost_model=same) != DistCAConfig(cost_model=other)
+    assert (
+        DistCAConfig(cost_model=SHIPPED)
+        == DistCAConfig(cost_model=same)
+        != DistCAConfig(cost_model=other)
+    )
     assert DistCAConfig(cost_model=same).cost_model == profile
 
 
@@ -182,6 +228,11 @@ def test_settings_with_a_profile_can_be_recorded() -> None:
 
 def test_settings_are_read_without_torch() -> None:
     """So that `hf-distca run` finds what is wrong at once."""
-    code = "import sys, hf_distca.config; hf_distca.config.DistCAConfig(); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        "import sys, hf_distca.config; hf_distca.config.DistCAConfig(); print('torch' in"
+        " sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "False"

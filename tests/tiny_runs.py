@@ -16,11 +16,12 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
 VOCABULARY = 61
-# With real costs nothing this small is worth moving: here only causal pairs count, and moving is free.
+# With real costs nothing this small is worth moving: here only causal pairs count, and moving is
+# free.
 PAIRS = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
 
-# What `TrainingArguments` of all runs have in common: half precision, as people train, with DDP as the Trainer makes it. Runs
-# whose digits are compared have `bf16=False`.
+# What `TrainingArguments` of all runs have in common: half precision, as people train, with DDP as
+# the Trainer makes it. Runs whose digits are compared have `bf16=False`.
 COMMON = {
     "per_device_train_batch_size": 1,
     "logging_steps": 1,
@@ -38,10 +39,14 @@ Data = Sequence[Row] | Dataset[Row] | IterableDataset[Row]
 
 def settings(**changes: Any) -> hf_distca.DistCAConfig:
     """Settings under which work moves between the ranks of these tests."""
-    return hf_distca.DistCAConfig(**{"tile": 8, "min_gain": 0.0, "cost_model": PAIRS, "timeout_seconds": 60.0, **changes})
+    return hf_distca.DistCAConfig(
+        **{"tile": 8, "min_gain": 0.0, "cost_model": PAIRS, "timeout_seconds": 60.0, **changes}
+    )
 
 
-def tiny_llama(implementation: str, *, seed: int = 0, layers: int = 2, heads: int = 4) -> LlamaForCausalLM:
+def tiny_llama(
+    implementation: str, *, seed: int = 0, layers: int = 2, heads: int = 4
+) -> LlamaForCausalLM:
     """The same random weights for the same seed, in training mode."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -61,11 +66,15 @@ def tiny_llama(implementation: str, *, seed: int = 0, layers: int = 2, heads: in
 
 def documents(*lengths: int, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return [
+        torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
+    ]
 
 
 def rows(count: int) -> list[Row]:
-    """Rows of packed documents. Read in order, rank 0 gets those with one long document, rank 1 those with many short ones."""
+    """Rows of packed documents. Read in order, rank 0 gets those with one long document, rank 1
+    those with many short ones.
+    """
     lengths = ((96,), (24, 1, 23, 24, 24))
     return [{"documents": documents(*lengths[number % 2], seed=number)} for number in range(count)]
 
@@ -84,7 +93,8 @@ def make_trainer(
     distca: hf_distca.DistCACallback | None = None,
     **changes: Any,
 ) -> Trainer:
-    """A Trainer that logs every step, with distca's callback behind `callbacks`; `changes` are for `TrainingArguments`.
+    """A Trainer that logs every step, with distca's callback behind `callbacks`; `changes` are for
+    `TrainingArguments`.
 
     Only in a folder of its own does it keep a record.
     """
@@ -102,7 +112,13 @@ def make_trainer(
         data_collator=hf_distca.PackingCollator(),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        callbacks=[*callbacks, distca or hf_distca.DistCACallback(config or settings(), trace_path, record=folder is not None)],
+        callbacks=[
+            *callbacks,
+            distca
+            or hf_distca.DistCACallback(
+                config or settings(), trace_path, record=folder is not None
+            ),
+        ],
     )
 
 

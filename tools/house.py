@@ -30,7 +30,9 @@ _RIDDLES = "what whether those which where as of that how by in its it this thes
 RIDDLES = frozenset(_RIDDLES.split())
 _Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
-_Branch = _Function | ast.If | ast.For | ast.AsyncFor | ast.While | ast.ExceptHandler | ast.match_case
+_Branch = (
+    _Function | ast.If | ast.For | ast.AsyncFor | ast.While | ast.ExceptHandler | ast.match_case
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +82,20 @@ class Module:
     def riddles(self) -> list[str]:
         """Docstrings that begin with one of `RIDDLES`, as "path:line: first word"."""
         documented = (node for node in self.nodes if isinstance(node, _Documented))
-        docstrings = ((node.body[0].lineno, text) for node in documented if (text := ast.get_docstring(node)))
-        words = ((line, text.split(maxsplit=1)[0].strip('.,:;`*"').lower()) for line, text in docstrings)
+        docstrings = (
+            (node.body[0].lineno, text) for node in documented if (text := ast.get_docstring(node))
+        )
+        words = (
+            (line, text.split(maxsplit=1)[0].strip('.,:;`*"').lower()) for line, text in docstrings
+        )
         return [f"{self.path}:{line}: {word}" for line, word in words if word in RIDDLES]
 
     @property
     def is_verb(self) -> bool:
         """True for a verb of the command line: the file holds a function of its name."""
-        return self.room == "cli" and self.path.stem in {function.name for function in self.functions}
+        return self.room == "cli" and self.path.stem in {
+            function.name for function in self.functions
+        }
 
     @property
     def name(self) -> str:
@@ -96,9 +104,17 @@ class Module:
 
     @property
     def imported_names(self) -> set[str]:
-        """Modules, and names in modules, imported anywhere in the file when it runs, not for types only."""
-        checks = (node.body for node in self.nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
-        for_types = {inner for body in checks for statement in body for inner in ast.walk(statement)}
+        """Modules, and names in modules, imported anywhere in the file when it runs, not for types
+        only.
+        """
+        checks = (
+            node.body
+            for node in self.nodes
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        )
+        for_types = {
+            inner for body in checks for statement in body for inner in ast.walk(statement)
+        }
         names: set[str] = set()
         for node in self.nodes:
             if isinstance(node, ast.Import) and node not in for_types:
@@ -109,7 +125,9 @@ class Module:
 
     @property
     def imported_rooms(self) -> set[str]:
-        """Other rooms imported anywhere in the file; modules of the top level by their own names."""
+        """Other rooms imported anywhere in the file; modules of the top level by their own
+        names.
+        """
         names: set[str] = set()
         for node in self.nodes:
             if isinstance(node, ast.Import):
@@ -132,7 +150,8 @@ class Size:
         median_function, longest_function: statements of a function, its `def` included; 0 without
             functions.
         parameters: the most parameters of a function.
-        complexity: the largest cyclomatic complexity of a function, branches of inner functions included.
+        complexity: the largest cyclomatic complexity of a function, branches of inner functions
+            included.
         pronouns: uses of `PRONOUNS` as bare names.
         riddles: docstrings that begin with one of `RIDDLES`.
     """
@@ -172,16 +191,27 @@ class Size:
 
 def is_counted(node: ast.AST) -> bool:
     """Return whether a node is a statement that counts: no docstring."""
-    constant = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
-    return isinstance(node, ast.stmt) and not (constant is not None and isinstance(constant.value, str))
+    constant = (
+        node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
+    )
+    return isinstance(node, ast.stmt) and not (
+        constant is not None and isinstance(constant.value, str)
+    )
 
 
 def parameters(function: _Function) -> int:
-    """Count the parameters of a function, `*args` and `**kwargs` included, without `self` and `cls`."""
+    """Count the parameters of a function, `*args` and `**kwargs` included, without `self` and
+    `cls`.
+    """
     given = function.args
     named = [argument.arg for argument in (*given.posonlyargs, *given.args)]
     first = int(bool(named) and named[0] in {"self", "cls"})
-    return len(named) - first + len(given.kwonlyargs) + sum(more is not None for more in (given.vararg, given.kwarg))
+    return (
+        len(named)
+        - first
+        + len(given.kwonlyargs)
+        + sum(more is not None for more in (given.vararg, given.kwarg))
+    )
 
 
 def complexity(function: _Function) -> int:
@@ -194,15 +224,21 @@ def find_circles(modules: list[Module]) -> list[list[str]]:
     files = {module.name: str(module.path) for module in modules}
     arrows = {}
     for module in modules:
-        imported = {name if name in files else name.rpartition(".")[0] for name in module.imported_names}
+        imported = {
+            name if name in files else name.rpartition(".")[0] for name in module.imported_names
+        }
         arrows[module.name] = imported & files.keys() - {module.name}
     reached = {name: _reach(name, arrows) for name in arrows}
-    circles = {frozenset(other for other in reached[name] if name in reached[other]) for name in arrows}
+    circles = {
+        frozenset(other for other in reached[name] if name in reached[other]) for name in arrows
+    }
     return sorted(sorted(files[name] for name in circle) for circle in circles if circle)
 
 
 def _reach(name: str, arrows: dict[str, set[str]]) -> set[str]:
-    """Follow arrows from a file to all that it imports, with what these import; itself only on a circle."""
+    """Follow arrows from a file to all that it imports, with what these import; itself only on a
+    circle.
+    """
     reached, left = set[str](), [name]
     while left:
         more = arrows[left.pop()] - reached
@@ -252,7 +288,10 @@ def survey(source: Path = SOURCE) -> House:
         Size.of(modules),
         {name: sorted(rooms) for name, rooms in sorted(names.items()) if len(rooms) > 1},
         {name: files for name, files in sorted(classes.items()) if len(files) > 1},
-        {room: sorted(set().union(*(module.imported_rooms for module in by_room[room]))) for room in sorted(by_room)},
+        {
+            room: sorted(set().union(*(module.imported_rooms for module in by_room[room])))
+            for room in sorted(by_room)
+        },
         find_circles(modules),
         [riddle for module in modules for riddle in module.riddles],
     )
@@ -264,14 +303,18 @@ def _table(sizes: dict[str, Size]) -> Iterable[str]:
     titles = [title.replace("_", " ") for title in rows[0][1]]
     yield "  ".join(["room".ljust(12), *titles])
     for name, figures in rows:
-        values = (f"{value:>{len(title)},}" for title, value in zip(titles, figures.values(), strict=True))
+        values = (
+            f"{value:>{len(title)},}" for title, value in zip(titles, figures.values(), strict=True)
+        )
         yield "  ".join([name.ljust(12), *values])
 
 
 def _described(house: House) -> Iterable[str]:
     yield from _table({**house.rooms, "all": house.total})
     uses = Counter({room: size.pronouns for room, size in house.rooms.items() if size.pronouns})
-    yield f"\nPronouns ({', '.join(PRONOUNS)}): " + ", ".join(f"{room} {count}" for room, count in uses.most_common())
+    yield f"\nPronouns ({', '.join(PRONOUNS)}): " + ", ".join(
+        f"{room} {count}" for room, count in uses.most_common()
+    )
     yield f"\nDocstrings that begin with a riddle: {len(house.riddles)}"
     yield from (f"  {riddle}" for riddle in house.riddles)
     yield f"\nFile names of several rooms: {len(house.shared_file_names)}"
@@ -279,16 +322,28 @@ def _described(house: House) -> Iterable[str]:
     yield f"\nClass names defined more than once: {len(house.repeated_classes)}"
     yield from (f"  {name}: {', '.join(files)}" for name, files in house.repeated_classes.items())
     yield "\nImports"
-    yield from (f"  {room} -> {', '.join(rooms) or 'nothing'}" for room, rooms in house.arrows.items())
+    yield from (
+        f"  {room} -> {', '.join(rooms) or 'nothing'}" for room, rooms in house.arrows.items()
+    )
     yield f"\nCircles of files that import each other: {len(house.circles)}"
     yield from (f"  {', '.join(circle)}" for circle in house.circles)
 
 
 def main() -> None:
     """Print the figures, and write them to the file of `--json`."""
-    parser = argparse.ArgumentParser(description="Print the package's rooms: their sizes, names used twice, and imports.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, too")
-    parser.add_argument("--source", type=Path, default=SOURCE, metavar="FOLDER", help="the package's folder (%(default)s)")
+    parser = argparse.ArgumentParser(
+        description="Print the package's rooms: their sizes, names used twice, and imports."
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the figures to this file, too"
+    )
+    parser.add_argument(
+        "--source",
+        type=Path,
+        default=SOURCE,
+        metavar="FOLDER",
+        help="the package's folder (%(default)s)",
+    )
     options = parser.parse_args()
     house = survey(options.source)
     print("\n".join(_described(house)))

@@ -22,7 +22,9 @@ def read_card() -> dict[str, str]:
     """Read the card once; empty where there is no nvidia-smi."""
     query = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS.values())}", "--format=csv,noheader"]
     try:
-        line = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()[0]
+        line = subprocess.run(
+            query, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.splitlines()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return {}
     return dict(zip(_FIELDS, (value.strip() for value in line.split(",")), strict=True))
@@ -30,7 +32,9 @@ def read_card() -> dict[str, str]:
 
 @contextmanager
 def watching_clocks(period: float = 2.0) -> Iterator[list[int]]:
-    """Read the clock of the multiprocessors every few seconds, in MHz; the list fills while the block runs."""
+    """Read the clock of the multiprocessors every few seconds, in MHz; the list fills while the
+    block runs.
+    """
     seen: list[int] = []
     done = threading.Event()
 

@@ -26,11 +26,24 @@ class _PlainVarlen(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cu: torch.Tensor, longest: int, scale: float
+        ctx: Any,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        cu: torch.Tensor,
+        longest: int,
+        scale: float,
     ) -> torch.Tensor:
         ends = (cu, cu, longest, longest)
         o_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(  # noqa: SLF001
-            q_THD, k_TKD, v_TKD, *ends, dropout_p=0.0, is_causal=True, return_debug_mask=False, scale=scale
+            q_THD,
+            k_TKD,
+            v_TKD,
+            *ends,
+            dropout_p=0.0,
+            is_causal=True,
+            return_debug_mask=False,
+            scale=scale,
         )
         ctx.save_for_backward(q_THD, k_TKD, v_TKD, o_THD, lse_HT, cu)
         ctx.longest, ctx.scale = longest, scale
@@ -39,33 +52,60 @@ class _PlainVarlen(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_THD, k_TKD, v_TKD, o_THD, lse_HT, cu = ctx.saved_tensors
-        state = torch.zeros(2, dtype=torch.uint64, device=cu.device), torch.empty(0, dtype=torch.uint64, device=cu.device)
+        state = (
+            torch.zeros(2, dtype=torch.uint64, device=cu.device),
+            torch.empty(0, dtype=torch.uint64, device=cu.device),
+        )
         ends = (cu, cu, ctx.longest, ctx.longest)
         grads = torch.ops.aten._flash_attention_backward(  # noqa: SLF001
-            do_THD.contiguous(), q_THD, k_TKD, v_TKD, o_THD, lse_HT, *ends, 0.0, True, *state, scale=ctx.scale
+            do_THD.contiguous(),
+            q_THD,
+            k_TKD,
+            v_TKD,
+            o_THD,
+            lse_HT,
+            *ends,
+            0.0,
+            True,
+            *state,
+            scale=ctx.scale,
         )
         return *grads, None, None, None
 
 
-def _by_document(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
+def _by_document(
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cu: torch.Tensor
+) -> torch.Tensor:
     """On the CPU: `sdpa` of each document by itself."""
     rows = []
     for a, b in pairwise(cu.tolist()):
         q, k, v = (x[a:b].transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
         rows.append(out[0].transpose(0, 1))
     return torch.cat(rows)
 
 
 def _rows(*states_BHLD: torch.Tensor) -> list[torch.Tensor]:
-    """Rows of tokens, in the dtype of autocast: rotary embeddings leave q and k in float32 there."""
+    """Rows of tokens, in the dtype of autocast: rotary embeddings leave q and k in float32
+    there.
+    """
     device = states_BHLD[0].device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states_BHLD[-1].dtype
+    dtype = (
+        torch.get_autocast_dtype(device)
+        if torch.is_autocast_enabled(device)
+        else states_BHLD[-1].dtype
+    )
     return [x.transpose(1, 2).flatten(0, 1).to(dtype) for x in states_BHLD]
 
 
-def _as_attention_function(attend: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, None]]:
-    """An attention function of transformers, as flash attention's is, of one varlen call for a packed row."""
+def _as_attention_function(
+    attend: Callable[..., torch.Tensor],
+) -> Callable[..., tuple[torch.Tensor, None]]:
+    """An attention function of transformers, as flash attention's is, of one varlen call for a
+    packed row.
+    """
 
     def attention(
         module: torch.nn.Module,
@@ -87,7 +127,12 @@ def _as_attention_function(attend: Callable[..., torch.Tensor]) -> Callable[...,
 
 @_as_attention_function
 def plain_varlen(
-    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cu: torch.Tensor, longest: int, scale: float
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    cu: torch.Tensor,
+    longest: int,
+    scale: float,
 ) -> torch.Tensor:
     """Torch's own varlen call."""
     if q_THD.device.type != "cuda":
@@ -98,12 +143,22 @@ def plain_varlen(
 
 @_as_attention_function
 def plain_flash_attention_4(
-    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cu: torch.Tensor, longest: int, scale: float
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    cu: torch.Tensor,
+    longest: int,
+    scale: float,
 ) -> torch.Tensor:
     """The same by FlashAttention 4's own autograd function."""
     from flash_attn.cute.interface import flash_attn_varlen_func
 
-    ends = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    ends = {
+        "cu_seqlens_q": cu,
+        "cu_seqlens_k": cu,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
     found = flash_attn_varlen_func(q_THD, k_TKD, v_TKD, **ends, softmax_scale=scale, causal=True)
     o_THD: torch.Tensor = found[0] if isinstance(found, tuple) else found
     return o_THD
@@ -139,7 +194,8 @@ def pairs(setting: Setting) -> list[Pair]:
 
 
 def stack(setting: Setting, layers: int, *, small: bool = False) -> LlamaModel:
-    """Layers of Llama-8B's shape, or smaller ones where there is no GPU, in training mode, without a head.
+    """Layers of Llama-8B's shape, or smaller ones where there is no GPU, in training mode, without
+    a head.
 
     In the dtype that a model trains in there; those that are asked to be small are in float32.
     """
@@ -164,9 +220,13 @@ def stack(setting: Setting, layers: int, *, small: bool = False) -> LlamaModel:
 
 
 class Packed:
-    """One row of packed documents as embeddings, with what each attention function reads documents from."""
+    """One row of packed documents as embeddings, with what each attention function reads documents
+    from.
+    """
 
-    def __init__(self, setting: Setting, model: LlamaModel, lengths: list[int], *, embedded: bool = True) -> None:
+    def __init__(
+        self, setting: Setting, model: LlamaModel, lengths: list[int], *, embedded: bool = True
+    ) -> None:
         self.lengths, self.model, tokens = lengths, model, sum(lengths)
         if embedded:
             made = {"device": setting.device, "dtype": next(model.parameters()).dtype}
@@ -175,11 +235,22 @@ class Packed:
         positions = [position for length in lengths for position in range(length)]
         cu = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=setting.device)
         self.positions = torch.tensor([positions], device=setting.device)
-        self.flash = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": max(lengths), "max_length_k": max(lengths)}
+        self.flash = {
+            "cu_seq_lens_q": cu,
+            "cu_seq_lens_k": cu,
+            "max_length_q": max(lengths),
+            "max_length_k": max(lengths),
+        }
 
     def arguments(self, implementation: str) -> dict[str, Any]:
         documents = {"distca_documents": PackedDocuments(tuple(self.lengths))}
-        told = documents if implementation.startswith("distca") else {} if implementation == "sdpa" else self.flash
+        told = (
+            documents
+            if implementation.startswith("distca")
+            else {}
+            if implementation == "sdpa"
+            else self.flash
+        )
         return {"inputs_embeds": self.embeddings, "position_ids": self.positions, **told}
 
     def use(self, implementation: str) -> None:
@@ -195,8 +266,12 @@ class Packed:
         return out.detach()
 
 
-def step_seconds(setting: Setting, packed: Packed, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Seconds of steps, the implementations taking turns, after a step of each that is not counted."""
+def step_seconds(
+    setting: Setting, packed: Packed, names: list[str], rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of steps, the implementations taking turns, after a step of each that is not
+    counted.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for round_ in range(rounds + 1):
         for name in names[:: 1 if round_ % 2 else -1]:
@@ -217,7 +292,9 @@ def median_ratio(seconds: dict[str, list[float]], name: str, other: str) -> floa
 
 
 def documents_of(tokens: int) -> list[int]:
-    """Documents of very unequal lengths, `tokens` together: a half, a quarter and so on, and many short ones."""
+    """Documents of very unequal lengths, `tokens` together: a half, a quarter and so on, and many
+    short ones.
+    """
     lengths, left = [], tokens
     while left > max(tokens // 16, 64):
         lengths.append(left // 2)
@@ -226,7 +303,9 @@ def documents_of(tokens: int) -> list[int]:
     return lengths + [short] * (left // short) + ([left % short] if left % short else [])
 
 
-def timed(function: Callable[..., Any], clock: Callable[[], float], taken: list[float]) -> Callable[..., Any]:
+def timed(
+    function: Callable[..., Any], clock: Callable[[], float], taken: list[float]
+) -> Callable[..., Any]:
     """The attention function, which adds the host's seconds in each call to a list."""
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,9 @@
-"""Ranks that share one device: processes that import while another part measures, then work over NCCL, or gloo on a CPU.
+"""Ranks that share one device: processes that import while another part measures, then work over
+NCCL, or gloo on a CPU.
 
-NCCL refuses two ranks on one card of one host. So each rank says that it is a host of its own (`NCCL_HOSTID`), and NCCL's sockets
-carry the messages: values, streams, aborts and faults are those of NCCL, seconds are not those of a real link.
+NCCL refuses two ranks on one card of one host. So each rank says that it is a host of its own
+(`NCCL_HOSTID`), and NCCL's sockets carry the messages: values, streams, aborts and faults are those
+of NCCL, seconds are not those of a real link.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ import torch.distributed as dist
 
 from gpu_setting import Setting
 
-# Called with rank, ranks, the setting and a function that keeps figures; only those of rank 0 are read.
+# Called with rank, ranks, the setting and a function that keeps figures; only those of rank 0 are
+# read.
 Work = Callable[[int, int, Setting, Callable[..., None]], None]
 _ON_ONE_CARD = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -33,7 +36,8 @@ _ON_ONE_CARD = {
     "NCCL_SHM_DISABLE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
-_GRACE = 40.0  # seconds that ranks have to end after one of them failed: as long as a collective may wait
+# Seconds that ranks have to end after one of them failed: as long as a collective may wait.
+_GRACE = 40.0
 
 
 class Ranks:
@@ -47,16 +51,23 @@ class Ranks:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         shared = (ranks, setting, work, self._folder.name, port, self._turn, self._seconds)
-        self._processes = [context.Process(target=_be_rank, args=(rank, *shared), daemon=True) for rank in range(ranks)]
+        self._processes = [
+            context.Process(target=_be_rank, args=(rank, *shared), daemon=True)
+            for rank in range(ranks)
+        ]
         for process in self._processes:
             process.start()
 
     def run(self, seconds: float) -> dict[str, Any]:
-        """Give them their turn, for so many seconds. Returns what rank 0 kept, and what failed or None."""
+        """Give them their turn, for so many seconds. Returns what rank 0 kept, and what failed or
+        None.
+        """
         self._seconds.value = seconds
         self._turn.set()
         deadline = time.monotonic() + seconds
-        while any(process.is_alive() for process in self._processes) and time.monotonic() < deadline:
+        while (
+            any(process.is_alive() for process in self._processes) and time.monotonic() < deadline
+        ):
             if any(process.exitcode for process in self._processes):
                 deadline = min(deadline, time.monotonic() + _GRACE)
             time.sleep(0.05)
@@ -67,15 +78,28 @@ class Ranks:
         folder = Path(self._folder.name)
         kept = folder / "kept.json"
         figures = json.loads(kept.read_text()) if kept.exists() else {}
-        failed = {path.stem: path.read_text()[-2500:] for path in sorted(folder.glob("failed*.txt"))}
+        failed = {
+            path.stem: path.read_text()[-2500:] for path in sorted(folder.glob("failed*.txt"))
+        }
         if stopped:
             failed["stopped"] = f"ranks {stopped} after {seconds:.0f} s"
         self._folder.cleanup()
         return {**figures, "failed": failed or None}
 
 
-def _be_rank(rank: int, ranks: int, setting: Setting, work: Work, folder: str, port: int, turn: Any, seconds: Any) -> None:
-    os.environ.update(_ON_ONE_CARD, NCCL_HOSTID=f"host{rank}", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _be_rank(
+    rank: int,
+    ranks: int,
+    setting: Setting,
+    work: Work,
+    folder: str,
+    port: int,
+    turn: Any,
+    seconds: Any,
+) -> None:
+    os.environ.update(
+        _ON_ONE_CARD, NCCL_HOSTID=f"host{rank}", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="1")
     torch.set_num_threads(1)
     try:

@@ -25,7 +25,8 @@ class Setting:
         quick: sizes that only show that the part works.
         out: folder of the figures.
         seconds: after so long a part starts nothing new.
-        placements: folder of placements as `hf-distca plan` reads them; None for those that are made up.
+        placements: folder of placements as `hf-distca plan` reads them; None for those that are
+            made up.
         started: when the part began, by the monotonic clock.
     """
 
@@ -50,7 +51,10 @@ class Setting:
     def put(self, **figures: Any) -> None:
         """Add figures to the file of the part, so that what is known outlives whatever comes."""
         self.figures.update(figures)
-        text = json.dumps({"part": self.part, "device": str(self.device), "quick": self.quick, **self.figures}, indent=1)
+        text = json.dumps(
+            {"part": self.part, "device": str(self.device), "quick": self.quick, **self.figures},
+            indent=1,
+        )
         temporary = self.out / f"{self.part}.json.part"
         temporary.write_text(text)
         temporary.rename(self.out / f"{self.part}.json")
@@ -60,7 +64,9 @@ class Setting:
         return self.started + self.seconds - time.monotonic()
 
     def time_for(self, what: str, seconds: float = 0.0) -> bool:
-        """Whether there is time for something that takes about so long; if not, its name is kept."""
+        """Whether there is time for something that takes about so long; if not, its name is
+        kept.
+        """
         if seconds < self.left():
             return True
         self.put(left_out=[*self.figures.get("left_out", []), what])
@@ -89,8 +95,12 @@ def seconds_once(call: Callable[[], object], device: torch.device, calls: int = 
     return (time.perf_counter() - started) / calls
 
 
-def seconds_of(call: Callable[[], object], device: torch.device, *, repeats: int = 3, least: float = 5e-3) -> float:
-    """Median seconds of a call after two that are not counted; short ones are repeated for `least` seconds."""
+def seconds_of(
+    call: Callable[[], object], device: torch.device, *, repeats: int = 3, least: float = 5e-3
+) -> float:
+    """Median seconds of a call after two that are not counted; short ones are repeated for `least`
+    seconds.
+    """
     call()
     calls = max(1, min(50, int(least / max(seconds_once(call, device), 1e-7))))
     return statistics.median(seconds_once(call, device, calls) for _ in range(repeats))

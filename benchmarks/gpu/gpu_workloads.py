@@ -1,4 +1,6 @@
-"""What is measured: attention shapes, placements of documents, the batches that servers run for them, and kernels."""
+"""What is measured: attention shapes, placements of documents, the batches that servers run for
+them, and kernels.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from hf_distca.kernels import Case, Kernel, Scores, TaskBatch, select_kernel
 from hf_distca.kernels.base import Operands, Saved
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.efficient import EFFICIENT
-from hf_distca.kernels.flash import CUDA, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_3_WITH_ROOM, FLASH_ATTN_4
+from hf_distca.kernels.flash import (
+    CUDA,
+    FLASH_ATTN,
+    FLASH_ATTN_3,
+    FLASH_ATTN_3_WITH_ROOM,
+    FLASH_ATTN_4,
+)
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, count_causal_pairs
@@ -32,7 +40,10 @@ from hf_distca.schedule.profiles import Profile
 BACKWARD_FLOPS = 2.5
 
 
-LLAMA = {"Llama-8B": AttentionShape(32, 8, 128, 128, 2), "Llama-34B": AttentionShape(64, 8, 128, 128, 2)}
+LLAMA = {
+    "Llama-8B": AttentionShape(32, 8, 128, 128, 2),
+    "Llama-34B": AttentionShape(64, 8, 128, 128, 2),
+}
 
 
 def shapes(setting: Setting) -> dict[str, AttentionShape]:
@@ -51,27 +62,40 @@ def skewed(tokens: int) -> Placement:
 
 
 def made_up(ranks: int, tokens: int) -> Placement:
-    """Documents of long-tailed lengths, cut where a rank has `tokens` of them: no document is on two ranks."""
+    """Documents of long-tailed lengths, cut where a rank has `tokens` of them: no document is on
+    two ranks.
+    """
     draw = random.Random(0)
     lengths: list[list[int]] = []
     for _ in range(ranks):
         row: list[int] = []
         while sum(row) < tokens:
-            row.append(min(max(16, int(draw.lognormvariate(math.log(tokens / 16), 1.6))), tokens - sum(row)))
+            row.append(
+                min(
+                    max(16, int(draw.lognormvariate(math.log(tokens / 16), 1.6))), tokens - sum(row)
+                )
+            )
         lengths.append(row)
     return f"made up, {ranks} ranks of {tokens}", Layout.from_lengths(lengths)
 
 
-def placements(setting: Setting, names: Sequence[str], others: Sequence[Placement]) -> Iterator[Placement]:
+def placements(
+    setting: Setting, names: Sequence[str], others: Sequence[Placement]
+) -> Iterator[Placement]:
     """The named placements that the folder has, then the others."""
     for name in names:
-        if setting.placements is not None and (path := setting.placements / f"{name}.json").exists():
+        if (
+            setting.placements is not None
+            and (path := setting.placements / f"{name}.json").exists()
+        ):
             yield name, read_placement(path)
     yield from others
 
 
 def plans(layout: Layout, cost: CostModel) -> Iterator[tuple[str, Plan]]:
-    """Plans of a placement: of its documents where they lie, and of the same documents dealt to as many ranks."""
+    """Plans of a placement: of its documents where they lie, and of the same documents dealt to as
+    many ranks.
+    """
     config = DistCAConfig()
     yield "as given", balance(layout, cost, config)
     documents, place = np.unique(layout.document, return_inverse=True)
@@ -81,7 +105,9 @@ def plans(layout: Layout, cost: CostModel) -> Iterator[tuple[str, Plan]]:
 
 
 class Batch(NamedTuple):
-    """Tasks that one kernel call runs, and the sizes of their pools, whose rows are of one of so many head groups."""
+    """Tasks that one kernel call runs, and the sizes of their pools, whose rows are of one of so
+    many head groups.
+    """
 
     tasks: TaskBatch
     rows: int
@@ -90,41 +116,65 @@ class Batch(NamedTuple):
 
     @property
     def pairs(self) -> float:
-        return float(count_causal_pairs(self.tasks.query_length, self.tasks.key_length).sum()) / self.groups
+        return (
+            float(count_causal_pairs(self.tasks.query_length, self.tasks.key_length).sum())
+            / self.groups
+        )
 
 
 def batch_of(sizes: Sequence[tuple[int, int]]) -> Batch:
     """Tasks of (query rows, keys) with pools of their own, one after another."""
     rows, keys = (list(column) for column in zip(*sizes, strict=True))
     starts = [[sum(column[:i]) for i in range(len(column))] for column in (rows, keys)]
-    return Batch(TaskBatch(tuple(starts[0]), tuple(rows), tuple(starts[1]), tuple(keys)), sum(rows), sum(keys))
+    return Batch(
+        TaskBatch(tuple(starts[0]), tuple(rows), tuple(starts[1]), tuple(keys)),
+        sum(rows),
+        sum(keys),
+    )
 
 
 def server_batches(plan: Plan, rank: int, device: torch.device) -> list[Batch]:
-    """What the attention server of a rank runs in one layer: its own tasks, then those that arrive."""
+    """What the attention server of a rank runs in one layer: its own tasks, then those that
+    arrive.
+    """
     route, layout = Route.build(plan, rank), plan.layout
     tokens = int(layout.query_tokens[rank] + layout.context_tokens[rank])
     batches = [Batch(route.local_tasks, int(layout.query_tokens[rank]), tokens)]
     for wave in (*([] if route.local_wave is None else [route.local_wave]), *route.waves):
         rows = wave.own_rows + sum(wave.queries.receive.values())
-        batches.append(Batch(wave.arrived, rows, sum(piece.rows for piece in wave.pool.pieces), route.groups))
+        batches.append(
+            Batch(wave.arrived, rows, sum(piece.rows for piece in wave.pool.pieces), route.groups)
+        )
     return [batch for batch in batches if len(batch.tasks)]
 
 
 class Calls:
-    """Forward and backward of batches on pools of random numbers, which are made once for the largest of them."""
+    """Forward and backward of batches on pools of random numbers, which are made once for the
+    largest of them.
+    """
 
     def __init__(self, shape: AttentionShape, setting: Setting, batches: Sequence[Batch]) -> None:
-        rows, keys = (max(-(-getattr(batch, side) // batch.groups) for batch in batches) for side in ("rows", "keys"))
+        rows, keys = (
+            max(-(-getattr(batch, side) // batch.groups) for batch in batches)
+            for side in ("rows", "keys")
+        )
         heads = (shape.query_heads, shape.key_value_heads)
         made = {"dtype": setting.dtype, "device": setting.device}
-        self.q_THD, self.do_THV = (torch.randn(rows, heads[0], shape.head_dim, **made) for _ in range(2))
-        self.k_TKD, self.v_TKV = (torch.randn(keys, heads[1], shape.head_dim, **made) for _ in range(2))
+        self.q_THD, self.do_THV = (
+            torch.randn(rows, heads[0], shape.head_dim, **made) for _ in range(2)
+        )
+        self.k_TKD, self.v_TKV = (
+            torch.randn(keys, heads[1], shape.head_dim, **made) for _ in range(2)
+        )
         self.scores = Scores(shape.head_dim**-0.5)
 
     def pools(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q_THD = self._of(self.q_THD, batch.rows, batch)
-        return q_THD, self._of(self.k_TKD, batch.keys, batch), self._of(self.v_TKV, batch.keys, batch)
+        return (
+            q_THD,
+            self._of(self.k_TKD, batch.keys, batch),
+            self._of(self.v_TKV, batch.keys, batch),
+        )
 
     def gradient(self, batch: Batch) -> torch.Tensor:
         return self._of(self.do_THV, batch.rows, batch)
@@ -136,21 +186,29 @@ class Calls:
     def forward(self, kernel: Kernel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return kernel.forward(Operands(*self.pools(batch)), batch.tasks, self.scores)
 
-    def backward(self, kernel: Kernel, batch: Batch, outputs: tuple[torch.Tensor, torch.Tensor]) -> object:
+    def backward(
+        self, kernel: Kernel, batch: Batch, outputs: tuple[torch.Tensor, torch.Tensor]
+    ) -> object:
         q_THD, k_TKD, v_TKV = self.pools(batch)
         saved = Saved(self.gradient(batch), q_THD, *outputs, k_TKD, v_TKV)
         return kernel.backward(saved, batch.tasks, self.scores)
 
 
 class Variant(NamedTuple):
-    """A kernel, and the implementation of torch's flash attention that it runs in; None for torch's own."""
+    """A kernel, and the implementation of torch's flash attention that it runs in; None for torch's
+    own.
+    """
 
     kernel: Kernel
     implementation: str | None = None
 
     @property
     def label(self) -> str:
-        return self.kernel.name if self.implementation is None else f"{self.kernel.name} as {self.implementation}"
+        return (
+            self.kernel.name
+            if self.implementation is None
+            else f"{self.kernel.name} as {self.implementation}"
+        )
 
     @contextmanager
     def active(self) -> Iterator[Kernel]:
@@ -167,31 +225,57 @@ class Variant(NamedTuple):
 
 def fastest(setting: Setting) -> Variant:
     """The kernel that `kernel="auto"` takes there, in torch's own implementation."""
-    return Variant(select_kernel("auto", Case(setting.device, setting.dtype, 128, 128, Scores(1.0))))
+    return Variant(
+        select_kernel("auto", Case(setting.device, setting.dtype, 128, 128, Scores(1.0)))
+    )
 
 
 def variants(setting: Setting, only: Sequence[Kernel] | None = None) -> Iterator[Variant]:
-    """Every fast kernel of the device that runs, or those of `only`; why the others do not is put among the figures.
+    """Every fast kernel of the device that runs, or those of `only`; why the others do not is put
+    among the figures.
 
-    Other implementations of torch's flash attention are tried last, so that nothing of them is left when torch's own is timed.
+    Other implementations of torch's flash attention are tried last, so that nothing of them is left
+    when torch's own is timed.
     """
     if setting.device.type != "cuda":
         yield Variant(CpuKernel())
         return
     refused: dict[str, str] = {}
-    kernels = [Variant(kernel) for kernel in (CUDA, EFFICIENT, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_3_WITH_ROOM, FLASH_ATTN_4)]
-    wanted = [*kernels, Variant(CUDA, "FA3"), Variant(CUDA, "FA4")] if only is None else [Variant(kernel) for kernel in only]
+    kernels = [
+        Variant(kernel)
+        for kernel in (
+            CUDA,
+            EFFICIENT,
+            FLASH_ATTN,
+            FLASH_ATTN_3,
+            FLASH_ATTN_3_WITH_ROOM,
+            FLASH_ATTN_4,
+        )
+    ]
+    wanted = (
+        [*kernels, Variant(CUDA, "FA3"), Variant(CUDA, "FA4")]
+        if only is None
+        else [Variant(kernel) for kernel in only]
+    )
     for variant in wanted:
-        reason = variant.kernel.unsupported_reason(Case(setting.device, setting.dtype, 128, 128, Scores(1.0)))
+        reason = variant.kernel.unsupported_reason(
+            Case(setting.device, setting.dtype, 128, 128, Scores(1.0))
+        )
         if reason is not None:
             refused[variant.label] = reason
             continue
         try:
             with variant.active() as kernel:
-                calls = Calls(AttentionShape(2, 1, 128, 128, 2), setting, [batch := batch_of([(128, 256), (128, 128)])])
+                calls = Calls(
+                    AttentionShape(2, 1, 128, 128, 2),
+                    setting,
+                    [batch := batch_of([(128, 256), (128, 128)])],
+                )
                 calls.backward(kernel, batch, calls.forward(kernel, batch))
                 torch.cuda.synchronize()
-        except Exception as error:  # whatever the packages raise where they are not there or do not fit
+        except (
+            Exception
+        ) as error:  # whatever the packages raise where they are not there or do not fit
             refused[variant.label] = f"{type(error).__name__}: {str(error)[:300]}"
         else:
             yield variant
@@ -199,10 +283,13 @@ def variants(setting: Setting, only: Sequence[Kernel] | None = None) -> Iterator
 
 
 def cost_model(setting: Setting, shape: AttentionShape, kernel: Kernel) -> CostModel:
-    """The cost model that training would begin with: of the card's and kernel's shipped profile, or the built-in figures."""
+    """The cost model that training would begin with: of the card's and kernel's shipped profile, or
+    the built-in figures.
+    """
     if (
         setting.device.type == "cuda"
-        and (name := Profile.find_gpu_profile(torch.cuda.get_device_name(), kernel.name)) is not None
+        and (name := Profile.find_gpu_profile(torch.cuda.get_device_name(), kernel.name))
+        is not None
     ):
         return Profile.load(name).make_cost_model(shape)
     return CostModel.analytic(shape, device_type=setting.device.type)

@@ -1,6 +1,8 @@
-"""Kernel seconds of every rank of a plan, one rank after another on one device: imbalance before and after, measured.
+"""Kernel seconds of every rank of a plan, one rank after another on one device: imbalance before
+and after, measured.
 
-Each rank's tasks go to an `AttentionServer` in the calls and pools that its route gives them. Messages are not emulated.
+Each rank's tasks go to an `AttentionServer` in the calls and pools that its route gives them.
+Messages are not emulated.
 """
 
 from __future__ import annotations
@@ -12,7 +14,18 @@ import numpy as np
 import torch
 
 from gpu_setting import Setting, free, synchronize
-from gpu_workloads import Batch, Calls, cost_model, fastest, made_up, placements, plans, server_batches, shapes, skewed
+from gpu_workloads import (
+    Batch,
+    Calls,
+    cost_model,
+    fastest,
+    made_up,
+    placements,
+    plans,
+    server_batches,
+    shapes,
+    skewed,
+)
 from hf_distca.kernels import Kernel
 from hf_distca.kernels.base import Operands, Saved
 from hf_distca.runtime.call import AttentionServer
@@ -22,7 +35,8 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import compute_imbalance
 from hf_distca.schedule.plan import Plan
 
-# The first two take about 5 and 15 s on an H200 for Llama-8B, before and after; the others are run if there is time.
+# The first two take about 5 and 15 s on an H200 for Llama-8B, before and after; the others are run
+# if there is time.
 PLACEMENTS = (
     "wlbllm_raw_r8_t128k_s0",
     "wlbllm_raw_r64_t64k_s0",
@@ -50,13 +64,19 @@ def rank_seconds(calls: Calls, kernel: Kernel, batches: list[Batch]) -> tuple[fl
             if meter is meters[0]:
                 outputs.append(server.run(Operands(q_THD, k_TKD, v_TKV), batch.tasks))
             else:
-                server.run(Saved(calls.gradient(batch), q_THD, *outputs[place], k_TKD, v_TKV), batch.tasks)
+                server.run(
+                    Saved(calls.gradient(batch), q_THD, *outputs[place], k_TKD, v_TKV), batch.tasks
+                )
         synchronize(device)
     return meters[0].seconds, meters[1].seconds
 
 
-def emulate(setting: Setting, kernel: Kernel, cost: CostModel, plan: Plan, repeats: int) -> dict[str, Any]:
-    """Measured and estimated seconds of every rank under a plan. A figure is the median of rounds over all ranks."""
+def emulate(
+    setting: Setting, kernel: Kernel, cost: CostModel, plan: Plan, repeats: int
+) -> dict[str, Any]:
+    """Measured and estimated seconds of every rank under a plan. A figure is the median of rounds
+    over all ranks.
+    """
     ranks = range(plan.layout.world_size)
     batches = [server_batches(plan, rank, setting.device) for rank in ranks]
     calls = Calls(cost.shape, setting, [batch for rank in batches for batch in rank])
@@ -64,30 +84,55 @@ def emulate(setting: Setting, kernel: Kernel, cost: CostModel, plan: Plan, repea
         for batch in (batch for rank in batches for batch in rank):
             calls.forward(kernel, batch)
     else:
-        rank_seconds(calls, kernel, min(batches, key=lambda rank: sum(batch.pairs for batch in rank)))
-    rounds = [[rank_seconds(calls, kernel, batches[rank]) for rank in ranks] for _ in range(repeats)]
+        rank_seconds(
+            calls, kernel, min(batches, key=lambda rank: sum(batch.pairs for batch in rank))
+        )
+    rounds = [
+        [rank_seconds(calls, kernel, batches[rank]) for rank in ranks] for _ in range(repeats)
+    ]
     free(setting.device)
     result: dict[str, Any] = {"calls": [len(rank) for rank in batches]}
     lengths, ends = plan.end - plan.start, plan.end
     estimates = cost.estimate_directions(lengths, ends, plan.heads)
     for place, direction in enumerate(("forward", "backward")):
-        taken = np.array([statistics.median(found[rank][place] for found in rounds) for rank in ranks])
+        taken = np.array(
+            [statistics.median(found[rank][place] for found in rounds) for rank in ranks]
+        )
         guess = np.bincount(plan.server, weights=estimates[place], minlength=len(ranks))
-        result[direction] = {"seconds": taken.tolist(), "imbalance": compute_imbalance(taken), "slowest": float(taken.max())}
-        result[direction] |= {"estimated": guess.tolist(), "estimated_imbalance": compute_imbalance(guess)}
+        result[direction] = {
+            "seconds": taken.tolist(),
+            "imbalance": compute_imbalance(taken),
+            "slowest": float(taken.max()),
+        }
+        result[direction] |= {
+            "estimated": guess.tolist(),
+            "estimated_imbalance": compute_imbalance(guess),
+        }
     both = np.array(result["forward"]["seconds"]) + np.array(result["backward"]["seconds"])
-    result["both"] = {"seconds": both.tolist(), "imbalance": compute_imbalance(both), "slowest": float(both.max())}
+    result["both"] = {
+        "seconds": both.tolist(),
+        "imbalance": compute_imbalance(both),
+        "slowest": float(both.max()),
+    }
     result["both"]["total"] = float(both.sum())
     return result
 
 
 def one_placement(
-    setting: Setting, kernel: Kernel, cost: CostModel, name: str, layout: Layout, plan: Plan, before: dict[str, Any] | None
+    setting: Setting,
+    kernel: Kernel,
+    cost: CostModel,
+    name: str,
+    layout: Layout,
+    plan: Plan,
+    before: dict[str, Any] | None,
 ) -> dict[str, Any] | None:
     """A plan beside its documents as they were given, which are measured once."""
     local = Plan.local(layout)
     repeats = setting.size(quick=1, cpu=3, gpu=1)
-    work = float(cost.estimate_seconds(local.end - local.start, local.end).sum()) * 2 * (repeats + 0.4)
+    work = (
+        float(cost.estimate_seconds(local.end - local.start, local.end).sum()) * 2 * (repeats + 0.4)
+    )
     if not setting.time_for(f"{name}, about {work:.0f} s", work):
         return None
     before = before or emulate(setting, kernel, cost, local, repeats)
@@ -110,7 +155,9 @@ def run(setting: Setting) -> None:
     torch.manual_seed(0)
     variant = fastest(setting)
     rows: list[dict[str, Any]] = []
-    others = setting.size(quick=[skewed(2048)], cpu=[skewed(16384), made_up(4, 16384)], gpu=[made_up(8, 65536)])
+    others = setting.size(
+        quick=[skewed(2048)], cpu=[skewed(16384), made_up(4, 16384)], gpu=[made_up(8, 65536)]
+    )
     known = list(placements(setting, PLACEMENTS if setting.device.type == "cuda" else (), others))
     for label, shape in shapes(setting).items():
         cost = cost_model(setting, shape, variant.kernel)
@@ -118,8 +165,18 @@ def run(setting: Setting) -> None:
             before = None
             for way, plan in plans(layout, cost):
                 with variant.active() as kernel:
-                    row = one_placement(setting, kernel, cost, f"{name}, {way}", layout, plan, before)
+                    row = one_placement(
+                        setting, kernel, cost, f"{name}, {way}", layout, plan, before
+                    )
                 if row is not None:
                     before = row["before"]
-                    rows.append({"model": label, "kernel": variant.label, "cost_model": cost.name, "goal": GOAL, **row})
+                    rows.append(
+                        {
+                            "model": label,
+                            "kernel": variant.label,
+                            "cost_model": cost.name,
+                            "goal": GOAL,
+                            **row,
+                        }
+                    )
                 setting.put(placements=rows)

@@ -1,4 +1,6 @@
-"""Families of models in bfloat16, packed under distca and alone under transformers' own attention, beside float32."""
+"""Families of models in bfloat16, packed under distca and alone under transformers' own attention,
+beside float32.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def norms_apart(found: Any, expected: Any) -> dict[str, float]:
     """Relative errors of logits and of all gradients together."""
 
     def apart(pairs: list[tuple[torch.Tensor | None, torch.Tensor]]) -> float:
-        off = sum(float(((0.0 if a is None else a.float()) - b.float()).square().sum()) for a, b in pairs)
+        off = sum(
+            float(((0.0 if a is None else a.float()) - b.float()).square().sum()) for a, b in pairs
+        )
         return (off / sum(float(b.float().square().sum()) for _, b in pairs)) ** 0.5
 
     names = [name for name, gradient in expected.grads.items() if gradient is not None]
@@ -45,9 +49,15 @@ def one_family(setting: Setting, name: str) -> dict[str, Any]:
     attentions = ("eager", "sdpa") if tiny.class_of(name)._supports_sdpa else ("eager",)  # noqa: SLF001
     with compare.quiet():
         expected = outcome("eager", torch.float32, compare.alone)
-        plain = {attention: norms_apart(outcome(attention, torch.bfloat16, compare.alone), expected) for attention in attentions}
+        plain = {
+            attention: norms_apart(outcome(attention, torch.bfloat16, compare.alone), expected)
+            for attention in attentions
+        }
         ours = norms_apart(outcome("distca", torch.bfloat16, compare.packed), expected)
-    passed = all(ours[figure] <= TIMES * max(errors[figure] for errors in plain.values()) + ABOVE for figure in ours)
+    passed = all(
+        ours[figure] <= TIMES * max(errors[figure] for errors in plain.values()) + ABOVE
+        for figure in ours
+    )
     return {"family": name, "distca": ours, **plain, "passed": passed}
 
 

@@ -1,4 +1,6 @@
-"""A rank that fails in a kernel, lacks memory or is killed, while the other one waits: seconds until that one has raised."""
+"""A rank that fails in a kernel, lacks memory or is killed, while the other one waits: seconds
+until that one has raised.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,13 @@ class Faulty:
     def __call__(self, rank: int, ranks: int, setting: Setting, keep: Any) -> None:
         model = stack(setting, LAYERS, small=True).to(torch.bfloat16)
         heads = model.config.num_attention_heads, model.config.num_key_value_heads
-        cost = CostModel.of_pairs(AttentionShape(*heads, model.config.head_dim, model.config.head_dim, 2))
+        cost = CostModel.of_pairs(
+            AttentionShape(*heads, model.config.head_dim, model.config.head_dim, 2)
+        )
         hf_distca.configure(hf_distca.DistCAConfig(cost_model=cost, tile=32, timeout_seconds=30.0))
-        packed = Packed(setting, model, lengths_of(rank, setting.size(quick=256, cpu=512, gpu=2048)))
+        packed = Packed(
+            setting, model, lengths_of(rank, setting.size(quick=256, cpu=512, gpu=2048))
+        )
         packed.use("distca")
         began = time.monotonic()
         try:
@@ -59,7 +65,9 @@ class Faulty:
                 model.zero_grad(set_to_none=True)
                 synchronize(setting.device)
         except Exception as error:
-            keep(raised=type(error).__name__, said=str(error)[:500], seconds=time.monotonic() - began)
+            keep(
+                raised=type(error).__name__, said=str(error)[:500], seconds=time.monotonic() - began
+            )
             os._exit(0)  # the process group cannot be taken down in order any more
 
 
@@ -75,5 +83,7 @@ def run(setting: Setting, started: dict[str, Ranks]) -> None:
         if not setting.time_for(fault, setting.size(quick=0.0, cpu=15.0, gpu=20.0)):
             continue
         ranks = started.get(fault) or Ranks(setting, Faulty(fault), 2)
-        found[fault] = {key: value for key, value in ranks.run(setting.left()).items() if key != "failed"}
+        found[fault] = {
+            key: value for key, value in ranks.run(setting.left()).items() if key != "failed"
+        }
         setting.put(faults=found)

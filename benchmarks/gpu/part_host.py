@@ -1,4 +1,6 @@
-"""Host seconds and Python calls of a layer: steps so small that the GPU waits for the host, beside plain varlen attention."""
+"""Host seconds and Python calls of a layer: steps so small that the GPU waits for the host, beside
+plain varlen attention.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ FEW, MANY = 2, 10
 
 
 def profiled(setting: Setting, packed: Packed, name: str, steps: int) -> dict[str, Any]:
-    """Python calls of a step, functions and built-ins, and the functions that take longest; backward in the same thread."""
+    """Python calls of a step, functions and built-ins, and the functions that take longest;
+    backward in the same thread.
+    """
     packed.use(name)
     with torch.autograd.set_multithreading_enabled(False):
         for _ in range(3):
@@ -41,26 +45,49 @@ def more_seconds(setting: Setting, packed: Packed, pair: Pair) -> tuple[dict[str
     """Median seconds of steps, and the median of what distca takes more than plain attention."""
     names = ["distca", pair.plain]
     seconds = step_seconds(setting, packed, names, setting.size(quick=2, cpu=10, gpu=30))
-    more = statistics.median(a - b for a, b in zip(seconds["distca"], seconds[pair.plain], strict=True))
+    more = statistics.median(
+        a - b for a, b in zip(seconds["distca"], seconds[pair.plain], strict=True)
+    )
     return {name: statistics.median(taken) for name, taken in seconds.items()}, more
 
 
-def one_length(setting: Setting, models: dict[int, LlamaModel], pair: Pair, tokens: int) -> dict[str, Any]:
-    """What distca takes more than plain attention in a layer that moves nothing, and in the first layer."""
-    found = {n: more_seconds(setting, Packed(setting, model, documents_of(tokens)), pair) for n, model in models.items()}
+def one_length(
+    setting: Setting, models: dict[int, LlamaModel], pair: Pair, tokens: int
+) -> dict[str, Any]:
+    """What distca takes more than plain attention in a layer that moves nothing, and in the first
+    layer.
+    """
+    found = {
+        n: more_seconds(setting, Packed(setting, model, documents_of(tokens)), pair)
+        for n, model in models.items()
+    }
     layer = (found[MANY][1] - found[FEW][1]) / (MANY - FEW)
-    row = {"kernel": pair.kernel, "tokens": tokens, "layers": MANY, "plain": pair.plain, "seconds": found[MANY][0]}
-    return {**row, "more_seconds_a_layer": layer, "more_seconds_first_layer": found[FEW][1] - (FEW - 1) * layer}
+    row = {
+        "kernel": pair.kernel,
+        "tokens": tokens,
+        "layers": MANY,
+        "plain": pair.plain,
+        "seconds": found[MANY][0],
+    }
+    return {
+        **row,
+        "more_seconds_a_layer": layer,
+        "more_seconds_first_layer": found[FEW][1] - (FEW - 1) * layer,
+    }
 
 
 def run(setting: Setting) -> None:
     """Put one row a kernel and a number of tokens, and a profile of each attention."""
-    models = {layers: stack(setting, layers, small=True).to(setting.dtype) for layers in (FEW, MANY)}
+    models = {
+        layers: stack(setting, layers, small=True).to(setting.dtype) for layers in (FEW, MANY)
+    }
     rows: list[dict[str, Any]] = []
     for pair in pairs(setting)[::-1]:
         pair.use()
         for tokens in setting.size(quick=(128,), cpu=(512, 2048), gpu=(512, 2048, 8192)):
-            if setting.time_for(f"{tokens} tokens, {pair.kernel}", setting.size(quick=0.0, cpu=10.0, gpu=4.0)):
+            if setting.time_for(
+                f"{tokens} tokens, {pair.kernel}", setting.size(quick=0.0, cpu=10.0, gpu=4.0)
+            ):
                 rows.append(one_length(setting, models, pair, tokens))
                 setting.put(rows=rows)
     pair = pairs(setting)[-1]
@@ -69,7 +96,9 @@ def run(setting: Setting) -> None:
     for name in ("distca", pair.plain):
         counts = []
         for layers in (FEW, MANY):
-            packed = Packed(setting, models[layers], documents_of(setting.size(quick=128, cpu=2048, gpu=2048)))
+            packed = Packed(
+                setting, models[layers], documents_of(setting.size(quick=128, cpu=2048, gpu=2048))
+            )
             found = profiled(setting, packed, name, steps)
             counts.append(found["calls_a_step"])
         profiles[name] = {**found, "calls_a_layer": (counts[1] - counts[0]) / (MANY - FEW)}

@@ -1,7 +1,9 @@
-"""Peak bytes of a step at 64K tokens: distca beside plain varlen attention and beside what the simulator counts.
+"""Peak bytes of a step at 64K tokens: distca beside plain varlen attention and beside what the
+simulator counts.
 
-Two layers of Llama-8B's shape with a head of 32,768 words, weights in the model's dtype, no optimizer. The simulator counts
-gradients in float32, and an optimizer: gradients count here as they are, in the weights' dtype, without the optimizer.
+Two layers of Llama-8B's shape with a head of 32,768 words, weights in the model's dtype, no
+optimizer. The simulator counts gradients in float32, and an optimizer: gradients count here as they
+are, in the weights' dtype, without the optimizer.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ LAYERS = 2
 
 
 def shape_of(setting: Setting) -> ModelShape:
-    sizes = setting.size(quick=(128, 4, 2, 32, 256, 64), cpu=(256, 4, 2, 64, 704, 512), gpu=(4096, 32, 8, 128, 14336, 32768))
+    sizes = setting.size(
+        quick=(128, 4, 2, 32, 256, 64),
+        cpu=(256, 4, 2, 64, 704, 512),
+        gpu=(4096, 32, 8, 128, 14336, 32768),
+    )
     hidden, heads, key_heads, width, wide, words = sizes
     return ModelShape("layers", hidden, LAYERS, heads, key_heads, width, wide, words)
 
@@ -48,7 +54,9 @@ def build(setting: Setting, shape: ModelShape) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(setting.dtype).train()
 
 
-def peak_bytes(setting: Setting, model: LlamaForCausalLM, row: dict[str, Any], name: str) -> dict[str, int]:
+def peak_bytes(
+    setting: Setting, model: LlamaForCausalLM, row: dict[str, Any], name: str
+) -> dict[str, int]:
     """Bytes after forward and at most, weights included. The second of two steps is counted."""
     model.set_attn_implementation(name)
     model(**arguments(row, name)).loss.backward()
@@ -75,7 +83,9 @@ def peak_bytes(setting: Setting, model: LlamaForCausalLM, row: dict[str, Any], n
     return {"kept_after_forward": kept, "peak": peak}
 
 
-def simulated(setting: Setting, shape: ModelShape, tokens: int, checkpointing: bool) -> dict[str, float]:
+def simulated(
+    setting: Setting, shape: ModelShape, tokens: int, checkpointing: bool
+) -> dict[str, float]:
     """The simulator's fullest moment, by term."""
     hardware = replace(find_hardware("h100"), element_bytes=setting.dtype.itemsize)
     case = Simulated(shape, hardware, 1, tokens, sharding="ddp", fused=False)
@@ -97,14 +107,27 @@ def run(setting: Setting) -> None:
     pair.use()
     rows: list[dict[str, Any]] = []
     for checkpointing in (True, False):
-        if not setting.time_for(f"checkpointing {checkpointing}", setting.size(quick=0.0, cpu=10.0, gpu=6.0)):
+        if not setting.time_for(
+            f"checkpointing {checkpointing}", setting.size(quick=0.0, cpu=10.0, gpu=6.0)
+        ):
             continue
         set_checkpointing(model, checkpointing)
-        row: dict[str, Any] = {"tokens": tokens, "layers": LAYERS, "checkpointing": checkpointing, "kernel": pair.kernel}
-        row |= {"documents": documents_of(tokens), "simulated": simulated(setting, shape, tokens, checkpointing)}
+        row: dict[str, Any] = {
+            "tokens": tokens,
+            "layers": LAYERS,
+            "checkpointing": checkpointing,
+            "kernel": pair.kernel,
+        }
+        row |= {
+            "documents": documents_of(tokens),
+            "simulated": simulated(setting, shape, tokens, checkpointing),
+        }
         row |= {"plain": pair.plain}
         try:
-            row |= {name: peak_bytes(setting, model, row_of_documents, name) for name in ("distca", pair.plain)}
+            row |= {
+                name: peak_bytes(setting, model, row_of_documents, name)
+                for name in ("distca", pair.plain)
+            }
             row["peak_ratio"] = row["distca"]["peak"] / row[pair.plain]["peak"]
             row["simulated_ratio"] = row["simulated"]["total"] / row["distca"]["peak"]
         except torch.OutOfMemoryError as error:

@@ -1,6 +1,7 @@
 """Every fast kernel of the device against float32: outputs, log-sum-exps and gradients.
 
-On a GPU the tests of the kernels run too, which compare with float64 and with `sdpa` in the same dtype.
+On a GPU the tests of the kernels run too, which compare with float64 and with `sdpa` in the same
+dtype.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ SCORES = {
     "softcap": Scores(1.0, softcap=2.0),
     "window and softcap": Scores(1.0, window=300, softcap=2.0),
 }
-# Heads, width, and what its layers ask for: shapes of models that ask for more than plain attention does.
+# Heads, width, and what its layers ask for: shapes of models that ask for more than plain attention
+# does.
 MODELS = {
     "gpt-oss": ((64, 8, 64), Scores(64**-0.5, window=128)),
     "Gemma 3": ((8, 4, 256), Scores(256**-0.5, window=1024)),
@@ -54,9 +56,13 @@ UNITS = 2.0
 
 
 def batches(quick: bool) -> dict[str, Batch]:
-    """Whole documents, slices with keys of their own, and slices of one document that share its keys."""
+    """Whole documents, slices with keys of their own, and slices of one document that share its
+    keys.
+    """
     n = 1 if quick else 4
-    shared = TaskBatch((0, 128 * n, 384 * n), (128 * n, 256 * n, 77 * n), (0, 0, 0), (128 * n, 384 * n, 461 * n))
+    shared = TaskBatch(
+        (0, 128 * n, 384 * n), (128 * n, 256 * n, 77 * n), (0, 0, 0), (128 * n, 384 * n, 461 * n)
+    )
     return {
         "documents": batch_of([(333 * n, 333 * n), (1, 1), (128 * n, 128 * n), (77, 77)]),
         "slices": batch_of([(128, 500 * n), (64 * n, 700 * n), (1, 90)]),
@@ -64,22 +70,30 @@ def batches(quick: bool) -> dict[str, Batch]:
     }
 
 
-def random_pools(batch: Batch, heads: tuple[int, int, int], like: dict[str, Any]) -> list[torch.Tensor]:
+def random_pools(
+    batch: Batch, heads: tuple[int, int, int], like: dict[str, Any]
+) -> list[torch.Tensor]:
     """q, k, v and the gradient of the output."""
     query, key, width = heads
     sizes = ((batch.rows, query), (batch.keys, key), (batch.keys, key), (batch.rows, query))
     return [torch.randn(*size, width, **like) for size in sizes]
 
 
-def results(kernel: Kernel, pools: list[torch.Tensor], tasks: TaskBatch, scores: Scores) -> dict[str, torch.Tensor]:
+def results(
+    kernel: Kernel, pools: list[torch.Tensor], tasks: TaskBatch, scores: Scores
+) -> dict[str, torch.Tensor]:
     q_THD, k_TKD, v_TKV, do_THV = pools
     o_THV, lse_TH = kernel.forward(Operands(q_THD, k_TKD, v_TKV), tasks, scores)
     grads = kernel.backward(Saved(do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV), tasks, scores)
     return {"o": o_THV, "lse": lse_TH, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 
 
-def with_sinks(kernel: Kernel, pools: list[torch.Tensor], sink_H: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The same through a call of core attention on one rank, whose tokens are one document, with attention sinks."""
+def with_sinks(
+    kernel: Kernel, pools: list[torch.Tensor], sink_H: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The same through a call of core attention on one rank, whose tokens are one document, with
+    attention sinks.
+    """
     *leaves, sink_H = (x.detach().clone().requires_grad_() for x in (*pools[:3], sink_H))
     route = Route.build(Plan.local(Layout.from_lengths([[len(leaves[0])]])), 0)
     server = AttentionServer(kernel, Scores(leaves[0].shape[2] ** -0.5), Meter())
@@ -89,19 +103,35 @@ def with_sinks(kernel: Kernel, pools: list[torch.Tensor], sink_H: torch.Tensor) 
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-30))
+    return float(
+        (found.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-30)
+    )
 
 
-def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, Any]:
+def compare(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, Any]:
     errors = {name: relative_error(found[name], expected[name]) for name in expected}
     bound = UNITS * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
-    return {"errors": errors, "bound": bound, "passed": all(error <= bound for error in errors.values())}
+    return {
+        "errors": errors,
+        "bound": bound,
+        "passed": all(error <= bound for error in errors.values()),
+    }
 
 
-def one_case(variant: Variant, kernel: Kernel, setting: Setting, case: tuple[Any, ...]) -> dict[str, Any]:
+def one_case(
+    variant: Variant, kernel: Kernel, setting: Setting, case: tuple[Any, ...]
+) -> dict[str, Any]:
     dtype, heads, name, scores = case
     reason = kernel.unsupported_reason(Case(setting.device, dtype, heads[2], heads[2], scores))
-    row: dict[str, Any] = {"kernel": variant.label, "dtype": str(dtype), "heads": heads, "scores": name, "batches": {}}
+    row: dict[str, Any] = {
+        "kernel": variant.label,
+        "dtype": str(dtype),
+        "heads": heads,
+        "scores": name,
+        "batches": {},
+    }
     if reason is not None:
         return {**row, "unsupported": reason}
     try:
@@ -109,9 +139,13 @@ def one_case(variant: Variant, kernel: Kernel, setting: Setting, case: tuple[Any
             pools = random_pools(batch, heads, {"dtype": dtype, "device": setting.device})
             wide = [x.float() for x in pools]
             expected = results(ReferenceKernel(), wide, batch.tasks, scores)
-            row["batches"][label] = compare(results(kernel, pools, batch.tasks, scores), expected, dtype)
+            row["batches"][label] = compare(
+                results(kernel, pools, batch.tasks, scores), expected, dtype
+            )
         if name in ("plain", "gpt-oss"):
-            pools = random_pools(batch_of([(200, 200)]), heads, {"dtype": dtype, "device": setting.device})
+            pools = random_pools(
+                batch_of([(200, 200)]), heads, {"dtype": dtype, "device": setting.device}
+            )
             sink_H = torch.randn(heads[0], dtype=dtype, device=setting.device)
             exact = with_sinks(ReferenceKernel(), [x.float() for x in pools], sink_H.float())
             row["batches"]["sinks"] = compare(with_sinks(kernel, pools, sink_H), exact, dtype)
@@ -121,19 +155,29 @@ def one_case(variant: Variant, kernel: Kernel, setting: Setting, case: tuple[Any
 
 
 def models(setting: Setting) -> list[dict[str, Any]]:
-    """Shapes of models, each in every kernel that takes them; a window with sinks is that of gpt-oss."""
+    """Shapes of models, each in every kernel that takes them; a window with sinks is that of
+    gpt-oss.
+    """
     rows = []
-    for variant in variants(setting, (CUDA, EFFICIENT, FLASH_ATTN_4) if setting.device.type == "cuda" else None):
+    for variant in variants(
+        setting, (CUDA, EFFICIENT, FLASH_ATTN_4) if setting.device.type == "cuda" else None
+    ):
         for name, (heads, scores) in MODELS.items():
             compiles = variant.kernel is FLASH_ATTN_4 and COMPILE_SECONDS
-            if setting.time_for(f"{variant.label} {name}", setting.size(quick=0.0, cpu=5.0, gpu=1.0 + compiles)):
+            if setting.time_for(
+                f"{variant.label} {name}", setting.size(quick=0.0, cpu=5.0, gpu=1.0 + compiles)
+            ):
                 with variant.active() as kernel:
-                    rows.append(one_case(variant, kernel, setting, (setting.dtype, heads, name, scores)))
+                    rows.append(
+                        one_case(variant, kernel, setting, (setting.dtype, heads, name, scores))
+                    )
     return rows
 
 
 def run(setting: Setting) -> None:
-    """Put shapes of models, then a list of cases, how many passed, and the end of the tests' output."""
+    """Put shapes of models, then a list of cases, how many passed, and the end of the tests'
+    output.
+    """
     torch.manual_seed(0)
     if not setting.quick:
         setting.put(models=models(setting))
@@ -146,28 +190,58 @@ def run(setting: Setting) -> None:
     for variant in variants(setting):
         for dtype, width, heads, name in itertools.product(dtypes, widths, counts, SCORES):
             scores = replace(SCORES[name], scale=width**-0.5)
-            compiles = setting.size(quick=0.0, cpu=0.0, gpu=COMPILE_SECONDS * (variant.kernel is FLASH_ATTN_4))
+            compiles = setting.size(
+                quick=0.0, cpu=0.0, gpu=COMPILE_SECONDS * (variant.kernel is FLASH_ATTN_4)
+            )
             if not setting.time_for(f"{variant.label} {dtype} {width} {heads} {name}", compiles):
                 continue
             with variant.active() as kernel:
-                cases.append(one_case(variant, kernel, setting, (dtype, (*heads, width), name, scores)))
+                cases.append(
+                    one_case(variant, kernel, setting, (dtype, (*heads, width), name, scores))
+                )
         free(setting.device)
         setting.put(cases=cases)
     rows = [row for row in cases if "unsupported" not in row]
-    good = [row for row in rows if "failed" not in row and all(b["passed"] for b in row["batches"].values())]
+    good = [
+        row
+        for row in rows
+        if "failed" not in row and all(b["passed"] for b in row["batches"].values())
+    ]
     setting.put(cases=cases, compared=len(rows), passed=len(good))
     if gpu and setting.time_for("tests/kernels/test_cuda_kernels.py", 20):
         setting.put(pytest=run_tests(setting.started + setting.seconds - time.monotonic()))
 
 
 def run_tests(seconds: float) -> dict[str, Any]:
-    """The package's own tests of the kernels, with the project's settings of pytest left aside: versions may differ."""
-    command = [sys.executable, "-m", "pytest", "-q", "--maxfail=5", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    """The package's own tests of the kernels, with the project's settings of pytest left aside:
+    versions may differ.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--maxfail=5",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        "/dev/null",
+    ]
     command += ["--rootdir", str(TESTS.parents[2]), str(TESTS)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, check=False, env=environment
+        )
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode() if isinstance(error.stdout, bytes) else str(error.stdout)
-        return {"command": command, "result": f"stopped after {seconds:.0f} s", "output": output[-3000:]}
-    return {"command": command, "result": done.returncode, "output": done.stdout[-3000:] + done.stderr[-1000:]}
+        return {
+            "command": command,
+            "result": f"stopped after {seconds:.0f} s",
+            "output": output[-3000:],
+        }
+    return {
+        "command": command,
+        "result": done.returncode,
+        "output": done.stdout[-3000:] + done.stderr[-1000:],
+    }

@@ -1,4 +1,5 @@
-"""Several ranks on one device, in processes of their own over NCCL (gloo on a CPU): outputs and gradients beside `sdpa`.
+"""Several ranks on one device, in processes of their own over NCCL (gloo on a CPU): outputs and
+gradients beside `sdpa`.
 
 For the correctness of streams and lifetimes, not for speed: sockets carry the messages.
 """
@@ -25,14 +26,16 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 
 LAYERS, STEPS, TIMEOUT = 2, 3, 60.0
 WAVE = 1024  # bytes of a wave for each token of a rank: a few waves
-# Whole layers, in halves, and in several waves. Exchanges cost nothing in the cost model, so that small documents move, too.
+# Whole layers, in halves, and in several waves. Exchanges cost nothing in the cost model, so that
+# small documents move, too.
 MODES: dict[str, dict[str, Any]] = {
     "balanced": {},
     "ping-pong": {"ping_pong": True},
     "waves": {"max_transient_bytes": WAVE},
     "ping-pong in waves": {"ping_pong": True, "max_transient_bytes": WAVE},
 }
-# Norm of the difference over norm: in float32 to sdpa; in half precision to float32, beside the error of sdpa in that dtype.
+# Norm of the difference over norm: in float32 to sdpa; in half precision to float32, beside the
+# error of sdpa in that dtype.
 WIDE_BOUND, HALF_BOUND = 1e-4, 2.0
 
 
@@ -49,7 +52,11 @@ def computed(packed: Packed, implementation: str) -> dict[str, torch.Tensor]:
     packed.embeddings = packed.embeddings.detach().requires_grad_()
     packed.use(implementation)
     out = packed.step(implementation).float()
-    named = {name: parameter.grad.float() for name, parameter in packed.model.named_parameters() if parameter.grad is not None}
+    named = {
+        name: parameter.grad.float()
+        for name, parameter in packed.model.named_parameters()
+        if parameter.grad is not None
+    }
     found = {"output": out, "embeddings": packed.embeddings.grad.float(), **named}
     packed.model.zero_grad(set_to_none=True)
     return found
@@ -58,8 +65,14 @@ def computed(packed: Packed, implementation: str) -> dict[str, torch.Tensor]:
 def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
     """Relative errors of the output and of the gradient that is furthest off."""
     if found.keys() != expected.keys():
-        raise RuntimeError(f"gradients of {sorted(found.keys() ^ expected.keys())} are there for one attention only")
-    errors = {name: float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected}
+        raise RuntimeError(
+            f"gradients of {sorted(found.keys() ^ expected.keys())} are there for one attention"
+            " only"
+        )
+    errors = {
+        name: float((found[name] - expected[name]).norm() / expected[name].norm())
+        for name in expected
+    }
     return {"output": errors.pop("output"), "gradients": max(errors.values())}
 
 
@@ -74,11 +87,15 @@ def one_dtype(setting: Setting, rank: int, dtype: torch.dtype, tokens: int) -> d
     expected = computed(exact, "sdpa")
     result: dict[str, Any] = {"sdpa": worst(computed(packed, "sdpa"), expected)}
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
-    cost = CostModel.of_pairs(AttentionShape(*heads, model.config.head_dim, model.config.head_dim, dtype.itemsize))
+    cost = CostModel.of_pairs(
+        AttentionShape(*heads, model.config.head_dim, model.config.head_dim, dtype.itemsize)
+    )
     for mode, settings in MODES.items():
         if bound := settings.get("max_transient_bytes"):
             settings = {**settings, "max_transient_bytes": bound * tokens}
-        hf_distca.configure(hf_distca.DistCAConfig(cost_model=cost, tile=32, timeout_seconds=TIMEOUT, **settings))
+        hf_distca.configure(
+            hf_distca.DistCAConfig(cost_model=cost, tile=32, timeout_seconds=TIMEOUT, **settings)
+        )
         errors = []
         for _ in range(STEPS):
             errors.append(worst(computed(packed, "distca"), expected))
@@ -87,12 +104,18 @@ def one_dtype(setting: Setting, rank: int, dtype: torch.dtype, tokens: int) -> d
             del churn
         meter = current_session().meter
         figures = {name: max(error[name] for error in errors) for name in errors[0]}
-        result[mode] = {**figures, "exchanges": meter.dispatches + meter.returns, "sent_bytes": meter.sent_bytes}
+        result[mode] = {
+            **figures,
+            "exchanges": meter.dispatches + meter.returns,
+            "sent_bytes": meter.sent_bytes,
+        }
         if dtype == torch.float32:
             bounds = dict.fromkeys(figures, WIDE_BOUND)
         else:
             bounds = {name: HALF_BOUND * result["sdpa"][name] for name in figures}
-        result[mode]["passed"] = all(figures[name] <= bounds[name] for name in figures) and meter.sent_bytes > 0
+        result[mode]["passed"] = (
+            all(figures[name] <= bounds[name] for name in figures) and meter.sent_bytes > 0
+        )
     return result
 
 
@@ -108,40 +131,57 @@ def work(rank: int, ranks: int, setting: Setting, keep: Any) -> None:
 
 
 def world_of_one(setting: Setting) -> dict[str, Any]:
-    """Exchanges with oneself over the backend of the device: whether each arrives as it was sent, and seconds of one."""
+    """Exchanges with oneself over the backend of the device: whether each arrives as it was sent,
+    and seconds of one.
+    """
     backend = "nccl" if setting.device.type == "cuda" else "gloo"
     size = setting.size(quick=2**12, cpu=2**20, gpu=2**27)
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group(backend, store=dist.FileStore(str(Path(folder, "store")), 1), rank=0, world_size=1)
+        dist.init_process_group(
+            backend, store=dist.FileStore(str(Path(folder, "store")), 1), rank=0, world_size=1
+        )
         try:
             world = dist.GroupMember.WORLD
             channel = Channel(world, FailureMonitor((0,), 0, TIMEOUT, (world,)), TIMEOUT)
             rows = Rows((RowRun(0, 2, 3), RowRun(0, 0, 1)), {0: 4})
             equal = True
             for round_ in range(4):
-                # What is sent is computed just before, and overwritten while it travels: the streams have to keep the order.
-                x = torch.full((8, size), float(round_), dtype=setting.dtype, device=setting.device) + torch.arange(
-                    8, dtype=setting.dtype, device=setting.device
-                ).unsqueeze(1)
+                # What is sent is computed just before, and overwritten while it travels: the
+                # streams have to keep the order.
+                x = torch.full(
+                    (8, size), float(round_), dtype=setting.dtype, device=setting.device
+                ) + torch.arange(8, dtype=setting.dtype, device=setting.device).unsqueeze(1)
                 expected = torch.cat([x[2:5], x[:1]])
                 pending = launch(channel, [MessagePart(x, rows)])
                 x.fill_(float("nan"))
                 ((arrived,),) = pending.sections()
                 equal &= bool(torch.equal(arrived, expected))
             tensor = torch.zeros(8, size, dtype=setting.dtype, device=setting.device)
-            seconds = seconds_of(lambda: launch(channel, [MessagePart(tensor, rows)]).sections(), setting.device)
+            seconds = seconds_of(
+                lambda: launch(channel, [MessagePart(tensor, rows)]).sections(), setting.device
+            )
         finally:
             dist.destroy_process_group()
-    return {"backend": backend, "equal": equal, "bytes": 4 * size * setting.dtype.itemsize, "seconds": seconds}
+    return {
+        "backend": backend,
+        "equal": equal,
+        "bytes": 4 * size * setting.dtype.itemsize,
+        "seconds": seconds,
+    }
 
 
 def prepare(setting: Setting) -> dict[int, Ranks]:
     """Start the ranks, which import what they need meanwhile."""
-    return {ranks: Ranks(setting, work, ranks) for ranks in setting.size(quick=(2,), cpu=(2,), gpu=(2, 4))}
+    return {
+        ranks: Ranks(setting, work, ranks)
+        for ranks in setting.size(quick=(2,), cpu=(2,), gpu=(2, 4))
+    }
 
 
 def run(setting: Setting, started: dict[int, Ranks]) -> None:
-    """Put exchanges in a world of one, then the errors of every rank, by number of ranks, dtype and mode."""
+    """Put exchanges in a world of one, then the errors of every rank, by number of ranks, dtype and
+    mode.
+    """
     try:
         setting.put(world_of_one=world_of_one(setting))
     except Exception as error:  # the other figures do not need it
@@ -152,6 +192,15 @@ def run(setting: Setting, started: dict[int, Ranks]) -> None:
             continue
         figures = processes.run(setting.left())
         rows = figures.get("dtypes", {})
-        every = [row[mode]["passed"] for dtype in rows.values() for row in dtype for mode in MODES if mode in row]
-        found[str(ranks)] = {**figures, "passed": figures["failed"] is None and bool(every) and all(every)}
+        every = [
+            row[mode]["passed"]
+            for dtype in rows.values()
+            for row in dtype
+            for mode in MODES
+            if mode in row
+        ]
+        found[str(ranks)] = {
+            **figures,
+            "passed": figures["failed"] is None and bool(every) and all(every),
+        }
         setting.put(ranks=found, backend="nccl" if setting.device.type == "cuda" else "gloo")

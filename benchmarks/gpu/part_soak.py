@@ -1,8 +1,10 @@
-"""FSDP2's prefetch beside ping-pong over NCCL: several communicators with messages under way, for hundreds of steps.
+"""FSDP2's prefetch beside ping-pong over NCCL: several communicators with messages under way, for
+hundreds of steps.
 
-NCCL asks that the operations of one device be launched in one order on all ranks. Attention's come from its own communicators,
-FSDP2's all-gathers and reductions from its own, on streams of their own: a deadlock between them would show here as a step that
-does not end. Every step has other documents. Every twentieth is repeated with balancing off: both have the same loss.
+NCCL asks that the operations of one device be launched in one order on all ranks. Attention's come
+from its own communicators, FSDP2's all-gathers and reductions from its own, on streams of their
+own: a deadlock between them would show here as a step that does not end. Every step has other
+documents. Every twentieth is repeated with balancing off: both have the same loss.
 """
 
 from __future__ import annotations
@@ -39,16 +41,27 @@ def lengths_of(rank: int, step: int, tokens: int) -> list[int]:
 def work(rank: int, ranks: int, setting: Setting, keep: Any) -> None:
     model = stack(setting, LAYERS, small=True)
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
-    cost = CostModel.of_pairs(AttentionShape(*heads, model.config.head_dim, model.config.head_dim, 2))
+    cost = CostModel.of_pairs(
+        AttentionShape(*heads, model.config.head_dim, model.config.head_dim, 2)
+    )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     for layer, following in zip(model.layers, model.layers[1:], strict=False):
         layer.set_modules_to_forward_prefetch([following])
-    settings = {"cost_model": cost, "tile": 32, "min_gain": 0.0, "timeout_seconds": TIMEOUT, "ping_pong": True}
+    settings = {
+        "cost_model": cost,
+        "tile": 32,
+        "min_gain": 0.0,
+        "timeout_seconds": TIMEOUT,
+        "ping_pong": True,
+    }
     hf_distca.configure(hf_distca.DistCAConfig(**settings))
-    tokens, steps = setting.size(quick=256, cpu=512, gpu=4096), setting.size(quick=3, cpu=20, gpu=200)
+    tokens, steps = (
+        setting.size(quick=256, cpu=512, gpu=4096),
+        setting.size(quick=3, cpu=20, gpu=200),
+    )
     off, done, began = 0.0, 0, time.monotonic()
     for step in range(steps):
         torch.manual_seed(100 * step + rank)
@@ -59,7 +72,13 @@ def work(rank: int, ranks: int, setting: Setting, keep: Any) -> None:
             with hf_distca.balancing(False):
                 alone = packed.forward("distca").detach()
             off = max(off, float((out - alone).float().norm() / alone.float().norm()))
-            keep(steps=step, wanted=steps, off=off, passed=off <= BOUND, seconds=time.monotonic() - began)
+            keep(
+                steps=step,
+                wanted=steps,
+                off=off,
+                passed=off <= BOUND,
+                seconds=time.monotonic() - began,
+            )
         model.zero_grad(set_to_none=True)
         done = step + 1
         left = torch.tensor([setting.left()], device=setting.device) if step % EVERY == 0 else None
@@ -69,7 +88,14 @@ def work(rank: int, ranks: int, setting: Setting, keep: Any) -> None:
                 break
     synchronize(setting.device)
     figures = hf_distca.metrics().figures()
-    keep(steps=done, wanted=steps, off=off, passed=off <= BOUND, seconds=time.monotonic() - began, figures=figures)
+    keep(
+        steps=done,
+        wanted=steps,
+        off=off,
+        passed=off <= BOUND,
+        seconds=time.monotonic() - began,
+        figures=figures,
+    )
     dist.barrier()
 
 

@@ -1,4 +1,6 @@
-"""World of one: a stack of Llama layers under distca and under plain varlen attention. Step ratio, host time, syncs."""
+"""World of one: a stack of Llama layers under distca and under plain varlen attention. Step ratio,
+host time, syncs.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +54,18 @@ def implementations(setting: Setting, tokens: int) -> list[str]:
     return [*names, "sdpa"] if tokens <= 8192 else names
 
 
-def host_seconds(setting: Setting, packed: Packed, plain: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Host seconds of a call of the attention function: in the first layer, which plans, and in the others."""
+def host_seconds(
+    setting: Setting, packed: Packed, plain: str, rounds: int
+) -> dict[str, dict[str, float]]:
+    """Host seconds of a call of the attention function: in the first layer, which plans, and in the
+    others.
+    """
     found = {}
     functions = {PLAIN: plain_varlen, PLAIN_4: plain_flash_attention_4}
-    for name, function, mask in (("distca", distca_attention, distca_mask), (plain, functions[plain], lambda **_: None)):
+    for name, function, mask in (
+        ("distca", distca_attention, distca_mask),
+        (plain, functions[plain], lambda **_: None),
+    ):
         taken: list[float] = []
         AttentionInterface.register(f"{name}_timed", timed(function, time.perf_counter, taken))
         AttentionMaskInterface.register(f"{name}_timed", mask)
@@ -67,12 +76,17 @@ def host_seconds(setting: Setting, packed: Packed, plain: str, rounds: int) -> d
             packed.model.zero_grad(set_to_none=True)
         taken = taken[LAYERS:]
         first, others = taken[::LAYERS], [t for i, t in enumerate(taken) if i % LAYERS]
-        found[name] = {"first_layer": statistics.median(first), "other_layers": statistics.median(others)}
+        found[name] = {
+            "first_layer": statistics.median(first),
+            "other_layers": statistics.median(others),
+        }
     return found
 
 
 def syncs(setting: Setting, packed: Packed, name: str) -> dict[str, Any]:
-    """What makes the host wait in one step, counted by the profiler; and what torch warns of as a wait."""
+    """What makes the host wait in one step, counted by the profiler; and what torch warns of as a
+    wait.
+    """
     packed.use(name)
     packed.step(name)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (setting.device.type == "cuda")
@@ -90,7 +104,9 @@ def syncs(setting: Setting, packed: Packed, name: str) -> dict[str, Any]:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 packed.step(name)
-            warned = [f"{warning.filename}:{warning.lineno} {warning.message}" for warning in caught]
+            warned = [
+                f"{warning.filename}:{warning.lineno} {warning.message}" for warning in caught
+            ]
         finally:
             torch.cuda.set_sync_debug_mode("default")
     packed.model.zero_grad(set_to_none=True)
@@ -108,15 +124,26 @@ def compared(packed: Packed, plain: str) -> float:
 
 
 def one_length(setting: Setting, packed: Packed, pair: Pair, tokens: int) -> dict[str, Any]:
-    """Steps, host seconds and waits of distca with one kernel and of plain attention by the same kernel."""
+    """Steps, host seconds and waits of distca with one kernel and of plain attention by the same
+    kernel.
+    """
     names = ["distca", pair.plain, *implementations(setting, tokens)]
-    row: dict[str, Any] = {"tokens": tokens, "documents": packed.lengths, "layers": LAYERS, "kernel": pair.kernel}
+    row: dict[str, Any] = {
+        "tokens": tokens,
+        "documents": packed.lengths,
+        "layers": LAYERS,
+        "kernel": pair.kernel,
+    }
     row |= {"plain": pair.plain, "difference": compared(packed, pair.plain)}
-    seconds = step_seconds(setting, packed, names, setting.size(quick=1, cpu=5, gpu=12 if tokens < 100_000 else 5))
+    seconds = step_seconds(
+        setting, packed, names, setting.size(quick=1, cpu=5, gpu=12 if tokens < 100_000 else 5)
+    )
     row["seconds"] = {name: statistics.median(taken) for name, taken in seconds.items()}
     row["ratio"] = median_ratio(seconds, "distca", pair.plain)
     row["ratios"] = [a / b for a, b in zip(seconds["distca"], seconds[pair.plain], strict=True)]
-    row["host_seconds"] = host_seconds(setting, packed, pair.plain, setting.size(quick=1, cpu=3, gpu=5))
+    row["host_seconds"] = host_seconds(
+        setting, packed, pair.plain, setting.size(quick=1, cpu=3, gpu=5)
+    )
     row["syncs"] = {name: syncs(setting, packed, name) for name in ("distca", pair.plain)}
     return row
 

@@ -1,7 +1,9 @@
-"""The Trainer on two ranks of one card over NCCL, as people start it: bf16, its own DDP, work that moves; beside `sdpa`.
+"""The Trainer on two ranks of one card over NCCL, as people start it: bf16, its own DDP, work that
+moves; beside `sdpa`.
 
-Every case trains the same rows from the same weights and logs each step. Rank 0 draws long documents and rank 1 short ones, and
-the cost model counts pairs alone, so that work moves in every layer.
+Every case trains the same rows from the same weights and logs each step. Rank 0 draws long
+documents and rank 1 short ones, and the cost model counts pairs alone, so that work moves in every
+layer.
 """
 
 from __future__ import annotations
@@ -14,7 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import hf_distca
 from gpu_ranks import Ranks
@@ -28,7 +37,10 @@ FSDP2 = {
     "fsdp": "full_shard auto_wrap",
     "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
 }
-CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+CHECKPOINTED = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+}
 # Name: attention, the case it is compared with, settings of distca, arguments of the Trainer.
 CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[str, Any]]] = {
     "sdpa, DDP": ("sdpa", None, {}, {}),
@@ -36,7 +48,12 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[str, Any]]] = {
     "distca, DDP, balancing off": ("distca", "sdpa, DDP", {"balance": False}, {}),
     "distca, DDP, ping-pong": ("distca", "sdpa, DDP", {"ping_pong": True}, {}),
     "distca, DDP, checkpointing": ("distca", "sdpa, DDP", {}, CHECKPOINTED),
-    "distca, DDP, checkpointing, ping-pong": ("distca", "sdpa, DDP", {"ping_pong": True}, CHECKPOINTED),
+    "distca, DDP, checkpointing, ping-pong": (
+        "distca",
+        "sdpa, DDP",
+        {"ping_pong": True},
+        CHECKPOINTED,
+    ),
     "sdpa, TRL": ("sdpa", None, {}, {"trl": True}),
     "distca, TRL": ("distca", "sdpa, TRL", {}, {"trl": True}),
     "sdpa, FSDP2": ("sdpa", None, {}, FSDP2),
@@ -56,17 +73,31 @@ class Losses(TrainerCallback):
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
         if logs and "loss" in logs:
             self.rows.append(dict(logs))
 
 
 def model_of(setting: Setting, attention: str) -> LlamaForCausalLM:
-    big = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "num_attention_heads": 8}
-    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    big = {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+    }
+    small = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     sizes = setting.size(quick=small, cpu=small, gpu=big)
     torch.manual_seed(0)
-    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=4096, max_position_embeddings=2**16)
+    config = LlamaConfig(
+        **sizes, num_key_value_heads=2, vocab_size=4096, max_position_embeddings=2**16
+    )
     return LlamaForCausalLM._from_config(config, attn_implementation=attention)  # noqa: SLF001
 
 
@@ -87,8 +118,12 @@ def rows_of(setting: Setting) -> list[dict[str, Any]]:
 
 def settings_of(model: LlamaForCausalLM, changes: dict[str, Any]) -> hf_distca.DistCAConfig:
     config = model.config
-    shape = AttentionShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim, 2)
-    return hf_distca.DistCAConfig(cost_model=CostModel.of_pairs(shape), tile=32, min_gain=0.0, timeout_seconds=60.0, **changes)
+    shape = AttentionShape(
+        config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim, 2
+    )
+    return hf_distca.DistCAConfig(
+        cost_model=CostModel.of_pairs(shape), tile=32, min_gain=0.0, timeout_seconds=60.0, **changes
+    )
 
 
 def trainer_of(setting: Setting, name: str, folder: str) -> Trainer:
@@ -114,14 +149,25 @@ def trainer_of(setting: Setting, name: str, folder: str) -> Trainer:
         callbacks.append(hf_distca.DistCACallback(settings_of(model, changes), record=False))
     callbacks.append(Losses())  # behind distca's, which adds its figures to the rows
     if options.get("trl"):
-        return supervised(model, {**arguments, **{k: v for k, v in options.items() if k != "trl"}}, rows_of(setting), callbacks)
+        return supervised(
+            model,
+            {**arguments, **{k: v for k, v in options.items() if k != "trl"}},
+            rows_of(setting),
+            callbacks,
+        )
     made = TrainingArguments(**{**arguments, **options})
     collator = hf_distca.PackingCollator()
-    return Trainer(model, made, data_collator=collator, train_dataset=rows_of(setting), callbacks=callbacks)
+    return Trainer(
+        model, made, data_collator=collator, train_dataset=rows_of(setting), callbacks=callbacks
+    )
 
 
-def supervised(model: Any, arguments: dict[str, Any], rows: list[Any], callbacks: list[TrainerCallback]) -> Trainer:
-    """TRL's SFTTrainer on the same rows as packed rows of its own: `input_ids` with `seq_lengths`."""
+def supervised(
+    model: Any, arguments: dict[str, Any], rows: list[Any], callbacks: list[TrainerCallback]
+) -> Trainer:
+    """TRL's SFTTrainer on the same rows as packed rows of its own: `input_ids` with
+    `seq_lengths`.
+    """
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -130,7 +176,10 @@ def supervised(model: Any, arguments: dict[str, Any], rows: list[Any], callbacks
     words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(8)}, unk_token="w0"))
     token = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
     packed = [
-        {"input_ids": [t for document in row["documents"] for t in document], "seq_lengths": [*map(len, row["documents"])]}
+        {
+            "input_ids": [t for document in row["documents"] for t in document],
+            "seq_lengths": [*map(len, row["documents"])],
+        }
         for row in rows
     ]
     config = SFTConfig(
@@ -140,7 +189,13 @@ def supervised(model: Any, arguments: dict[str, Any], rows: list[Any], callbacks
         gradient_checkpointing=False,
         dataset_kwargs={"skip_prepare_dataset": True},
     )
-    return SFTTrainer(model, config, train_dataset=Dataset.from_list(packed), processing_class=token, callbacks=callbacks)
+    return SFTTrainer(
+        model,
+        config,
+        train_dataset=Dataset.from_list(packed),
+        processing_class=token,
+        callbacks=callbacks,
+    )
 
 
 def one_case(setting: Setting, name: str) -> dict[str, Any]:
@@ -156,7 +211,9 @@ def one_case(setting: Setting, name: str) -> dict[str, Any]:
         trainer = trainer_of(setting, name, folder)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    rows = next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Losses)).rows
+    rows = next(
+        callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Losses)
+    ).rows
     moved = {key: value for key, value in rows[-1].items() if "distca" in key or "attention" in key}
     found = {
         "losses": [row["loss"] for row in rows],
@@ -210,4 +267,9 @@ def run(setting: Setting, ranks: Ranks) -> None:
     """Put every case's losses and how far they are from sdpa's."""
     found = ranks.run(setting.seconds)
     left = [name for name, case in found.get("cases", {}).items() if "left_out" in case]
-    setting.put(**found, bound=BOUND, backend="nccl" if setting.device.type == "cuda" else "gloo", left_out=left)
+    setting.put(
+        **found,
+        bound=BOUND,
+        backend="nccl" if setting.device.type == "cuda" else "gloo",
+        left_out=left,
+    )

@@ -1,7 +1,9 @@
-"""FlashAttention 4 compiles ahead: seconds, functions, and whether calls of random layouts compile any more. Batches with gaps.
+"""FlashAttention 4 compiles ahead: seconds, functions, and whether calls of random layouts compile
+any more. Batches with gaps.
 
-A batch whose tasks leave rows and keys out, as where documents' work was moved, runs as one call over whole pools, in which gaps
-are sequences of their own; or, where an op takes no such sequences, with gathered copies. Both ways are timed.
+A batch whose tasks leave rows and keys out, as where documents' work was moved, runs as one call
+over whole pools, in which gaps are sequences of their own; or, where an op takes no such sequences,
+with gathered copies. Both ways are timed.
 """
 
 from __future__ import annotations
@@ -23,18 +25,28 @@ from hf_distca.schedule.cost import AttentionShape
 
 SHAPE = AttentionShape(32, 8, 128, 128, 2)
 KINDS = {"plain": Scores(128**-0.5), "window of 4096": Scores(128**-0.5, window=4096)}
-# Documents of a rank of Llama-8B with some 64K tokens, of which some were moved: so many, the longest, the longest gap.
+# Documents of a rank of Llama-8B with some 64K tokens, of which some were moved: so many, the
+# longest, the longest gap.
 TIMED = {"40 of up to 2.4K": (40, 2400, 2000), "10 of up to 8K": (10, 8000, 8000)}
 
 
 def layouts(draw: np.random.Generator, count: int, most: int) -> Iterator[Batch]:
-    """Batches that plans may have, from one token to thousands of sequences, with and without keys before their rows."""
-    yield from (batch_of(sizes) for sizes in ([(1, 1)], [(1, most)], [(128, 128)], [(7, 7)] * 256, [(7, 7)] * 257))
+    """Batches that plans may have, from one token to thousands of sequences, with and without keys
+    before their rows.
+    """
+    yield from (
+        batch_of(sizes)
+        for sizes in ([(1, 1)], [(1, most)], [(128, 128)], [(7, 7)] * 256, [(7, 7)] * 257)
+    )
     for _ in range(count):
         tasks = int(draw.choice([1, 2, 5, 20, 100, 400]))
-        longest = int(draw.choice([3, 150, most // 8])) if tasks <= 20 else int(draw.choice([3, 60]))
+        longest = (
+            int(draw.choice([3, 150, most // 8])) if tasks <= 20 else int(draw.choice([3, 60]))
+        )
         rows = draw.integers(1, longest + 1, tasks)
-        before = np.where(draw.random(tasks) < 0.5, draw.integers(0, most if tasks <= 20 else 100, tasks), 0)
+        before = np.where(
+            draw.random(tasks) < 0.5, draw.integers(0, most if tasks <= 20 else 100, tasks), 0
+        )
         yield batch_of([(int(n), int(n + m)) for n, m in zip(rows, before, strict=True)])
 
 
@@ -49,15 +61,28 @@ def with_gaps(draw: np.random.Generator, documents: int, longest: int, gap: int)
         length = int(draw.integers(1, longest + 1))
         columns.append((rows, length, keys, length))
         rows, keys = rows + length, keys + length
-    return Batch(TaskBatch(*(tuple(column) for column in zip(*columns, strict=True))), rows + gap, keys + gap)
+    return Batch(
+        TaskBatch(*(tuple(column) for column in zip(*columns, strict=True))), rows + gap, keys + gap
+    )
 
 
 def one_kind(setting: Setting, variant: Variant, scores: Scores) -> dict[str, Any]:
-    """Compile what a kind of layers may need, as the first plan does; then run layouts and count what they compile."""
-    case = Case(setting.device, setting.dtype, SHAPE.head_dim, SHAPE.value_head_dim, scores, SHAPE.heads_per_key_head)
+    """Compile what a kind of layers may need, as the first plan does; then run layouts and count
+    what they compile.
+    """
+    case = Case(
+        setting.device,
+        setting.dtype,
+        SHAPE.head_dim,
+        SHAPE.value_head_dim,
+        scores,
+        SHAPE.heads_per_key_head,
+    )
     ahead = seconds_of_first(setting, lambda: variants.compile_failure_reason(variant.kernel, case))
     reason, before, run = unusable_reason(variant.kernel, case), variants.late_compiles(), 0
-    for batch in layouts(np.random.default_rng(7), *setting.size(quick=(3, 64), cpu=(10, 500), gpu=(25, 9000))):
+    for batch in layouts(
+        np.random.default_rng(7), *setting.size(quick=(3, 64), cpu=(10, 500), gpu=(25, 9000))
+    ):
         calls = Calls(SHAPE, setting, [batch])
         calls.scores = scores
         calls.backward(variant.kernel, batch, calls.forward(variant.kernel, batch))
@@ -84,7 +109,9 @@ def without_gaps(kernel: VarlenKernel) -> VarlenKernel:
 
 
 def gaps(setting: Setting, kernel: VarlenKernel) -> list[dict[str, Any]]:
-    """Seconds of batches with gaps, forward and backward, as sequences without keys and with gathered copies."""
+    """Seconds of batches with gaps, forward and backward, as sequences without keys and with
+    gathered copies.
+    """
     found = []
     for label, sizes in TIMED.items():
         row: dict[str, Any] = {"kernel": kernel.name, "documents": label}
@@ -93,7 +120,9 @@ def gaps(setting: Setting, kernel: VarlenKernel) -> list[dict[str, Any]]:
             calls = Calls(SHAPE, setting, [batch])
             outputs = calls.forward(one, batch)
             forward = seconds_of(lambda c=calls, k=one, b=batch: c.forward(k, b), setting.device)
-            backward = seconds_of(lambda c=calls, k=one, b=batch, o=outputs: c.backward(k, b, o), setting.device)
+            backward = seconds_of(
+                lambda c=calls, k=one, b=batch, o=outputs: c.backward(k, b, o), setting.device
+            )
             row[way] = {"forward": forward, "backward": backward}
         found.append(row)
     return found
@@ -110,6 +139,8 @@ def run(setting: Setting) -> None:
     rows: list[dict[str, Any]] = []
     for kernel in (FLASH_ATTN_4, CUDA) if setting.device.type == "cuda" else ():
         case = Case(setting.device, setting.dtype, 128, 128, KINDS["plain"])
-        if kernel.unsupported_reason(case) is None and setting.time_for(f"gaps, {kernel.name}", 3.0):
+        if kernel.unsupported_reason(case) is None and setting.time_for(
+            f"gaps, {kernel.name}", 3.0
+        ):
             rows += gaps(setting, kernel)
             setting.put(gaps=rows)

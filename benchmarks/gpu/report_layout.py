@@ -11,7 +11,9 @@ PEAK_FLOPS = 989e12
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    return ["| " + " | ".join(map(str, row)) + " |" for row in (head, ["---"] * len(head), *rows)] + [""]
+    return [
+        "| " + " | ".join(map(str, row)) + " |" for row in (head, ["---"] * len(head), *rows)
+    ] + [""]
 
 
 def percent(value: float) -> str:

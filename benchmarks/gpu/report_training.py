@@ -14,19 +14,36 @@ def model(data: Figures) -> list[str]:
             rows.append((run["attention"], run["kernel"], way, run["failed"], "", "", "", "", ""))
             continue
         cells = (sum(run["documents"]), f"{run['seconds']:.3f}", f"{run['tokens_a_second']:.0f}")
-        cells += (percent(run["mfu"]) if "mfu" in run else "", f"{run.get('peak_bytes', 0) / 2**30:.1f}")
+        cells += (
+            percent(run["mfu"]) if "mfu" in run else "",
+            f"{run.get('peak_bytes', 0) / 2**30:.1f}",
+        )
         rows.append((run["attention"], run["kernel"], way, *cells, f"{run['losses'][-1]:.5f}"))
-    head = ("attention", "kernel", "checkpointing", "tokens", "s a step", "tokens a second", "MFU", "peak, GiB", "last loss")
+    head = (
+        "attention",
+        "kernel",
+        "checkpointing",
+        "tokens",
+        "s a step",
+        "tokens a second",
+        "MFU",
+        "peak, GiB",
+        "last loss",
+    )
     text = ["## A model of 1.3 billion weights", "", *table(head, rows)]
     whole = [run for run in runs if run["checkpointing"] and "losses" in run]
     for run in whole[1:]:
         off = max(abs(a / b - 1) for a, b in zip(run["losses"], whole[0]["losses"], strict=True))
         text.append(
-            f"- losses of {run['attention']} ({run['kernel']}) differ from {whole[0]['attention']}'s by at most {off:.1e}"
+            f"- losses of {run['attention']} ({run['kernel']}) differ from"
+            f" {whole[0]['attention']}'s by at most {off:.1e}"
         )
     if len(whole) > 2:
         pairs = zip(whole[-1]["losses"], whole[-2]["losses"], strict=True)
-        text.append(f"- losses of the two plain kernels differ by at most {max(abs(a / b - 1) for a, b in pairs):.1e}")
+        text.append(
+            "- losses of the two plain kernels differ by at most"
+            f" {max(abs(a / b - 1) for a, b in pairs):.1e}"
+        )
     return [*text, ""]
 
 
@@ -37,13 +54,29 @@ def trainer(data: Figures) -> list[str]:
             rows.append((name, case.get("failed") or case.get("left_out"), "", "", "", ""))
             continue
         off = case.get("off", {})
-        cells = (f"{off['losses']:.1e}", f"{off['gradient_norms']:.1e}", case["passed"]) if off else ("", "", "")
+        cells = (
+            (f"{off['losses']:.1e}", f"{off['gradient_norms']:.1e}", case["passed"])
+            if off
+            else ("", "", "")
+        )
         row = case["last_row"]
-        moved = f"{row['distca/exchanged_mb_per_layer']:.1f}" if "distca/exchanged_mb_per_layer" in row else ""
+        moved = (
+            f"{row['distca/exchanged_mb_per_layer']:.1f}"
+            if "distca/exchanged_mb_per_layer" in row
+            else ""
+        )
         rows.append((name, case["engine"], *cells, moved))
     text = [f"## The Trainer on two ranks over {data.get('backend', 'nccl')}", ""]
-    text += [f"Largest relative difference to `sdpa` on the same ranks over all steps, in bf16 (bound {data.get('bound')}).", ""]
-    return text + table(("case", "engine", "losses", "gradient norms", "passed", "MB moved a layer"), rows)
+    text += [
+        (
+            "Largest relative difference to `sdpa` on the same ranks over all steps, in bf16"
+            f" (bound {data.get('bound')})."
+        ),
+        "",
+    ]
+    return text + table(
+        ("case", "engine", "losses", "gradient norms", "passed", "MB moved a layer"), rows
+    )
 
 
 def soak(data: Figures) -> list[str]:
@@ -53,7 +86,8 @@ def soak(data: Figures) -> list[str]:
     if "steps" not in data:
         return text
     text.append(
-        f"{data['steps']} of {data['wanted']} steps in {data['seconds']:.0f} s; outputs differ from those without balancing"
+        f"{data['steps']} of {data['wanted']} steps in {data['seconds']:.0f} s; outputs differ from"
+        " those without balancing"
     )
     return [*text, f"by at most {data['off']:.1e} (bound {data['bound']}).", ""]
 
@@ -61,22 +95,42 @@ def soak(data: Figures) -> list[str]:
 def faults(data: Figures) -> list[str]:
     rows = []
     for fault, found in data.get("faults", {}).items():
-        rows.append((fault, found.get("raised"), f"{found.get('seconds', float('nan')):.2f}", found.get("said", "")[:220]))
+        rows.append(
+            (
+                fault,
+                found.get("raised"),
+                f"{found.get('seconds', float('nan')):.2f}",
+                found.get("said", "")[:220],
+            )
+        )
     head = ("rank 1", "rank 0 raised", "s until then", "its message begins")
-    return ["## Faults", "", *table(head, [[str(cell).replace("\n", " ") for cell in row] for row in rows])]
+    return [
+        "## Faults",
+        "",
+        *table(head, [[str(cell).replace("\n", " ") for cell in row] for row in rows]),
+    ]
 
 
 def families(data: Figures) -> list[str]:
     rows = data.get("rows", [])
     text = ["## Families of models", ""]
-    text += [f"{data.get('passed', 0)} of {len(rows)} within twice the error of transformers' own attention, in bfloat16.", ""]
+    text += [
+        (
+            f"{data.get('passed', 0)} of {len(rows)} within twice the error of transformers' own"
+            " attention, in bfloat16."
+        ),
+        "",
+    ]
     wrong = []
     for row in rows:
         if "failed" in row:
             wrong.append((row["family"], row["failed"], "", ""))
         elif not row["passed"]:
             names = ("distca", "eager", "sdpa")
-            pairs = (f"{row[name]['logits']:.4f}, {row[name]['gradients']:.4f}" if name in row else "" for name in names)
+            pairs = (
+                f"{row[name]['logits']:.4f}, {row[name]['gradients']:.4f}" if name in row else ""
+                for name in names
+            )
             wrong.append((row["family"], *pairs))
     columns = ("family", *(f"{name}: logits, gradients" for name in ("distca", "eager", "sdpa")))
     return text + (table(columns, wrong) if wrong else [])

@@ -5,12 +5,14 @@
     python benchmarks/gpu/run_all.py --out gpu_figures --placements DIR --seconds 480
     python benchmarks/gpu/report.py gpu_figures
 
-A call runs the parts that its time has room for, in the order of the list. The same call again goes on with those that were left
-out or did not end; `--only` runs the named parts whether they ran before or not.
+A call runs the parts that its time has room for, in the order of the list. The same call again goes
+on with those that were left out or did not end; `--only` runs the named parts whether they ran
+before or not.
 
-Every part runs in a process of its own and writes its figures as it finds them: a part that fails or is stopped takes nothing
-from the others. While a part measures, the process of the next one imports what it needs and then waits for its turn. The package
-is used from this clone, installed or not.
+Every part runs in a process of its own and writes its figures as it finds them: a part that fails
+or is stopped takes nothing from the others. While a part measures, the process of the next one
+imports what it needs and then waits for its turn. The package is used from this clone, installed or
+not.
 """
 
 from __future__ import annotations
@@ -38,20 +40,28 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Part(NamedTuple):
-    """What a part measures, and about how many seconds that takes on an H100 with FlashAttention 4 installed."""
+    """What a part measures, and about how many seconds that takes on an H100 with FlashAttention 4
+    installed.
+    """
 
     seconds: int
     title: str
 
 
 PARTS = {
-    "checkpointing": Part(60, "activation checkpointing on one GPU: what keeping attention's outputs is worth"),
+    "checkpointing": Part(
+        60, "activation checkpointing on one GPU: what keeping attention's outputs is worth"
+    ),
     "host": Part(25, "what a layer costs the host, in steps so small that the GPU waits"),
     "stack": Part(60, "whole layers beside plain varlen attention, waits of the host"),
-    "model": Part(140, "a model of 1.3 billion weights, 32K tokens, 20 steps: losses, seconds, MFU"),
+    "model": Part(
+        140, "a model of 1.3 billion weights, 32K tokens, 20 steps: losses, seconds, MFU"
+    ),
     "emulator": Part(60, "kernel seconds of 8 and 64 ranks, before and after balancing"),
     "trainer": Part(120, "the Trainer on two ranks over NCCL with moved work, beside sdpa"),
-    "variants": Part(60, "FlashAttention 4 compiled ahead: seconds, late compiles; batches with gaps"),
+    "variants": Part(
+        60, "FlashAttention 4 compiled ahead: seconds, late compiles; batches with gaps"
+    ),
     "kernels": Part(90, "rates of whole documents, slices, rebatched tasks, orders of tasks"),
     "memory": Part(25, "peak bytes at 64K tokens beside plain attention and the simulator"),
     "ranks": Part(60, "two and four ranks over NCCL beside sdpa"),
@@ -62,7 +72,8 @@ PARTS = {
     "faults": Part(60, "a rank that fails or is killed while the other one waits over NCCL"),
     "families": Part(60, "families of models in bfloat16 beside float32"),
 }
-# A part that takes longer than expected is not stopped before so many times its seconds, if there is time.
+# A part that takes longer than expected is not stopped before so many times its seconds, if there
+# is time.
 PATIENCE = 1.5
 # It is told less than it gets, for what it has begun when the time is over.
 TOLD = 0.85
@@ -70,13 +81,16 @@ NEEDED = ("numpy", "torch", "transformers", "accelerate", "typer", "rich", "gree
 
 
 def prepare(out: Path) -> dict[str, Any]:
-    """Make the package importable and say what it runs with; ends the program, saying why, where that fails."""
+    """Make the package importable and say what it runs with; ends the program, saying why, where
+    that fails.
+    """
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         sys.exit(
-            f"run_all.py needs {', '.join(missing)}, which this Python ({sys.executable}) does not have. Without a network: "
-            "`pip download --no-deps --only-binary=:all: --python-version X --platform P NAME` where there is one, then "
-            "`pip install --no-index --no-deps --target FOLDER *.whl` here, and add FOLDER to PYTHONPATH."
+            f"run_all.py needs {', '.join(missing)}, which this Python ({sys.executable}) does not"
+            " have. Without a network: `pip download --no-deps --only-binary=:all:"
+            " --python-version X --platform P NAME` where there is one, then `pip install"
+            " --no-index --no-deps --target FOLDER *.whl` here, and add FOLDER to PYTHONPATH."
         )
     sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks"), str(ROOT / "src")]
     # Compiled kernels of FlashAttention 4 are kept for the parts that follow.
@@ -85,12 +99,19 @@ def prepare(out: Path) -> dict[str, Any]:
     try:
         version("hf-distca")
     except PackageNotFoundError:
-        # The package announces its version to other ranks: without an installation, from what setup.cfg says.
-        line = next(line for line in (ROOT / "setup.cfg").read_text().splitlines() if line.startswith("version"))
+        # The package announces its version to other ranks: without an installation, from what
+        # setup.cfg says.
+        line = next(
+            line
+            for line in (ROOT / "setup.cfg").read_text().splitlines()
+            if line.startswith("version")
+        )
         number = line.split("=")[1].strip()
         folder = out / "site" / f"hf_distca-{number}.dist-info"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: hf-distca\nVersion: {number}\n")
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: hf-distca\nVersion: {number}\n"
+        )
         sys.path.append(str(folder.parent))
     # Ranks are started anew by the parts, and find the same modules.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
@@ -99,10 +120,19 @@ def prepare(out: Path) -> dict[str, Any]:
     except Exception as error:
         traceback.print_exc()
         found = {name: _version(name) for name in NEEDED}
-        sys.exit(f"run_all.py cannot import hf_distca ({type(error).__name__}: {error}); versions here: {found}.")
+        sys.exit(
+            f"run_all.py cannot import hf_distca ({type(error).__name__}: {error}); versions here:"
+            f" {found}."
+        )
     from machine import PACKAGES, describe
 
-    return {**describe(), **{name: _version(name) for name in (*PACKAGES, "greenlet", "flash-attn", "flash-attn-4", "trl")}}
+    return {
+        **describe(),
+        **{
+            name: _version(name)
+            for name in (*PACKAGES, "greenlet", "flash-attn", "flash-attn-4", "trl")
+        },
+    }
 
 
 def _version(name: str) -> str:
@@ -117,7 +147,9 @@ def gpu() -> dict[str, Any]:
     import torch
 
     if not torch.cuda.is_available():
-        sys.exit("run_all.py finds no CUDA device; --device cpu runs the same parts with small sizes.")
+        sys.exit(
+            "run_all.py finds no CUDA device; --device cpu runs the same parts with small sizes."
+        )
     from clocks import read_card
 
     found = torch.cuda.get_device_properties(0)
@@ -166,7 +198,8 @@ class Started(NamedTuple):
 
     @classmethod
     def of(cls, setting: Any) -> Started:
-        # A fork has imported everything already. Where there is a GPU, an import might touch it, and then it is lost to forks.
+        # A fork has imported everything already. Where there is a GPU, an import might touch it,
+        # and then it is lost to forks.
         context = get_context("spawn" if setting.device.type == "cuda" else "fork")
         receive, send = context.Pipe(duplex=False)
         process = context.Process(target=work, args=(setting, receive))
@@ -183,7 +216,11 @@ class Started(NamedTuple):
         exitcode = self.process.exitcode
         status = "ok" if exitcode == 0 else "stopped" if exitcode is None else "failed"
         self.end()
-        return {"status": status, "seconds": round(time.monotonic() - began, 1), "allowed": round(seconds, 1)}
+        return {
+            "status": status,
+            "seconds": round(time.monotonic() - began, 1),
+            "allowed": round(seconds, 1),
+        }
 
     def end(self) -> None:
         """Leave nothing of it."""
@@ -203,8 +240,12 @@ def is_done(out: Path, part: str, record: dict[str, Any]) -> bool:
     return ended and not json.loads(path.read_text()).get("left_out")
 
 
-def run_parts(wanted: list[str], make: Any, end: float, record: dict[str, Any], path: Path) -> list[str]:
-    """Run the parts one after another, as long as there is time. Returns those that there was none for."""
+def run_parts(
+    wanted: list[str], make: Any, end: float, record: dict[str, Any], path: Path
+) -> list[str]:
+    """Run the parts one after another, as long as there is time. Returns those that there was none
+    for.
+    """
     from clocks import watching_clocks
 
     waiting = []
@@ -214,21 +255,36 @@ def run_parts(wanted: list[str], make: Any, end: float, record: dict[str, Any], 
         if left < 0.6 * PARTS[part].seconds and not make(part).quick:
             waiting.append(part)
             continue
-        current = started if started is not None and started.setting.part == part else Started.of(make(part))
+        current = (
+            started
+            if started is not None and started.setting.part == part
+            else Started.of(make(part))
+        )
         started = None
         following = wanted[place + 1 :]
         if following and left > PARTS[part].seconds:
             started = Started.of(make(following[0]))
         seconds = max(min(left, PATIENCE * PARTS[part].seconds), 1.0)
-        print(f"[{place + 1}/{len(wanted)}] {part}: {PARTS[part].title}; about {PARTS[part].seconds} s", flush=True)
+        print(
+            f"[{place + 1}/{len(wanted)}] {part}: {PARTS[part].title}; about"
+            f" {PARTS[part].seconds} s",
+            flush=True,
+        )
         (path.parent / f"{part}.json").unlink(missing_ok=True)  # of an earlier run
         with watching_clocks() as clocks:
             record["parts"][part] = {**current.run(seconds), "command": record["command"]}
         if clocks:
             record["parts"][part]["clocks"] = [min(clocks), max(clocks)]
-        print(f"    {record['parts'][part]['status']} after {record['parts'][part]['seconds']:.0f} s", flush=True)
+        print(
+            f"    {record['parts'][part]['status']} after {record['parts'][part]['seconds']:.0f} s",
+            flush=True,
+        )
         path.write_text(json.dumps(record, indent=1))
-        if started is not None and time.monotonic() > end - 0.6 * PARTS[following[0]].seconds and not started.setting.quick:
+        if (
+            started is not None
+            and time.monotonic() > end - 0.6 * PARTS[following[0]].seconds
+            and not started.setting.quick
+        ):
             started.end()
             started = None
     if started is not None:
@@ -238,13 +294,30 @@ def run_parts(wanted: list[str], make: Any, end: float, record: dict[str, Any], 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="sizes that only show that every part works")
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="run these parts, whether they ran before or not")
-    parser.add_argument("--out", type=Path, default=Path("gpu_figures"), help="folder of the figures (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=480, help="for all parts together (default: %(default)s)")
-    parser.add_argument("--placements", type=Path, help="folder of placements; without, made-up ones")
-    parser.add_argument("--list", action="store_true", help="print the parts and their expected seconds, and end")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="sizes that only show that every part works"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, help="run these parts, whether they ran before or not"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("gpu_figures"),
+        help="folder of the figures (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=480, help="for all parts together (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--placements", type=Path, help="folder of placements; without, made-up ones"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the parts and their expected seconds, and end"
+    )
     arguments = parser.parse_args()
     if arguments.list:
         for name, part in PARTS.items():
@@ -260,14 +333,19 @@ def main() -> None:
     from gpu_setting import Setting
 
     def make(part: str) -> Setting:
-        return Setting(part, torch.device(arguments.device), arguments.quick, out, 0.0, arguments.placements)
+        return Setting(
+            part, torch.device(arguments.device), arguments.quick, out, 0.0, arguments.placements
+        )
 
     path = out / "run.json"
     if arguments.device == "cuda":
         (out / "gpu.json").unlink(missing_ok=True)
         Started.of(make("gpu")).run(90)
         if not (out / "gpu.json").exists():
-            sys.exit("run_all.py finds no CUDA device; --device cpu runs the same parts with small sizes.")
+            sys.exit(
+                "run_all.py finds no CUDA device; --device cpu runs the same parts with small"
+                " sizes."
+            )
         environment |= json.loads((out / "gpu.json").read_text())
     before = json.loads(path.read_text())["parts"] if path.exists() else {}
     command = shlex.join(["python", *sys.argv])
@@ -279,7 +357,9 @@ def main() -> None:
     path.write_text(json.dumps(record, indent=1))
     if record["left_out"]:
         print(f"no time for {', '.join(record['left_out'])}: the same call again runs them")
-    if any(record["parts"][part]["status"] != "ok" for part in wanted if part not in record["left_out"]):
+    if any(
+        record["parts"][part]["status"] != "ok" for part in wanted if part not in record["left_out"]
+    ):
         sys.exit(1)
 
 

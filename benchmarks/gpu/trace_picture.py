@@ -1,4 +1,5 @@
-r"""A picture of a step from torch's profiler: what the host calls and what the GPU runs, attention apart from all else.
+r"""A picture of a step from torch's profiler: what the host calls and what the GPU runs, attention
+apart from all else.
 
 python benchmarks/gpu/trace_picture.py \
     trace_distca.json.gz trace_plain_varlen.json.gz --output traces.png
@@ -23,9 +24,14 @@ def kind_of(name: str) -> str:
 
 
 def read(path: Path) -> tuple[list[Any], list[Any]]:
-    """Calls of the host's outermost operations and kernels, each (start, seconds, kind), from the first one on, in ms."""
+    """Calls of the host's outermost operations and kernels, each (start, seconds, kind), from the
+    first one on, in ms.
+    """
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    calls = sorted((e for e in events if e.get("cat") == "cpu_op"), key=lambda e: (e["tid"], e["ts"], -e["dur"]))
+    calls = sorted(
+        (e for e in events if e.get("cat") == "cpu_op"),
+        key=lambda e: (e["tid"], e["ts"], -e["dur"]),
+    )
     outermost, end = [], {}
     for call in calls:
         if call["ts"] >= end.get(call["tid"], 0.0):
@@ -46,7 +52,9 @@ def draw(paths: Sequence[Path], output: Path) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(len(paths), 1, figsize=(11, 1.6 * len(paths) + 0.8), sharex=True, squeeze=False)
+    figure, axes = plt.subplots(
+        len(paths), 1, figsize=(11, 1.6 * len(paths) + 0.8), sharex=True, squeeze=False
+    )
     for axis, path in zip(axes[:, 0], paths, strict=True):
         for height, rows in enumerate(read(path)[::-1]):
             for kind, colour in COLOURS.items():
@@ -64,8 +72,15 @@ def draw(paths: Sequence[Path], output: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("traces", type=Path, nargs="+", help="chrome traces of torch's profiler, gzipped")
-    parser.add_argument("--output", type=Path, default=Path("traces.png"), help="picture to write (default: %(default)s)")
+    parser.add_argument(
+        "traces", type=Path, nargs="+", help="chrome traces of torch's profiler, gzipped"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("traces.png"),
+        help="picture to write (default: %(default)s)",
+    )
     arguments = parser.parse_args()
     draw(arguments.traces, arguments.output)
     print(arguments.output)

@@ -1,4 +1,5 @@
-"""Write the placements of this folder: made-up document lengths with a long tail, dealt to ranks in the order they were drawn.
+"""Write the placements of this folder: made-up document lengths with a long tail, dealt to ranks in
+the order they were drawn.
 
 python benchmarks/placements/make.py
 """
@@ -17,7 +18,8 @@ RANKS = (8, 64, 512)
 TOKENS_PER_RANK = 65536
 SEED = 0
 
-# Mean and standard deviation of the logarithm of a length in tokens. README.md says what they were fitted to.
+# Mean and standard deviation of the logarithm of a length in tokens. README.md says what they were
+# fitted to.
 SHORT, LONG = (7.747, 0.998), (10.128, 0.885)
 BOUNDARY, LONGEST = 8192, 131072  # tokens
 LONG_SHARE = 0.0237  # of the documents
@@ -35,7 +37,9 @@ def documents(generator: np.random.Generator) -> Iterator[int]:
 
 
 def deal(ranks: int, lengths: Iterator[int]) -> list[list[int]]:
-    """Documents one after another, cut wherever a rank is full. What follows a cut is a document of its own."""
+    """Documents one after another, cut wherever a rank is full. What follows a cut is a document of
+    its own.
+    """
     dealt: list[list[int]] = []
     rest = 0
     for _ in range(ranks):
@@ -50,14 +54,20 @@ def deal(ranks: int, lengths: Iterator[int]) -> list[list[int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the files (default: beside this script)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=FOLDER, help="folder of the files (default: beside this script)"
+    )
     folder = parser.parse_args().out
     folder.mkdir(parents=True, exist_ok=True)
     for ranks in RANKS:
         path = folder / f"long_tail_{ranks}_ranks.json"
         lengths = deal(ranks, documents(np.random.default_rng((SEED, ranks))))
-        path.write_text(json.dumps({"lengths": lengths}, separators=(",", ":")) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps({"lengths": lengths}, separators=(",", ":")) + "\n", encoding="utf-8"
+        )
         print(f"{path}: {sum(map(len, lengths))} documents")
 
 

@@ -1,4 +1,6 @@
-"""Core attention disaggregation for Hugging Face: ``import hf_distca`` registers ``attn_implementation="distca"``."""
+"""Core attention disaggregation for Hugging Face: ``import hf_distca`` registers
+``attn_implementation="distca"``.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ __all__ = [
     "trace",
 ]
 
-# Where names come from when they are first used. Together they take seconds to import, most of it torch and transformers.
+# Where names come from when they are first used. Together they take seconds to import, most of it
+# torch and transformers.
 _MODULES = {
     "config": ("DistCAConfig",),
     "data.collator": ("PackingCollator",),

@@ -84,7 +84,8 @@ __all__ = [
 
 # ---- torch 2.13.0
 
-# Hooks for saved tensors, by which activation checkpointing works: only the last one can be looked at.
+# Hooks for saved tensors, by which activation checkpointing works: only the last one can be looked
+# at.
 allow_saved_tensor_hooks = _autograd._saved_tensors_hooks_enable
 forbid_saved_tensor_hooks = _autograd._saved_tensors_hooks_disable
 why_saved_tensor_hooks_are_forbidden = _autograd._saved_tensors_hooks_get_disabled_error_message
@@ -92,8 +93,9 @@ top_saved_tensor_hooks = _autograd._top_saved_tensors_default_hooks
 push_saved_tensor_hooks = _autograd._push_saved_tensors_default_hooks
 pop_saved_tensor_hooks = _autograd._pop_saved_tensors_default_hooks
 
-# The dispatch modes of a thread, beside `has_dispatch_modes`. `compiler_of_calls` is None where nothing that is called would be
-# compiled; `leave_uncompiled` marks a function that never is, but what it calls, at no cost where nothing is.
+# The dispatch modes of a thread, beside `has_dispatch_modes`. `compiler_of_calls` is None where
+# nothing that is called would be compiled; `leave_uncompiled` marks a function that never is, but
+# what it calls, at no cost where nothing is.
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
 push_dispatch_mode = _python_dispatch._push_mode
 pop_dispatch_mode = _python_dispatch._pop_mode
@@ -119,8 +121,8 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 
 
 def checkpoints_itself(module: torch.nn.Module) -> bool:
-    """Return whether the activations of a module are checkpointed by
-    a wrapper around it or by its hooks.
+    """Return whether the activations of a module are checkpointed by a wrapper around it or by its
+    hooks.
     """
     return isinstance(module, CheckpointWrapper) or "checkpoint" in (_get_registry(module) or ())
 
@@ -132,7 +134,9 @@ def is_policy_mode(mode: TorchDispatchMode) -> bool:
 
 # The operation under sdpa on CPUs, which also returns the log-sum-exp, and its backward.
 cpu_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-cpu_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+cpu_attention_backward: Any = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+)
 
 
 def cuda_attention() -> Any:
@@ -163,19 +167,29 @@ def names_of_groups() -> set[str]:
 def group_of_members(
     ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, name: str, purpose: str
 ) -> dist.ProcessGroup:
-    """Make a process group of that name, by its members alone and bound to no
-    device; `dist.new_group` waits for all ranks.
+    """Make a process group of that name, by its members alone and bound to no device;
+    `dist.new_group` waits for all ranks.
     """
     world = c10d._get_default_group()
     store = c10d._world.pg_map[world][1]
-    return _new_group(world, (ranks, ranks.index(world.rank())), list(ranks), (store, backend, timeout), (name, purpose))
+    return _new_group(
+        world,
+        (ranks, ranks.index(world.rank())),
+        list(ranks),
+        (store, backend, timeout),
+        (name, purpose),
+    )
 
 
 def group_in_store(
-    place: tuple[tuple[int, ...], int], store: Store, backend: str, timeout: datetime.timedelta, name: str
+    place: tuple[tuple[int, ...], int],
+    store: Store,
+    backend: str,
+    timeout: datetime.timedelta,
+    name: str,
 ) -> dist.ProcessGroup:
-    """Make a process group of processes that meet in a store, and
-    need not be in one world or in any.
+    """Make a process group of processes that meet in a store, and need not be in one world or in
+    any.
 
     Args:
         place: numbers of all of them, in the place of global ranks, and the index of this one.
@@ -193,8 +207,8 @@ def _new_group(
     over: tuple[Store, str, datetime.timedelta],
     names: tuple[str, str],
 ) -> dist.ProcessGroup:
-    """Make a process group that is not bound to the device of this
-    process's world, if there is one.
+    """Make a process group that is not bound to the device of this process's world, if there is
+    one.
     """
     (ranks, rank), (store, backend, timeout) = place, over
     device = None if world is None else world.bound_device_id
@@ -223,8 +237,8 @@ def _new_group(
 def _options(backend: str, timeout: datetime.timedelta) -> Any:
     """Return options of NCCL with a stream of high priority; None for other backends.
 
-    Messages and the kernel of a rank's own tasks are ready at the same time: a kernel that began first would hold the processors
-    of the GPU until it ends.
+    Messages and the kernel of a rank's own tasks are ready at the same time: a kernel that began
+    first would hold the processors of the GPU until it ends.
     """
     if "nccl" not in backend:
         return None
@@ -241,8 +255,8 @@ def store_of_world() -> Store:
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> datetime.timedelta:
-    """Return the timeout of collectives of a process group, the world
-    if None; the longest of its backends.
+    """Return the timeout of collectives of a process group, the world if None; the longest of its
+    backends.
     """
     group = group or c10d._get_default_group()
     return max(group._get_backend(device).options._timeout for device in group._device_types)
@@ -252,8 +266,8 @@ def timeout_of(group: dist.ProcessGroup | None) -> datetime.timedelta:
 
 
 def has_partial_state() -> bool:
-    """Return whether accelerate has fixed its processes and device already:
-    reading `PartialState` would fix both.
+    """Return whether accelerate has fixed its processes and device already: reading `PartialState`
+    would fix both.
     """
     from accelerate import PartialState
 
@@ -264,7 +278,8 @@ def has_partial_state() -> bool:
 
 # Names of the functions that transformers makes masks of.
 MASK_UNION, MASK_CHUNKS, MASK_BLOCKS = "or_masks", "chunked_overlay", "blockwise_overlay"
-# Those of causal masks. Anything else changes who sees whom. Versions before 5.23 do not have them all.
+# Those of causal masks. Anything else changes who sees whom. Versions before 5.23 do not have them
+# all.
 CAUSAL_MASK_PARTS = frozenset(
     {
         "causal_mask_function",
@@ -307,10 +322,11 @@ _passing: set[str] = set()
 
 
 def let_names_pass(names: frozenset[str]) -> None:
-    """Let transformers accept these names of attention without a check for
-    the package that computes it elsewhere.
+    """Let transformers accept these names of attention without a check for the package that
+    computes it elsewhere.
 
-    Models check the name when they are made and when it is changed. Without the package they would ask the hub for a kernel.
+    Models check the name when they are made and when it is changed. Without the package they would
+    ask the hub for a kernel.
     """
     from transformers import PreTrainedModel
 
@@ -319,21 +335,33 @@ def let_names_pass(names: frozenset[str]) -> None:
 
         @wraps(ask)
         def check(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-            return attn_implementation if attn_implementation in _passing else ask(self, attn_implementation, *args, **kwargs)
+            return (
+                attn_implementation
+                if attn_implementation in _passing
+                else ask(self, attn_implementation, *args, **kwargs)
+            )
 
         PreTrainedModel._check_and_adjust_attn_implementation = check  # type: ignore[method-assign]
     _passing.update(names)
 
 
 def is_of_package(function: Callable[..., Any]) -> bool:
-    """Return whether a function with a fallback in torch, in a modeling module, runs
-    a package's function (fla, mamba-ssm, ...).
+    """Return whether a function with a fallback in torch, in a modeling module, runs a package's
+    function (fla, mamba-ssm, ...).
 
-    Kernels that transformers loads from the hub do not count: they come later. Seen in 5.18.0, 5.23.0, and in kernels 0.17.2.
+    Kernels that transformers loads from the hub do not count: they come later. Seen in 5.18.0,
+    5.23.0, and in kernels 0.17.2.
     """
-    decorated = getattr(type(function), "forward", function)  # with `kernels` installed it is a module
+    # With `kernels` installed it is a module.
+    decorated = getattr(type(function), "forward", function)
     while (closure := getattr(decorated, "__closure__", None)) is not None:
-        held = dict(zip(decorated.__code__.co_freevars, (cell.cell_contents for cell in closure), strict=True))
+        held = dict(
+            zip(
+                decorated.__code__.co_freevars,
+                (cell.cell_contents for cell in closure),
+                strict=True,
+            )
+        )
         if "is_new_implementation" in held:
             return bool(held["is_new_implementation"])
         decorated = held.get("func")
@@ -341,8 +369,8 @@ def is_of_package(function: Callable[..., Any]) -> bool:
 
 
 def set_batch_size(trainer: Any, rows: int) -> None:
-    """Set the rows of a batch of this process, which the Trainer reads
-    from its arguments only when it is made.
+    """Set the rows of a batch of this process, which the Trainer reads from its arguments only when
+    it is made.
     """
     trainer._train_batch_size = rows
 
@@ -351,7 +379,8 @@ def set_batch_size(trainer: Any, rows: int) -> None:
 def count_shifted_targets() -> None:
     """Let the Trainer count the targets of a step in `shift_labels`, where a batch has them.
 
-    Since 5.11 it does so by itself. Before, it counts `labels`, which lack the targets where documents are cut.
+    Since 5.11 it does so by itself. Before, it counts `labels`, which lack the targets where
+    documents are cut.
     """
     if Version(version("transformers")) >= Version("5.11.0"):
         return
@@ -361,7 +390,10 @@ def count_shifted_targets() -> None:
 
     @wraps(count)
     def count_shifted(self: Any, batch_samples: list[Any], device: Any) -> Any:
-        batches = [{"labels": batch["shift_labels"]} if "shift_labels" in batch else batch for batch in batch_samples]
+        batches = [
+            {"labels": batch["shift_labels"]} if "shift_labels" in batch else batch
+            for batch in batch_samples
+        ]
         return count(self, batches, device)
 
     Trainer._get_num_items_in_batch = count_shifted  # type: ignore[method-assign]

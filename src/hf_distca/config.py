@@ -34,7 +34,15 @@ STAND_INS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdp
 
 
 KernelName = Literal[
-    "auto", "reference", "cpu", "cuda", "efficient", "flash_attn", "flash_attn_3", "kernels-community/flash-attn3", "flash_attn_4"
+    "auto",
+    "reference",
+    "cpu",
+    "cuda",
+    "efficient",
+    "flash_attn",
+    "flash_attn_3",
+    "kernels-community/flash-attn3",
+    "flash_attn_4",
 ]
 _BUILT_IN_COSTS = ("analytic", "calibrated")
 if TYPE_CHECKING:
@@ -43,27 +51,44 @@ else:
     # What can be written on a command line: HfArgumentParser, which reads this, takes a union for
     # its other members.
     CostSource = str
-# Beyond the first number of ranks, a larger group gains next to nothing on documents with a long tail, and planning takes longer
-# with each rank. Below the second, groups are too small. A multiple of the third consists of whole nodes of 1, 2, 4 or 8 ranks.
+# Beyond the first number of ranks, a larger group gains next to nothing on documents with a long
+# tail, and planning takes longer with each rank. Below the second, groups are too small. A multiple
+# of the third consists of whole nodes of 1, 2, 4 or 8 ranks.
 _MOST_RANKS, _FEWEST_RANKS, _WHOLE_NODES = 512, 256, 8
 _LONGEST_TIMEOUT = 366 * 86400.0  # seconds; what torch adds to it must fit in its clock
 
 # What numbers each field takes: their type, their range, and how an error says it.
 _Range = tuple[type, Callable[[Any], bool], str]
 _NUMBERS: dict[str, _Range] = {
-    "tolerance": (Real, lambda value: 0 <= value < 1, "in [0, 1): it is a fraction of the mean, 0.01 is usual"),
-    "min_gain": (Real, lambda value: 0 <= value < 1, "in [0, 1): it is a fraction of the slowest rank's seconds"),
+    "tolerance": (
+        Real,
+        lambda value: 0 <= value < 1,
+        "in [0, 1): it is a fraction of the mean, 0.01 is usual",
+    ),
+    "min_gain": (
+        Real,
+        lambda value: 0 <= value < 1,
+        "in [0, 1): it is a fraction of the slowest rank's seconds",
+    ),
     "tile": (int, lambda value: value >= 1, "at least 1; flash-attention kernels use 128"),
     "head_groups": (int, lambda value: value >= 1, "at least 1, which splits no document by heads"),
     "max_transient_bytes": (int, lambda value: value >= 1, "at least 1, or None for no bound"),
-    "group_size": (int, lambda value: value >= 1, "at least 1, or None for groups of up to 512 ranks"),
+    "group_size": (
+        int,
+        lambda value: value >= 1,
+        "at least 1, or None for groups of up to 512 ranks",
+    ),
     "timeout_seconds": (
         Real,
         lambda value: 0 < value <= _LONGEST_TIMEOUT,
         f"in (0, {_LONGEST_TIMEOUT:g}], a year, or None for that of torch.distributed",
     ),
 }
-_TOKENS_PER_RANK: _Range = (int, lambda value: value >= 1, "at least 1, the tokens of a rank in a micro-batch")
+_TOKENS_PER_RANK: _Range = (
+    int,
+    lambda value: value >= 1,
+    "at least 1, the tokens of a rank in a micro-batch",
+)
 _OPTIONAL = ("max_transient_bytes", "group_size", "timeout_seconds")
 
 
@@ -145,15 +170,28 @@ class DistCAConfig:
     timeout_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("balance", "measured_rates", "documents_span_ranks", "balance_evaluation", "serve_in_place", "ping_pong"):
+        for name in (
+            "balance",
+            "measured_rates",
+            "documents_span_ranks",
+            "balance_evaluation",
+            "serve_in_place",
+            "ping_pong",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False.")
         for name, numbers in _NUMBERS.items():
             if getattr(self, name) is not None or name not in _OPTIONAL:
                 _check_number(name, getattr(self, name), numbers)
         if self.kernel not in get_args(KernelName):
-            raise ConfigError(f"kernel={self.kernel!r} must be one of {', '.join(map(repr, get_args(KernelName)))}.")
-        if not isinstance(self.cost_model, CostModel | Profile) and self.cost_model not in _BUILT_IN_COSTS:
+            raise ConfigError(
+                f"kernel={self.kernel!r} must be one of"
+                f" {', '.join(map(repr, get_args(KernelName)))}."
+            )
+        if (
+            not isinstance(self.cost_model, CostModel | Profile)
+            and self.cost_model not in _BUILT_IN_COSTS
+        ):
             object.__setattr__(self, "cost_model", _load_profile(self.cost_model))
 
     @classmethod
@@ -213,8 +251,8 @@ def parse_values(text: str | bytes, source: str) -> Any:
 def split_settings(
     values: Any, source: str, others: tuple[str, ...] = ("tokens_per_rank",)
 ) -> tuple[DistCAConfig, dict[str, Any]]:
-    """Split names and values that a user wrote into settings, and values of
-    `others`, which may stand beside them.
+    """Split names and values that a user wrote into settings, and values of `others`, which may
+    stand beside them.
 
     Args:
         values: by name; None for none.
@@ -225,9 +263,15 @@ def split_settings(
         ConfigError: if a name is neither (suggests the nearest one), or if a field or
             ``tokens_per_rank`` is out of range.
     """
-    known, values = (*(field.name for field in fields(DistCAConfig)), *others), {} if values is None else values
+    known, values = (
+        (*(field.name for field in fields(DistCAConfig)), *others),
+        {} if values is None else values,
+    )
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{source}: {values!r:.60} should be names and values of settings, such as `ping_pong: true`.")
+        raise ConfigError(
+            f"{source}: {values!r:.60} should be names and values of settings, such as `ping_pong:"
+            " true`."
+        )
     for name in values:
         if name not in known:
             nearest = get_close_matches(str(name), known, 1)
@@ -236,7 +280,9 @@ def split_settings(
     try:
         if values.get("tokens_per_rank") is not None:
             _check_number("tokens_per_rank", values["tokens_per_rank"], _TOKENS_PER_RANK)
-        config = DistCAConfig(**{name: value for name, value in values.items() if name not in others})
+        config = DistCAConfig(
+            **{name: value for name, value in values.items() if name not in others}
+        )
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
     return config, {name: values[name] for name in others if name in values}
@@ -248,15 +294,23 @@ _EXPONENT = " YAML takes 1e-2 for text: write 0.01 or 1.0e-2."
 def _check_number(name: str, value: Any, numbers: _Range) -> None:
     kind, in_range, expected = numbers
     if isinstance(value, bool) or not isinstance(value, kind):
-        text = "" if not isinstance(value, str) else " It is text: leave its quotes out." if value.isdecimal() else _EXPONENT
-        raise ConfigError(f"{name}={value!r} must be a {'whole number' if kind is int else 'number'}.{text}")
+        text = (
+            ""
+            if not isinstance(value, str)
+            else " It is text: leave its quotes out."
+            if value.isdecimal()
+            else _EXPONENT
+        )
+        raise ConfigError(
+            f"{name}={value!r} must be a {'whole number' if kind is int else 'number'}.{text}"
+        )
     if not in_range(value):
         raise ConfigError(f"{name}={value} must be {expected}.")
 
 
 def is_built_in(source: object) -> bool:
-    """Return whether a `cost_model` is the name of a shipped or
-    built-in one, rather than the path of a file.
+    """Return whether a `cost_model` is the name of a shipped or built-in one, rather than the path
+    of a file.
     """
     return source in (*_BUILT_IN_COSTS, *Profile.list_shipped())
 
@@ -279,6 +333,7 @@ def check_stand_in(name: str) -> None:
     """
     if name not in STAND_INS:
         raise UnsupportedError(
-            f"distca cannot stand in for {name!r}, only for {', '.join(STAND_INS)}: others take masks or arguments of "
-            "their own, or are kernels that transformers loads from the hub."
+            f"distca cannot stand in for {name!r}, only for {', '.join(STAND_INS)}: others take"
+            " masks or arguments of their own, or are kernels that transformers loads from the"
+            " hub."
         )

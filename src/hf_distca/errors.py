@@ -46,7 +46,9 @@ class PlanError(DistCAError, ValueError):
 
 
 class ReportError(DistCAError, ValueError):
-    """A run folder holds nothing that a report could be made of, or what it holds cannot be read."""
+    """A run folder holds nothing that a report could be made of, or what it holds cannot be
+    read.
+    """
 
 
 class UnsupportedError(DistCAError, NotImplementedError):

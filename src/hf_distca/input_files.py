@@ -13,8 +13,7 @@ _MOST_BYTES = 2**26
 
 
 def check_file(path: Path) -> None:
-    """Raise if a path is a pipe, a socket or a device, which
-    may never end or make the reader wait.
+    """Raise if a path is a pipe, a socket or a device, which may never end or make the reader wait.
 
     Raises:
         OSError: if it is one, or there is nothing of that name.
@@ -28,7 +27,8 @@ def read_file(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
     """Read all of a regular file.
 
     Raises:
-        OSError: if it cannot be read, is no regular file, or holds more than `most_bytes`; names the file.
+        OSError: if it cannot be read, is no regular file, or holds more than `most_bytes`; names
+            the file.
     """
     check_file(path)
     with path.open("rb") as file:

@@ -1,8 +1,10 @@
-"""Calls that wait for an import: at once if a module is there already, else right after its first import.
+"""Calls that wait for an import: at once if a module is there already, else right after its first
+import.
 
-Nothing of transformers or torch is imported for it, so that `import hf_distca` costs nothing where no model is loaded: on the
-command line, in a process that only starts others, at the top of a notebook. `transformers.modeling_utils`, where attention
-implementations are registered, is what every model file imports first.
+Nothing of transformers or torch is imported for it, so that `import hf_distca` costs nothing where
+no model is loaded: on the command line, in a process that only starts others, at the top of a
+notebook. `transformers.modeling_utils`, where attention implementations are registered, is what
+every model file imports first.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ _MODELS = "transformers.modeling_utils"
 
 
 def when_models_load(act: Callable[[], None]) -> None:
-    """Call a function now if transformers has imported the module that all
-    models share, else right after it does.
+    """Call a function now if transformers has imported the module that all models share, else right
+    after it does.
     """
     when_imported(_MODELS, act)
 
@@ -31,7 +33,14 @@ def when_imported(name: str, act: Callable[[], None]) -> None:
     if name in sys.modules:
         act()
         return
-    waiting = next((finder for finder in sys.meta_path if isinstance(finder, _ImportFinder) and finder.name == name), None)
+    waiting = next(
+        (
+            finder
+            for finder in sys.meta_path
+            if isinstance(finder, _ImportFinder) and finder.name == name
+        ),
+        None,
+    )
     if waiting is None:
         waiting = _ImportFinder(name)
         sys.meta_path.insert(0, waiting)
@@ -39,8 +48,8 @@ def when_imported(name: str, act: Callable[[], None]) -> None:
 
 
 class _ImportFinder(MetaPathFinder):
-    """A finder that finds no module itself; it adds calls to the end of
-    one import, and then removes itself.
+    """A finder that finds no module itself; it adds calls to the end of one import, and then
+    removes itself.
     """
 
     def __init__(self, name: str) -> None:
@@ -48,7 +57,9 @@ class _ImportFinder(MetaPathFinder):
         self.acts: list[Callable[[], None]] = []
         self._looking = False
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Return the spec that the other finders find."""
         if fullname != self.name or self._looking:
             return None

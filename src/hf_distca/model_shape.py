@@ -1,4 +1,6 @@
-"""`ModelShape`: sizes, weights and attention of a model, as they are counted and as predictions need them."""
+"""`ModelShape`: sizes, weights and attention of a model, as they are counted and as predictions
+need them.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +49,32 @@ class ModelShape:
     active: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = (self.hidden, self.layers, self.query_heads, self.key_value_heads, self.head_dim, self.feed_forward)
+        sizes = (
+            self.hidden,
+            self.layers,
+            self.query_heads,
+            self.key_value_heads,
+            self.head_dim,
+            self.feed_forward,
+        )
         for size in (*sizes, self.vocabulary):
             if type(size) is not int or not 1 <= size < 2**31:
-                raise ConfigError(f"{self.name}: {size!r} in {self} must be a whole number between 1 and 2**31.")
-        if self.query_heads % self.key_value_heads or not 0 <= self.windowed_layers <= self.attending:
-            raise ConfigError(f"{self}: query heads must be a multiple of key/value heads, and no more layers have a window.")
+                raise ConfigError(
+                    f"{self.name}: {size!r} in {self} must be a whole number between 1 and 2**31."
+                )
+        if (
+            self.query_heads % self.key_value_heads
+            or not 0 <= self.windowed_layers <= self.attending
+        ):
+            raise ConfigError(
+                f"{self}: query heads must be a multiple of key/value heads, and no more layers"
+                " have a window."
+            )
         if self.window is not None and self.window < 1:
-            raise ConfigError(f"{self.name}: a sliding window of {self.window} keys hides everything: it must be at least 1.")
+            raise ConfigError(
+                f"{self.name}: a sliding window of {self.window} keys hides everything: it must be"
+                " at least 1."
+            )
 
     @property
     def attention_width(self) -> int:
@@ -84,8 +104,8 @@ class ModelShape:
 
     @property
     def active_share(self) -> float:
-        """Weights of the layers that a token meets, relative to those
-        of dense layers with these sizes.
+        """Weights of the layers that a token meets, relative to those of dense layers with these
+        sizes.
         """
         return 1.0 if self.active is None else self.active / (self.layers * self.dense_parameters)
 
@@ -99,7 +119,11 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Number of weights of all matrices, embedding and output layer included."""
-        return self.layers * self.dense_parameters + self._outside_layers if self.weights is None else self.weights
+        return (
+            self.layers * self.dense_parameters + self._outside_layers
+            if self.weights is None
+            else self.weights
+        )
 
     @property
     def _outside_layers(self) -> int:
@@ -107,8 +131,8 @@ class ModelShape:
 
     @property
     def kinds(self) -> tuple[tuple[int | None, int], ...]:
-        """Sliding window (None without) and number of the layers of
-        each kind that compute core attention.
+        """Sliding window (None without) and number of the layers of each kind that compute core
+        attention.
         """
         kinds = ((None, self.attending - self.windowed_layers), (self.window, self.windowed_layers))
         return tuple((window, count) for window, count in kinds if count)

@@ -1,4 +1,6 @@
-"""Announcements: what ranks say is what is read, in few numbers, and a difference ends in an error that names it."""
+"""Announcements: what ranks say is what is read, in few numbers, and a difference ends in an error
+that names it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ LENGTHS = st.lists(st.lists(st.integers(1, 50), max_size=6), min_size=1, max_siz
 
 def announcement(*documents: Documents, key: PlanKey = KEY, **changes: int) -> Announcement:
     numbers = {"count": 1, "settings": 7, "exchanges": 4, "checksum": 9, **changes}
-    return Announcement(**numbers, figures=[(5, 6, 7, 8, 9)], requests=[(one, key) for one in documents])
+    return Announcement(
+        **numbers, figures=[(5, 6, 7, 8, 9)], requests=[(one, key) for one in documents]
+    )
 
 
 def packed(lengths: list[int]) -> Documents:
@@ -43,9 +47,14 @@ def packed(lengths: list[int]) -> Documents:
 
 
 @given(LENGTHS, LENGTHS)
-def test_documents_of_all_ranks_are_read_as_they_were_announced(first: list[list[int]], second: list[list[int]]) -> None:
+def test_documents_of_all_ranks_are_read_as_they_were_announced(
+    first: list[list[int]], second: list[list[int]]
+) -> None:
     ranks = min(len(first), len(second))
-    rows = [announcement(packed(a), packed(b)).to_row() for a, b in zip(first[:ranks], second[:ranks], strict=True)]
+    rows = [
+        announcement(packed(a), packed(b)).to_row()
+        for a, b in zip(first[:ranks], second[:ranks], strict=True)
+    ]
     read = Announcements.from_rows(rows)
     assert read.figures.tolist() == [[[5, 6, 7, 8, 9]]] * ranks
     for stated, lengths in zip(read.read_batches(), (first, second), strict=True):
@@ -63,7 +72,10 @@ def test_a_document_on_one_rank_is_announced_as_one_number(ranks: list[list[int]
 def test_documents_over_ranks_announce_number_and_start() -> None:
     """Documents over ranks are announced with number and start."""
     parts = [PackedDocuments((10, 4), (0, 0), (7, 8)), PackedDocuments((6, 5), (10, 4), (7, 8))]
-    rows = [announcement(TokenBatch(1, sum(one.lengths), packed=one).read_documents()).to_row() for one in parts]
+    rows = [
+        announcement(TokenBatch(1, sum(one.lengths), packed=one).read_documents()).to_row()
+        for one in parts
+    ]
     (stated,) = Announcements.from_rows(rows).read_batches()
     assert [list(map(tuple, build_layout(stated).list_segments(rank))) for rank in (0, 1)] == [
         [(7, 0, 10), (8, 0, 4)],
@@ -76,10 +88,14 @@ def test_second_nano_batch_has_context_of_the_cut_document(ranks: list[list[int]
     """Context of the second nano-batch is of the document that crosses the cut."""
     ranks = [lengths or [1] for lengths in ranks]
     second = [cut(1, sum(lengths), packed(lengths), 1)[2][1] for lengths in ranks]
-    (stated,) = Announcements.from_rows([announcement(one, key=KEY._replace(nano=2)).to_row() for one in second]).read_batches()
+    (stated,) = Announcements.from_rows(
+        [announcement(one, key=KEY._replace(nano=2)).to_row() for one in second]
+    ).read_batches()
     layout = build_layout(stated)
     assert layout.context_tokens.tolist() == [one.context_tokens for one in second]
-    assert layout.query_tokens.tolist() == [int(one.runs[:, 2].sum()) - one.context_tokens for one in second]
+    assert layout.query_tokens.tolist() == [
+        int(one.runs[:, 2].sum()) - one.context_tokens for one in second
+    ]
     for rank, one in enumerate(second):
         if one.context_tokens:
             before, rest = layout.list_segments(rank)[:2]
@@ -90,8 +106,17 @@ def test_second_nano_batch_has_context_of_the_cut_document(ranks: list[list[int]
     ("odd", "text"),
     [
         ({"count": 2}, "different numbers of plans asked for in here: rank 0: 1, rank 1: 2"),
-        ({"exchanges": 6}, "different numbers of exchanges up to here in here: rank 0: 4, rank 1: 6"),
-        ({"checksum": 8}, "different layers in their exchanges up to here (as checksums) in here: rank 0: 9, rank 1: 8"),
+        (
+            {"exchanges": 6},
+            "different numbers of exchanges up to here in here: rank 0: 4, rank 1: 6",
+        ),
+        (
+            {"checksum": 8},
+            (
+                "different layers in their exchanges up to here (as checksums) in here: rank 0: 9,"
+                " rank 1: 8"
+            ),
+        ),
     ],
 )
 def test_differences_are_named(odd: dict[str, int], text: str) -> None:
@@ -103,7 +128,9 @@ def test_differences_are_named(odd: dict[str, int], text: str) -> None:
 
 def test_a_rank_that_asks_for_more_plans_is_named() -> None:
     rows = [announcement(packed([3])).to_row(), announcement(packed([3]), packed([4])).to_row()]
-    with pytest.raises(DistCADesyncError, match="different numbers of plans at once in here: rank 0: 1, rank 1: 2"):
+    with pytest.raises(
+        DistCADesyncError, match="different numbers of plans at once in here: rank 0: 1, rank 1: 2"
+    ):
         check_agreement(Announcements.from_rows(rows), FACTS, MadeUpGroup(2), "here")
 
 

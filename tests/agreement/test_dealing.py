@@ -37,18 +37,27 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 
 
 @given(st.integers(1, 5), LENGTHS, st.booleans(), st.sampled_from(["dealt", "in order"]))
-def test_shares_of_all_ranks_are_the_layout(ranks: int, lengths: list[int], ping_pong: bool, placement: str) -> None:
+def test_shares_of_all_ranks_are_the_layout(
+    ranks: int, lengths: list[int], ping_pong: bool, placement: str
+) -> None:
     lengths.append((-sum(lengths)) % ranks + ranks)
     tokens, more = divmod(sum(lengths), ranks)
     assert not more
     made = dealing(ranks, tokens, placement, ping_pong=ping_pong)
-    shares = [pickle.loads(pickle.dumps(made)).make_share(np.array(lengths), (3, 7), rank) for rank in range(ranks)]
+    shares = [
+        pickle.loads(pickle.dumps(made)).make_share(np.array(lengths), (3, 7), rank)
+        for rank in range(ranks)
+    ]
     rows = [list(zip(one.documents, one.starts, one.lengths, strict=True)) for one in shares]
     layout = Layout.from_segments(rows)
     assert layout.query_tokens.tolist() == [tokens] * ranks
     for rank, one in enumerate(shares):
         assert str(one.dealt_share) == "global batch 7 of epoch 3"
-        assert (one.dealt_share.rank, one.dealt_share.ranks, one.dealt_share.longest_document) == (rank, ranks, max(lengths))
+        assert (one.dealt_share.rank, one.dealt_share.ranks, one.dealt_share.longest_document) == (
+            rank,
+            ranks,
+            max(lengths),
+        )
         assert [one.dealt_share.whole_layout.list_segments(r) for r in range(ranks)] == [
             layout.list_segments(r) for r in range(ranks)
         ]
@@ -78,7 +87,9 @@ def test_a_dealing_with_another_placement_is_refused() -> None:
 
 
 def test_shares_are_planned_for_the_nodes_they_are_dealt_to() -> None:
-    """Plans that a loader made are taken in the step, where ranks need not have found the same nodes."""
+    """Plans that a loader made are taken in the step, where ranks need not have found the same
+    nodes.
+    """
     cost = CostModel.analytic(SHAPE, device_type="cuda")
     made = DealSettings(4, 4096, {KEY: cost}, DistCAConfig(ping_pong=False), ranks_per_node=2)
     share = made.make_share(np.array([9000, 4000, 3384]), (0, 0), 1)
@@ -92,12 +103,16 @@ def test_shares_are_planned_for_the_nodes_they_are_dealt_to() -> None:
 
 
 def test_plans_begun_twice_in_background_are_made_once() -> None:
-    """Rates change between the fetch of a share and its step: the jobs of both are under way, and the first takes longest."""
+    """Rates change between the fetch of a share and its step: the jobs of both are under way, and
+    the first takes longest.
+    """
     shares = dealing(2, 64)
     dealt = shares.make_share(np.array([100, 28]), (0, 0), 0).dealt_share
     assert dealt is not None
     (key, cost), made = next(iter(shares.costs.items())), []
-    jobs = [PlanJob.of(key, replace(cost, tile=tile), shares.config, Ranks()) for tile in (8, 16, 32)]
+    jobs = [
+        PlanJob.of(key, replace(cost, tile=tile), shares.config, Ranks()) for tile in (8, 16, 32)
+    ]
 
     def slow(*given: object) -> object:
         time.sleep(0.3 if not made else 0.0)

@@ -19,7 +19,9 @@ from hf_distca.integration.handle import AttentionHandle
 @pytest.mark.parametrize("given", [PackedDocuments((3, 4)), AttentionHandle(1, 7)])
 def test_engines_that_cast_layer_arguments_keep_the_object(given: object) -> None:
     """Engines that cast the arguments of layers hand on the same object."""
-    casts = _apply_to_tensors(lambda tensor: tensor.bfloat16(), {"attention_mask": given, "rest": (given, torch.ones(1))})
+    casts = _apply_to_tensors(
+        lambda tensor: tensor.bfloat16(), {"attention_mask": given, "rest": (given, torch.ones(1))}
+    )
     assert casts["attention_mask"] is given
     assert casts["rest"][0] is given
 
@@ -35,7 +37,9 @@ def test_packed_documents_travel_to_workers_and_back() -> None:
 
 
 def test_packed_documents_without_a_number_of_each_are_refused() -> None:
-    with pytest.raises(LayoutError, match=r"starts=\(\), documents=\(\)\): give starts and documents for each"):
+    with pytest.raises(
+        LayoutError, match=r"starts=\(\), documents=\(\)\): give starts and documents for each"
+    ):
         PackedDocuments([3], [], [])
     assert PackedDocuments([], [], []).lengths == ()
 
@@ -52,13 +56,19 @@ def test_packed_documents_without_a_number_of_each_are_refused() -> None:
 def test_documents_are_whole_where_each_is_one_run(
     starts: tuple[int, ...] | None, numbers: tuple[int, ...] | None, whole: bool
 ) -> None:
-    documents = TokenBatch(1, 9, packed=PackedDocuments((3, 4, 2), starts, numbers)).read_documents()
+    documents = TokenBatch(
+        1, 9, packed=PackedDocuments((3, 4, 2), starts, numbers)
+    ).read_documents()
     assert documents.has_whole_documents == whole
 
 
-@pytest.mark.parametrize(("positions", "whole"), [([0, 1, 2, 0, 1], True), ([2, 3, 0, 1, 2], False)])
+@pytest.mark.parametrize(
+    ("positions", "whole"), [([0, 1, 2, 0, 1], True), ([2, 3, 0, 1, 2], False)]
+)
 def test_runs_of_positions_are_whole_if_all_begin_at_0(positions: list[int], whole: bool) -> None:
-    documents = TokenBatch(1, 5, position_ids=torch.tensor([positions])).read_documents(span_ranks=True)
+    documents = TokenBatch(1, 5, position_ids=torch.tensor([positions])).read_documents(
+        span_ranks=True
+    )
     assert documents.has_whole_documents == whole
 
 
@@ -79,16 +89,23 @@ def test_the_same_document_twice_is_refused_by_a_rank_alone() -> None:
 
 def test_a_training_row_that_another_tool_has_cut_is_refused() -> None:
     positions = torch.cat([torch.arange(5, 9), torch.arange(4)])[None]
-    with pytest.raises(hf_distca.UnsupportedError, match=r"row 0 .* begins at position 5.*documents_span_ranks=True"):
+    with pytest.raises(
+        hf_distca.UnsupportedError,
+        match=r"row 0 .* begins at position 5.*documents_span_ranks=True",
+    ):
         TokenBatch(1, 8, position_ids=positions).read_documents(training=True)
     assert TokenBatch(1, 8, position_ids=positions).read_documents().runs[:, 2].tolist() == [4, 4]
-    assert TokenBatch(1, 8, position_ids=positions).read_documents(training=True, span_ranks=True).runs[0].tolist() == [-1, 5, 4]
+    assert TokenBatch(1, 8, position_ids=positions).read_documents(
+        training=True, span_ranks=True
+    ).runs[0].tolist() == [-1, 5, 4]
 
 
 def test_rows_behind_padding_may_begin_anywhere() -> None:
     padding = torch.tensor([[False, False, True, True], [True, True, True, True]])
     for positions in (None, torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]])):
-        found = TokenBatch(2, 4, position_ids=positions, padding=padding).read_documents(training=True)
+        found = TokenBatch(2, 4, position_ids=positions, padding=padding).read_documents(
+            training=True
+        )
         assert found.runs[:, 2].tolist() == [2, 4]
 
 
@@ -101,9 +118,13 @@ PADDING = torch.tensor([[True] * 6 + [False] * 2])
     ids=["padding as a document", "padding in a document", "padding left out"],
 )
 @pytest.mark.parametrize("given", ["packed", "cu_seq_lens"])
-def test_documents_that_are_given_decide_beside_padding(given: str, lengths: tuple[int, ...], kept: list[int]) -> None:
+def test_documents_that_are_given_decide_beside_padding(
+    given: str, lengths: tuple[int, ...], kept: list[int]
+) -> None:
     packed, bounds = PackedDocuments(lengths), torch.tensor([0, *lengths]).cumsum(0)
-    found = TokenBatch(1, 8, **{given: packed if given == "packed" else bounds}, padding=PADDING).read_documents()
+    found = TokenBatch(
+        1, 8, **{given: packed if given == "packed" else bounds}, padding=PADDING
+    ).read_documents()
     assert found.runs.tolist() == [[-1, 0, length] for length in kept]
     assert found.token_indices is not None
     assert found.token_indices.tolist() == list(range(6))
@@ -119,7 +140,9 @@ def test_padding_may_be_anywhere_in_documents() -> None:
 
 
 def test_documents_that_do_not_fit_the_padding_are_refused() -> None:
-    with pytest.raises(LayoutError, match=r"have 7 tokens and the batch has 1 x 8, 6 of them not padding: .* cover"):
+    with pytest.raises(
+        LayoutError, match=r"have 7 tokens and the batch has 1 x 8, 6 of them not padding: .* cover"
+    ):
         TokenBatch(1, 8, packed=PackedDocuments((3, 4)), padding=PADDING).read_documents()
 
 
@@ -127,6 +150,13 @@ def test_documents_that_do_not_fit_the_padding_are_refused() -> None:
 def test_padding_in_documents_that_go_on_elsewhere_is_refused(lengths: tuple[int, int]) -> None:
     """Other ranks know how many tokens of a document are here, and count them."""
     packed = PackedDocuments(lengths, (4, 0), (0, 1))
-    with pytest.raises(LayoutError, match=r"2 of the 1 x 8 tokens .* padding by attention_mask.*leave attention_mask"):
+    with pytest.raises(
+        LayoutError,
+        match=r"2 of the 1 x 8 tokens .* padding by attention_mask.*leave attention_mask",
+    ):
         TokenBatch(1, 8, packed=packed, padding=PADDING).read_documents()
-    assert TokenBatch(1, 8, packed=PackedDocuments((3, 5), (4, 0), (0, 1)), padding=PADDING | True).read_documents().span_ranks
+    assert (
+        TokenBatch(1, 8, packed=PackedDocuments((3, 5), (4, 0), (0, 1)), padding=PADDING | True)
+        .read_documents()
+        .span_ranks
+    )

@@ -1,4 +1,6 @@
-"""What ranks learn of exchanges from plans of real documents, whatever lines the ranks up: each other, or something else."""
+"""What ranks learn of exchanges from plans of real documents, whatever lines the ranks up: each
+other, or something else.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import UNIFORM_RANKS
 
 MADE_UP = Path(__file__).parents[2] / "benchmarks" / "placements"
-SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+SHAPE = AttentionShape(
+    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
+)
 COST = CostModel.analytic(SHAPE)
 TRUE_FACTOR = 3.0  # exchanges take so many times as long as the cost model says
 WORLDS = ["lined up elsewhere", "waiting for each other", "all but one late"]
@@ -47,8 +51,13 @@ class Truth:
     @classmethod
     def of(cls, plan: Plan, config: DistCAConfig) -> Truth:
         load, local = PlanLoad(plan, COST), PlanLoad(Plan.local(plan.layout), COST)
-        kernel, exchange = load.compute_seconds, TRUE_FACTOR * load.exchange_seconds * load.wire_seconds.any(axis=0)
-        unmoved = cls._together(local.compute_seconds, TRUE_FACTOR * local.exchange_seconds, config.ping_pong)
+        kernel, exchange = (
+            load.compute_seconds,
+            TRUE_FACTOR * load.exchange_seconds * load.wire_seconds.any(axis=0),
+        )
+        unmoved = cls._together(
+            local.compute_seconds, TRUE_FACTOR * local.exchange_seconds, config.ping_pong
+        )
         return cls(kernel, exchange, unmoved, config.ping_pong)
 
     @staticmethod
@@ -86,8 +95,12 @@ def observation(plan: Plan, config: DistCAConfig, truth: Truth, world: str) -> O
     """What ranks would tell each other of one layer."""
     keys = [PlanKey(SHAPE, "cuda", nano=nano) for nano in ((1, 2) if config.ping_pong else (0,))]
     none, calls = np.zeros_like(truth.kernel), np.ones_like(truth.kernel)
-    figures = np.stack([truth.kernel * 1e9, none, truth.waited(world) * 1e9, calls, none], axis=1).astype(np.int64)
-    plans = [BatchPlan(key, plan, config, plan.layout.offsets, 1.0, figures=figures) for key in keys]
+    figures = np.stack(
+        [truth.kernel * 1e9, none, truth.waited(world) * 1e9, calls, none], axis=1
+    ).astype(np.int64)
+    plans = [
+        BatchPlan(key, plan, config, plan.layout.offsets, 1.0, figures=figures) for key in keys
+    ]
     for planned in plans:
         planned.start_use(1, COST, UNIFORM_RANKS, Meter())
     found = observe_plans(plans, COST, config)
@@ -109,20 +122,27 @@ def wrong(name: str, layout: Layout, ping_pong: bool) -> Iterator[str]:
         if factor is None and not (ping_pong and truth.exchange.max() < 1.1 * truth.kernel.max()):
             yield f"{said}: exchanges are taken to be hidden"
         if factor is not None and (hidden or abs(factor / TRUE_FACTOR - 1) > 0.01):
-            yield f"{said}: exchanges are taken to need {factor:.3g} times as long as the cost model says"
+            yield (
+                f"{said}: exchanges are taken to need {factor:.3g} times as long as the cost model"
+                " says"
+            )
         if (loss > 0) != (truth.loss > 0) and abs(truth.loss) > 1e-3:
             yield f"{said}: a loss of {truth.loss:.3f} is taken for one of {loss:.3f}"
 
 
 @pytest.mark.parametrize("ping_pong", [False, True], ids=["serial", "ping-pong"])
 @pytest.mark.parametrize("folder", [MADE_UP, MADE_UP / "public"], ids=["made up", "real"])
-def test_the_rate_of_exchanges_is_right_whatever_ranks_wait_for(folder: Path, ping_pong: bool) -> None:
+def test_the_rate_of_exchanges_is_right_whatever_ranks_wait_for(
+    folder: Path, ping_pong: bool
+) -> None:
     assert (known := dict(placements(folder)))
     assert not [line for name, layout in known.items() for line in wrong(name, layout, ping_pong)]
 
 
 def test_costly_exchanges_end_where_ranks_wait_elsewhere() -> None:
-    """Two of three ranks exchange for five times as long as estimated; the third has a little less to compute than they."""
+    """Two of three ranks exchange for five times as long as estimated; the third has a little less
+    to compute than they.
+    """
     kernel, wire = np.array([1.0, 1.0, 0.95]), np.array([0.1, 0.1, 0.0])
     waited, none = np.array([0.5, 0.5, 0.0]), np.zeros(3)
     parts = np.stack([none, none, kernel], axis=1)
@@ -134,4 +154,6 @@ def test_costly_exchanges_end_where_ranks_wait_elsewhere() -> None:
     for _ in range(6):
         costs.learn_from_sample((SHAPE, "cuda"), seen)
     assert costs.exchange_slowdown is not None
-    assert costs.get_cost(key).exchange_seconds == pytest.approx(5 * COST.exchange_seconds, rel=0.02)
+    assert costs.get_cost(key).exchange_seconds == pytest.approx(
+        5 * COST.exchange_seconds, rel=0.02
+    )

@@ -1,4 +1,6 @@
-"""The planner with made-up ranks: collectives, plans made beside training, and what becomes of measurements."""
+"""The planner with made-up ranks: collectives, plans made beside training, and what becomes of
+measurements.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def test_plans_are_made_beside_what_the_caller_does(monkeypatch: pytest.MonkeyPa
     assert planned.plan.layout.world_size == 2
 
 
-def test_what_goes_wrong_beside_is_raised_where_plans_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_wrong_beside_is_raised_where_plans_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def broken(*_: object) -> Plan:
         raise ValueError("no plan today")
 
@@ -85,7 +89,9 @@ def test_plans_that_differ_are_named_by_rank() -> None:
     def others(row: np.ndarray) -> list[np.ndarray]:
         return [row, row] if len(row) > 1 else [row, row + 1]  # only digests are single numbers
 
-    with pytest.raises(DistCADesyncError, match="different plans for the same documents in micro-batch 1: rank 0: "):
+    with pytest.raises(
+        DistCADesyncError, match="different plans for the same documents in micro-batch 1: rank 0: "
+    ):
         planner().plan([(documents(96), KEY)], MadeUpGroup(2, others))
 
 
@@ -99,7 +105,10 @@ def test_prepared_plans_are_used_once_under_the_same_settings() -> None:
             ours.config = replace(ours.config, balance=False)
         before = len(group.gathered)
         (taken,) = ours.plan([(batch, KEY)], group)
-        assert (taken is planned, len(group.gathered) == before) == (not other_settings, not other_settings)
+        assert (taken is planned, len(group.gathered) == before) == (
+            not other_settings,
+            not other_settings,
+        )
         assert ours.plan([(batch, KEY)], group)[0] is not planned
 
 
@@ -122,7 +131,9 @@ def test_on_a_gpu_the_newest_measurement_waits_for_its_kernels() -> None:
 
 
 def test_gathered_figures_wait_for_the_device() -> None:
-    """Between two gatherings nobody waits for the device, and what is announced leaves the newest out."""
+    """Between two gatherings nobody waits for the device, and what is announced leaves the newest
+    out.
+    """
     device, ours, group = Device(), planner("cuda"), MadeUpGroup(2)
     key = KEY._replace(device="cuda")
     with device.installed():
@@ -142,7 +153,9 @@ def test_gathered_figures_wait_for_the_device() -> None:
         assert group.gathered == gathered, "there is nothing new"
 
 
-def test_of_micro_batches_that_nobody_gathers_some_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_micro_batches_that_nobody_gathers_some_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where kernels still run whenever somebody looks."""
     monkeypatch.setattr(history_module, "_MAX_RUNNING", 3)
     running = True
@@ -168,7 +181,8 @@ def test_measurement_of_running_kernels_is_left_out_everywhere() -> None:
 
     def others(row: np.ndarray) -> list[np.ndarray]:
         other = row.copy()
-        if len(row) > HEADER_SIZE + 2 and row[5]:  # one measured plan: this rank is done, the other is not
+        # One measured plan: this rank is done, the other is not.
+        if len(row) > HEADER_SIZE + 2 and row[5]:
             other[HEADER_SIZE] = -1
             unfinished.append(row[HEADER_SIZE])
         return [row, other]
@@ -185,7 +199,9 @@ def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
     layout = Layout.from_lengths([[64, 64, 128]] * ranks)
     plan, cost = Plan.local(layout), CostModel.of_pairs(SHAPE)
     tracemalloc.start()
-    measured = BatchPlan(KEY, plan, DistCAConfig(), layout.offsets, 1.0, figures=np.ones((ranks, 5), dtype=np.int64))
+    measured = BatchPlan(
+        KEY, plan, DistCAConfig(), layout.offsets, 1.0, figures=np.ones((ranks, 5), dtype=np.int64)
+    )
     measured.start_use(1, cost, UNIFORM_RANKS, Meter())
     _ = measured.measured_before
     peak = tracemalloc.get_traced_memory()[1]
@@ -199,7 +215,9 @@ def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
 def test_measured_seconds_go_home_in_proportion() -> None:
     layout = Layout.from_lengths([[8, 4], [4]])
     plan = Plan.from_tasks(layout, [(0, 0, 8, 0, 0), (1, 0, 4, 0, 1), (2, 0, 4, 1, 1)])
-    measured = BatchPlan(KEY, plan, DistCAConfig(), layout.offsets, 1.0, task_seconds=np.array([2.0, 1.0, 1.0]))
+    measured = BatchPlan(
+        KEY, plan, DistCAConfig(), layout.offsets, 1.0, task_seconds=np.array([2.0, 1.0, 1.0])
+    )
     assert measured.estimated_before.tolist() == [3.0, 1.0]
     assert measured.estimated_after.tolist() == [2.0, 2.0]
     measured.figures = np.array([[2 * 10**9, 0, 0, 1, 0], [3 * 10**9, 0, 0, 1, 0]])

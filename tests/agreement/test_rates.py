@@ -41,7 +41,9 @@ def wrong(task: float, flop: float, exchange: float = 1.0) -> CostModel:
     """The true rates times these."""
 
     def kernel(cost: KernelCost) -> KernelCost:
-        return KernelCost(cost.task_seconds * task, cost.bytes_per_second, cost.flops_per_second / flop)
+        return KernelCost(
+            cost.task_seconds * task, cost.bytes_per_second, cost.flops_per_second / flop
+        )
 
     return replace(
         TRUE,
@@ -65,8 +67,14 @@ class World:
         gathers: bool = False,
         **settings: object,
     ) -> None:
-        """Ranks wait for each other in attention, or else elsewhere, where each layer lines them up."""
-        self.speeds, self.exchange, self.noise = np.array(speeds), exchange, np.random.default_rng(0)
+        """Ranks wait for each other in attention, or else elsewhere, where each layer lines them
+        up.
+        """
+        self.speeds, self.exchange, self.noise = (
+            np.array(speeds),
+            exchange,
+            np.random.default_rng(0),
+        )
         self.waits, self.gathers = waits, gathers
         self.planner = Planner(DistCAConfig(**settings), Meter())
         self.planner.resume_progress().costs[SHAPE, "cpu"] = given
@@ -75,7 +83,8 @@ class World:
         self.lengths: list[list[int]] = []
         self.measured: np.ndarray | None = None
         self.plans: list[Plan] = []
-        self.slowdown: list[float] = []  # what attention took / what it would have taken with nothing moved
+        # What attention took / what it would have taken with nothing moved.
+        self.slowdown: list[float] = []
 
     def _rows(self, row: np.ndarray) -> list[np.ndarray]:
         if len(row) == FIGURE_COUNT:
@@ -86,13 +95,18 @@ class World:
         for rank in range(RANKS):
             header, lengths = row[:HEADER_SIZE].copy(), self.lengths[rank]
             figures = self.measured[rank] if row[5] and self.measured is not None else []
-            made.append(np.concatenate([header, figures, [0, 0, 0, len(lengths)], lengths]).astype(np.int64))
+            made.append(
+                np.concatenate([header, figures, [0, 0, 0, len(lengths)], lengths]).astype(np.int64)
+            )
         return made
 
     def step(self, number: int) -> float:
         """Plan, and pretend to compute. Returns estimate / measurement of the slowest rank."""
         random = np.random.default_rng(number)
-        self.lengths = [[8192] if rank == number % RANKS else [8192 // int(random.integers(4, 32))] * 4 for rank in range(RANKS)]
+        self.lengths = [
+            [8192] if rank == number % RANKS else [8192 // int(random.integers(4, 32))] * 4
+            for rank in range(RANKS)
+        ]
         documents = self._documents(self.lengths[0])
         (planned,) = self.planner.plan([(documents, KEY)], self.group)
         estimate = self.planner.resume_progress().costs.get_cost(KEY)
@@ -108,23 +122,35 @@ class World:
         unmoved = np.bincount(plan.home, weights=tasks, minlength=RANKS) / self.speeds
         self.slowdown.append(float((kernel + moving).max() / unmoved.max()))
         none = np.zeros(RANKS)
-        self.measured = np.stack([kernel * 1e9, none, waiting * 1e9, none + 1, none], axis=1).astype(np.int64)
+        self.measured = np.stack(
+            [kernel * 1e9, none, waiting * 1e9, none + 1, none], axis=1
+        ).astype(np.int64)
         if self.gathers:
             self.planner.resume_progress().gather_measurements(self.group)
         mine = np.bincount(
-            plan.server, weights=estimate.estimate_seconds(plan.end - plan.start, plan.end, plan.heads), minlength=RANKS
+            plan.server,
+            weights=estimate.estimate_seconds(plan.end - plan.start, plan.end, plan.heads),
+            minlength=RANKS,
         )
-        return float(self.planner.resume_progress().costs.make_ranks(RANKS).scale_by_speed(mine).max() / kernel.max())
+        return float(
+            self.planner.resume_progress().costs.make_ranks(RANKS).scale_by_speed(mine).max()
+            / kernel.max()
+        )
 
     def _exchange(self, plan: Plan) -> np.ndarray:
-        """Seconds beside kernels: messages, and waits for later waves, which are served one after another."""
+        """Seconds beside kernels: messages, and waits for later waves, which are served one after
+        another.
+        """
         bound = self.planner.config.max_transient_bytes
         waves = Waves.of(plan, SHAPE, self.planner.config.tile, bound)
         messages = PlanLoad(plan, TRUE, waves).exchange_seconds * self.exchange
         if waves.count == 1:
             return messages
         split = waves.plan
-        seconds = TRUE.estimate_seconds(split.end - split.start, split.end, split.heads) / self.speeds[split.server]
+        seconds = (
+            TRUE.estimate_seconds(split.end - split.start, split.end, split.heads)
+            / self.speeds[split.server]
+        )
         served = np.zeros((waves.count, RANKS))
         np.add.at(served, (waves.number, split.server), np.where(waves.number >= 0, seconds, 0.0))
         later = served[1:]
@@ -174,10 +200,19 @@ def test_a_slow_rank_gets_less_and_is_forgotten_when_it_recovers() -> None:
     assert speeds / speeds.max() == pytest.approx([1, 1 / 1.5, 1, 1], rel=0.05)
     plan = world.plans[-1]
     kernel = (
-        np.bincount(plan.server, weights=TRUE.estimate_seconds(plan.end - plan.start, plan.end, plan.heads), minlength=RANKS)
+        np.bincount(
+            plan.server,
+            weights=TRUE.estimate_seconds(plan.end - plan.start, plan.end, plan.heads),
+            minlength=RANKS,
+        )
         / world.speeds
     )
-    assert kernel.max() <= 1.1 * TRUE.estimate_seconds(plan.end - plan.start, plan.end, plan.heads).sum() / world.speeds.sum()
+    assert (
+        kernel.max()
+        <= 1.1
+        * TRUE.estimate_seconds(plan.end - plan.start, plan.end, plan.heads).sum()
+        / world.speeds.sum()
+    )
     assert world.planner.resume_progress().costs.make_ranks(RANKS + 1).speeds is None
     world.speeds[1] = 1.0
     for number in range(16, 40):
@@ -212,9 +247,13 @@ def test_exchanges_are_taken_up_when_they_pay_again() -> None:
     assert all(world.moved[-4:])
 
 
-@pytest.mark.parametrize("waits", [True, False], ids=["waiting for each other", "lined up elsewhere"])
+@pytest.mark.parametrize(
+    "waits", [True, False], ids=["waiting for each other", "lined up elsewhere"]
+)
 @pytest.mark.parametrize("exchange", [3.0, 10.0, 40.0])
-def test_no_network_makes_attention_slower_than_moving_nothing(waits: bool, exchange: float) -> None:
+def test_no_network_makes_attention_slower_than_moving_nothing(
+    waits: bool, exchange: float
+) -> None:
     world = World(TRUE, exchange=exchange, waits=waits)
     for number in range(36):
         world.step(number)
@@ -223,7 +262,9 @@ def test_no_network_makes_attention_slower_than_moving_nothing(waits: bool, exch
 
 @pytest.mark.parametrize("mib", [4, 64])
 def test_transient_bound_costs_no_more_than_moving_nothing(mib: int) -> None:
-    """Waves that are served one after another take long: what that costs is measured, and less is moved."""
+    """Waves that are served one after another take long: what that costs is measured, and less is
+    moved.
+    """
     world = World(TRUE, max_transient_bytes=mib * 2**20)
     for number in range(48):
         world.step(number)
@@ -286,24 +327,37 @@ def test_all_ranks_learn_the_same_from_the_same() -> None:
     for _ in range(2):
         costs = given()
         for number in range(12):
-            costs.learn_from_sample(KIND, observation(lambda kernel, n=number: kernel * (2 + 0.001 * n)))
+            costs.learn_from_sample(
+                KIND, observation(lambda kernel, n=number: kernel * (2 + 0.001 * n))
+            )
         made.append((costs.get_cost(KEY), costs.measured_ranks))
     assert made[0] == made[1]
-    assert made[0][0].forward.flops_per_second == pytest.approx(TRUE.forward.flops_per_second / 2, rel=0.02)
+    assert made[0][0].forward.flops_per_second == pytest.approx(
+        TRUE.forward.flops_per_second / 2, rel=0.02
+    )
 
 
 def test_a_group_of_another_size_is_learned_from_by_itself() -> None:
     costs = given()
     for ranks in [RANKS] * 5 + [RANKS // 2] * 5:
         one, none = np.full(ranks, 6.0), np.zeros(ranks)
-        costs.learn_from_sample(KIND, Observation(np.ones((ranks, 3)), one if ranks < RANKS else one / 2, none, none, one, none))
-    assert costs.get_cost(KEY).forward.flops_per_second == pytest.approx(TRUE.forward.flops_per_second / 2, rel=0.02)
+        costs.learn_from_sample(
+            KIND,
+            Observation(
+                np.ones((ranks, 3)), one if ranks < RANKS else one / 2, none, none, one, none
+            ),
+        )
+    assert costs.get_cost(KEY).forward.flops_per_second == pytest.approx(
+        TRUE.forward.flops_per_second / 2, rel=0.02
+    )
 
 
 def test_one_stall_changes_nothing() -> None:
     costs = given()
     for number in range(16):
-        costs.learn_from_sample(KIND, observation(lambda kernel, n=number: kernel * (50 if n == 9 else 1)))
+        costs.learn_from_sample(
+            KIND, observation(lambda kernel, n=number: kernel * (50 if n == 9 else 1))
+        )
     assert costs.get_cost(KEY) == TRUE
 
 
@@ -356,9 +410,14 @@ def train_on_shares(over_at_once: bool) -> list[tuple[CostModel, tuple[float, ..
         share = dealing.make_share(np.array([5120, 1024, 2048]), (0, number), 0)
         documents = TokenBatch(1, 4096, packed=share).read_documents()
         (planned,) = planner.plan([(documents, KEY)], group)
-        progress = planner.resume_progress()
-        made.append((progress.costs.get_cost(KEY), progress.costs.make_ranks(2).speeds, planned.plan.digest))
-        meter = progress.use_plan(planned, documents)
+        made.append(
+            (
+                planner.resume_progress().costs.get_cost(KEY),
+                planner.resume_progress().costs.make_ranks(2).speeds,
+                planned.plan.digest,
+            )
+        )
+        meter = planner.resume_progress().use_plan(planned, documents)
         meter.count(calls=1, kernel_calls=2, backward_calls=1)
         meter.span("server", 0.0, 0.1)
         if over_at_once:
@@ -378,7 +437,9 @@ def test_rates_of_dealt_batches_change_at_one_micro_batch() -> None:
     assert soon[-1][2] != soon[0][2]  # planned again, with what was measured
 
 
-def train_on_fetched(planner: Planner, dealing: DealSettings, steps: int, key: PlanKey = KEY) -> tuple[list[int], list[int]]:
+def train_on_fetched(
+    planner: Planner, dealing: DealSettings, steps: int, key: PlanKey = KEY
+) -> tuple[list[int], list[int]]:
     """Train on shares that a worker made, each fetched while the one before it trains.
 
     Returns:
@@ -393,12 +454,20 @@ def train_on_fetched(planner: Planner, dealing: DealSettings, steps: int, key: P
 
     group = Slow(2)
     object.__setattr__(group, "meetings", [])
-    sent = [pickle.dumps(dealing.make_share(np.array([5120, 1024, 2048]), (0, number), 0)) for number in range(steps)]
+    sent = [
+        pickle.dumps(dealing.make_share(np.array([5120, 1024, 2048]), (0, number), 0))
+        for number in range(steps)
+    ]
     with patch.object(dealt_module, "balance", counted):
         step, fetched = 0, pickle.loads(sent[0])
         for step in range(steps):
             share, fetched = fetched, pickle.loads(sent[min(step + 1, steps - 1)])
-            rates.append((planner.resume_progress().costs.get_cost(key), planner.resume_progress().costs.make_ranks(2)))
+            rates.append(
+                (
+                    planner.resume_progress().costs.get_cost(key),
+                    planner.resume_progress().costs.make_ranks(2),
+                )
+            )
             documents = TokenBatch(1, 4096, packed=share).read_documents()
             (plan,) = planner.plan([(documents, key)], group)
             meter = planner.resume_progress().use_plan(plan, documents)
@@ -412,7 +481,9 @@ def test_fetched_shares_of_workers_are_planned_by_learned_rates() -> None:
     """Shares of workers are planned with learned rates while they are fetched."""
     planner = Planner(DistCAConfig(), Meter())
     planner.resume_progress().costs[SHAPE, "cpu"] = TRUE
-    waited, changed = train_on_fetched(planner, DealSettings(2, 4096, {KEY: TRUE}, planner.config), 40)
+    waited, changed = train_on_fetched(
+        planner, DealSettings(2, 4096, {KEY: TRUE}, planner.config), 40
+    )
     assert waited == changed
     assert 1 <= len(changed) <= 5
     planner.history.end_micro_batch()
@@ -424,7 +495,11 @@ def test_fetched_shares_of_workers_are_planned_by_learned_rates() -> None:
     ("key", "config", "said"),
     [
         (KEY, DistCAConfig(tolerance=0.2), "tolerance was 0.01 and is 0.2"),
-        (KEY._replace(shape=replace(SHAPE, element_bytes=2)), DistCAConfig(), "elements had 4 bytes and have 2 (dtype)"),
+        (
+            KEY._replace(shape=replace(SHAPE, element_bytes=2)),
+            DistCAConfig(),
+            "elements had 4 bytes and have 2 (dtype)",
+        ),
         (KEY, DistCAConfig(), None),
     ],
 )
@@ -434,18 +509,29 @@ def test_shares_planned_for_other_settings_warn_once(
     """Shares that were planned for other settings are told of once."""
     planner = Planner(config, Meter())
     planner.resume_progress().costs[key.shape, "cpu"] = replace(TRUE, shape=key.shape)
-    waited, _ = train_on_fetched(planner, DealSettings(2, 4096, {KEY: TRUE}, DistCAConfig()), 6, key)
-    lines = [record.getMessage() for record in caplog.records if "shares were planned for other settings" in record.getMessage()]
+    waited, _ = train_on_fetched(
+        planner, DealSettings(2, 4096, {KEY: TRUE}, DistCAConfig()), 6, key
+    )
+    lines = [
+        record.getMessage()
+        for record in caplog.records
+        if "shares were planned for other settings" in record.getMessage()
+    ]
     assert len(lines) == (said is not None)
     assert said is None or said in lines[0]
-    assert waited == ([] if said is None else [0, 1]), "the second share was fetched before the first had come to attention"
+    assert waited == ([] if said is None else [0, 1]), (
+        "the second share was fetched before the first had come to attention"
+    )
 
 
 def test_a_trial_of_many_micro_batches_puts_the_next_one_off() -> None:
-    """Shares are planned ahead: nine are planned in a trial before the first of them is measured."""
+    """Shares are planned ahead: nine are planned in a trial before the first of them is
+    measured.
+    """
     kernel, wire, none = np.full(RANKS, 3.0), np.full(RANKS, 1.0), np.zeros(RANKS)
     still = observation()
-    moved = Observation(still.parts, kernel, 3 * wire, wire, kernel * 1.5, none)  # 6 seconds instead of 4.5
+    # 6 seconds instead of 4.5.
+    moved = Observation(still.parts, kernel, 3 * wire, wire, kernel * 1.5, none)
     seconds = replace(TRUE, exchange_seconds=1.0)
     for planned_ahead in (1, 9):
         costs = given(seconds)

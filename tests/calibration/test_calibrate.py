@@ -14,7 +14,9 @@ from hf_distca.measure.calibrate import measure
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from turns import in_turn
 
-SHAPE = AttentionShape(query_heads=2, key_value_heads=1, head_dim=8, value_head_dim=4, element_bytes=4)
+SHAPE = AttentionShape(
+    query_heads=2, key_value_heads=1, head_dim=8, value_head_dim=4, element_bytes=4
+)
 MODEL = CostModel.analytic(SHAPE, device_type="cpu")
 CPU = torch.device("cpu")
 FAST = KernelCost(2e-6, 5e10, 1e12), KernelCost(0.0, 3e10, 8e11)
@@ -38,15 +40,24 @@ class Passing:
     def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
         q_THD, k_TKD, v_TKV = pools
         assert q_THD.shape == (sum(tasks.query_length), 2, 8)
-        ends = [start + length for start, length in zip(tasks.key_start, tasks.key_length, strict=True)]
+        ends = [
+            start + length for start, length in zip(tasks.key_start, tasks.key_length, strict=True)
+        ]
         assert (k_TKD.shape, v_TKV.shape) == ((max(ends), 1, 8), (max(ends), 1, 4))
-        assert all(keys >= rows >= 1 for rows, keys in zip(tasks.query_length, tasks.key_length, strict=True))
+        assert all(
+            keys >= rows >= 1
+            for rows, keys in zip(tasks.query_length, tasks.key_length, strict=True)
+        )
         self.batches.append(tasks)
-        self.now += self.launch + float(self.model.estimate_directions(tasks.query_length, tasks.key_length)[0].sum())
+        self.now += self.launch + float(
+            self.model.estimate_directions(tasks.query_length, tasks.key_length)[0].sum()
+        )
         return Outputs(q_THD[..., :4], q_THD[..., 0])
 
     def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Any:
-        self.now += self.launch + float(self.model.estimate_directions(tasks.query_length, tasks.key_length)[1].sum())
+        self.now += self.launch + float(
+            self.model.estimate_directions(tasks.query_length, tasks.key_length)[1].sum()
+        )
 
     def measured(self) -> tuple[KernelCost, KernelCost]:
         return measure(MODEL, self, torch.float32, CPU, clock=lambda: self.now)
@@ -63,14 +74,23 @@ def test_coefficients_come_back(costs: tuple[KernelCost, KernelCost]) -> None:
 def test_timings_of_one_tile_come_back_as_they_were() -> None:
     """Where only tasks of a tile were timed, their seconds come back."""
     # Rows of such tasks are as many tiles as there are tasks, so that the two cannot be told apart.
-    found, true = CostModel(SHAPE, *Passing(SLOW).measured(), np.inf), CostModel(SHAPE, *SLOW, np.inf)
+    found, true = (
+        CostModel(SHAPE, *Passing(SLOW).measured(), np.inf),
+        CostModel(SHAPE, *SLOW, np.inf),
+    )
     tasks = [1, 16, 64, 128], [1, 100, 64, 128]
-    assert found.estimate_directions(*tasks) == pytest.approx(true.estimate_directions(*tasks), rel=1e-5)
+    assert found.estimate_directions(*tasks) == pytest.approx(
+        true.estimate_directions(*tasks), rel=1e-5
+    )
 
 
 def test_a_launch_is_not_paid_by_every_task() -> None:
     forward, _ = Passing(FAST, launch=2e-5).measured()
-    found = CostModel(SHAPE, forward, forward, np.inf).estimate_directions([512] * 64, [512] * 64)[0].sum()
+    found = (
+        CostModel(SHAPE, forward, forward, np.inf)
+        .estimate_directions([512] * 64, [512] * 64)[0]
+        .sum()
+    )
     true = CostModel(SHAPE, *FAST, np.inf).estimate_directions([512] * 64, [512] * 64)[0].sum()
     assert 0 <= found - true < 0.1 * 64 * 2e-5
 

@@ -1,4 +1,6 @@
-"""That ranks take the same kernel, by the clock of the first one: on CPUs, with kernels that take as long as they are told."""
+"""That ranks take the same kernel, by the clock of the first one: on CPUs, with kernels that take
+as long as they are told.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Slow(ReferenceKernel):
         return Outputs(torch.zeros_like(pools.q_THD), pools.q_THD[..., 0].float())
 
     def backward(self, pools: Saved, tasks: TaskBatch, scores: Any) -> Any:
-        self.clock[0] += 2.5 * self.seconds * sum(map(int.__mul__, tasks.query_length, tasks.key_length))
+        self.clock[0] += (
+            2.5 * self.seconds * sum(map(int.__mul__, tasks.query_length, tasks.key_length))
+        )
         return Grads(*pools.operands)
 
 
@@ -43,7 +47,9 @@ def chosen(rank: int, seconds: list[dict[str, float]]) -> tuple[str | None, floa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "list_runnable", lambda *case: kernels)
         group = AttentionGroup.of(timeout_seconds=30)
-        return fastest(AttentionShape(2, 1, 8, 8, 2), NAMES, torch.bfloat16, CPU, group, clock=lambda: clock[0]), clock[0]
+        return fastest(
+            AttentionShape(2, 1, 8, 8, 2), NAMES, torch.bfloat16, CPU, group, clock=lambda: clock[0]
+        ), clock[0]
 
 
 @pytest.mark.parametrize(

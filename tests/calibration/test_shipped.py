@@ -1,4 +1,6 @@
-"""The shipped profile that plans of a GPU begin with: by its name and kernel, and the same on all ranks."""
+"""The shipped profile that plans of a GPU begin with: by its name and kernel, and the same on all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -38,20 +40,29 @@ def profile_of(rank: int, devices: list[str], kernels: list[str]) -> str | None:
     kernel.name = kernels[rank]  # type: ignore[misc]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_name", lambda device: devices[rank])
-        profile = shipped_profile(torch.device("cuda", 0), kernel, AttentionGroup.of(timeout_seconds=30))
+        profile = shipped_profile(
+            torch.device("cuda", 0), kernel, AttentionGroup.of(timeout_seconds=30)
+        )
     return None if profile is None else profile.name
 
 
 @pytest.mark.parametrize(
     ("devices", "kernels", "expected"),
     [
-        (["NVIDIA H100 80GB HBM3", "NVIDIA H200"], ["flash_attn_3", "flash_attn_3"], "h100_flash_attn_3"),
+        (
+            ["NVIDIA H100 80GB HBM3", "NVIDIA H200"],
+            ["flash_attn_3", "flash_attn_3"],
+            "h100_flash_attn_3",
+        ),
         (["NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"], ["flash_attn", "flash_attn"], None),
         (["NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3"], ["flash_attn_3", "flash_attn"], None),
         (["NVIDIA L40S", "NVIDIA L40S"], ["flash_attn", "flash_attn"], None),
     ],
 )
 def test_ranks_that_differ_have_none(
-    rank_pool: Callable[[int], RankPool], devices: list[str], kernels: list[str], expected: str | None
+    rank_pool: Callable[[int], RankPool],
+    devices: list[str],
+    kernels: list[str],
+    expected: str | None,
 ) -> None:
     assert rank_pool(2)(profile_of, devices, kernels) == [expected, expected]

@@ -30,40 +30,65 @@ def some_lengths(count: int = 60, longest: int = 700, seed: int = 0) -> list[int
 
 def some_documents(lengths: list[int], *, labels: bool = False) -> list[dict[str, list[int]]]:
     """Rows in which a token tells its document and its place."""
-    rows = [{"input_ids": [1000 * number + at for at in range(length)]} for number, length in enumerate(lengths)]
+    rows = [
+        {"input_ids": [1000 * number + at for at in range(length)]}
+        for number, length in enumerate(lengths)
+    ]
     if labels:
         for row in rows:
-            row["labels"] = [-100 if at < 3 else -token for at, token in enumerate(row["input_ids"])]
+            row["labels"] = [
+                -100 if at < 3 else -token for at, token in enumerate(row["input_ids"])
+            ]
     return rows
 
 
-def whole(pieces: BatchPieces, rows: list[dict[str, list[int]]], pad: int = 0) -> dict[tuple[int, int], tuple[int, int, int]]:
-    """(piece, position) -> (token, own label, label of the next token) of a global batch, as one process would have it."""
+def whole(
+    pieces: BatchPieces, rows: list[dict[str, list[int]]], pad: int = 0
+) -> dict[tuple[int, int], tuple[int, int, int]]:
+    """(piece, position) -> (token, own label, label of the next token) of a global batch, as one
+    process would have it.
+    """
     found = {}
-    columns = zip(pieces.documents.tolist(), pieces.starts.tolist(), pieces.ends.tolist(), strict=True)
+    columns = zip(
+        pieces.documents.tolist(), pieces.starts.tolist(), pieces.ends.tolist(), strict=True
+    )
     for number, (document, start, end) in enumerate(columns):
         count = end - start
         tokens = [pad] * count if document < 0 else rows[document]["input_ids"][start:end]
-        labels = [-100] * count if document < 0 else rows[document].get("labels", rows[document]["input_ids"])[start:end]
+        labels = (
+            [-100] * count
+            if document < 0
+            else rows[document].get("labels", rows[document]["input_ids"])[start:end]
+        )
         shifted = [*labels[1:], -100]
         found.update({(number, at): (tokens[at], labels[at], shifted[at]) for at in range(count)})
     return found
 
 
-def check_shares(shares: list[dict[str, Any]], expected: dict[tuple[int, int], tuple[int, int, int]], tokens: int) -> None:
-    """The shares of all ranks hold each token of a global batch once, with its position and labels."""
+def check_shares(
+    shares: list[dict[str, Any]], expected: dict[tuple[int, int], tuple[int, int, int]], tokens: int
+) -> None:
+    """The shares of all ranks hold each token of a global batch once, with its position and
+    labels.
+    """
     found = {}
     for share in shares:
         packed = share["distca_documents"]
         assert packed.dealt_share is not None
-        assert all(share[name].shape == (tokens,) and share[name].dtype == torch.int64 for name in ROWS)
+        assert all(
+            share[name].shape == (tokens,) and share[name].dtype == torch.int64 for name in ROWS
+        )
         ids, labels, shifted, positions = (share[name].tolist() for name in ROWS)
         at = 0
-        for document, start, length in zip(packed.documents, packed.starts, packed.lengths, strict=True):
+        for document, start, length in zip(
+            packed.documents, packed.starts, packed.lengths, strict=True
+        ):
             assert positions[at : at + length] == list(range(start, start + length))
             for offset in range(length):
                 label = expected[document, start + offset][1]
-                assert labels[at + offset] == (label if offset and packed.dealt_share.ranks == 1 else -100)
+                assert labels[at + offset] == (
+                    label if offset and packed.dealt_share.ranks == 1 else -100
+                )
                 assert (document, start + offset) not in found
                 found[document, start + offset] = (ids[at + offset], label, shifted[at + offset])
             at += length

@@ -1,4 +1,6 @@
-"""Global batches: to the token, every token at most once, the same on any number of ranks, the same number in every epoch."""
+"""Global batches: to the token, every token at most once, the same on any number of ranks, the same
+number in every epoch.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,18 @@ LENGTHS = st.lists(st.integers(0, 90), min_size=1, max_size=40).filter(any)
 
 
 def columns(pieces: BatchPieces) -> list[tuple[int, int, int]]:
-    return list(zip(pieces.documents.tolist(), pieces.starts.tolist(), pieces.ends.tolist(), strict=True))
+    return list(
+        zip(pieces.documents.tolist(), pieces.starts.tolist(), pieces.ends.tolist(), strict=True)
+    )
 
 
 def epoch_of(batches: GlobalBatches, epoch: int) -> list[list[tuple[int, int, int]]]:
     return [columns(batches.get_pieces(epoch, number)) for number in range(len(batches))]
 
 
-def check_epoch(lengths: list[int], tokens: int, made: list[list[tuple[int, int, int]]]) -> np.ndarray:
+def check_epoch(
+    lengths: list[int], tokens: int, made: list[list[tuple[int, int, int]]]
+) -> np.ndarray:
     """How often each token of the documents, one after another, was served."""
     offsets = np.cumsum([0, *lengths])
     served = np.zeros(offsets[-1], dtype=int)
@@ -46,7 +52,9 @@ def test_batches_are_filled_to_the_token_with_documents_in_order(
     lengths: list[int], tokens: int, epoch: int, seed: int | None
 ) -> None:
     if sum(lengths) < tokens:
-        with pytest.raises(LayoutError, match=f"{sum(lengths)} tokens together, a global batch has {tokens}"):
+        with pytest.raises(
+            LayoutError, match=f"{sum(lengths)} tokens together, a global batch has {tokens}"
+        ):
             GlobalBatches(lengths, tokens, seed, quiet=True)
         return
     batches = GlobalBatches(lengths, tokens, seed, quiet=True)
@@ -63,7 +71,9 @@ def test_batches_are_filled_to_the_token_with_documents_in_order(
 
 
 @given(LENGTHS, st.integers(1, 200), st.integers(0, 3), st.sampled_from([None, 0, 7]))
-def test_whole_documents_stay_whole_and_none_is_left_out(lengths: list[int], tokens: int, epoch: int, seed: int | None) -> None:
+def test_whole_documents_stay_whole_and_none_is_left_out(
+    lengths: list[int], tokens: int, epoch: int, seed: int | None
+) -> None:
     batches = GlobalBatches(lengths, tokens, seed, fill="whole", quiet=True)
     made = epoch_of(batches, epoch)
     assert check_epoch(lengths, tokens, made).tolist() == [1] * sum(lengths)
@@ -103,7 +113,9 @@ def test_what_an_epoch_drops_is_not_always_the_same() -> None:
     lengths, dropped = [10] * 19, []
     batches = GlobalBatches(lengths, 100, 0)
     for epoch in range(5):
-        dropped.append(tuple(np.flatnonzero(check_epoch(lengths, 100, epoch_of(batches, epoch)) == 0)))
+        dropped.append(
+            tuple(np.flatnonzero(check_epoch(lengths, 100, epoch_of(batches, epoch)) == 0))
+        )
     assert len(set(dropped)) > 1
 
 
@@ -114,15 +126,18 @@ def test_shuffling_is_the_same_everywhere() -> None:
     assert columns(batches.get_pieces(1, 1)) == [(1, 0, 6), (3, 0, 6)]
 
 
-def test_a_longer_document_is_cut_or_refused_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_longer_document_is_cut_or_refused_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     lengths = [10, 250, 30, 120, 90]
     for fill in ("cut", "whole"):
         with caplog.at_level(logging.WARNING, "hf_distca"):
             batches = GlobalBatches(lengths, 100, 0, fill)
             epoch_of(batches, 0)
         assert [record.getMessage() for record in caplog.records] == [
-            "2 of 5 documents are longer than a global batch of 100 tokens (ranks x tokens_per_rank); document 1 has 250. They "
-            "are cut: each piece is a document of its own."
+            "2 of 5 documents are longer than a global batch of 100 tokens (ranks x"
+            " tokens_per_rank); document 1 has 250. They are cut: each piece is a document of its"
+            " own."
         ]
         caplog.clear()
         with pytest.raises(LayoutError, match=r"2 of 5 documents are longer .* document 1 has 250"):
@@ -143,7 +158,15 @@ def test_empty_documents_are_left_out() -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    for wrong in ({"tokens": 0}, {"tokens": 2.0}, {"tokens": True}, {"seed": -1}, {"seed": "0"}, {"fill": "x"}, {"longer": "x"}):
+    for wrong in (
+        {"tokens": 0},
+        {"tokens": 2.0},
+        {"tokens": True},
+        {"seed": -1},
+        {"seed": "0"},
+        {"fill": "x"},
+        {"longer": "x"},
+    ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             GlobalBatches(**{"lengths": [5, 5], "tokens": 4, **wrong})
     for lengths in ([], [0, 0], [-1, 3], [1.5], [[1]]):
@@ -156,7 +179,9 @@ def test_bad_arguments_are_refused() -> None:
 @pytest.mark.parametrize(("fill", "seconds"), [("cut", 3.0), ("whole", 20.0)])
 def test_million_documents_take_seconds_a_batch_hardly_any(fill: str, seconds: float) -> None:
     """A million documents take seconds and a batch of them hardly any."""
-    lengths = np.minimum(np.random.default_rng(0).lognormal(6, 1.3, 1_000_000).astype(int) + 1, 2**17)
+    lengths = np.minimum(
+        np.random.default_rng(0).lognormal(6, 1.3, 1_000_000).astype(int) + 1, 2**17
+    )
     began = time.process_time()
     batches = GlobalBatches(lengths, 2**19, 0, fill, quiet=True)
     batches.get_pieces(0, 0)

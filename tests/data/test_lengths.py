@@ -1,4 +1,6 @@
-"""Lengths of documents: from Arrow's offsets, a column, or the documents, in the order of the data set's rows."""
+"""Lengths of documents: from Arrow's offsets, a column, or the documents, in the order of the data
+set's rows.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,12 @@ def dataset(**columns: Any) -> datasets.Dataset:
     return datasets.Dataset.from_dict({"input_ids": ROWS, **columns})
 
 
-@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint16())])
-def test_arrow_knows_them_without_reading(kind: pa.DataType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kind", [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint16())]
+)
+def test_arrow_knows_them_without_reading(
+    kind: pa.DataType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chunked = pa.chunked_array([pa.array(ROWS[:2], kind), pa.array(ROWS[2:], kind)])
     documents = datasets.Dataset(pa.table({"input_ids": chunked}))
     monkeypatch.setattr(datasets.Dataset, "_getitem", None)  # no row is read
@@ -41,24 +47,46 @@ def test_selected_shuffled_filtered_rows_count_in_their_order() -> None:
         documents.with_format("torch"),
         documents.select([]),
     ):
-        assert read_document_lengths(changed).tolist() == [len(row) for row in changed.with_format(None)["input_ids"]]
+        assert read_document_lengths(changed).tolist() == [
+            len(row) for row in changed.with_format(None)["input_ids"]
+        ]
 
 
 def test_fixed_lists_and_missing_ones() -> None:
     fixed = pa.FixedSizeListArray.from_arrays(pa.array(range(12)), 4)
-    assert read_document_lengths(datasets.Dataset(pa.table({"input_ids": fixed}))).tolist() == [4, 4, 4]
-    assert read_document_lengths(datasets.Dataset.from_dict({"input_ids": [[1], None, [2, 3]]})).tolist() == [1, 0, 2]
+    assert read_document_lengths(datasets.Dataset(pa.table({"input_ids": fixed}))).tolist() == [
+        4,
+        4,
+        4,
+    ]
+    assert read_document_lengths(
+        datasets.Dataset.from_dict({"input_ids": [[1], None, [2, 3]]})
+    ).tolist() == [1, 0, 2]
 
 
 def test_lengths_that_are_known_are_taken() -> None:
     documents = dataset(n=[3, 0, 1, 4, 2])
     assert read_document_lengths(documents.select([3, 2]), lengths="n").tolist() == [4, 1]
-    assert read_document_lengths(documents, "text", lengths=np.array([3, 0, 1, 4, 2])).tolist() == [3, 0, 1, 4, 2]
+    assert read_document_lengths(documents, "text", lengths=np.array([3, 0, 1, 4, 2])).tolist() == [
+        3,
+        0,
+        1,
+        4,
+        2,
+    ]
     assert read_document_lengths([{"n": 4}, {"n": 2}], lengths="n").tolist() == [4, 2]
 
 
 @pytest.mark.parametrize(
-    "made", [list, tuple, np.array, torch.tensor, lambda row: {"tokens": row}, lambda row: {"tokens": np.array(row)}]
+    "made",
+    [
+        list,
+        tuple,
+        np.array,
+        torch.tensor,
+        lambda row: {"tokens": row},
+        lambda row: {"tokens": np.array(row)},
+    ],
 )
 def test_any_sequence_of_documents_is_read_one_by_one(made: Any) -> None:
     assert read_document_lengths([made(row) for row in ROWS], "tokens").tolist() == [3, 0, 1, 4, 2]
@@ -66,14 +94,24 @@ def test_any_sequence_of_documents_is_read_one_by_one(made: Any) -> None:
 
 def test_data_set_with_a_transform_is_counted_as_stored() -> None:
     """A data set with a transform of its own is counted where tokens are stored."""
-    assert read_document_lengths(dataset().with_transform(lambda rows: rows)).tolist() == [3, 0, 1, 4, 2]
+    assert read_document_lengths(dataset().with_transform(lambda rows: rows)).tolist() == [
+        3,
+        0,
+        1,
+        4,
+        2,
+    ]
 
 
 @pytest.mark.parametrize(
     ("documents", "arguments", "message"),
     [
         (dataset(), {"column": "ids"}, "no column 'ids', only 'input_ids'"),
-        (datasets.Dataset.from_dict({"input_ids": [[[1, 2]], [[3]]]}), {}, r"holds list<.*list<.*flat list of integers"),
+        (
+            datasets.Dataset.from_dict({"input_ids": [[[1, 2]], [[3]]]}),
+            {},
+            r"holds list<.*list<.*flat list of integers",
+        ),
         (datasets.Dataset.from_dict({"input_ids": ["a b", "c"]}), {}, "holds string"),
         (datasets.Dataset.from_dict({"input_ids": [[0.5]]}), {}, "holds list<.*double"),
         (dataset(n=["a"] * 5), {"lengths": "n"}, "holds string"),
@@ -87,6 +125,8 @@ def test_data_set_with_a_transform_is_counted_as_stored() -> None:
         ([{"ids": [1]}], {}, "document 0 has no 'input_ids', only 'ids'"),
     ],
 )
-def test_what_are_no_documents_is_named(documents: Any, arguments: dict[str, Any], message: str) -> None:
+def test_what_are_no_documents_is_named(
+    documents: Any, arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(LayoutError, match=message):
         read_document_lengths(documents, **arguments)

@@ -1,4 +1,6 @@
-"""Loaders: each rank gets its own shares, with and without workers, in every epoch, and again after a resume."""
+"""Loaders: each rank gets its own shares, with and without workers, in every epoch, and again after
+a resume.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,17 @@ RANKS, TOKENS = 3, 100
 
 def make() -> Shares:
     lengths = some_lengths(30, longest=500)
-    return Shares(some_documents(lengths), GlobalBatches(lengths, RANKS * TOKENS, quiet=True), dealing(RANKS, TOKENS))
+    return Shares(
+        some_documents(lengths),
+        GlobalBatches(lengths, RANKS * TOKENS, quiet=True),
+        dealing(RANKS, TOKENS),
+    )
 
 
 def loader_of(rank: int, dataset: Any, **more: Any) -> DataLoaderShard:
-    """What accelerate makes of a sequential loader of one item a batch on one of several processes."""
+    """What accelerate makes of a sequential loader of one item a batch on one of several
+    processes.
+    """
     sampler = BatchSamplerShard(BatchSampler(SequentialSampler(dataset), 1, False), RANKS, rank)
     return DataLoaderShard(dataset, batch_sampler=sampler, collate_fn=PackingCollator(), **more)
 
@@ -59,7 +67,13 @@ def test_every_rank_gets_its_own_shares_in_every_epoch(rank: int, workers: int) 
 def test_workers_that_get_a_pickle_hear_of_the_epoch_too(method: str) -> None:
     if method not in multiprocessing.get_all_start_methods():
         pytest.skip("not on this system")
-    loader = loader_of(1, lazy_dataset(make()), num_workers=1, persistent_workers=True, multiprocessing_context=method)
+    loader = loader_of(
+        1,
+        lazy_dataset(make()),
+        num_workers=1,
+        persistent_workers=True,
+        multiprocessing_context=method,
+    )
     for epoch in range(2):
         check(list(loader), 1, epoch)
 

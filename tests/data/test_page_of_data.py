@@ -22,11 +22,14 @@ def test_every_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     datasets = pytest.importorskip("datasets", reason="needs the extra 'examples'")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.1)  # 5 s, each time a stream is not read to its end
+    # 5 s, each time a stream is not read to its end.
+    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.1)
     rng = np.random.default_rng(0)
     documents = [rng.integers(3, 50, length) for length in (700, 40, 3, 90, 300, 12)]
     datasets.Dataset.from_dict({"tokens": documents}).to_parquet("documents.parquet")
-    datasets.Dataset.from_dict({"input_ids": [[3, 4, 5]] * 4, "seq_lengths": [[3], [1, 2]] * 2}).to_parquet("rows.parquet")
+    datasets.Dataset.from_dict(
+        {"input_ids": [[3, 4, 5]] * 4, "seq_lengths": [[3], [1, 2]] * 2}
+    ).to_parquet("rows.parquet")
     np.concatenate(documents).astype(np.uint16).tofile("tokens.bin")
     np.save("ends.npy", np.cumsum([len(document) for document in documents]))
     names: dict[str, Any] = {"model": tiny_llama("distca")}
@@ -37,7 +40,9 @@ def test_every_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     parquet, stream, file, *_ = shares
     assert len(parquet) == len(file) == sum(map(len, documents)) // 256
     # The same documents in the same order: what they are read from makes no difference.
-    assert [share["input_ids"].tolist() for share in parquet] == [share["input_ids"].tolist() for share in file]
+    assert [share["input_ids"].tolist() for share in parquet] == [
+        share["input_ids"].tolist() for share in file
+    ]
     tokens = np.concatenate([share["input_ids"] for share in stream])
     assert len(tokens) == len(parquet) * 256
     assert set(tokens.tolist()) <= set(np.concatenate(documents).tolist())

@@ -1,4 +1,6 @@
-"""Rows placed: each step keeps its rows and each rank their number, whatever accelerate makes of the batches."""
+"""Rows placed: each step keeps its rows and each rank their number, whatever accelerate makes of
+the batches.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from hf_distca import ConfigError
 from hf_distca.data.row_placement import RowPlacement, StepPlaces
 
-PLACES = st.builds(StepPlaces, st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
+PLACES = st.builds(
+    StepPlaces, st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)
+)
 BOTH = st.booleans()
 
 
@@ -37,7 +41,9 @@ def some_work(rows: int, seed: int = 0) -> np.ndarray:
 
 
 def batches(rows: int, places: StepPlaces, *, split: bool, drop: bool) -> BatchSampler:
-    return BatchSampler(Shuffled(range(rows)), places.micro_batch_rows if split else places.rows_per_rank, drop)
+    return BatchSampler(
+        Shuffled(range(rows)), places.micro_batch_rows if split else places.rows_per_rank, drop
+    )
 
 
 def shards_of(sampler: Any, ranks: int, *, split: bool, even: bool) -> list[BatchSamplerShard]:
@@ -53,7 +59,9 @@ def read(shards: list[BatchSamplerShard], skip: int) -> list[list[list[int]]]:
 def rows_of_steps(read_: list[list[list[int]]], micro_batches: int) -> list[Counter[int]]:
     most = max(map(len, read_))
     steps = (slice(first, first + micro_batches) for first in range(0, most, micro_batches))
-    return [Counter(row for rank in read_ for batch in rank[step] for row in batch) for step in steps]
+    return [
+        Counter(row for rank in read_ for batch in rank[step] for row in batch) for step in steps
+    ]
 
 
 @given(st.integers(1, 90), PLACES, BOTH, BOTH, BOTH, st.integers(0, 4))
@@ -62,8 +70,12 @@ def test_steps_keep_their_rows_and_ranks_the_number_of_theirs(
 ) -> None:
     assume(places.ranks > 1)  # accelerate cuts batches only for several processes
     given_ = batches(rows, places, split=split, drop=drop)
-    placed = RowPlacement(batches(rows, places, split=split, drop=drop), some_work(rows), places, even_batches=even)
-    shards = [shards_of(sampler, places.ranks, split=split, even=even) for sampler in (given_, placed)]
+    placed = RowPlacement(
+        batches(rows, places, split=split, drop=drop), some_work(rows), places, even_batches=even
+    )
+    shards = [
+        shards_of(sampler, places.ranks, split=split, even=even) for sampler in (given_, placed)
+    ]
     assert list(map(len, shards[0])) == list(map(len, shards[1]))
     before, after = (read(each, skipped_steps * places.micro_batches) for each in shards)
     assert [list(map(len, rank)) for rank in after] == [list(map(len, rank)) for rank in before]
@@ -71,7 +83,9 @@ def test_steps_keep_their_rows_and_ranks_the_number_of_theirs(
 
 
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 4), BOTH)
-def test_a_rank_alone_keeps_its_last_batch(rows: int, size: int, micro_batches: int, drop: bool) -> None:
+def test_a_rank_alone_keeps_its_last_batch(
+    rows: int, size: int, micro_batches: int, drop: bool
+) -> None:
     places = StepPlaces(1, 1, size, micro_batches)
     placed = RowPlacement(batches(rows, places, split=False, drop=drop), some_work(rows), places)
     assert list(placed) == list(batches(rows, places, split=False, drop=drop))
@@ -79,7 +93,9 @@ def test_a_rank_alone_keeps_its_last_batch(rows: int, size: int, micro_batches: 
 
 
 @given(PLACES, st.integers(1, 3), st.integers(0, 99))
-def test_nodes_never_wait_longer_than_before(places: StepPlaces, micro_batches: int, seed: int) -> None:
+def test_nodes_never_wait_longer_than_before(
+    places: StepPlaces, micro_batches: int, seed: int
+) -> None:
     work = np.rint(some_work(places.micro_batch_rows * micro_batches, seed) * 1000).astype(np.int64)
     order = places.place(work)
     assert sorted(order) == list(range(len(work)))
@@ -87,10 +103,14 @@ def test_nodes_never_wait_longer_than_before(places: StepPlaces, micro_batches: 
 
 
 def test_nodes_become_even() -> None:
-    """64 ranks in nodes of 8: a step of four micro-batches within a percent, of one within a tenth."""
+    """64 ranks in nodes of 8: a step of four micro-batches within a percent, of one within a
+    tenth.
+    """
     for micro_batches, bound in ((1, 1.1), (4, 1.01)):
         places = StepPlaces(8, 8, 1, micro_batches)
-        work = np.rint(np.random.default_rng(0).exponential(1e6, 64 * micro_batches)).astype(np.int64)
+        work = np.rint(np.random.default_rng(0).exponential(1e6, 64 * micro_batches)).astype(
+            np.int64
+        )
         even = work.sum() / 8
         assert places.compute_busiest(work).sum() > 1.3 * even
         assert places.compute_busiest(work[places.place(work)]).sum() < bound * even
@@ -127,9 +147,21 @@ def test_samplers_are_told_of_epochs_and_replaced() -> None:
 @pytest.mark.parametrize(
     ("sampler", "work", "said"),
     [
-        ([[0, 1]], [1, 1], "batches of None rows do not make micro-batches of 4 rows: 2 ranks with 2 each"),
-        (BatchSampler(range(8), 3, False), [1] * 8, "batches of 3 rows do not make micro-batches of 4"),
-        (BatchSampler(range(8), 2, False), [[1]], r"work of shape \(1, 1\) must be one finite number"),
+        (
+            [[0, 1]],
+            [1, 1],
+            "batches of None rows do not make micro-batches of 4 rows: 2 ranks with 2 each",
+        ),
+        (
+            BatchSampler(range(8), 3, False),
+            [1] * 8,
+            "batches of 3 rows do not make micro-batches of 4",
+        ),
+        (
+            BatchSampler(range(8), 2, False),
+            [[1]],
+            r"work of shape \(1, 1\) must be one finite number",
+        ),
         (BatchSampler(range(8), 2, False), [-1.0], "work of shape"),
     ],
 )

@@ -22,7 +22,9 @@ from hf_distca.errors import ConfigError
 RANKS, TOKENS = 2, 120
 
 
-def rows(lengths: list[int], differing: Callable[[int], slice] = lambda length: slice(None)) -> list[dict[str, list[int]]]:
+def rows(
+    lengths: list[int], differing: Callable[[int], slice] = lambda length: slice(None)
+) -> list[dict[str, list[int]]]:
     """Documents that differ in some tokens only: those of a template are the same in all."""
     made = []
     for number, length in enumerate(lengths):
@@ -37,7 +39,10 @@ def digests(documents: Any, count: int = 3, **how: Any) -> list[int]:
     if hasattr(documents, "__len__"):
         batches = GlobalBatches(read_document_lengths(documents), RANKS * TOKENS, quiet=True, **how)
         shares = Shares(documents, batches, dealing(RANKS, TOKENS))
-        return [shares[number * RANKS]["distca_documents"].dealt_share.digest for number in range(min(count, len(batches)))]
+        return [
+            shares[number * RANKS]["distca_documents"].dealt_share.digest
+            for number in range(min(count, len(batches)))
+        ]
     first = islice(StreamedShares(documents, dealing(RANKS, TOKENS)), 0, count * RANKS, RANKS)
     return [share["distca_documents"].dealt_share.digest for share in first]
 
@@ -64,7 +69,9 @@ DIVIDED: dict[str, Callable[[datasets.Dataset, int], Any]] = {
     "halves": lambda data, rank: list(data)[rank * 50 : rank * 50 + 50],
     "another order": lambda data, rank: data.shuffle(seed=rank),
     "stream": lambda data, rank: Stream(list(data.shard(RANKS, rank))),
-    "stream around a divided one": lambda data, rank: Stream(split_dataset_by_node(data.to_iterable_dataset(2), rank, RANKS)),
+    "stream around a divided one": lambda data, rank: Stream(
+        split_dataset_by_node(data.to_iterable_dataset(2), rank, RANKS)
+    ),
 }
 
 
@@ -72,7 +79,9 @@ DIVIDED: dict[str, Callable[[datasets.Dataset, int], Any]] = {
 @pytest.mark.parametrize("way", DIVIDED)
 def test_divided_rows_of_one_length_differ(way: str, template: str) -> None:
     data = datasets.Dataset.from_list(rows([48] * 100, TEMPLATES[template]))
-    hows: list[dict[str, Any]] = [{}] if "stream" in way else [{}, {"fill": "whole"}, {"seed": None}]
+    hows: list[dict[str, Any]] = (
+        [{}] if "stream" in way else [{}, {"fill": "whole"}, {"seed": None}]
+    )
     for how in hows:
         one, other = (digests(DIVIDED[way](data, rank), **how) for rank in range(RANKS))
         assert len(one) == len(other)
@@ -80,7 +89,9 @@ def test_divided_rows_of_one_length_differ(way: str, template: str) -> None:
 
 
 def test_a_few_rows_among_many_are_found() -> None:
-    """Of 10,000 rows, 500 are others: ranks look at the same 64, whatever the order of the epoch."""
+    """Of 10,000 rows, 500 are others: ranks look at the same 64, whatever the order of the
+    epoch.
+    """
     lengths = [20] * 10_000
     same, other = rows(lengths), rows(lengths)
     for row in other[::20]:
@@ -94,12 +105,20 @@ FORMS: dict[str, Callable[[list[dict[str, list[int]]]], Any]] = {
     "tokens alone": lambda made: [row["input_ids"] for row in made],
     "numpy, small": lambda made: [np.array(row["input_ids"], dtype=np.uint16) for row in made],
     "numpy, other bytes": lambda made: [np.array(row["input_ids"], dtype=">i8") for row in made],
-    "tensors": lambda made: [{"input_ids": torch.tensor(row["input_ids"], dtype=torch.int32)} for row in made],
+    "tensors": lambda made: [
+        {"input_ids": torch.tensor(row["input_ids"], dtype=torch.int32)} for row in made
+    ],
     "arrow": datasets.Dataset.from_list,
-    "arrow, small": lambda made: datasets.Dataset.from_list(made, datasets.Features(input_ids=SMALL)),
+    "arrow, small": lambda made: datasets.Dataset.from_list(
+        made, datasets.Features(input_ids=SMALL)
+    ),
     "arrow, as tensors": lambda made: datasets.Dataset.from_list(made).with_format("torch"),
-    "arrow, with a transform": lambda made: datasets.Dataset.from_list(made).with_transform(lambda batch: batch),
-    "arrow, selected": lambda made: datasets.Dataset.from_list(made[::-1]).select(range(len(made) - 1, -1, -1)),
+    "arrow, with a transform": lambda made: datasets.Dataset.from_list(made).with_transform(
+        lambda batch: batch
+    ),
+    "arrow, selected": lambda made: datasets.Dataset.from_list(made[::-1]).select(
+        range(len(made) - 1, -1, -1)
+    ),
 }
 
 
@@ -111,9 +130,14 @@ def test_the_same_documents_of_any_form_are_the_same() -> None:
     assert len(streams) == 1
 
 
-@pytest.mark.parametrize("then", [lambda data: data, lambda data: data.map(lambda row: row).shuffle(seed=0)])
+@pytest.mark.parametrize(
+    "then", [lambda data: data, lambda data: data.map(lambda row: row).shuffle(seed=0)]
+)
 def test_a_stream_that_is_divided_by_rank_is_refused(then: Callable[[Any], Any]) -> None:
     data = datasets.Dataset.from_list(rows([48] * 20)).to_iterable_dataset(4)
-    with pytest.raises(ConfigError, match=r"one of 2 parts of a stream .*split_dataset_by_node.* Give the stream as it was"):
+    with pytest.raises(
+        ConfigError,
+        match=r"one of 2 parts of a stream .*split_dataset_by_node.* Give the stream as it was",
+    ):
         StreamedShares(then(split_dataset_by_node(data, 1, 2)), dealing(RANKS, TOKENS))
     StreamedShares(then(split_dataset_by_node(data, 0, 1)), dealing(RANKS, TOKENS))

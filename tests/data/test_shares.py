@@ -25,10 +25,18 @@ FORMS: dict[str, Any] = {
     "rows": lambda rows: rows,
     "arrow": datasets.Dataset.from_list,
     "arrow, as tensors": lambda rows: datasets.Dataset.from_list(rows).with_format("torch"),
-    "arrow, another order": lambda rows: datasets.Dataset.from_list(rows[::-1]).select(range(len(rows) - 1, -1, -1)),
-    "arrow, with a transform": lambda rows: datasets.Dataset.from_list(rows).with_transform(lambda batch: batch),
-    "arrays": lambda rows: [{name: np.array(row, dtype=np.int32) for name, row in one.items()} for one in rows],
-    "tensors": lambda rows: [{name: torch.tensor(row) for name, row in one.items()} for one in rows],
+    "arrow, another order": lambda rows: datasets.Dataset.from_list(rows[::-1]).select(
+        range(len(rows) - 1, -1, -1)
+    ),
+    "arrow, with a transform": lambda rows: datasets.Dataset.from_list(rows).with_transform(
+        lambda batch: batch
+    ),
+    "arrays": lambda rows: [
+        {name: np.array(row, dtype=np.int32) for name, row in one.items()} for one in rows
+    ],
+    "tensors": lambda rows: [
+        {name: torch.tensor(row) for name, row in one.items()} for one in rows
+    ],
 }
 
 
@@ -42,7 +50,9 @@ def make(
     inputs: ForwardInputs = UNKNOWN_INPUTS,
     **how: Any,
 ) -> Shares:
-    batches = GlobalBatches(read_document_lengths(documents, column), ranks * tokens, quiet=True, **how)
+    batches = GlobalBatches(
+        read_document_lengths(documents, column), ranks * tokens, quiet=True, **how
+    )
     deal = dealing(ranks, tokens, ping_pong=ping_pong)
     return Shares(documents, batches, deal, column=column, pad_token_id=77, inputs=inputs)
 
@@ -51,7 +61,11 @@ def check_epoch(shares: Shares, rows: list[dict[str, list[int]]], epoch: int = 0
     ranks = shares.deal_settings.ranks
     for number in range(len(shares.batches)):
         items = [shares[number * ranks + rank] for rank in range(ranks)]
-        check_shares(items, whole(shares.batches.get_pieces(epoch, number), rows, 77), shares.deal_settings.tokens_per_rank)
+        check_shares(
+            items,
+            whole(shares.batches.get_pieces(epoch, number), rows, 77),
+            shares.deal_settings.tokens_per_rank,
+        )
 
 
 @pytest.mark.parametrize("labels", [False, True])
@@ -64,7 +78,9 @@ def test_all_shares_together_are_the_documents(form: str, labels: bool) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("how", [{}, {"fill": "whole"}, {"fill": "whole", "seed": None}])
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_any_number_of_ranks_holds_the_same_global_batches(ranks: int, how: dict[str, Any], ping_pong: bool) -> None:
+def test_any_number_of_ranks_holds_the_same_global_batches(
+    ranks: int, how: dict[str, Any], ping_pong: bool
+) -> None:
     """On any number of ranks, these hold the same global batches."""
     rows = some_documents(some_lengths(40), labels=True)
     shares = make(datasets.Dataset.from_list(rows), ranks, 600 // ranks, ping_pong=ping_pong, **how)
@@ -79,7 +95,9 @@ def test_targets_of_all_ranks_are_those_of_the_documents() -> None:
     rows = some_documents(some_lengths(), labels=True)
     for ranks in (1, 2, 4):
         shares = make(rows, ranks, 400 // ranks)
-        counted = sum(int((shares[item]["shift_labels"] != -100).sum()) for item in range(len(shares)))
+        counted = sum(
+            int((shares[item]["shift_labels"] != -100).sum()) for item in range(len(shares))
+        )
         assert counted == sum(
             label != -100
             for number in range(len(shares.batches))
@@ -89,7 +107,11 @@ def test_targets_of_all_ranks_are_those_of_the_documents() -> None:
 
 def test_labels_at_a_cut_are_known_to_the_rank_before_it() -> None:
     (one, two) = (make([list(range(100, 116))], 2, 8, seed=None)[rank] for rank in (0, 1))
-    rows = {int(token): (share, at) for share in (one, two) for at, token in enumerate(share["input_ids"])}
+    rows = {
+        int(token): (share, at)
+        for share in (one, two)
+        for at, token in enumerate(share["input_ids"])
+    }
     for token in range(100, 116):
         share, at = rows[token]
         assert share["shift_labels"][at] == (token + 1 if token < 115 else -100)
@@ -101,9 +123,18 @@ def test_labels_at_a_cut_are_known_to_the_rank_before_it() -> None:
 def test_tokens_that_a_mask_leaves_out_are_no_targets(form: str) -> None:
     rows = some_documents(some_lengths())
     masks = [[int(place % 5 > 1) for place in range(len(row["input_ids"]))] for row in rows]
-    masked = [{**row, "completion_mask": mask, "assistant_masks": mask[::-1]} for row, mask in zip(rows, masks, strict=True)]
+    masked = [
+        {**row, "completion_mask": mask, "assistant_masks": mask[::-1]}
+        for row, mask in zip(rows, masks, strict=True)
+    ]
     expected = [
-        {**row, "labels": [t if a and b else -100 for t, a, b in zip(row["input_ids"], mask, mask[::-1], strict=True)]}
+        {
+            **row,
+            "labels": [
+                t if a and b else -100
+                for t, a, b in zip(row["input_ids"], mask, mask[::-1], strict=True)
+            ],
+        }
         for row, mask in zip(rows, masks, strict=True)
     ]
     check_epoch(make(FORMS[form](masked), 3, 200), expected)
@@ -113,11 +144,26 @@ def test_tokens_that_a_mask_leaves_out_are_no_targets(form: str) -> None:
 
 PACKED: dict[str, tuple[dict[str, list[int]], str]] = {
     "seq_lengths": ({"seq_lengths": [7, 13]}, "'seq_lengths'.*packed already"),
-    "position_ids": ({"position_ids": [*range(7), *range(13)]}, r"position_ids of a document .*packed already"),
-    "positions that skip": ({"position_ids": [*range(10), *range(50, 60)]}, "at token 10: .*skips positions"),
-    "mask of numbers": ({"attention_mask": [1] * 7 + [2] * 13}, "attention_mask of a document is 2 at token 7.*packed already"),
-    "token_type_ids": ({"token_type_ids": [0] * 20}, "'token_type_ids' of numbers, which may be an input of the model"),
-    "images": ({"image_grid_thw": [[1, 4, 4]]}, "'image_grid_thw' of numbers, which may be an input"),
+    "position_ids": (
+        {"position_ids": [*range(7), *range(13)]},
+        r"position_ids of a document .*packed already",
+    ),
+    "positions that skip": (
+        {"position_ids": [*range(10), *range(50, 60)]},
+        "at token 10: .*skips positions",
+    ),
+    "mask of numbers": (
+        {"attention_mask": [1] * 7 + [2] * 13},
+        "attention_mask of a document is 2 at token 7.*packed already",
+    ),
+    "token_type_ids": (
+        {"token_type_ids": [0] * 20},
+        "'token_type_ids' of numbers, which may be an input of the model",
+    ),
+    "images": (
+        {"image_grid_thw": [[1, 4, 4]]},
+        "'image_grid_thw' of numbers, which may be an input",
+    ),
     "shift_labels": ({"shift_labels": [0] * 20}, "'shift_labels', which says what"),
 }
 
@@ -129,24 +175,40 @@ def test_a_column_that_changes_what_is_trained_is_refused(form: str, name: str) 
     documents = FORMS[form]([{"input_ids": list(range(20)), **columns}])
     with pytest.raises(LayoutError, match=named):
         make(documents, 1, 20)[0]
-    harmless = {"input_ids": list(range(20)), "position_ids": list(range(20)), "attention_mask": [1] * 20}
+    harmless = {
+        "input_ids": list(range(20)),
+        "position_ids": list(range(20)),
+        "attention_mask": [1] * 20,
+    }
     check_epoch(make(FORMS[form]([harmless]), 2, 10), [harmless])
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_the_model_does_not_take_is_left_out(form: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_model_does_not_take_is_left_out(
+    form: str, caplog: pytest.LogCaptureFixture
+) -> None:
     inputs = ForwardInputs(("input_ids", "pixel_values"))
-    others = {"special_tokens_mask": [0] * 20, "image_grid_thw": [[1, 4, 4]], "url": "x", "length": 20}
+    others = {
+        "special_tokens_mask": [0] * 20,
+        "image_grid_thw": [[1, 4, 4]],
+        "url": "x",
+        "length": 20,
+    }
     row = {"input_ids": list(range(20))}
     made = FORMS[form] if form not in ("arrays", "tensors") else list
     check_epoch(make(made([{**row, **others}]), 2, 10, inputs=inputs), [row])
-    with pytest.raises(LayoutError, match="'pixel_values', an input of the model that would be lost"):
+    with pytest.raises(
+        LayoutError, match="'pixel_values', an input of the model that would be lost"
+    ):
         make(made([{**row, "pixel_values": [[1.0]]}]), 2, 10, inputs=inputs)[0]
 
 
 def test_inputs_that_only_later_rows_have_are_refused() -> None:
     """As where texts and images are mixed."""
-    rows = [{"input_ids": [1] * 20, "pixel_values": None}, {"input_ids": [2] * 20, "pixel_values": [[1.0]]}]
+    rows = [
+        {"input_ids": [1] * 20, "pixel_values": None},
+        {"input_ids": [2] * 20, "pixel_values": [[1.0]]},
+    ]
     for documents in (rows, datasets.Dataset.from_list(rows)):
         for inputs in (UNKNOWN_INPUTS, ForwardInputs(("input_ids", "pixel_values"))):
             with pytest.raises(LayoutError, match="'pixel_values'"):
@@ -158,19 +220,28 @@ def test_inputs_that_only_later_rows_have_are_refused() -> None:
 def test_the_tokens_may_have_a_column_of_another_name() -> None:
     rows = [{"text": "x", "tokens": row["input_ids"]} for row in some_documents(some_lengths(20))]
     for documents in (rows, datasets.Dataset.from_list(rows)):
-        check_epoch(make(documents, 2, 100, column="tokens"), [{"input_ids": row["tokens"]} for row in rows])
+        check_epoch(
+            make(documents, 2, 100, column="tokens"), [{"input_ids": row["tokens"]} for row in rows]
+        )
 
 
 def in_chunks(values: list[Any], kind: pa.DataType) -> pa.ChunkedArray:
     return pa.chunked_array([pa.array(values[:7], kind), pa.array(values[7:], kind)])
 
 
-@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.uint16()), pa.list_(pa.int64(), 40)])
+@pytest.mark.parametrize(
+    "kind", [pa.list_(pa.int32()), pa.large_list(pa.uint16()), pa.list_(pa.int64(), 40)]
+)
 def test_lists_of_any_kind_are_read_from_any_chunk(kind: pa.DataType) -> None:
     rows = some_documents([40] * 20, labels=True)
     tokens = in_chunks([[token % 2**15 for token in row["input_ids"]] for row in rows], kind)
-    labels = in_chunks([row["labels"] if number % 3 else None for number, row in enumerate(rows)], pa.list_(pa.int64()))
-    documents = datasets.Dataset(pa.table({"labels": labels, "input_ids": tokens})).select([*range(3, 20), 0, 1, 2])
+    labels = in_chunks(
+        [row["labels"] if number % 3 else None for number, row in enumerate(rows)],
+        pa.list_(pa.int64()),
+    )
+    documents = datasets.Dataset(pa.table({"labels": labels, "input_ids": tokens})).select(
+        [*range(3, 20), 0, 1, 2]
+    )
     expected = [{name: row for name, row in one.items() if row is not None} for one in documents]
     check_epoch(make(documents, 2, 100), expected)
     nothing = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 2, "labels": [None] * 2})
@@ -200,7 +271,10 @@ def test_only_documents_of_the_share_are_read() -> None:
     shares = Shares(documents, batches, dealing(4, 100))
     read.clear()  # those that ranks compare
     share = shares[5]
-    here = {int(batches.get_pieces(0, 1).documents[document]) for document in share["distca_documents"].documents}
+    here = {
+        int(batches.get_pieces(0, 1).documents[document])
+        for document in share["distca_documents"].documents
+    }
     assert read == here
     assert len(here) < 8
 
@@ -212,7 +286,11 @@ def test_of_arrow_only_the_slice_is_turned_into_tokens(monkeypatch: pytest.Monke
     import hf_distca.data.pieces as pieces
 
     convert = pieces.convert_integers
-    monkeypatch.setattr(pieces, "convert_integers", lambda values, *rest: seen.append(len(values)) or convert(values, *rest))
+    monkeypatch.setattr(
+        pieces,
+        "convert_integers",
+        lambda values, *rest: seen.append(len(values)) or convert(values, *rest),
+    )
     shares[3]
     assert sum(seen) <= 2 * 512 + 8  # as tokens and as labels, and the next ones
 
@@ -239,7 +317,10 @@ def test_items_are_found_by_index_alone() -> None:
     later.set_epoch(1)
     for item in reversed(range(len(later))):
         share = later[item]
-        assert all(torch.equal(share[name], trained[item][name]) for name in ("input_ids", "shift_labels", "position_ids"))
+        assert all(
+            torch.equal(share[name], trained[item][name])
+            for name in ("input_ids", "shift_labels", "position_ids")
+        )
         assert share["distca_documents"] == trained[item]["distca_documents"]
 
 
@@ -248,9 +329,13 @@ def test_a_batch_is_one_share_with_an_axis_in_front() -> None:
     share = shares[1]
     batch = PackingCollator()([share])
     assert batch.keys() == share.keys()
-    assert all(torch.equal(batch[name], share[name][None]) for name in share if name != "distca_documents")
+    assert all(
+        torch.equal(batch[name], share[name][None]) for name in share if name != "distca_documents"
+    )
     assert batch["distca_documents"] is share["distca_documents"]
-    with pytest.raises(LayoutError, match=r"batch of 2 shares.*tokens_per_rank.*per_device_train_batch_size=1"):
+    with pytest.raises(
+        LayoutError, match=r"batch of 2 shares.*tokens_per_rank.*per_device_train_batch_size=1"
+    ):
         PackingCollator()([share, shares[3]])
     with pytest.raises(LayoutError, match="batch of 2 shares"):
         PackingCollator()([{"input_ids": [1]}, share])
@@ -261,7 +346,9 @@ def test_what_would_be_wrong_is_refused() -> None:
     batches = GlobalBatches([20, 30], 40, None, quiet=True)
     with pytest.raises(LayoutError, match="so the numbers must be equal"):
         Shares(rows, batches, dealing(2, 10))[0]
-    padded = [{**row, "attention_mask": [1] * 15 + [0] * (len(row["input_ids"]) - 15)} for row in rows]
+    padded = [
+        {**row, "attention_mask": [1] * 15 + [0] * (len(row["input_ids"]) - 15)} for row in rows
+    ]
     for documents in (padded, datasets.Dataset.from_list(padded)):
         with pytest.raises(LayoutError, match="attention_mask of a document is 0 at token 15"):
             Shares(documents, batches, dealing(1, 40))[0]

@@ -38,14 +38,22 @@ class Stream:
         return iter(self.rows[::-1] if self.epoch else self.rows)
 
 
-def check_epoch(of_ranks: list[list[Any]], rows: list[dict[str, list[int]]], epoch: int = 0, first: int = 0) -> None:
+def check_epoch(
+    of_ranks: list[list[Any]], rows: list[dict[str, list[int]]], epoch: int = 0, first: int = 0
+) -> None:
     """What each rank got, against global batches of a data set that is read in order."""
-    batches = GlobalBatches([len(row["input_ids"]) for row in rows], RANKS * TOKENS, None, quiet=True)
+    batches = GlobalBatches(
+        [len(row["input_ids"]) for row in rows], RANKS * TOKENS, None, quiet=True
+    )
     assert [len(shares) for shares in of_ranks] == [len(batches) - first] * RANKS
     for number, shares in enumerate(zip(*of_ranks, strict=True), first):
         check_shares(list(shares), whole(batches.get_pieces(0, number), rows), TOKENS)
-        assert [share["distca_documents"].dealt_share.batch_id for share in shares] == [(epoch, number)] * RANKS
-        assert [share["distca_documents"].dealt_share.rank for share in shares] == list(range(RANKS))
+        assert [share["distca_documents"].dealt_share.batch_id for share in shares] == [
+            (epoch, number)
+        ] * RANKS
+        assert [share["distca_documents"].dealt_share.rank for share in shares] == list(
+            range(RANKS)
+        )
 
 
 def share_of(stream: StreamedShares, rank: int) -> IterableDatasetShard:
@@ -83,7 +91,11 @@ def test_with_workers_batches_come_in_order(workers: int) -> None:
 def test_datasets_streams_divide_themselves_among_workers(workers: int) -> None:
     """Streams of datasets are divided among workers by themselves."""
     rows = some_documents(LENGTHS)
-    documents = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=4).shuffle(seed=0, buffer_size=3)
+    documents = (
+        datasets.Dataset.from_list(rows)
+        .to_iterable_dataset(num_shards=4)
+        .shuffle(seed=0, buffer_size=3)
+    )
     stream = share_of(StreamedShares(documents, dealing(RANKS, TOKENS)), 1)
     how = {"multiprocessing_context": "fork", "persistent_workers": True} if workers else {}
     loader = DataLoader(stream, collate_fn=PackingCollator(), num_workers=workers, **how)
@@ -136,7 +148,11 @@ def wrapped(kind: str) -> Any:
     rows = some_documents(LENGTHS)
     texts = [{"text": " ".join(map(str, row["input_ids"]))} for row in rows]
     stream = datasets.Dataset.from_list(texts).to_iterable_dataset(num_shards=4)
-    made = {"torch data set": Tokenizing(stream), "by worker": Dividing(rows), "other": Around(Tokenizing(stream))}
+    made = {
+        "torch data set": Tokenizing(stream),
+        "by worker": Dividing(rows),
+        "other": Around(Tokenizing(stream)),
+    }
     return made[kind]
 
 
@@ -147,12 +163,17 @@ def test_a_stream_inside_another_is_read_whole_by_all_workers(kind: str) -> None
         how = {"multiprocessing_context": "fork"} if workers else {}
         loader = DataLoader(mine, collate_fn=PackingCollator(), num_workers=workers, **how)
         found = [unbatched(batch) for batch in loader]
-        expected = [share_of(StreamedShares(Stream(), dealing(RANKS, TOKENS)), rank) for rank in range(RANKS)]
+        expected = [
+            share_of(StreamedShares(Stream(), dealing(RANKS, TOKENS)), rank)
+            for rank in range(RANKS)
+        ]
         check_epoch([list(expected[0]), found, list(expected[2])], Stream().rows)
 
 
 def test_a_worker_that_cannot_be_hidden_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a torch that keeps it elsewhere. In this process: torch waits 5 s for a worker that a refusal has left behind."""
+    """As with a torch that keeps it elsewhere. In this process: torch waits 5 s for a worker that a
+    refusal has left behind.
+    """
     stream = StreamedShares(wrapped("by worker"), dealing(1, TOKENS))
     assert len(list(stream)) > 0
     monkeypatch.setattr(streaming, "get_worker_info", lambda: SimpleNamespace(id=0, num_workers=1))
@@ -164,7 +185,9 @@ def test_shares_of_other_ranks_are_not_made(monkeypatch: pytest.MonkeyPatch) -> 
     how, made = dealing(RANKS, TOKENS), []
     share = how.make_share
     monkeypatch.setattr(
-        how, "make_share", lambda lengths, batch, rank, names: made.append(rank) or share(lengths, batch, rank, names)
+        how,
+        "make_share",
+        lambda lengths, batch, rank, names: made.append(rank) or share(lengths, batch, rank, names),
     )
     loader = DataLoader(share_of(StreamedShares(Stream(), how), 2), collate_fn=PackingCollator())
     assert len(list(loader)) == len(made) == sum(LENGTHS) // (RANKS * TOKENS)

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -20,7 +25,12 @@ from hf_distca.simulate.models import KNOWN_MODELS
 from hf_distca.simulate.setting import Setting
 from turns import in_turn
 
-LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
 LLAMA |= {"intermediate_size": 14336, "vocab_size": 128256}
 PYTHIA = {
     "hidden_size": 4096,
@@ -57,12 +67,22 @@ def write(folder: Path, kind: str, **changes: Any) -> Path:
     ],
 )
 def test_weights_and_layers_of_attention_are_the_models(
-    kind: str, changes: dict[str, Any], layers: int, attending: int, billions: float, met: float | None, tmp_path: Path
+    kind: str,
+    changes: dict[str, Any],
+    layers: int,
+    attending: int,
+    billions: float,
+    met: float | None,
+    tmp_path: Path,
 ) -> None:
-    """`met`: of the published weights that a token meets, those with both embeddings, as their authors count."""
+    """`met`: of the published weights that a token meets, those with both embeddings, as their
+    authors count.
+    """
     found = count_model(write(tmp_path, kind, **changes))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path).get_text_config(decoder=True))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(tmp_path).get_text_config(decoder=True)
+        )
     assert found.weights == sum(weight.numel() for weight in model.parameters())
     assert found.weights / 1e9 == pytest.approx(billions, rel=0.01)
     assert (found.layers, found.attention_layers) == (layers, attending)
@@ -74,7 +94,17 @@ def test_weights_and_layers_of_attention_are_the_models(
 def test_the_counts_of_a_dense_model_are_its_known_shape(tmp_path: Path) -> None:
     counted = count_model(write(tmp_path, "llama", **LLAMA))
     known = KNOWN_MODELS["llama-3-8b"]
-    names = ("hidden", "layers", "query_heads", "key_value_heads", "head_dim", "feed_forward", "vocabulary", "tied", "kinds")
+    names = (
+        "hidden",
+        "layers",
+        "query_heads",
+        "key_value_heads",
+        "head_dim",
+        "feed_forward",
+        "vocabulary",
+        "tied",
+        "kinds",
+    )
     assert [getattr(counted, name) for name in names] == [getattr(known, name) for name in names]
     assert counted.parameters == pytest.approx(known.parameters, rel=1e-4)
     assert counted.active_share == 1.0
@@ -103,10 +133,21 @@ def test_what_a_config_does_not_say_is_that_of_its_family(
 
 
 def test_the_text_of_a_larger_model_is_counted(tmp_path: Path) -> None:
-    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
     found = count_model(tmp_path)
-    assert (found.query_heads, found.key_value_heads, found.head_dim, found.tied, found.head_norms) == (8, 4, 256, True, True)
+    assert (
+        found.query_heads,
+        found.key_value_heads,
+        found.head_dim,
+        found.tied,
+        found.head_norms,
+    ) == (8, 4, 256, True, True)
     assert found.kinds == ((None, 5), (1024, 29))
 
 
@@ -119,20 +160,37 @@ def test_numbers_that_json_does_not_have_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "gemma9"}, "makes no 'gemma9' model of .* pip install --upgrade transformers"),
+        (
+            {"model_type": "gemma9"},
+            "makes no 'gemma9' model of .* pip install --upgrade transformers",
+        ),
         ({}, "must be an object with the key 'model_type'"),
-        ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "is no config that 'gemma3_text' models take"),
+        (
+            {"model_type": "gemma3_text", "sliding_window_pattern": 0},
+            "is no config that 'gemma3_text' models take",
+        ),
         ({"model_type": "llama", "num_attention_heads": 0}, "division|modulo|no config"),
-        ({"model_type": "mistral", "sliding_window": 0}, "^[^ ]*: a sliding window of 0 keys hides everything"),
+        (
+            {"model_type": "mistral", "sliding_window": 0},
+            "^[^ ]*: a sliding window of 0 keys hides everything",
+        ),
         ({"model_type": "t5"}, "distca does not support t5 models"),
-        ({"model_type": "mamba"}, "distca does not support mamba models|causal attention in no layer"),
+        (
+            {"model_type": "mamba"},
+            "distca does not support mamba models|causal attention in no layer",
+        ),
         ({"model_type": "bert"}, "causal attention in no layer.* need is_decoder=True"),
         ({"model_type": "llama4_text"}, "attend in chunks"),
         ({"model_type": "hrm_text"}, "counted in one stack of layers"),
-        ({"model_type": "deepseek_v2", "n_routed_experts": 8, "num_experts_per_tok": None}, "and a token meets"),
+        (
+            {"model_type": "deepseek_v2", "n_routed_experts": 8, "num_experts_per_tok": None},
+            "and a token meets",
+        ),
     ],
 )
-def test_what_is_not_counted_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_is_not_counted_is_refused(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=message):
         count_model(tmp_path)
@@ -143,10 +201,15 @@ def test_experts_take_the_time_of_those_that_are_used(tmp_path: Path) -> None:
     sizes = {**LLAMA, "vocab_size": 32000}
     shapes = [
         count_model(write(tmp_path / kind, kind, **{**sizes, **changes}))
-        for kind, changes in (("mixtral", {"sliding_window": None}), ("llama", {"intermediate_size": 2 * 14336}))
+        for kind, changes in (
+            ("mixtral", {"sliding_window": None}),
+            ("llama", {"intermediate_size": 2 * 14336}),
+        )
     ]
     tokens = torch.full((1,), 65536.0).numpy()
-    sparse, dense = (layer_seconds(Setting(shape, find_hardware("h100"), 8, 16384), tokens) for shape in shapes)
+    sparse, dense = (
+        layer_seconds(Setting(shape, find_hardware("h100"), 8, 16384), tokens) for shape in shapes
+    )
     assert sparse == pytest.approx(dense, rel=0.01)
     assert shapes[0].parameters / shapes[1].parameters == pytest.approx(46.7 / 12.9, rel=0.02)
 
@@ -166,14 +229,18 @@ RUN = (
 
 
 @pytest.mark.parametrize("kind", in_turn(RUN, 3))
-def test_attention_is_counted_as_often_as_it_runs(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_counted_as_often_as_it_runs(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "models")
     from tiny import build, tiny_config
 
     calls = []
 
     def attend(module: Any, query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
-        calls.append((query.shape[1], (query.shape[3] + value.shape[3]) // 2, options.get("sliding_window")))
+        calls.append(
+            (query.shape[1], (query.shape[3] + value.shape[3]) // 2, options.get("sliding_window"))
+        )
         return sdpa_attention_forward(module, query, key, value, *rest, **options)
 
     AttentionInterface.register("counted", attend)

@@ -37,12 +37,32 @@ def bad(findings: Sequence[Finding]) -> list[Finding]:
     [
         (LlamaConfig(), "proven", State.good, None),
         (AutoConfig.for_model("qwen3_next"), "recurrent layers begin anew", State.good, None),
-        (AutoConfig.for_model("jamba"), "one document a row", State.note, "give it one document a row"),
-        (AutoConfig.for_model("mamba"), "not supported", State.bad, 'Use attn_implementation="sdpa"'),
+        (
+            AutoConfig.for_model("jamba"),
+            "one document a row",
+            State.note,
+            "give it one document a row",
+        ),
+        (
+            AutoConfig.for_model("mamba"),
+            "not supported",
+            State.bad,
+            'Use attn_implementation="sdpa"',
+        ),
         (AutoConfig.for_model("t5"), "not supported", State.bad, "encoder with a decoder"),
-        (AutoConfig.for_model("vit"), "not in the table", State.note, "compare its loss with that under sdpa"),
+        (
+            AutoConfig.for_model("vit"),
+            "not in the table",
+            State.note,
+            "compare its loss with that under sdpa",
+        ),
         (LlamaConfig(attention_dropout=0.1), "0.1", State.bad, "set attention_dropout=0.0"),
-        (AutoConfig.for_model("opt", layerdrop=0.2, attention_dropout=0.0), "on", State.bad, "Set layerdrop=0.0"),
+        (
+            AutoConfig.for_model("opt", layerdrop=0.2, attention_dropout=0.0),
+            "on",
+            State.bad,
+            "Set layerdrop=0.0",
+        ),
     ],
 )
 def test_families(config: Any, value: str, state: State, todo: str | None) -> None:
@@ -54,7 +74,10 @@ def test_families(config: Any, value: str, state: State, todo: str | None) -> No
 
 
 def test_documents_over_ranks_and_ping_pong_are_told() -> None:
-    llama, whole = ({one.name: one.value for one in family(AutoConfig.for_model(kind))} for kind in ("llama", "llama4_text"))
+    llama, whole = (
+        {one.name: one.value for one in family(AutoConfig.for_model(kind))}
+        for kind in ("llama", "llama4_text")
+    )
     assert llama["documents over ranks"] == "exact"
     assert llama["ping-pong"] == "layers may run as nano-batches"
     assert whole["documents over ranks"].startswith("refused: they attend in chunks")
@@ -72,14 +95,20 @@ def _one_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_one_hopper")
 def test_flash_attn_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of torch runs, and it is said why the faster one does not; with a softcap only the slow one is left."""
+    """The kernel of torch runs, and it is said why the faster one does not; with a softcap only the
+    slow one is left.
+    """
     monkeypatch.setattr(flash, "_installed_version", lambda: None)
     runs, *others = kernels(LlamaConfig(), torch.bfloat16, CUDA)
     assert (runs.value, runs.state) == ("kernel 'cuda'", State.good)
     assert str(runs.todo).endswith("is taken where it is installed: pip install flash-attn-4")
     reasons = {one.name: one.value for one in others}
     assert "install" in reasons["not 'flash_attn'"]
-    capped = [one for one in kernels(Gemma2Config(), torch.bfloat16, CUDA) if one.value.startswith("kernel")]
+    capped = [
+        one
+        for one in kernels(Gemma2Config(), torch.bfloat16, CUDA)
+        if one.value.startswith("kernel")
+    ]
     assert {one.value for one in capped} == {"kernel 'reference'"}
     assert "pip install flash-attn" in str(capped[0].todo)
     assert len(capped) == 2, "layers with and without a window"
@@ -105,7 +134,9 @@ def test_dtypes() -> None:
     assert find_dtype(None, None, CUDA) is torch.bfloat16
     assert find_dtype(None, LlamaConfig(dtype="float16"), CPU) is torch.float16
     for name in ("bf17", "int8", "Tensor"):
-        with pytest.raises(ConfigError, match=f"no attention in dtype '{name}': choose one of bf16, fp16"):
+        with pytest.raises(
+            ConfigError, match=f"no attention in dtype '{name}': choose one of bf16, fp16"
+        ):
             find_dtype(name, None, CPU)
 
 
@@ -122,8 +153,14 @@ def test_configs_are_read(tmp_path: Path) -> None:
         ("{", "is not JSON"),
         ("[]", "must be an object with the key 'model_type'"),
         ("{}", "must be an object with the key 'model_type'"),
-        ('{"model_type": "llama77"}', "makes no 'llama77' model of .* pip install --upgrade transformers"),
-        ('{"model_type": "llama", "num_hidden_layers": "many"}', "no config that 'llama' models take: .*num_hidden_layers.*int"),
+        (
+            '{"model_type": "llama77"}',
+            "makes no 'llama77' model of .* pip install --upgrade transformers",
+        ),
+        (
+            '{"model_type": "llama", "num_hidden_layers": "many"}',
+            "no config that 'llama' models take: .*num_hidden_layers.*int",
+        ),
     ],
 )
 def test_configs_that_cannot_be_read(tmp_path: Path, content: str | None, message: str) -> None:
@@ -141,7 +178,9 @@ def test_a_config_that_is_a_pipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./none", "config.json", "a/b/c"])
-def test_a_path_that_is_wrong_is_not_looked_for_on_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_is_wrong_is_not_looked_for_on_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="there is no file or folder"):
         read_config(name)
@@ -155,15 +194,22 @@ def test_a_name_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> N
     said: list[str] = []
     with pytest.raises(ConfigError):
         read_config("me/none", said.append)
-    assert said == ["asking the Hub for me/none, which takes a minute to give up without a network ..."]
-    with pytest.raises(ConfigError, match=r"the Hub gives no config of that name: me/none is not a valid model identifier$"):
+    assert said == [
+        "asking the Hub for me/none, which takes a minute to give up without a network ..."
+    ]
+    with pytest.raises(
+        ConfigError,
+        match=r"the Hub gives no config of that name: me/none is not a valid model identifier$",
+    ):
         read_config("me/none")
 
 
 def exchanged(rank: int) -> tuple[list[Finding], list[Finding]]:
     has = {"torch": "2.13.0", "numpy": "2.4.6" if rank else "2.1.0"}
     outcome = try_launched(has, 60.0)
-    return list(findings_from_exchange(outcome)), list(findings_from_exchange(try_launched({"torch": "2.13.0"}, 60.0)))
+    return list(findings_from_exchange(outcome)), list(
+        findings_from_exchange(try_launched({"torch": "2.13.0"}, 60.0))
+    )
 
 
 def exchanged_without_pickles(rank: int) -> str:
@@ -177,10 +223,14 @@ def test_nothing_of_other_ranks_is_unpickled(rank_pool: Callable[[int], RankPool
     assert rank_pool(2)(exchanged_without_pickles) == ["gloo", "gloo"]
 
 
-def test_ranks_of_a_launcher_exchange_and_compare_versions(rank_pool: Callable[[int], RankPool]) -> None:
+def test_ranks_of_a_launcher_exchange_and_compare_versions(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     for unequal, equal in rank_pool(2)(exchanged):
         assert unequal[0].value == "2 ranks on 1 node, 2 on each"
-        assert [(one.name, one.value) for one in bad(unequal)] == [("numpy", "differs: 2.1.0 on rank 0, 2.4.6 on rank 1")]
+        assert [(one.name, one.value) for one in bad(unequal)] == [
+            ("numpy", "differs: 2.1.0 on rank 0, 2.4.6 on rank 1")
+        ]
         assert not bad(equal)
         assert "ms for 4 MB from each rank to each other" in equal[-1].value
 
@@ -209,7 +259,9 @@ def test_nodes_are_those_of_training(rank_pool: Callable[[int], RankPool]) -> No
     assert rank_pool(2)(exchanged_in_containers) == ["2 ranks on 2 nodes, 1 on each"] * 2
 
 
-def test_an_environment_that_says_half_of_what_a_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_says_half_of_what_a_launcher_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -226,7 +278,9 @@ def test_an_environment_that_says_half_of_what_a_launcher_says(monkeypatch: pyte
         words_of("hf-distca doctor --model outputs/finetune_long_documents --dtype bf16"),
     ],
 )
-def test_the_commands_of_the_pages(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_the_pages(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     LlamaConfig().save_pretrained(tmp_path / "outputs" / "finetune_long_documents")
     result = CliRunner().invoke(app, words[1:])
@@ -244,7 +298,10 @@ def test_the_command_ends_with_what_to_do(tmp_path: Path) -> None:
     result = run("--model", str(tmp_path), "--dtype", "bf16")
     assert result.exit_code == 1, "training would fail"
     assert "! attention_dropout          0.1" in result.stdout
-    assert result.stdout.splitlines()[-3:-1] == ["what to do", "  1. " + str(next(one.todo for one in bad_of(tmp_path)))]
+    assert result.stdout.splitlines()[-3:-1] == [
+        "what to do",
+        "  1. " + str(next(one.todo for one in bad_of(tmp_path))),
+    ]
     assert "under it, -m hf_distca.cli doctor" in result.stdout.splitlines()[-1]
 
 
@@ -279,7 +336,10 @@ def test_wrong_input_is_one_line(options: tuple[str, str], message: str) -> None
 
 @pytest.mark.slow
 def test_under_a_launcher_rank_0_speaks(tmp_path: Path) -> None:
-    words = words_of("accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml -m hf_distca.cli doctor")
+    words = words_of(
+        "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml -m hf_distca.cli"
+        " doctor"
+    )
     text = run_script(words, tmp_path)
     assert text.count("attention group            2 ranks on 1 node, 2 on each") == 1
     assert "exchange over gloo" in text

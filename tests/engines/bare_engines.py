@@ -1,4 +1,6 @@
-"""Engines around training loops as people write them: each is what wraps the model, and says what it made."""
+"""Engines around training loops as people write them: each is what wraps the model, and says what
+it made.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from case import CHECKPOINTING, Case, NotThisEngineError, Run, evidence_of_dtens
 from tiny_llama import micro_batch, natively_sharded, tiny_llama
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -35,7 +43,8 @@ def bare(
     wrap: Callable[[Case, Any], tuple[Any, str]],
     make: Callable[[str], PreTrainedModel] = tiny_llama,
 ) -> Run:
-    """A training loop as people write them, around a model wrapped by `wrap`, which says what it made.
+    """A training loop as people write them, around a model wrapped by `wrap`, which says what it
+    made.
 
     `rank` is where the data comes from: the same for ranks that hold the same tokens.
     """
@@ -54,7 +63,10 @@ def bare(
         batches = [batch(rank, case, step, n) for n in range(case.accumulation)]
         for n, one in enumerate(plan_ahead(batches) if case.ahead else batches):
             last = n == case.accumulation - 1
-            with synchronized(model, last), torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16"):
+            with (
+                synchronized(model, last),
+                torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16"),
+            ):
                 loss = model(**one, use_cache=False).loss / case.accumulation
             with synchronized(model, last):
                 loss.backward()
@@ -82,8 +94,13 @@ def norm_of(model: Any, trained: list[nn.Parameter]) -> float:
     if isinstance(model, FullyShardedDataParallel):
         return float(model.clip_grad_norm_(1e9))
     # One by one: with tensor parallelism parameters lie on different meshes.
-    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in trained if p.grad is not None]
-    return float(nn.utils.get_total_norm([grad.double() for grad in grads]))  # in float32, small differences would not show
+    grads = [
+        p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for p in trained
+        if p.grad is not None
+    ]
+    # In float32, small differences would not show.
+    return float(nn.utils.get_total_norm([grad.double() for grad in grads]))
 
 
 def mean_over_ranks(value: float) -> float:
@@ -98,7 +115,11 @@ def ddp(_case: Case, model: Any) -> tuple[Any, str]:
 
 
 def shard(case: Case, model: Any, mesh: DeviceMesh) -> tuple[Any, str]:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if case.precision == "mixed" else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        if case.precision == "mixed"
+        else MixedPrecisionPolicy()
+    )
     for layer in list(model.modules()):
         if isinstance(layer, LlamaDecoderLayer):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -107,11 +128,15 @@ def shard(case: Case, model: Any, mesh: DeviceMesh) -> tuple[Any, str]:
 
 
 def fully_sharded(case: Case, model: Any) -> tuple[Any, str]:
-    return shard(case, model, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",)))
+    return shard(
+        case, model, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    )
 
 
 def hybrid_sharded(case: Case, model: Any) -> tuple[Any, str]:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    mesh = init_device_mesh(
+        "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp_replicate", "dp_shard")
+    )
     hf_distca.configure(current_session().config, group=mesh)
     return shard(case, model, mesh)
 
@@ -120,7 +145,9 @@ def fsdp1(case: Case, model: Any) -> tuple[Any, str]:
     model = FullyShardedDataParallel(
         model,
         auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
-        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16) if case.precision == "mixed" else None,
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)
+        if case.precision == "mixed"
+        else None,
         device_id=torch.device("cpu"),
         use_orig_params=True,
     )
@@ -129,14 +156,21 @@ def fsdp1(case: Case, model: Any) -> tuple[Any, str]:
 
 
 def compiled(_case: Case, model: Any) -> tuple[Any, str]:
-    """Dynamo and AOTAutograd without generated code, which is `trainer_engines.compiled_by_trainer`'s."""
-    torch._dynamo.reset()  # it does not notice that a model has other hooks than the one of the run before
+    """Dynamo and AOTAutograd without generated code, which is
+    `trainer_engines.compiled_by_trainer`'s.
+    """
+    # It does not notice that a model has other hooks than the one of the run before.
+    torch._dynamo.reset()
     compiled_model = torch.compile(DistributedDataParallel(model), backend="aot_eager")
-    return compiled_model, f"{type(compiled_model).__name__} of {type(compiled_model._orig_mod).__name__}"
+    return (
+        compiled_model,
+        f"{type(compiled_model).__name__} of {type(compiled_model._orig_mod).__name__}",
+    )
 
 
 def tensor_parallel(case: Case, rank: int, implementation: str) -> Run:
-    """transformers' own tensor parallelism and FSDP2 on four ranks, neighbours with the same tokens and different heads.
+    """transformers' own tensor parallelism and FSDP2 on four ranks, neighbours with the same tokens
+    and different heads.
 
     A bare loop: on CPUs the Trainer refuses this mesh under any attention.
     """

@@ -1,4 +1,6 @@
-"""What is trained under an engine, and what one rank saw of it; and what engines of both kinds need to make and prove it."""
+"""What is trained under an engine, and what one rank saw of it; and what engines of both kinds need
+to make and prove it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ COMPUTED = {
     "fp16": torch.float16,
     "float32": torch.float32,
 }
-# Engines that under `bf16=True` keep bfloat16 parameters for the passes through the model, and hand such inputs to layers.
+# Engines that under `bf16=True` keep bfloat16 parameters for the passes through the model, and hand
+# such inputs to layers.
 KEEPING_BF16 = {"FSDP2, accelerate", "ZeRO-1", "ZeRO-2", "ZeRO-3"}
 
 CHECKPOINTING: dict[str, dict[str, Any] | None] = {
@@ -43,9 +46,10 @@ class Case:
     """What is trained, and how.
 
     Attributes:
-        precision: "bf16", what `bf16=True` is under the engine: autocast, in which operations take bfloat16, unless the engine is
-            among `KEEPING_BF16`; "mixed", what the latter do, of an engine that has both; "bf16 weights", the same with a model
-            that was loaded in bfloat16; "fp16" with its scaler of gradients, and one step that overflows; or "float32".
+        precision: "bf16", what `bf16=True` is under the engine: autocast, in which operations take
+            bfloat16, unless the engine is among `KEEPING_BF16`; "mixed", what the latter do, of an
+            engine that has both; "bf16 weights", the same with a model that was loaded in bfloat16;
+            "fp16" with its scaler of gradients, and one step that overflows; or "float32".
         ahead: whether each optimizer step is planned before its first micro-batch.
     """
 
@@ -60,8 +64,14 @@ class Case:
     steps: int = 3
 
     def __str__(self) -> str:
-        said = [self.checkpointing] * (self.checkpointing != "off") + ["LoRA"] * self.peft + ["ping-pong"] * self.ping_pong
-        said += [f"x{self.accumulation} accumulated"] * (self.accumulation > 1) + ["planned ahead"] * self.ahead
+        said = (
+            [self.checkpointing] * (self.checkpointing != "off")
+            + ["LoRA"] * self.peft
+            + ["ping-pong"] * self.ping_pong
+        )
+        said += [f"x{self.accumulation} accumulated"] * (self.accumulation > 1) + [
+            "planned ahead"
+        ] * self.ahead
         said += [self.precision] * (self.precision != "bf16")
         return ", ".join([self.engine, *said, f"{self.ranks} ranks"])
 
@@ -72,21 +82,28 @@ class Case:
 
     @property
     def mixed(self) -> bool:
-        """Whether the engine keeps parameters in bfloat16 beside those that the optimizer changes."""
-        return self.precision == "mixed" or (self.precision == "bf16" and self.engine in KEEPING_BF16)
+        """Whether the engine keeps parameters in bfloat16 beside those that the optimizer
+        changes.
+        """
+        return self.precision == "mixed" or (
+            self.precision == "bf16" and self.engine in KEEPING_BF16
+        )
 
     @property
     def calls(self) -> int:
-        """Calls of core attention that a rank makes in training: twice by half, and once more by recomputed layer."""
+        """Calls of core attention that a rank makes in training: twice by half, and once more by
+        recomputed layer.
+        """
         passes = 1 if self.checkpointing == "off" else 2
         return self.steps * self.accumulation * LAYERS * passes * (2 if self.ping_pong else 1)
 
     @property
     def gathers(self) -> int:
-        """The most collectives that planning may take: documents and plans, once for all layers of a micro-batch.
+        """The most collectives that planning may take: documents and plans, once for all layers of
+        a micro-batch.
 
-        A step that is planned ahead takes as many for all its micro-batches, and none while they run, but for the first step,
-        in which it is not yet known what there is to plan.
+        A step that is planned ahead takes as many for all its micro-batches, and none while they
+        run, but for the first step, in which it is not yet known what there is to plan.
         """
         later = 1 if self.ahead else self.accumulation
         return 2 * (self.accumulation + (self.steps - 1) * later)
@@ -100,7 +117,8 @@ class Run:
         losses, grad_norms: mean loss over ranks and norm of all gradients, by step.
         seconds: of a step, the first one left out: it makes groups and buffers.
         engine: what trained.
-        calls, sent_bytes: calls of core attention, those of recomputes among them, and bytes sent for it; 0 under sdpa.
+        calls, sent_bytes: calls of core attention, those of recomputes among them, and bytes sent
+            for it; 0 under sdpa.
         gathers: collectives of planning that the rank took part in; 0 under sdpa.
     """
 
@@ -113,11 +131,15 @@ class Run:
     gathers: int = 0
 
     @classmethod
-    def of(cls, losses: list[float], grad_norms: list[float], started: list[float], engine: str) -> Run:
+    def of(
+        cls, losses: list[float], grad_norms: list[float], started: list[float], engine: str
+    ) -> Run:
         """The run that ends now, with the times at which steps began."""
         seconds = (time.perf_counter() - started[1]) / (len(started) - 1)
         meter = current_session().meter
-        return cls(losses, grad_norms, seconds, engine, meter.calls + meter.recalls, meter.sent_bytes)
+        return cls(
+            losses, grad_norms, seconds, engine, meter.calls + meter.recalls, meter.sent_bytes
+        )
 
 
 class NotThisEngineError(AssertionError):
@@ -131,7 +153,8 @@ def counting_gathers() -> Iterator[list[str]]:
 
     def counted(name: str, original: Any) -> Any:
         def call(*args: Any, doing: str, **kwargs: Any) -> Any:
-            if "what ranks measured" not in doing:  # once a log, which integration/test_log_rows counts
+            # Once a log, which integration/test_log_rows counts.
+            if "what ranks measured" not in doing:
                 seen.append(name)
             return original(*args, doing=doing, **kwargs)
 
@@ -140,7 +163,9 @@ def counting_gathers() -> Iterator[list[str]]:
     with ExitStack() as stack:
         for name in ("gather", "all_equal"):
             if hasattr(AttentionGroup, name):
-                stack.enter_context(patch.object(AttentionGroup, name, counted(name, getattr(AttentionGroup, name))))
+                stack.enter_context(
+                    patch.object(AttentionGroup, name, counted(name, getattr(AttentionGroup, name)))
+                )
         yield seen
 
 
@@ -154,20 +179,28 @@ def prepared(case: Case, model: PreTrainedModel) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False))
+    return get_peft_model(
+        model,
+        LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False),
+    )
 
 
 def _check_dtypes(case: Case, module: nn.Module, _: object, output: torch.Tensor) -> None:
     weights = torch.bfloat16 if case.mixed or case.precision == "bf16 weights" else torch.float32
     computed = output.dtype
-    if hasattr(module, "compute_dtype"):  # of a layer in 4 bits, which gives the dtype that it was given
+    # Of a layer in 4 bits, which gives the dtype that it was given.
+    if hasattr(module, "compute_dtype"):
         weights, computed = torch.uint8, module.compute_dtype
     if (module.weight.dtype, computed) != (weights, COMPUTED[case.precision]):
-        raise NotThisEngineError(f"a layer has weights in {module.weight.dtype} and gives {computed}: that is not {case}")
+        raise NotThisEngineError(
+            f"a layer has weights in {module.weight.dtype} and gives {computed}: that is not {case}"
+        )
 
 
 def evidence_of_dtensors(model: nn.Module) -> str:
-    """Kind of parameters and mesh; parameters that are not sharded, but for adapters, make it another engine."""
+    """Kind of parameters and mesh; parameters that are not sharded, but for adapters, make it
+    another engine.
+    """
     plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     adapters = [name for name in plain if "lora_" in name]
     if len(plain) > len(adapters):

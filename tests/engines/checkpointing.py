@@ -1,4 +1,6 @@
-"""The ways in which people switch activation checkpointing on, by name: each takes a model and returns the one to call."""
+"""The ways in which people switch activation checkpointing on, by name: each takes a model and
+returns the one to call.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 aten = torch.ops.aten
 MATMULS = {aten.mm.default, aten.bmm.default, aten.addmm.default}
-# Operations that kernels use, too: what a policy saves of them must not get mixed up with what the layer does afterwards.
+# Operations that kernels use, too: what a policy saves of them must not get mixed up with what the
+# layer does afterwards.
 ARITHMETIC = MATMULS | {
     aten.mul.Tensor,
     aten.add.Tensor,
@@ -30,12 +33,17 @@ ARITHMETIC = MATMULS | {
 }
 
 
-def policy(saved: set[Any], _context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+def policy(
+    saved: set[Any], _context: object, operation: object, *args: object, **kwargs: object
+) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def selective(saved: set[Any]) -> dict[str, Any]:
-    return {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, partial(policy, saved))}
+    return {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, partial(policy, saved)),
+    }
 
 
 def transformers_switch(kwargs: dict[str, Any], every_n_layers: int = 1) -> Callable[..., None]:
@@ -43,7 +51,9 @@ def transformers_switch(kwargs: dict[str, Any], every_n_layers: int = 1) -> Call
 
 
 def offload(reentrant: bool) -> Callable[..., None]:
-    """The switch for memory that is not pinned: pinning, which transformers asks for, needs an accelerator."""
+    """The switch for memory that is not pinned: pinning, which transformers asks for, needs an
+    accelerator.
+    """
 
     def unpinned(pin_memory: bool, device_type: str) -> save_on_cpu:
         return save_on_cpu(pin_memory=False, device_type=device_type)
@@ -66,7 +76,9 @@ def torch_wrapper(implementation: CheckpointImpl) -> Callable[..., None]:
     def switch(model: PreTrainedModel) -> None:
         model.enable_input_require_grads()
         wrap = partial(checkpoint_wrapper, checkpoint_impl=implementation, preserve_rng_state=False)
-        apply_activation_checkpointing(model, wrap, check_fn=lambda module: isinstance(module, LlamaDecoderLayer))
+        apply_activation_checkpointing(
+            model, wrap, check_fn=lambda module: isinstance(module, LlamaDecoderLayer)
+        )
 
     return switch
 
@@ -76,7 +88,9 @@ def deepspeed_checkpoint(function: str, **options: Any) -> Callable[..., None]:
         from deepspeed.runtime.activation_checkpointing import checkpointing
 
         start_deepspeed()
-        checkpointing.configure(None, **{"partition_activations": False, "checkpoint_in_cpu": False, **options})
+        checkpointing.configure(
+            None, **{"partition_activations": False, "checkpoint_in_cpu": False, **options}
+        )
         model.enable_input_require_grads()
         model._set_gradient_checkpointing(True, getattr(checkpointing, function))
 
@@ -84,7 +98,9 @@ def deepspeed_checkpoint(function: str, **options: Any) -> Callable[..., None]:
 
 
 def start_deepspeed() -> None:
-    """DeepSpeed in a running gloo world, without the extension that it would compile for exchanges in shared memory."""
+    """DeepSpeed in a running gloo world, without the extension that it would compile for exchanges
+    in shared memory.
+    """
     import deepspeed
     from deepspeed import comm, ops
 
@@ -106,6 +122,8 @@ SWITCHES: dict[str, Callable[[PreTrainedModel], None]] = {
     "checkpoint_wrapper": torch_wrapper(CheckpointImpl.NO_REENTRANT),
     "checkpoint_wrapper, reentrant": torch_wrapper(CheckpointImpl.REENTRANT),
     "DeepSpeed": deepspeed_checkpoint("checkpoint"),
-    "DeepSpeed, in CPU memory": deepspeed_checkpoint("checkpoint", partition_activations=True, checkpoint_in_cpu=True),
+    "DeepSpeed, in CPU memory": deepspeed_checkpoint(
+        "checkpoint", partition_activations=True, checkpoint_in_cpu=True
+    ),
     "DeepSpeed, non-reentrant": deepspeed_checkpoint("non_reentrant_checkpoint"),
 }

@@ -16,7 +16,14 @@ from checkpointing import start_deepspeed
 from tiny_llama import settings
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+)
 
 import hf_distca
 from engines import forget_accelerate
@@ -39,8 +46,8 @@ class Case:
         workers: of the loader.
         steps: of the optimizer.
         precision: "bf16", as `bf16=True` sets it, or "float32".
-        order: another order of the sums over tokens: a seed by which documents are shuffled, and divided into `PARTS` of each
-            micro-batch; None as they are dealt.
+        order: another order of the sums over tokens: a seed by which documents are shuffled, and
+            divided into `PARTS` of each micro-batch; None as they are dealt.
     """
 
     ranks: int = 2
@@ -58,18 +65,31 @@ class Case:
     order: int | None = None
 
     def __str__(self) -> str:
-        said = [f"x{self.accumulation} accumulated"] * (self.accumulation > 1) + ["LoRA"] * self.lora
-        said += ["checkpointing"] * self.checkpointing + ["ping-pong"] * self.ping_pong + ["resumed"] * self.resumed
+        said = [f"x{self.accumulation} accumulated"] * (self.accumulation > 1) + [
+            "LoRA"
+        ] * self.lora
+        said += (
+            ["checkpointing"] * self.checkpointing
+            + ["ping-pong"] * self.ping_pong
+            + ["resumed"] * self.resumed
+        )
         said += [f"{self.workers} worker"] * self.workers
-        ranks, other = f"{self.ranks} rank" + "s" * (self.ranks > 1), [self.precision] * (self.precision != "bf16")
-        other += [self.implementation] * (self.implementation != "distca") + ["another order"] * (self.order is not None)
+        ranks, other = (
+            f"{self.ranks} rank" + "s" * (self.ranks > 1),
+            [self.precision] * (self.precision != "bf16"),
+        )
+        other += [self.implementation] * (self.implementation != "distca") + ["another order"] * (
+            self.order is not None
+        )
         return ", ".join([self.client, self.engine, *said, ranks, *other])
 
     @property
     def reference(self) -> Case:
         """One process under sdpa, and under the engine if that has bfloat16 weights."""
         engine = "ZeRO-2" if self.engine.startswith("ZeRO") and self.precision == "bf16" else "DDP"
-        found = Case(1, engine=engine, accumulation=self.accumulation, lora=self.lora, implementation="sdpa")
+        found = Case(
+            1, engine=engine, accumulation=self.accumulation, lora=self.lora, implementation="sdpa"
+        )
         return replace(found, steps=self.steps, precision=self.precision)
 
     @property
@@ -79,8 +99,12 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every number of ranks, engine and way of training, and some together; in bfloat16 and in float32."""
-    yield from (replace(case, precision=precision) for precision in ("bf16", "float32") for case in _ways())
+    """Every number of ranks, engine and way of training, and some together; in bfloat16 and in
+    float32.
+    """
+    yield from (
+        replace(case, precision=precision) for precision in ("bf16", "float32") for case in _ways()
+    )
 
 
 def _ways() -> Iterator[Case]:
@@ -129,12 +153,21 @@ def train(rank: int, case: Case, folder: str) -> Run | None:
         outputs = [output]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(outputs)
-        losses, model, dataset = (_loop if case.client == "loop" else _trainer)(case, Path(folder), outputs[0])
+        losses, model, dataset = (_loop if case.client == "loop" else _trainer)(
+            case, Path(folder), outputs[0]
+        )
         weights = _weights(model)
         if dist.get_world_size() > 1:
             dist.barrier()
-    items = range(0, case.steps * case.accumulation * case.ranks, case.ranks) if case.ranks > 1 else range(0)
-    spanning = sum(int(dataset[item]["distca_documents"].dealt_share.whole_layout.has_many_ranks.sum()) for item in items)
+    items = (
+        range(0, case.steps * case.accumulation * case.ranks, case.ranks)
+        if case.ranks > 1
+        else range(0)
+    )
+    spanning = sum(
+        int(dataset[item]["distca_documents"].dealt_share.whole_layout.has_many_ranks.sum())
+        for item in items
+    )
     return Run(losses, weights, spanning) if rank == 0 else None
 
 
@@ -144,20 +177,26 @@ def _model(case: Case, folder: Path) -> PreTrainedModel:
         from transformers.distributed import DistributedConfig
 
         options["distributed_config"] = DistributedConfig(fsdp_size=case.ranks)
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation=case.implementation, **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "model", attn_implementation=case.implementation, **options
+    )
     if not case.lora:
         return model.train()
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])).train()
+    return get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    ).train()
 
 
 def _shares(case: Case, model: Any, folder: Path) -> Any:
     from datasets import load_from_disk
 
     documents = load_from_disk(str(folder / "tokens"))
-    return hf_distca.document_shares(documents, _tokens_per_rank(case), model=model.config, ranks=case.ranks)
+    return hf_distca.document_shares(
+        documents, _tokens_per_rank(case), model=model.config, ranks=case.ranks
+    )
 
 
 def _tokens_per_rank(case: Case) -> int:
@@ -208,11 +247,14 @@ def _made(case: Case, folder: Path, options: dict[str, Any]) -> Trainer:
         from trl import SFTConfig, SFTTrainer
 
         kinds = SFTTrainer, SFTConfig
-        options |= {"max_length": None, "lr_scheduler_type": "linear"}  # TRL has defaults of its own
+        # TRL has defaults of its own.
+        options |= {"max_length": None, "lr_scheduler_type": "linear"}
         more = {"processing_class": AutoTokenizer.from_pretrained(folder / "model")}
     arguments = kinds[1](**options)
     model = _model(case, folder)
-    trainer = kinds[0](model=model, args=arguments, train_dataset=load_from_disk(str(folder / "tokens")), **more)
+    trainer = kinds[0](
+        model=model, args=arguments, train_dataset=load_from_disk(str(folder / "tokens")), **more
+    )
     trainer.remove_callback(PrinterCallback)
     hf_distca.deal(trainer, _tokens_per_rank(case))
     if case.order is not None:
@@ -223,7 +265,9 @@ def _made(case: Case, folder: Path, options: dict[str, Any]) -> Trainer:
 
 
 class InAnotherOrder(Dataset[dict[str, torch.Tensor]]):
-    """Shares of one rank, their documents shuffled and divided into parts, which are one item after another."""
+    """Shares of one rank, their documents shuffled and divided into parts, which are one item after
+    another.
+    """
 
     def __init__(self, shares: Any, seed: int) -> None:
         self._shares, self._seed = shares, seed
@@ -233,12 +277,19 @@ class InAnotherOrder(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
         number, part = divmod(item, PARTS)
-        share = {name: column for name, column in self._shares[number].items() if isinstance(column, torch.Tensor)}
+        share = {
+            name: column
+            for name, column in self._shares[number].items()
+            if isinstance(column, torch.Tensor)
+        }
         begins = (share["position_ids"] == 0).nonzero()[1:, 0].tolist()
         generator = torch.Generator().manual_seed(1000 * self._seed + number)
         chosen = torch.randperm(len(begins) + 1, generator=generator)[part::PARTS].tolist()
         if not chosen:  # a part without documents is a token without a target
-            return {name: column[:1] if name in _NUMBERS else column[:1] * 0 - 100 for name, column in share.items()}
+            return {
+                name: column[:1] if name in _NUMBERS else column[:1] * 0 - 100
+                for name, column in share.items()
+            }
         documents = {name: column.tensor_split(begins) for name, column in share.items()}
         return {name: torch.cat([rows[n] for n in chosen]) for name, rows in documents.items()}
 
@@ -253,12 +304,16 @@ def _loop(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]
     from accelerate import Accelerator
     from transformers import get_scheduler
 
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if case.precision == "bf16" else "no")
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="bf16" if case.precision == "bf16" else "no"
+    )
     model = _model(case, folder)
     if case.checkpointing:
         model.gradient_checkpointing_enable()
     shares = _shares(case, model, folder)
-    loader = DataLoader(shares, batch_size=1, collate_fn=hf_distca.PackingCollator(), num_workers=case.workers)
+    loader = DataLoader(
+        shares, batch_size=1, collate_fn=hf_distca.PackingCollator(), num_workers=case.workers
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     schedule = get_scheduler("linear", optimizer, 0, case.steps * accelerator.num_processes)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
@@ -270,7 +325,10 @@ def _loop(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]
         total = torch.zeros(())
         for batch in step:
             # Gradients are means over the ranks.
-            loss = model(**batch, num_items_in_batch=targets, use_cache=False).loss * accelerator.num_processes
+            loss = (
+                model(**batch, num_items_in_batch=targets, use_cache=False).loss
+                * accelerator.num_processes
+            )
             accelerator.backward(loss)
             total += loss.detach()
         accelerator.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,8 +1,9 @@
 """The engines by name, and the cases of the matrix.
 
-Each engine is a function of a `Case`, a rank and an attention implementation. It trains a few steps and returns a `Run`.
-A new one is a line of `ENGINES`; what it does belongs to `bare_engines` if it wraps the model of a loop, and to `trainer_engines`
-if it is the arguments of a Trainer. Both kinds bring evidence that it was this engine that ran.
+Each engine is a function of a `Case`, a rank and an attention implementation. It trains a few steps
+and returns a `Run`. A new one is a line of `ENGINES`; what it does belongs to `bare_engines` if it
+wraps the model of a loop, and to `trainer_engines` if it is the arguments of a Trainer. Both kinds
+bring evidence that it was this engine that ran.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from itertools import product
 
 from bare_engines import bare, compiled, ddp, fsdp1, fully_sharded, hybrid_sharded, tensor_parallel
 from case import CHECKPOINTING, Case, Run, counting_gathers
-from trainer_engines import accelerate_fsdp2, compiled_by_trainer, hugging_face, native, quantized, trl, wrapped_in_ddp, zero
+from trainer_engines import (
+    accelerate_fsdp2,
+    compiled_by_trainer,
+    hugging_face,
+    native,
+    quantized,
+    trl,
+    wrapped_in_ddp,
+    zero,
+)
 
 import hf_distca
 
@@ -43,7 +53,9 @@ MESHES: dict[str, Callable[[Case, int, str], Run]] = {
 # The base is frozen: only adapters train.
 QUANTIZED: dict[str, Callable[[Case, int, str], Run]] = {"DDP, Trainer, base in 4 bits": quantized}
 # Code is generated anew for what each case changes, which takes long.
-GENERATED: dict[str, Callable[[Case, int, str], Run]] = {"DDP, Trainer, torch_compile": compiled_by_trainer}
+GENERATED: dict[str, Callable[[Case, int, str], Run]] = {
+    "DDP, Trainer, torch_compile": compiled_by_trainer
+}
 # Other ways of training with half precision that an engine has.
 ALSO = {
     "FSDP1": ("mixed",),
@@ -66,18 +78,24 @@ def cases() -> Iterator[Case]:
         for ping_pong, precision in product(both, ways):
             yield Case(engine, ping_pong=ping_pong, precision=precision)
             yield from _accumulated(Case(engine, "non-reentrant", False, ping_pong, 2, precision))
-    for engine, ping_pong, checkpointing, precision in product(GENERATED, both, ("off", "non-reentrant"), precisions):
+    for engine, ping_pong, checkpointing, precision in product(
+        GENERATED, both, ("off", "non-reentrant"), precisions
+    ):
         yield Case(engine, checkpointing, ping_pong=ping_pong, precision=precision)
     for engine, ping_pong in product(ENGINES, both):
         yield Case(engine, ping_pong=ping_pong, ranks=4)
-    for engine, ping_pong, checkpointing, precision in product(MESHES, both, ("off", "non-reentrant"), precisions):
+    for engine, ping_pong, checkpointing, precision in product(
+        MESHES, both, ("off", "non-reentrant"), precisions
+    ):
         yield Case(engine, checkpointing, ping_pong=ping_pong, precision=precision, ranks=4)
     for ping_pong in both:
         yield Case("HSDP 2 x 2, fully_shard", ping_pong=ping_pong, precision="mixed", ranks=4)
 
 
 def _accumulated(case: Case) -> Iterator[Case]:
-    """A case of several micro-batches, and the same planned ahead, but for TRL, which makes batches without PackedDocuments."""
+    """A case of several micro-batches, and the same planned ahead, but for TRL, which makes batches
+    without PackedDocuments.
+    """
     yield case
     if case.engine != "DDP, TRL SFT with packing":
         yield replace(case, ahead=True)
@@ -95,12 +113,18 @@ def train(rank: int, case: Case, implementation: str) -> Run:
 
 
 def forget_accelerate() -> None:
-    """accelerate keeps the engine of a process in shared state and environment variables: an earlier run's must not stay."""
+    """accelerate keeps the engine of a process in shared state and environment variables: an
+    earlier run's must not stay.
+    """
     from accelerate.state import AcceleratorState, GradientState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     unset_hf_deepspeed_config()
-    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))]:
+    for name in [
+        name
+        for name in os.environ
+        if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))
+    ]:
         del os.environ[name]

@@ -1,8 +1,10 @@
-"""Trains the example's model on the example's documents, dealt to ranks, and prints how far it is from one process under sdpa.
+"""Trains the example's model on the example's documents, dealt to ranks, and prints how far it is
+from one process under sdpa.
 
-A global batch has the same tokens on any number of ranks, and documents are up to three times as long as what one of four ranks
-holds. Losses of all optimizer steps and the final weights are compared: in bfloat16, as people train, and in float32. How far
-bfloat16 may be off is measured: one process under sdpa is run twice more, with another order of its sums over tokens.
+A global batch has the same tokens on any number of ranks, and documents are up to three times as
+long as what one of four ranks holds. Losses of all optimizer steps and the final weights are
+compared: in bfloat16, as people train, and in float32. How far bfloat16 may be off is measured: one
+process under sdpa is run twice more, with another order of its sums over tokens.
 
     python tests/engines/equal_training.py --json equal_training.json
 """
@@ -30,8 +32,8 @@ from dealt_training import LONGEST, Case, Run, cases, train
 from ranks import RankPool
 
 LOSS, WEIGHTS = 1e-5, 1e-4  # bounds in float32
-# In bfloat16, bounds are so many times the larger one of the differences that two other orders make, which is a draw of two: seen
-# were 0.3 to 1.7 times of losses, and 0.5 to 1.3 of weights.
+# In bfloat16, bounds are so many times the larger one of the differences that two other orders
+# make, which is a draw of two: seen were 0.3 to 1.7 times of losses, and 0.5 to 1.3 of weights.
 TIMES, ORDERS = 2, (1, 2)
 TIMEOUT = 300.0
 
@@ -46,7 +48,9 @@ def prepare(folder: Path) -> None:
     data = DocumentArguments()
     documents = load_documents(data)
     write_initial_model(folder / "model", documents, max_length=LONGEST, seed=0)
-    tokenized(documents, AutoTokenizer.from_pretrained(folder / "model"), data, LONGEST).save_to_disk(str(folder / "tokens"))
+    tokenized(
+        documents, AutoTokenizer.from_pretrained(folder / "model"), data, LONGEST
+    ).save_to_disk(str(folder / "tokens"))
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,9 @@ class Outcome:
     """Of a case: differences, the bounds that they must keep, and documents over several ranks.
 
     Attributes:
-        loss, weights: the largest relative difference of a loss; and of weights in float32 the largest difference, in bfloat16
-            the root of the mean square: the largest is that of a weight that Adam moves by the sign of a gradient near 0.
+        loss, weights: the largest relative difference of a loss; and of weights in float32 the
+            largest difference, in bfloat16 the root of the mean square: the largest is that of a
+            weight that Adam moves by the sign of a gradient near 0.
     """
 
     case: Case
@@ -70,7 +75,12 @@ class Outcome:
     def held(self) -> bool:
         """Whether it is as one process is."""
         spans = self.spanning > 0 or self.case.ranks == 1
-        return not self.error and spans and self.loss <= self.loss_bound and self.weights <= self.weights_bound
+        return (
+            not self.error
+            and spans
+            and self.loss <= self.loss_bound
+            and self.weights <= self.weights_bound
+        )
 
 
 class Runs:
@@ -94,7 +104,9 @@ class Runs:
         theirs = self._run(case)
         if case.precision == "float32":
             return theirs, LOSS, WEIGHTS
-        others = [differences(case, self._run(replace(case, order=order)), theirs) for order in ORDERS]
+        others = [
+            differences(case, self._run(replace(case, order=order)), theirs) for order in ORDERS
+        ]
         loss, weights = (TIMES * max(column) for column in zip(*others, strict=True))
         return theirs, loss, weights
 
@@ -102,7 +114,8 @@ class Runs:
         kind = case.engine.startswith("ZeRO"), case.ranks
         if self._pool is None or not self._pool.alive or kind != self._kind:
             self.close()
-            self._pool, self._kind = RankPool(case.ranks, daemon=False), kind  # which may have workers
+            # Which may have workers.
+            self._pool, self._kind = RankPool(case.ranks, daemon=False), kind
         return self._pool(train, case, str(self.folder), timeout=TIMEOUT)[0]
 
     def close(self) -> None:
@@ -114,16 +127,30 @@ class Runs:
 def differences(case: Case, ours: Run, theirs: Run) -> tuple[float, float]:
     """Of losses and weights, as `Outcome` has them."""
     if len(ours.losses) != case.steps or ours.weights.keys() != theirs.weights.keys():
-        raise AssertionError(f"{case}: {len(ours.losses)} losses; weights {ours.weights.keys() ^ theirs.weights.keys()}")
+        raise AssertionError(
+            f"{case}: {len(ours.losses)} losses; weights"
+            f" {ours.weights.keys() ^ theirs.weights.keys()}"
+        )
     loss = max(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True))
-    apart = torch.cat([(ours.weights[name].float() - weight.float()).flatten() for name, weight in theirs.weights.items()])
-    return loss, float(apart.abs().max() if case.precision == "float32" else apart.square().mean().sqrt())
+    apart = torch.cat(
+        [
+            (ours.weights[name].float() - weight.float()).flatten()
+            for name, weight in theirs.weights.items()
+        ]
+    )
+    return loss, float(
+        apart.abs().max() if case.precision == "float32" else apart.square().mean().sqrt()
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", metavar="TEXT", default="", help="only cases whose name contains TEXT")
-    parser.add_argument("--steps", type=int, default=20, help="of the optimizer (default: %(default)s)")
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="only cases whose name contains TEXT"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, help="of the optimizer (default: %(default)s)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write JSON to FILE")
     arguments = parser.parse_args()
     console = Console(stderr=True)
@@ -131,21 +158,33 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
         runs = Runs(Path(folder))
-        selected = [replace(case, steps=arguments.steps) for case in cases() if arguments.only.lower() in str(case).lower()]
+        selected = [
+            replace(case, steps=arguments.steps)
+            for case in cases()
+            if arguments.only.lower() in str(case).lower()
+        ]
         for case in selected:
             try:
                 found.append(runs.outcome(case))
             except AssertionError as error:
                 found.append(Outcome(case, error=str(error).strip()))
             one = found[-1]
-            result = one.error.splitlines()[-1] if one.error else f"loss {one.loss:.1e}, weights {one.weights:.1e}"
+            result = (
+                one.error.splitlines()[-1]
+                if one.error
+                else f"loss {one.loss:.1e}, weights {one.weights:.1e}"
+            )
             console.print(f"{len(found)} {case}: {result}", highlight=False, soft_wrap=True)
         runs.close()
-    table = Table(title=f"{arguments.steps} steps on dealt documents against one process under sdpa")
+    table = Table(
+        title=f"{arguments.steps} steps on dealt documents against one process under sdpa"
+    )
     for column in ("case", "loss", "bound", "weights", "bound", "documents over ranks", ""):
         table.add_column(column, overflow="fold")
     for one in found:
-        figures = (f"{value:.1e}" for value in (one.loss, one.loss_bound, one.weights, one.weights_bound))
+        figures = (
+            f"{value:.1e}" for value in (one.loss, one.loss_bound, one.weights, one.weights_bound)
+        )
         table.add_row(str(one.case), *figures, str(one.spanning), "" if one.held else "differs")
     Console(width=150).print(table)
     if arguments.json:

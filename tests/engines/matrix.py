@@ -1,6 +1,8 @@
-"""Trains a tiny Llama under every engine with distca and with sdpa, and prints how far their losses and gradients are apart.
+"""Trains a tiny Llama under every engine with distca and with sdpa, and prints how far their losses
+and gradients are apart.
 
-Each engine gets fresh gloo processes on the CPU. Both runs see the same packed documents and position ids.
+Each engine gets fresh gloo processes on the CPU. Both runs see the same packed documents and
+position ids.
 
     python tests/engines/matrix.py --engine ZeRO --json matrix.json
 """
@@ -26,13 +28,16 @@ from tiny_llama import LAYERS
 from engines import BY_NAME, cases, train
 from ranks import RankPool
 
-# Seconds that a run may take, processes included: most of it is imports, and machines may be busy with other things.
+# Seconds that a run may take, processes included: most of it is imports, and machines may be busy
+# with other things.
 TIMEOUT = 600.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One line of the table. Differences are the largest of all steps, relative to sdpa; None with `error` where none ran."""
+    """One line of the table. Differences are the largest of all steps, relative to sdpa; None with
+    `error` where none ran.
+    """
 
     case: Case
     engine: str = ""
@@ -47,31 +52,45 @@ class Outcome:
 
 
 def compare(pool: RankPool, case: Case, theirs: list[Run], timeout: float = TIMEOUT) -> Outcome:
-    """Run `case` under distca and compare with `theirs`, the same under sdpa. Raises AssertionError if a rank fails."""
+    """Run `case` under distca and compare with `theirs`, the same under sdpa. Raises AssertionError
+    if a rank fails.
+    """
     ours = pool(train, case, "distca", timeout=timeout)
 
     def worst(name: str) -> float:
-        pairs = [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(getattr(a, name), getattr(b, name), strict=True)]
+        pairs = [
+            pair
+            for a, b in zip(ours, theirs, strict=True)
+            for pair in zip(getattr(a, name), getattr(b, name), strict=True)
+        ]
         if len(pairs) < len(ours) * case.steps:
             raise AssertionError(f"{case}: only {len(pairs)} values of {name} on {len(ours)} ranks")
         return max(relative(a, b) for a, b in pairs)
 
     engines = {run.engine for run in ours}
     if engines != {run.engine for run in theirs}:
-        raise AssertionError(f"{case}: {engines} under distca, {[run.engine for run in theirs]} under sdpa")
+        raise AssertionError(
+            f"{case}: {engines} under distca, {[run.engine for run in theirs]} under sdpa"
+        )
     sent = sum(run.sent_bytes for run in ours)
     if sent == 0:
         raise AssertionError(f"{case}: nothing was exchanged, so nothing was compared")
     calls = {run.calls for run in ours}
     if calls != {case.calls}:
-        raise AssertionError(f"{case}: {calls} calls of core attention on the ranks, not {case.calls}")
+        raise AssertionError(
+            f"{case}: {calls} calls of core attention on the ranks, not {case.calls}"
+        )
     gathers = {run.gathers for run in ours}
     if len(gathers) > 1 or max(gathers) > case.gathers:
-        raise AssertionError(f"{case}: {gathers} collectives of planning on the ranks, not {case.gathers}")
+        raise AssertionError(
+            f"{case}: {gathers} collectives of planning on the ranks, not {case.gathers}"
+        )
     seconds = [max(run.seconds for run in runs) for runs in (ours, theirs)]
     micro_batches = case.steps * case.accumulation
     counts = case.calls / (LAYERS * micro_batches), gathers.pop() / micro_batches
-    return Outcome(case, engines.pop(), worst("losses"), worst("grad_norms"), *seconds, *counts, sent)
+    return Outcome(
+        case, engines.pop(), worst("losses"), worst("grad_norms"), *seconds, *counts, sent
+    )
 
 
 def relative(value: float, wanted: float) -> float:
@@ -82,7 +101,8 @@ def relative(value: float, wanted: float) -> float:
 
 
 class Runs:
-    """Runs cases, one after another in the same processes; DeepSpeed, which patches torch, has its own.
+    """Runs cases, one after another in the same processes; DeepSpeed, which patches torch, has its
+    own.
 
     What sdpa gives does not depend on ping-pong, and is run once for both.
     """
@@ -94,11 +114,15 @@ class Runs:
         self._theirs: dict[Case, list[Run]] = {}
 
     def outcome(self, case: Case) -> Outcome:
-        """Run a case under both. Raises AssertionError if a rank fails; the next case gets new processes then."""
+        """Run a case under both. Raises AssertionError if a rank fails; the next case gets new
+        processes then.
+        """
         twin = replace(case, ping_pong=False)
         if twin not in self._theirs:
             try:
-                self._theirs[twin] = self._processes(case)(train, twin, "sdpa", timeout=self.timeout)
+                self._theirs[twin] = self._processes(case)(
+                    train, twin, "sdpa", timeout=self.timeout
+                )
             except AssertionError as error:
                 raise AssertionError(f"fails under sdpa, too\n{error}") from error
         return compare(self._processes(case), case, self._theirs[twin], self.timeout)
@@ -127,20 +151,27 @@ def outcomes(selected: list[Case], progress: Console, timeout: float) -> list[Ou
             found.append(Outcome(case, error=str(error).strip()))
         one = found[-1]
         result = one.error or f"loss {one.loss_difference:.1e}, norm {one.grad_norm_difference:.1e}"
-        progress.print(f"{len(found)}/{len(selected)} {case}: {result}", highlight=False, soft_wrap=True)
+        progress.print(
+            f"{len(found)}/{len(selected)} {case}: {result}", highlight=False, soft_wrap=True
+        )
     runs.close()
     return found
 
 
 def show(found: list[Outcome]) -> None:
     table = Table(title="distca against sdpa")
-    switches, counts = ("checkpointing", "LoRA", "ping-pong"), ("calls/layer", "gathers/micro-batch")
+    switches, counts = (
+        ("checkpointing", "LoRA", "ping-pong"),
+        ("calls/layer", "gathers/micro-batch"),
+    )
     figures = ("loss", "gradient norm", "s/step", "sdpa s/step")
     for column in ("engine", "precision", "ranks", *switches, *figures, *counts, "what ran"):
         table.add_column(column, overflow="fold")
     for one in found:
         case = one.case
-        extras = [f"x{case.accumulation} accumulated"] * (case.accumulation > 1) + ["planned ahead"] * case.ahead
+        extras = [f"x{case.accumulation} accumulated"] * (case.accumulation > 1) + [
+            "planned ahead"
+        ] * case.ahead
         switches = (case.checkpointing, "yes" if case.peft else "", "yes" if case.ping_pong else "")
         what = (", ".join([case.engine, *extras]), case.precision, str(case.ranks), *switches)
         if one.error:
@@ -157,11 +188,27 @@ def show(found: list[Outcome]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", metavar="TEXT", default="", help="only engines whose name contains TEXT")
-    parser.add_argument("--quick", action="store_true", help="the first case of each engine and precision, in ping-pong, too")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="of one run (%(default)g)")
-    parser.add_argument("--list", action="store_true", help="print the names of the engines and end")
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to standard output")
+    parser.add_argument(
+        "--engine", metavar="TEXT", default="", help="only engines whose name contains TEXT"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="the first case of each engine and precision, in ping-pong, too",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="of one run (%(default)g)"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the names of the engines and end"
+    )
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write JSON to FILE, or to standard output",
+    )
     arguments = parser.parse_args()
     if arguments.list:
         Console().print("\n".join(BY_NAME), highlight=False)

@@ -30,7 +30,8 @@ def test_the_file_is_a_valid_configuration(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FILES if KINDS.get(name) is None])
 def test_launching_asks_for_fsdp2_on_the_mesh_of_the_file(name: str) -> None:
-    with socket() as free:  # accelerate looks whether its usual port is free, which a launch beside this test may use
+    # Accelerate looks whether its usual port is free, which a launch beside this test may use.
+    with socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     options = ["--config_file", str(FOLDER / name), "--main_process_port", port]
@@ -41,5 +42,8 @@ def test_launching_asks_for_fsdp2_on_the_mesh_of_the_file(name: str) -> None:
     assert environment["FSDP_VERSION"] == "2"
     assert environment["FSDP_ACTIVATION_CHECKPOINTING"] == "true"
     if config.parallelism_config:
-        sizes = [int(environment[f"PARALLELISM_CONFIG_{name}_SIZE"]) for name in ("DP_REPLICATE", "DP_SHARD", "TP")]
+        sizes = [
+            int(environment[f"PARALLELISM_CONFIG_{name}_SIZE"])
+            for name in ("DP_REPLICATE", "DP_SHARD", "TP")
+        ]
         assert math.prod(sizes) == config.num_processes

@@ -1,4 +1,6 @@
-"""Every way of activation checkpointing gives the same loss and gradients and repeats no kernel call and no exchange."""
+"""Every way of activation checkpointing gives the same loss and gradients and repeats no kernel
+call and no exchange.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ Result = tuple[float, dict[str, torch.Tensor], list[str], list[int], int]
 
 
 def step(rank: int, switch: str | None, kernel: str, ping_pong: bool) -> Result:
-    """Loss, gradients, collectives and counts of a training step, and how many layers ran a second time."""
+    """Loss, gradients, collectives and counts of a training step, and how many layers ran a second
+    time.
+    """
     hf_distca.configure(settings(kernel=kernel, ping_pong=ping_pong))
     model = tiny_llama()
     if switch is not None:
@@ -36,7 +40,10 @@ def step(rank: int, switch: str | None, kernel: str, ping_pong: bool) -> Result:
         forwards = session.meter.calls
         loss.backward()
     meter = session.meter
-    grads = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+    grads = {
+        name.replace("_checkpoint_wrapped_module.", ""): p.grad
+        for name, p in model.named_parameters()
+    }
     counts = [meter.kernel_calls, meter.dispatches, meter.returns, meter.sent_bytes]
     return float(loss.detach()), grads, names, counts, meter.calls - forwards + meter.recalls
 
@@ -56,9 +63,18 @@ def plain(rank_pool: Callable[[int], RankPool]) -> Plain:
     return cache(lambda world, function, *args: rank_pool(world)(function, None, *args))
 
 
-ONE_OF_EACH_KIND = ["non-reentrant", "reentrant", "policy: arithmetic", "checkpoint_wrapper", "DeepSpeed"]
-# What the reference kernel runs, policies could save, too; the CPU kernel is one operation of its own.
-CASES = [(name, "cpu") for name in SWITCHES] + [(name, "reference") for name in SWITCHES if name.startswith("policy")]
+ONE_OF_EACH_KIND = [
+    "non-reentrant",
+    "reentrant",
+    "policy: arithmetic",
+    "checkpoint_wrapper",
+    "DeepSpeed",
+]
+# What the reference kernel runs, policies could save, too; the CPU kernel is one operation of its
+# own.
+CASES = [(name, "cpu") for name in SWITCHES] + [
+    (name, "reference") for name in SWITCHES if name.startswith("policy")
+]
 
 
 WAYS = [(1, False), (2, False), (2, True)]  # ranks, and whether in halves
@@ -68,7 +84,11 @@ ALWAYS = [*product(ONE_OF_EACH_KIND, [(2, True)]), *product(["non-reentrant"], W
 
 @pytest.mark.parametrize(
     ("switch", "kernel", "world", "ping_pong"),
-    in_turn([(*case, *way) for case, way in product(CASES, WAYS)], 12, [(name, "cpu", *way) for name, way in ALWAYS]),
+    in_turn(
+        [(*case, *way) for case, way in product(CASES, WAYS)],
+        12,
+        [(name, "cpu", *way) for name, way in ALWAYS],
+    ),
 )
 def test_nothing_is_repeated(
     rank_pool: Callable[[int], RankPool],
@@ -82,38 +102,55 @@ def test_nothing_is_repeated(
     wanted = plain(world, step, kernel, ping_pong)
     for got, want in zip(rank_pool(world)(step, switch, kernel, ping_pong), wanted, strict=True):
         loss, grads, names, counts, again = got
-        assert again == halves * recomputed_layers(switch), "layers were not recomputed, so nothing was tested"
+        assert again == halves * recomputed_layers(switch), (
+            "layers were not recomputed, so nothing was tested"
+        )
         assert loss == pytest.approx(want[0], rel=1e-6)
         torch.testing.assert_close(grads, want[1], rtol=1e-5, atol=1e-7)
         assert names == want[2]
         assert counts == want[3]
     if world > 1:
-        assert all(row[3][1] == 2 * halves * LAYERS for row in wanted), "nothing was exchanged, so nothing was tested"
+        assert all(row[3][1] == 2 * halves * LAYERS for row in wanted), (
+            "nothing was exchanged, so nothing was tested"
+        )
 
 
-def interleaved(rank: int, switch: str | None, micro_batches: int) -> tuple[dict[str, torch.Tensor], list[int]]:
+def interleaved(
+    rank: int, switch: str | None, micro_batches: int
+) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Gradients of several micro-batches whose forwards all run before the first backward."""
     hf_distca.configure(settings())
     model = tiny_llama()
     if switch is not None:
         SWITCHES[switch](model)
-    losses = [model(**micro_batch(rank + 2 * n), use_cache=False).loss for n in range(micro_batches)]
+    losses = [
+        model(**micro_batch(rank + 2 * n), use_cache=False).loss for n in range(micro_batches)
+    ]
     for loss in losses:
         loss.backward()
     meter = current_session().meter
-    grads = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+    grads = {
+        name.replace("_checkpoint_wrapped_module.", ""): p.grad
+        for name, p in model.named_parameters()
+    }
     return grads, [meter.kernel_calls, meter.dispatches, meter.returns, meter.sent_bytes]
 
 
 @pytest.mark.parametrize("switch", ONE_OF_EACH_KIND)
-def test_recompute_after_other_forwards(rank_pool: Callable[[int], RankPool], plain: Plain, switch: str) -> None:
-    for (grads, counts), (want, wanted) in zip(rank_pool(2)(interleaved, switch, 3), plain(2, interleaved, 3), strict=True):
+def test_recompute_after_other_forwards(
+    rank_pool: Callable[[int], RankPool], plain: Plain, switch: str
+) -> None:
+    for (grads, counts), (want, wanted) in zip(
+        rank_pool(2)(interleaved, switch, 3), plain(2, interleaved, 3), strict=True
+    ):
         torch.testing.assert_close(grads, want, rtol=1e-5, atol=1e-7)
         assert counts == wanted
 
 
 def skipping(rank: int, switch: str | None, skip: bool) -> dict[str, torch.Tensor]:
-    """Gradients of the last of three steps; with `skip`, the forwards before it never see a backward."""
+    """Gradients of the last of three steps; with `skip`, the forwards before it never see a
+    backward.
+    """
     hf_distca.configure(settings())
     model = tiny_llama()
     if switch is not None:
@@ -125,21 +162,27 @@ def skipping(rank: int, switch: str | None, skip: bool) -> dict[str, torch.Tenso
     if skip:
         del forgotten
     loss.backward()
-    return {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+    return {
+        name.replace("_checkpoint_wrapped_module.", ""): p.grad
+        for name, p in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("switch", [None, *ONE_OF_EACH_KIND])
 def test_forwards_without_backward_leave_nothing_behind(
     rank_pool: Callable[[int], RankPool], plain: Plain, switch: str | None
 ) -> None:
-    for got, want in zip(rank_pool(2)(skipping, switch, True), plain(2, skipping, False), strict=True):
+    for got, want in zip(
+        rank_pool(2)(skipping, switch, True), plain(2, skipping, False), strict=True
+    ):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
 
 
 def alive(no_more_than: int = 0) -> int:
     """Bytes of all tensors alive; looks again for 2 s while there are more than asked for.
 
-    The threads of gloo let go of a finished exchange, and of the checkpoint in which it was started, a moment late.
+    The threads of gloo let go of a finished exchange, and of the checkpoint in which it was
+    started, a moment late.
     """
     deadline = time.monotonic() + 2.0
     while True:
@@ -152,7 +195,8 @@ def alive(no_more_than: int = 0) -> int:
 
 
 def live_tensors(rank: int, switch: str | None) -> tuple[int, list[int]]:
-    """Bytes of tensors alive before, and after each of 10 steps, of which every fifth has no backward.
+    """Bytes of tensors alive before, and after each of 10 steps, of which every fifth has no
+    backward.
 
     Without the cycle collector, which would hide for a while that something is held for too long.
     """

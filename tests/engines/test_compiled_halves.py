@@ -1,4 +1,6 @@
-"""Dynamo leaves alone what a half of a layer does inside attention, also after the halves have taken turns."""
+"""Dynamo leaves alone what a half of a layer does inside attention, also after the halves have
+taken turns.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_attention_is_not_compiled_after_a_turn() -> None:
     traced: list[bool] = []
 
     def layer(x: torch.Tensor) -> torch.Tensor:
-        first, second = run_nano_batches(lambda: attention(x, traced) * 2, lambda: attention(x, traced) * 3, "cpu")
+        first, second = run_nano_batches(
+            lambda: attention(x, traced) * 2, lambda: attention(x, traced) * 3, "cpu"
+        )
         return first + second
 
     x = torch.ones(4)
@@ -43,7 +47,9 @@ def test_attention_is_not_compiled_after_a_turn() -> None:
 
 
 def two_forwards(rank: int) -> list[float]:
-    """The loss of a compiled model and of the same model; the group waits as long as that of the world does."""
+    """The loss of a compiled model and of the same model; the group waits as long as that of the
+    world does.
+    """
     hf_distca.configure(settings(ping_pong=True, timeout_seconds=None))
     model = tiny_llama("distca")
     torch._dynamo.reset()

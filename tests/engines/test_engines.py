@@ -1,4 +1,6 @@
-"""Losses and gradient norms under every engine are those of sdpa, and the engine that ran is the one that was meant."""
+"""Losses and gradient norms under every engine are those of sdpa, and the engine that ran is the
+one that was meant.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ ALWAYS = [
 ]
 
 
-# Differences of losses and of norms of gradients. With bfloat16 weights, norms are numbers in bfloat16, and may be neighbours.
+# Differences of losses and of norms of gradients. With bfloat16 weights, norms are numbers in
+# bfloat16, and may be neighbours.
 CLOSE = {
     "bf16": (1e-3, 4e-3),  # seen: 5.8e-5, 1.4e-3
     "mixed": (1e-3, 4e-3),  # 7.7e-5, 1.3e-3
@@ -66,10 +69,13 @@ def runs() -> Iterator[Runs]:
 
 def check(runs: Runs, case: Case) -> None:
     if case.engine in QUANTIZED:
-        pytest.importorskip("bitsandbytes", reason='a base in 4 bits needs pip install -e ".[quantization]"')
+        pytest.importorskip(
+            "bitsandbytes", reason='a base in 4 bits needs pip install -e ".[quantization]"'
+        )
     outcome = runs.outcome(case)
     loss, norm = CLOSE[case.precision]
-    if case.peft and case.precision != "float32":  # in bf16 gradients of adapters alone are 5e-3 off, under any attention
+    # In bf16 gradients of adapters alone are 5e-3 off, under any attention.
+    if case.peft and case.precision != "float32":
         norm = 1e-2
     assert outcome.loss_difference is not None
     assert outcome.loss_difference <= loss

@@ -1,4 +1,6 @@
-"""On meshes of four ranks, core attention is shared by the ranks that hold different tokens and the same heads."""
+"""On meshes of four ranks, core attention is shared by the ranks that hold different tokens and the
+same heads.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,14 @@ def group_of_a_mesh(rank: int, shape: tuple[int, ...], names: tuple[str, ...]) -
 
 @pytest.mark.parametrize(
     ("sizes", "groups"),
-    [({"tp_size": 2, "fsdp_size": 2}, PAIRS_OF_TWO), ({"fsdp_size": 2, "dp_replicate_size": 2}, ALL)],
+    [
+        ({"tp_size": 2, "fsdp_size": 2}, PAIRS_OF_TWO),
+        ({"fsdp_size": 2, "dp_replicate_size": 2}, ALL),
+    ],
 )
-def test_group_of_a_model(rank_pool: Callable[[int], RankPool], sizes: dict[str, int], groups: list[tuple[int, ...]]) -> None:
+def test_group_of_a_model(
+    rank_pool: Callable[[int], RankPool], sizes: dict[str, int], groups: list[tuple[int, ...]]
+) -> None:
     assert rank_pool(4)(group_of_a_model, sizes) == groups
 
 
@@ -53,7 +60,10 @@ def test_group_of_a_model(rank_pool: Callable[[int], RankPool], sizes: dict[str,
     ],
 )
 def test_group_of_a_mesh(
-    rank_pool: Callable[[int], RankPool], shape: tuple[int, ...], names: tuple[str, ...], groups: list[tuple[int, ...]]
+    rank_pool: Callable[[int], RankPool],
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    groups: list[tuple[int, ...]],
 ) -> None:
     assert rank_pool(4)(group_of_a_mesh, shape, names) == groups
 

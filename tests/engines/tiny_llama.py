@@ -15,7 +15,8 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 LAYERS = 4
 VOCABULARY = 61
 
-# With real costs nothing this small is worth moving: here only causal pairs count, and moving is free.
+# With real costs nothing this small is worth moving: here only causal pairs count, and moving is
+# free.
 PAIRS = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
 
 # Rank 0 holds long documents, the others equally many tokens in short ones.
@@ -39,7 +40,9 @@ def model_config(implementation: str) -> LlamaConfig:
     )
 
 
-def tiny_llama(implementation: str = "distca", dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def tiny_llama(
+    implementation: str = "distca", dtype: torch.dtype = torch.float32
+) -> LlamaForCausalLM:
     """The same random weights every time, in training mode."""
     torch.manual_seed(0)
     return LlamaForCausalLM(model_config(implementation)).to(dtype).train()
@@ -59,7 +62,9 @@ def loaded(implementation: str, folder: Path, **options: Any) -> PreTrainedModel
     if dist.get_rank() == 0:
         tiny_llama(implementation).save_pretrained(folder)
     dist.barrier()
-    model = AutoModelForCausalLM.from_pretrained(folders[0], attn_implementation=implementation, **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        folders[0], attn_implementation=implementation, **options
+    )
     dist.barrier()  # the folder may be removed now
     return model
 
@@ -68,7 +73,11 @@ def row(number: int) -> dict[str, list[list[int]]]:
     """A packed row of 96 tokens: one long document if `number` is even, else many short ones."""
     generator = torch.Generator().manual_seed(number)
     lengths = LONG if number % 2 == 0 else SHORT
-    return {"documents": [torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]}
+    return {
+        "documents": [
+            torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in lengths
+        ]
+    }
 
 
 def micro_batch(number: int) -> dict[str, Any]:

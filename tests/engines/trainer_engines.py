@@ -1,4 +1,6 @@
-"""Engines under a Trainer: each is the Trainer's arguments, and what proves that it prepared this engine."""
+"""Engines under a Trainer: each is the Trainer's arguments, and what proves that it prepared this
+engine.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from case import CHECKPOINTING, COMPUTED, Case, NotThisEngineError, Run, evidence_of_dtensors, prepared
+from case import (
+    CHECKPOINTING,
+    COMPUTED,
+    Case,
+    NotThisEngineError,
+    Run,
+    evidence_of_dtensors,
+    prepared,
+)
 from checkpointing import start_deepspeed
 from tiny_llama import LAYERS, loaded, natively_sharded, row, tiny_llama
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
-from transformers import BitsAndBytesConfig, PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import hf_distca
 from tiny_runs import COMMON
@@ -39,20 +56,28 @@ def hugging_face(
     """The Trainer on the same documents; `evidence` says which engine it prepared."""
     kwargs = CHECKPOINTING[case.checkpointing]
     with tempfile.TemporaryDirectory() as folder:
-        model = tiny_llama(implementation) if make is None else make(implementation, Path(folder, "model"))
+        model = (
+            tiny_llama(implementation)
+            if make is None
+            else make(implementation, Path(folder, "model"))
+        )
         arguments = TrainingArguments(**training_options(case, folder, kwargs), **options)
         kind = TrainerAhead if case.ahead else Trainer
         trainer = kind(
             prepared(case, model),
             arguments,
             data_collator=hf_distca.PackingCollator(),
-            train_dataset=[row(n) for n in range(case.steps * case.accumulation * dist.get_world_size())],
+            train_dataset=[
+                row(n) for n in range(case.steps * case.accumulation * dist.get_world_size())
+            ],
             callbacks=[hf_distca.DistCACallback(case.settings)],
         )
         return finished(case, trainer, evidence)
 
 
-def training_options(case: Case, folder: str, checkpointing: dict[str, Any] | None) -> dict[str, Any]:
+def training_options(
+    case: Case, folder: str, checkpointing: dict[str, Any] | None
+) -> dict[str, Any]:
     return {
         **COMMON,
         "output_dir": folder,
@@ -65,8 +90,13 @@ def training_options(case: Case, folder: str, checkpointing: dict[str, Any] | No
         "bf16": case.precision in ("bf16", "bf16 weights"),
         "fp16": case.precision == "fp16",
         "max_grad_norm": 1e9,
-        # The Trainer knows a model that recomputes, for which DDP may not look for unused parameters, but not behind PEFT.
-        **({"ddp_find_unused_parameters": False} if case.peft and checkpointing == CHECKPOINTING["reentrant"] else {}),
+        # The Trainer knows a model that recomputes, for which DDP may not look for unused
+        # parameters, but not behind PEFT.
+        **(
+            {"ddp_find_unused_parameters": False}
+            if case.peft and checkpointing == CHECKPOINTING["reentrant"]
+            else {}
+        ),
     }
 
 
@@ -80,7 +110,9 @@ def finished(case: Case, trainer: Trainer, evidence: Callable[[Trainer], str]) -
     trainer.train()
     said = evidence(trainer) + (evidence_of_scaler(trainer) if case.precision == "fp16" else "")
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    return Run.of([log["loss"] for log in logs], [log["grad_norm"] for log in logs], clock.started, said)
+    return Run.of(
+        [log["loss"] for log in logs], [log["grad_norm"] for log in logs], clock.started, said
+    )
 
 
 class Clock(TrainerCallback):
@@ -94,12 +126,16 @@ class Clock(TrainerCallback):
 
 
 class Overflow(TrainerCallback):
-    """Gradients of rank 1 alone are infinite in the second step, from the end of the last layer on."""
+    """Gradients of rank 1 alone are infinite in the second step, from the end of the last layer
+    on.
+    """
 
     def __init__(self) -> None:
         self._hook: RemovableHandle | None = None
 
-    def on_step_begin(self, _args: Any, state: Any, _control: Any, model: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, _args: Any, state: Any, _control: Any, model: Any, **kwargs: Any
+    ) -> None:
         if state.global_step == 1 and dist.get_rank() == 1:
             self._hook = model.model.norm.register_forward_hook(self._overflow)
 
@@ -113,7 +149,9 @@ class Overflow(TrainerCallback):
 
 
 def scale_losses(trainer: Trainer) -> None:
-    """What accelerate does for `fp16=True` on a GPU. On a CPU it trains in float32, without a word."""
+    """What accelerate does for `fp16=True` on a GPU. On a CPU it trains in float32, without a
+    word.
+    """
     trainer.accelerator.native_amp = True
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
 
@@ -122,7 +160,9 @@ def evidence_of_scaler(trainer: Trainer) -> str:
     scaler = trainer.accelerator.scaler
     began, scale = scaler._init_scale, scaler.get_scale()
     if scale != began * scaler.get_backoff_factor():
-        raise NotThisEngineError(f"the scale of gradients went from {began:g} to {scale:g}: not one step overflowed")
+        raise NotThisEngineError(
+            f"the scale of gradients went from {began:g} to {scale:g}: not one step overflowed"
+        )
     return f", scale {scale:g}"
 
 
@@ -138,7 +178,10 @@ def wrapped_in_deepspeed(stage: int, trainer: Trainer) -> str:
     seen = engine.zero_optimization_stage() if hasattr(engine, "zero_optimization_stage") else None
     whole = [p for p in engine.module.parameters() if not hasattr(p, "ds_tensor")]
     if seen != stage or (stage == 3 and whole):
-        raise NotThisEngineError(f"{type(engine).__name__} at ZeRO stage {seen} with {len(whole)} whole parameters, not {stage}")
+        raise NotThisEngineError(
+            f"{type(engine).__name__} at ZeRO stage {seen} with {len(whole)} whole parameters, not"
+            f" {stage}"
+        )
     return f"{type(engine).__name__}, ZeRO-{seen}, {type(engine.optimizer).__name__}"
 
 
@@ -158,18 +201,25 @@ def zero(stage: int, case: Case, rank: int, implementation: str) -> Run:
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
-    return hugging_face(case, rank, implementation, partial(wrapped_in_deepspeed, stage), deepspeed=config)
+    return hugging_face(
+        case, rank, implementation, partial(wrapped_in_deepspeed, stage), deepspeed=config
+    )
 
 
 def native(case: Case, rank: int, implementation: str, replicas: int = 1) -> Run:
     """transformers' own FSDP2, and HSDP with several replicas."""
-    sizes = {"fsdp_size": case.ranks // replicas} | ({"dp_replicate_size": replicas} if replicas > 1 else {})
-    return hugging_face(case, rank, implementation, sharded_by_trainer, partial(natively_sharded, sizes))
+    sizes = {"fsdp_size": case.ranks // replicas} | (
+        {"dp_replicate_size": replicas} if replicas > 1 else {}
+    )
+    return hugging_face(
+        case, rank, implementation, sharded_by_trainer, partial(natively_sharded, sizes)
+    )
 
 
 def compiled_by_trainer(case: Case, rank: int, implementation: str) -> Run:
     """The Trainer with `torch_compile=True`, which generates C++ (Inductor)."""
-    torch._dynamo.reset()  # it does not notice that a model has other hooks than the one of the run before
+    # It does not notice that a model has other hooks than the one of the run before.
+    torch._dynamo.reset()
     return hugging_face(case, rank, implementation, compiled_in_ddp, torch_compile=True)
 
 
@@ -186,7 +236,9 @@ def quantized(case: Case, rank: int, implementation: str) -> Run:
 
     def make(implementation: str, folder: Path) -> PreTrainedModel:
         compute = COMPUTED[case.precision]
-        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+        config = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute
+        )
         return loaded(implementation, folder, quantization_config=config)
 
     return hugging_face(case, rank, implementation, frozen_in_4_bits, make)
@@ -196,14 +248,22 @@ def frozen_in_4_bits(trainer: Trainer) -> str:
     from bitsandbytes.nn import Linear4bit
 
     layers = [module for module in trainer.model.modules() if isinstance(module, Linear4bit)]
-    packed = [layer for layer in layers if layer.weight.dtype == torch.uint8 and not layer.weight.requires_grad]
+    packed = [
+        layer
+        for layer in layers
+        if layer.weight.dtype == torch.uint8 and not layer.weight.requires_grad
+    ]
     if len(packed) != 7 * LAYERS or len(layers) != len(packed):
-        raise NotThisEngineError(f"{len(packed)} of {len(layers)} layers are frozen in 4 bits, not {7 * LAYERS}")
+        raise NotThisEngineError(
+            f"{len(packed)} of {len(layers)} layers are frozen in 4 bits, not {7 * LAYERS}"
+        )
     return f"{wrapped_in_ddp(trainer)}, {len(packed)} linear layers in 4 bits"
 
 
 def accelerate_fsdp2(case: Case, rank: int, implementation: str) -> Run:
-    """accelerate's FSDP2 plugin, which it would leave out on a CPU: told here that the world is one of another accelerator."""
+    """accelerate's FSDP2 plugin, which it would leave out on a CPU: told here that the world is one
+    of another accelerator.
+    """
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -228,7 +288,12 @@ def trl(case: Case, rank: int, implementation: str) -> Run:
 
     words = {f"w{n}": n for n in range(59)} | {"<pad>": 59, "<eos>": 60}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    documents = [ids for n in range(case.ranks * case.steps * case.accumulation) for ids in row(n)["documents"] if len(ids) > 1]
+    documents = [
+        ids
+        for n in range(case.ranks * case.steps * case.accumulation)
+        for ids in row(n)["documents"]
+        if len(ids) > 1
+    ]
     checkpointing = CHECKPOINTING[case.checkpointing]
     with tempfile.TemporaryDirectory() as folder:
         options = training_options(case, folder, checkpointing) | {"remove_unused_columns": True}
@@ -237,10 +302,13 @@ def trl(case: Case, rank: int, implementation: str) -> Run:
             prepared(case, tiny_llama(implementation)),
             arguments,
             train_dataset=Dataset.from_dict({"input_ids": documents}),
-            processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"),
+            processing_class=PreTrainedTokenizerFast(
+                tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+            ),
             callbacks=[hf_distca.DistCACallback(case.settings)],
         )
-        # Packing puts rows of long documents first: let them alternate with the others, for work to move in every step.
+        # Packing puts rows of long documents first: let them alternate with the others, for work to
+        # move in every step.
         rows, half = trainer.train_dataset, len(trainer.train_dataset) // 2
         trainer.train_dataset = rows.select([n // 2 + n % 2 * half for n in range(2 * half)])
         return finished(case, trainer, wrapped_in_ddp)

@@ -11,7 +11,9 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 PAIRS = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4))
 
 
-def llama(*, key_value_heads: int = 2, layers: int = 2, implementation: str = "distca") -> LlamaForCausalLM:
+def llama(
+    *, key_value_heads: int = 2, layers: int = 2, implementation: str = "distca"
+) -> LlamaForCausalLM:
     config = LlamaConfig(
         hidden_size=64,
         intermediate_size=96,

@@ -1,4 +1,6 @@
-"""Batches that describe no documents get an error that says where; what is odd but meant keeps its meaning."""
+"""Batches that describe no documents get an error that says where; what is odd but meant keeps its
+meaning.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from ranks import RankPool
 
 def lengths_of(positions: list[list[int]]) -> list[int]:
     return (
-        TokenBatch(len(positions), len(positions[0]), position_ids=torch.tensor(positions)).read_documents().runs[:, 2].tolist()
+        TokenBatch(len(positions), len(positions[0]), position_ids=torch.tensor(positions))
+        .read_documents()
+        .runs[:, 2]
+        .tolist()
     )
 
 
@@ -33,7 +38,9 @@ def test_a_jump_or_a_repeat_begins_no_document() -> None:
 
 
 def test_documents_begin_where_positions_restart() -> None:
-    """As under transformers' flash attention; its masks of other attention take each jump for a document, too."""
+    """As under transformers' flash attention; its masks of other attention take each jump for a
+    document, too.
+    """
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
         rows, length = (int(torch.randint(1, n, (), generator=generator)) for n in (4, 12))
@@ -42,13 +49,17 @@ def test_documents_begin_where_positions_restart() -> None:
         restart[:, 0] = True
         positions = steps.clone()
         for at in range(length):
-            positions[:, at] = torch.where(restart[:, at], 0, positions[:, max(at - 1, 0)] + steps[:, at])
+            positions[:, at] = torch.where(
+                restart[:, at], 0, positions[:, max(at - 1, 0)] + steps[:, at]
+            )
         (bounds, _), _ = prepare_fa_kwargs_from_position_ids(positions)
         assert lengths_of(positions.tolist()) == bounds.diff().tolist()
 
 
 def test_a_fall_that_is_no_restart_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"position_ids\[1, 3\] falls from 2 to 1: .*cu_seq_lens_q"):
+    with pytest.raises(
+        LayoutError, match=r"position_ids\[1, 3\] falls from 2 to 1: .*cu_seq_lens_q"
+    ):
         lengths_of([[0, 1, 2, 0, 1], [0, 1, 2, 1, 2]])
     assert lengths_of([[7, 8, 9, 7, 8]]) == [3, 2], "a row of evaluation may begin anywhere"
 
@@ -58,12 +69,18 @@ def test_a_fall_that_is_no_restart_is_refused() -> None:
     [
         ({"position_ids": torch.tensor([[0, 1, 2], [0, -3, 1]])}, r"position_ids\[1, 1\] is -3"),
         ({"position_ids": torch.tensor([[0.0, 1.0, 2.0]])}, "position_ids are torch.float32"),
-        ({"position_ids": torch.tensor([[0.0, 1.0, float("nan")]])}, "position_ids are torch.float32"),
+        (
+            {"position_ids": torch.tensor([[0.0, 1.0, float("nan")]])},
+            "position_ids are torch.float32",
+        ),
         ({"position_ids": torch.tensor([[False, True, True]])}, "position_ids are torch.bool"),
         ({"cu_seq_lens": torch.tensor([0, 5])}, "documents have 5 tokens and the batch has 2 x 3"),
         ({"cu_seq_lens": torch.tensor([1, 6])}, "must start at 0"),
         ({"cu_seq_lens": torch.tensor([0, 4, 2, 6])}, "never fall"),
-        ({"cu_seq_lens": torch.tensor([0.0, 6.0])}, "cu_seq_lens_q has shape .2,. and torch.float32"),
+        (
+            {"cu_seq_lens": torch.tensor([0.0, 6.0])},
+            "cu_seq_lens_q has shape .2,. and torch.float32",
+        ),
         ({"cu_seq_lens": torch.tensor([[0, 6]])}, "must be a flat tensor"),
         ({"packed": PackedDocuments((4, 1))}, "documents have 5 tokens and the batch has 2 x 3"),
         ({"padding": torch.ones(3, 2, dtype=torch.bool)}, r"a padding mask of shape \(3, 2\)"),
@@ -97,17 +114,25 @@ def jump_where_documents_span(rank: int) -> str:
     hf_distca.configure(hf_distca.DistCAConfig(documents_span_ranks=True, timeout_seconds=30))
     positions = [[0, 1, 2, 7, 8], [3, 4, 5, 0, 1]][rank]
     with pytest.raises(LayoutError) as caught:
-        llama()(input_ids=torch.ones(1, 5, dtype=torch.long), position_ids=torch.tensor([positions]), use_cache=False)
+        llama()(
+            input_ids=torch.ones(1, 5, dtype=torch.long),
+            position_ids=torch.tensor([positions]),
+            use_cache=False,
+        )
     return str(caught.value)
 
 
-def test_a_jump_where_documents_span_ranks_is_an_error_on_all(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_jump_where_documents_span_ranks_is_an_error_on_all(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     for message in rank_pool(2)(jump_where_documents_span):
         assert "1 run(s) start at position 7 and 0 end there, on ranks [0] and []" in message
 
 
 def nan_travels(rank: int) -> tuple[int, list[bool]]:
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=30))
+    hf_distca.configure(
+        hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=30)
+    )
     model = llama()
     batch = hf_distca.PackingCollator()([{"documents": [[7] * n for n in ([96], [16, 16])[rank]]}])
     poisoned = {0: 95, 1: 20}[rank]
@@ -121,16 +146,21 @@ def nan_travels(rank: int) -> tuple[int, list[bool]]:
     return current_session().meter.sent_bytes, logits.isnan().any(1).tolist()
 
 
-def test_nan_comes_out_where_it_must_and_in_no_other_document(rank_pool: Callable[[int], RankPool]) -> None:
+def test_nan_comes_out_where_it_must_and_in_no_other_document(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     (sent, first), (_, second) = rank_pool(2)(nan_travels)
     assert sent, "the last rows of the long document are computed elsewhere"
-    # Rows before the key, in its document, may be NaN too: kernels multiply values that are masked by 0.
+    # Rows before the key, in its document, may be NaN too: kernels multiply values that are masked
+    # by 0.
     assert first[95]
     assert second == [False] * 16 + second[16:20] + [True] * 12
 
 
 def plans_without_pickle(rank: int) -> int:
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=30))
+    hf_distca.configure(
+        hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=30)
+    )
     model = llama()
     batch = hf_distca.PackingCollator()([{"documents": [[7] * n for n in ([96], [16, 16])[rank]]}])
 

@@ -1,4 +1,6 @@
-"""10,000 malformed inputs, seeded: each ends in an error of ours (or TypeError, ValueError) or in a right result."""
+"""10,000 malformed inputs, seeded: each ends in an error of ours (or TypeError, ValueError) or in a
+right result.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,11 @@ class Random(random.Random):
         return self.choice(ODD) if self.random() < odd else self.randint(low, high)
 
     def some(self, most: int, make: Callable[[], Any], odd: float = 0.03) -> Any:
-        return self.choice(ODD) if self.random() < odd else [make() for _ in range(self.randint(0, most))]
+        return (
+            self.choice(ODD)
+            if self.random() < odd
+            else [make() for _ in range(self.randint(0, most))]
+        )
 
 
 def is_count(value: object, least: int = 0) -> bool:
@@ -55,9 +61,13 @@ def is_count(value: object, least: int = 0) -> bool:
 
 def packed_documents(draw: Random) -> None:
     lengths = draw.some(5, lambda: draw.number(0, 9))
-    spans = [draw.some(5, lambda: draw.number(0, 9)) if draw.random() < 0.4 else None for _ in range(2)]
+    spans = [
+        draw.some(5, lambda: draw.number(0, 9)) if draw.random() < 0.4 else None for _ in range(2)
+    ]
     made = attempt(PackedDocuments, lengths, *spans)
-    for given, kept in zip((lengths, *spans), (made.lengths, made.starts, made.documents), strict=True):
+    for given, kept in zip(
+        (lengths, *spans), (made.lengths, made.starts, made.documents), strict=True
+    ):
         if given is not None:
             assert list(given) == list(kept)
             assert all(is_count(n) for n in kept)
@@ -68,16 +78,24 @@ def collator(draw: Random) -> None:
         if draw.random() < 0.03:
             return draw.choice(ODD)
         if draw.random() < 0.5:
-            return {"documents": draw.some(3, lambda: draw.some(5, lambda: draw.number(0, 60, 0.01)))}
+            return {
+                "documents": draw.some(3, lambda: draw.some(5, lambda: draw.number(0, 60, 0.01)))
+            }
         tokens = draw.some(6, lambda: draw.number(0, 60, 0.01))
-        labels = {"labels": draw.some(6, lambda: draw.number(-100, 60, 0.01))} if draw.random() < 0.3 else {}
+        labels = (
+            {"labels": draw.some(6, lambda: draw.number(-100, 60, 0.01))}
+            if draw.random() < 0.3
+            else {}
+        )
         return {"input_ids": tokens, **labels}
 
     features = draw.some(3, feature)
     batch = attempt(hf_distca.PackingCollator(), features)
     documents = []
     for one in features:
-        documents += [list(d) for d in one["documents"]] if "documents" in one else [list(one["input_ids"])]
+        documents += (
+            [list(d) for d in one["documents"]] if "documents" in one else [list(one["input_ids"])]
+        )
     documents = [d for d in documents if d]
     assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
     assert batch["input_ids"].tolist() == [[int(t) for d in documents for t in d]]
@@ -98,31 +116,43 @@ def config(draw: Random) -> None:
         "timeout_seconds": lambda: draw.uniform(-1, 1e4),
     }
     chosen = draw.sample(sorted(settings), draw.randint(0, 4))
-    values = {name: draw.choice(ODD) if draw.random() < 0.15 else settings[name]() for name in chosen}
+    values = {
+        name: draw.choice(ODD) if draw.random() < 0.15 else settings[name]() for name in chosen
+    }
     made = attempt(hf_distca.DistCAConfig, **values)
     assert 0 <= made.tolerance < 1
     assert 0 <= made.min_gain < 1
     assert made.timeout_seconds is None or 0 < made.timeout_seconds < math.inf
     assert type(made.tile) is int
     assert made.tile >= 1
-    assert made.max_transient_bytes is None or (type(made.max_transient_bytes) is int and made.max_transient_bytes >= 1)
+    assert made.max_transient_bytes is None or (
+        type(made.max_transient_bytes) is int and made.max_transient_bytes >= 1
+    )
     assert all(type(getattr(made, flag)) is bool for flag in flags)
 
 
-def random_tensor(draw: Random, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], high: int) -> torch.Tensor:
-    values = torch.tensor([draw.randint(-1 if draw.random() < 0.02 else 0, high) for _ in range(math.prod(shape))])
+def random_tensor(
+    draw: Random, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], high: int
+) -> torch.Tensor:
+    values = torch.tensor(
+        [draw.randint(-1 if draw.random() < 0.02 else 0, high) for _ in range(math.prod(shape))]
+    )
     return values.view(shape).to(draw.choice(dtypes))
 
 
 def documents(draw: Random) -> None:
     rows, length = draw.randint(0, 3), draw.randint(0, 7)
     kinds = (torch.int64,) * 8 + (torch.int32, torch.float32, torch.bool)
-    sizes = {True: (draw.randint(0, 3), draw.randint(0, 8)), False: (rows, length)}[draw.random() < 0.1]
+    sizes = {True: (draw.randint(0, 3), draw.randint(0, 8)), False: (rows, length)}[
+        draw.random() < 0.1
+    ]
     given: dict[str, Any] = {}
     if draw.random() < 0.6:
         given["position_ids"] = random_tensor(draw, sizes, kinds, 3)
     if draw.random() < 0.3:
-        given["padding"] = random_tensor(draw, sizes, (torch.bool,) * 5 + (torch.int64, torch.float32), 1)
+        given["padding"] = random_tensor(
+            draw, sizes, (torch.bool,) * 5 + (torch.int64, torch.float32), 1
+        )
     if draw.random() < 0.2:
         bounds = sorted(draw.randint(0, rows * length) for _ in range(3))
         given["cu_seq_lens"] = torch.tensor([0, *bounds, rows * length]).to(draw.choice(kinds))
@@ -141,14 +171,20 @@ def documents(draw: Random) -> None:
     if "packed" in given and (padding is None or padding.all()):
         assert local.runs[:, 2].tolist() == [n for n in given["packed"].lengths if n]
     elif padding is None and "cu_seq_lens" not in given and "position_ids" in given:
-        assert local.runs[:, 2].tolist() == runs(given["position_ids"].expand(rows, length).tolist())
+        assert local.runs[:, 2].tolist() == runs(
+            given["position_ids"].expand(rows, length).tolist()
+        )
 
 
 def runs(positions: list[list[int]]) -> list[int]:
     found: list[int] = []
     for row in positions:
         for at, position in enumerate(row):
-            again = position <= row[at - 1] and position in {0, row[0]} and (position == 0 or position < row[at - 1])
+            again = (
+                position <= row[at - 1]
+                and position in {0, row[0]}
+                and (position == 0 or position < row[at - 1])
+            )
             if at and not again:
                 found[-1] += 1
             else:
@@ -168,7 +204,10 @@ def check_tiling(segments: list[tuple[int, int, int]]) -> None:
 def layout(draw: Random) -> None:
     sources: dict[str, tuple[int, Callable[[], Any]]] = {
         "from_lengths": (4, lambda: draw.number(1, 9, 0.02)),
-        "from_segments": (3, lambda: [draw.number(0, 5, 0.02), draw.choice([0, 0, 0, 3]), draw.number(1, 3, 0.02)]),
+        "from_segments": (
+            3,
+            lambda: [draw.number(0, 5, 0.02), draw.choice([0, 0, 0, 3]), draw.number(1, 3, 0.02)],
+        ),
         "from_runs": (3, lambda: (draw.choice([0, 0, 0, 3]), draw.number(1, 3, 0.02))),
     }
     source = draw.choice(list(sources))
@@ -185,17 +224,23 @@ def layout(draw: Random) -> None:
 
 
 def plan(draw: Random) -> None:
-    ranks = [[draw.randint(1, 6) for _ in range(draw.randint(0, 2))] for _ in range(draw.randint(1, 3))]
+    ranks = [
+        [draw.randint(1, 6) for _ in range(draw.randint(0, 2))] for _ in range(draw.randint(1, 3))
+    ]
     data = json.loads(Plan.local(Layout.from_lengths(ranks)).to_json())
     for _ in range(draw.randint(0, 2)):
         damage(draw, data)
     if draw.random() < 0.3:
         data["window"] = draw.number(-1, 4, 0.2)
     if draw.random() < 0.5:
-        made = attempt(Plan.from_tasks, Layout.from_lengths(ranks), data.get("tasks"), data.get("window"))
+        made = attempt(
+            Plan.from_tasks, Layout.from_lengths(ranks), data.get("tasks"), data.get("window")
+        )
     else:
         text = json.dumps(data, default=str)
-        made = attempt(Plan.from_json, text[: draw.randint(0, len(text))] if draw.random() < 0.1 else text)
+        made = attempt(
+            Plan.from_json, text[: draw.randint(0, len(text))] if draw.random() < 0.1 else text
+        )
     check_tiling([(d, a, b) for d, a, b, _, _ in made.tasks])
     held = sorted(
         (s.document, at, rank)
@@ -225,15 +270,26 @@ def damage(draw: Random, data: Any) -> None:
 
 
 def attention(draw: Random) -> None:
-    rows, length, heads, width = draw.randint(1, 2), draw.randint(1, 9), draw.choice([1, 2, 3, 4]), draw.choice([1, 4, 8])
+    rows, length, heads, width = (
+        draw.randint(1, 2),
+        draw.randint(1, 9),
+        draw.choice([1, 2, 3, 4]),
+        draw.choice([1, 4, 8]),
+    )
     key_heads = heads if draw.random() < 0.6 else draw.randint(1, heads)
-    shapes = [[rows, heads, length, width], [rows, key_heads, length, width], [rows, key_heads, length, width]]
+    shapes = [
+        [rows, heads, length, width],
+        [rows, key_heads, length, width],
+        [rows, key_heads, length, width],
+    ]
     if draw.random() < 0.2:
         shape = draw.choice(shapes)
         shape[draw.randint(0, 3)] += draw.choice([-1, 1, 2])
     kind = draw.choice((torch.float64,) * 9 + (torch.float32, torch.int64))
     generator = torch.Generator().manual_seed(draw.randint(0, 2**31))
-    q, k, v = (torch.randn(*shape, generator=generator, dtype=torch.float64).to(kind) for shape in shapes)
+    q, k, v = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(kind) for shape in shapes
+    )
     poisoned = draw.random() < 0.05 and kind.is_floating_point and v.numel() > 0
     if poisoned:
         v[..., -1, :] = math.nan
@@ -248,10 +304,16 @@ def attention(draw: Random) -> None:
         "position_bias": lambda: torch.zeros(1),
         "use_cache": lambda: True,
     }
-    chosen = {name: options[name]() for name in draw.sample(sorted(options), draw.choice([0, 0, 1, 1, 2]))}
-    packed = PackedDocuments(tuple(lengths)) if draw.random() < 0.9 else draw.choice([None, 3, [length]])
+    chosen = {
+        name: options[name]() for name in draw.sample(sorted(options), draw.choice([0, 0, 1, 1, 2]))
+    }
+    packed = (
+        PackedDocuments(tuple(lengths)) if draw.random() < 0.9 else draw.choice([None, 3, [length]])
+    )
     handle = AttentionHandle(rows, length)
-    output, _ = attempt(distca_attention, torch.nn.Module(), q, k, v, handle, distca_documents=packed, **chosen)
+    output, _ = attempt(
+        distca_attention, torch.nn.Module(), q, k, v, handle, distca_documents=packed, **chosen
+    )
     assert not chosen.get("dropout")
     assert chosen.get("is_causal") is not False
     assert "position_bias" not in chosen
@@ -262,11 +324,15 @@ def attention(draw: Random) -> None:
         torch.testing.assert_close(output.double(), right, rtol=1e-4, atol=1e-5)
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], options: dict[str, Any]) -> torch.Tensor:
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], options: dict[str, Any]
+) -> torch.Tensor:
     """Attention in float64 with an explicit mask."""
     rows, heads, length, width = q.shape
     q, k, v = (t.double().repeat_interleave(heads // t.shape[1], 1) for t in (q, k, v))
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).view(rows, 1, length)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).view(
+        rows, 1, length
+    )
     at = torch.arange(length)
     mask = (at <= at[:, None]) & (document == document.mT)
     if (window := options.get("sliding_window")) is not None:
@@ -279,7 +345,9 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int],
     return (scores.masked_fill(~mask[:, None], -math.inf).softmax(-1) @ v).transpose(1, 2)
 
 
-@pytest.mark.parametrize("target", [packed_documents, collator, config, documents, layout, plan, attention])
+@pytest.mark.parametrize(
+    "target", [packed_documents, collator, config, documents, layout, plan, attention]
+)
 def test_malformed_input_raises_or_gives_what_is_right(target: Callable[[Random], None]) -> None:
     hf_distca.configure()
     cases = 1000 if target is attention else 1500

@@ -1,4 +1,6 @@
-"""A rank dies, or raises and exits: the others end in an error at once, and every process ends by itself."""
+"""A rank dies, or raises and exits: the others end in an error at once, and every process ends by
+itself.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,15 @@ LIMIT = 120.0
 
 def train(rank: int, store: Path, culprit: int, doom: str, pipe: Connection) -> None:
     join_world(rank, WORLD, store)
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, kernel="cpu", timeout_seconds=TIMEOUT))
+    hf_distca.configure(
+        hf_distca.DistCAConfig(
+            tile=8, min_gain=0.0, cost_model=PAIRS, kernel="cpu", timeout_seconds=TIMEOUT
+        )
+    )
     model = llama()
-    batch = hf_distca.PackingCollator()([{"documents": [[7] * n for n in ([96], [16] * 2, [8])[rank]]}])
+    batch = hf_distca.PackingCollator()(
+        [{"documents": [[7] * n for n in ([96], [16] * 2, [8])[rank]]}]
+    )
     model(**batch, use_cache=False).loss.backward()
     dist.barrier()
     started = time.monotonic()
@@ -50,7 +58,9 @@ def run(doom: str, culprit: int) -> tuple[dict[int, tuple[str, float]], list[int
     with tempfile.TemporaryDirectory() as folder:
         pipes = [Pipe(duplex=False) for _ in range(WORLD)]
         store = Path(folder, "store")
-        processes = [forks.start(train, rank, store, culprit, doom, pipes[rank][1]) for rank in range(WORLD)]
+        processes = [
+            forks.start(train, rank, store, culprit, doom, pipes[rank][1]) for rank in range(WORLD)
+        ]
         deadline = time.monotonic() + LIMIT
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -76,7 +86,10 @@ def check_survivors(found: dict[int, tuple[str, float]], culprit: int, layers: s
 def test_a_rank_that_dies_between_a_dispatch_and_its_return() -> None:
     found, codes = run("dies", 1)
     check_survivors(found, 1)
-    assert all("rank 1 is silent (dead, stuck, or running something else)" in message for message, _ in found.values())
+    assert all(
+        "rank 1 is silent (dead, stuck, or running something else)" in message
+        for message, _ in found.values()
+    )
     assert codes == [0, 9, 0]
 
 
@@ -84,5 +97,8 @@ def test_a_rank_that_raises_and_ends() -> None:
     found, codes = run("raises", 0)
     check_survivors(found, 0, layers="01")  # one that has served rank 0 has gone on to the next
     for message, _ in found.values():
-        assert "rank 0 raised ZeroDivisionError while computing layer 0 of micro-batch 2: division by zero" in message
+        assert (
+            "rank 0 raised ZeroDivisionError while computing layer 0 of micro-batch 2: division by"
+            " zero" in message
+        )
     assert codes == [1, 0, 0]

@@ -1,4 +1,6 @@
-"""Ranks that disagree end in `DistCADesyncError` within the timeout, which says where each of them was."""
+"""Ranks that disagree end in `DistCADesyncError` within the timeout, which says where each of them
+was.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,14 @@ def batch(rank: int, **more: Any) -> dict[str, Any]:
 def configure(**settings: Any) -> None:
     hf_distca.configure(
         hf_distca.DistCAConfig(
-            **{"tile": 8, "min_gain": 0.0, "cost_model": PAIRS, "kernel": "cpu", "timeout_seconds": TIMEOUT, **settings}
+            **{
+                "tile": 8,
+                "min_gain": 0.0,
+                "cost_model": PAIRS,
+                "kernel": "cpu",
+                "timeout_seconds": TIMEOUT,
+                **settings,
+            }
         )
     )
     assert current_session().join_group().size > 1  # made together, before anything goes wrong
@@ -73,7 +82,9 @@ def warms_up(rank: int) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _warm(rank_pool: Callable[[int], RankPool]) -> None:
-    """What a process does once, and takes a busy machine seconds, is not what these tests wait for."""
+    """What a process does once, and takes a busy machine seconds, is not what these tests wait
+    for.
+    """
     rank_pool(2)(warms_up)
     rank_pool(3)(warms_up)
 
@@ -91,7 +102,9 @@ def alone(function: Callable[..., Any], *args: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def waiting() -> Iterator[Waiting]:
-    """Runs two ranks of which one waits until its time is over: the first to be asked for, and all others beside it."""
+    """Runs two ranks of which one waits until its time is over: the first to be asked for, and all
+    others beside it.
+    """
     with ThreadPoolExecutor(len(WAITING)) as threads:
         started = {case: threads.submit(alone, *case) for case in WAITING}
         yield lambda *case: started[case].result() if case in started else alone(*case)
@@ -122,7 +135,11 @@ def has_fewer_layers(rank: int, ping_pong: bool, fewer: int) -> Found:
 
 @pytest.mark.parametrize(
     ("fewer", "ping_pong"),
-    [(0, False), (1, True), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, True), (1, False)))],
+    [
+        (0, False),
+        (1, True),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, True), (1, False))),
+    ],
 )
 def test_a_rank_with_fewer_layers(waiting: Waiting, ping_pong: bool, fewer: int) -> None:
     results = waiting(has_fewer_layers, ping_pong, fewer)
@@ -145,23 +162,43 @@ def skips_a_backward(rank: int) -> Found:
 
 def test_a_rank_that_skips_a_backward(waiting: Waiting) -> None:
     results = waiting(skips_a_backward)
-    check_desync(results[0], "of layer 1 of micro-batch 1", "rank 1 waited in vain while planning micro-batch 2")
-    check_desync(results[1], "while planning micro-batch 2", "rank 0 waited in vain", "in backward of layer 1 of micro-batch 1")
+    check_desync(
+        results[0],
+        "of layer 1 of micro-batch 1",
+        "rank 1 waited in vain while planning micro-batch 2",
+    )
+    check_desync(
+        results[1],
+        "while planning micro-batch 2",
+        "rank 0 waited in vain",
+        "in backward of layer 1 of micro-batch 1",
+    )
 
 
 def skips_a_backward_without_messages(rank: int) -> tuple[Found, int]:
     configure(tolerance=0.1, timeout_seconds=PATIENCE)
     model = llama()
-    run = (lambda: model(**batch(rank), use_cache=False)) if rank == 2 else (lambda: step(model, rank))
+    run = (
+        (lambda: model(**batch(rank), use_cache=False))
+        if rank == 2
+        else (lambda: step(model, rank))
+    )
     run()
     return outcome(lambda: step(model, rank)), current_session().meter.sent_bytes
 
 
-def test_exchanges_are_counted_also_where_no_message_travels(rank_pool: Callable[[int], RankPool]) -> None:
+def test_exchanges_are_counted_also_where_no_message_travels(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     results = rank_pool(3)(skips_a_backward_without_messages)
     assert results[2][1] == 0
     for found, _ in results:
-        check_desync(found, "different numbers of exchanges up to here", "rank 0: 8, rank 1: 8, rank 2: 4", within=PATIENCE)
+        check_desync(
+            found,
+            "different numbers of exchanges up to here",
+            "rank 0: 8, rank 1: 8, rank 2: 4",
+            within=PATIENCE,
+        )
 
 
 def differs(rank: int, what: str) -> Found:
@@ -174,7 +211,13 @@ def differs(rank: int, what: str) -> Found:
     configure(timeout_seconds=PATIENCE, **settings)
     model = llama(key_value_heads=4 if what == "shapes" and odd else 2)
     dtypes = {"dtypes": torch.float64, "dtypes of one size": torch.float16}
-    model.to(dtypes.get(what, torch.float32) if odd else torch.bfloat16 if what == "dtypes of one size" else torch.float32)
+    model.to(
+        dtypes.get(what, torch.float32)
+        if odd
+        else torch.bfloat16
+        if what == "dtypes of one size"
+        else torch.float32
+    )
     data = batch(rank)
     changed: AbstractContextManager[object] = nullcontext()
     if what == "plans" and odd:
@@ -182,7 +225,11 @@ def differs(rank: int, what: str) -> Found:
     if what == "kinds of batch" and odd:
         del data["distca_documents"]
     if what == "nano-batches":
-        changed = patch.object(nano_batches, "_nano_batches_for", lambda *_: None) if odd else nullcontext()
+        changed = (
+            patch.object(nano_batches, "_nano_batches_for", lambda *_: None)
+            if odd
+            else nullcontext()
+        )
     with changed:
         return outcome(lambda: model(**data, use_cache=False))
 
@@ -204,14 +251,25 @@ def differs(rank: int, what: str) -> Found:
         ),
         (
             "dtypes of one size",
-            "widths, version) in micro-batch 1: dtype is torch.bfloat16 on rank 0, torch.float16 on rank 1",
+            (
+                "widths, version) in micro-batch 1: dtype is torch.bfloat16 on rank 0,"
+                " torch.float16 on rank 1"
+            ),
         ),
         ("plans", "different plans for the same documents in micro-batch 1: rank 0: "),
-        ("kinds of batch", "different ways of giving documents in micro-batch 1: rank 0: 0, rank 1: 1"),
-        ("nano-batches", "different nano-batches (0 is a whole batch) in micro-batch 1: rank 0: 1, rank 1: 0"),
+        (
+            "kinds of batch",
+            "different ways of giving documents in micro-batch 1: rank 0: 0, rank 1: 1",
+        ),
+        (
+            "nano-batches",
+            "different nano-batches (0 is a whole batch) in micro-batch 1: rank 0: 1, rank 1: 0",
+        ),
     ],
 )
-def test_differences_are_found_while_planning(rank_pool: Callable[[int], RankPool], what: str, text: str) -> None:
+def test_differences_are_found_while_planning(
+    rank_pool: Callable[[int], RankPool], what: str, text: str
+) -> None:
     for found in rank_pool(2)(differs, what):
         check_desync(found, text, within=PATIENCE)
 
@@ -227,7 +285,9 @@ def sleeps(rank: int) -> Found:
 def test_a_rank_that_sleeps(waiting: Waiting) -> None:
     awake, asleep = waiting(sleeps)
     check_desync(awake, "rank 0 waited", "of layer 1 of micro-batch 1", "rank 1 is silent")
-    check_desync(asleep, "of layer 1 of micro-batch 1", "rank 0 waited in vain", within=TIMEOUT + 1 + SLACK)
+    check_desync(
+        asleep, "of layer 1 of micro-batch 1", "rank 0 waited in vain", within=TIMEOUT + 1 + SLACK
+    )
 
 
 def raises(rank: int, direction: str, culprit: int) -> Found:
@@ -244,14 +304,17 @@ def raises(rank: int, direction: str, culprit: int) -> Found:
 
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_rank_that_raises_in_a_kernel(rank_pool: Callable[[int], RankPool], direction: str, culprit: int) -> None:
+def test_a_rank_that_raises_in_a_kernel(
+    rank_pool: Callable[[int], RankPool], direction: str, culprit: int
+) -> None:
     results = rank_pool(2)(raises, direction, culprit)
     layer = 0 if direction == "forward" else 1
     assert results[culprit][:2] == ("KernelError", "out of luck")
     check_desync(
         results[1 - culprit],
         f"in {direction} of layer {layer} of micro-batch 1",
-        f"rank {culprit} raised KernelError while computing layer {layer} of micro-batch 1: out of luck",
+        f"rank {culprit} raised KernelError while computing layer {layer} of micro-batch 1: out of"
+        " luck",
         within=PATIENCE / 2,
     )
 
@@ -293,7 +356,8 @@ def test_a_rank_with_a_bad_batch(rank_pool: Callable[[int], RankPool], ping_pong
     check_desync(
         waits,
         "while planning micro-batch 1",
-        "rank 1 raised LayoutError while reading documents for micro-batch 1: position_ids[0, 17] is -5",
+        "rank 1 raised LayoutError while reading documents for micro-batch 1: position_ids[0, 17]"
+        " is -5",
         within=PATIENCE / 2,
     )
 

@@ -1,4 +1,6 @@
-"""The attention and mask functions on one rank: local path, padding, caches, and what is refused."""
+"""The attention and mask functions on one rank: local path, padding, caches, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,16 @@ from hf_distca.integration.mask import distca_mask
 
 
 def model_for(implementation: str, **changes: object) -> LlamaForCausalLM:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
-    config = LlamaConfig(**{**sizes, "num_key_value_heads": 2, **changes}, attn_implementation=implementation)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 61,
+    }
+    config = LlamaConfig(
+        **{**sizes, "num_key_value_heads": 2, **changes}, attn_implementation=implementation
+    )
     torch.manual_seed(0)
     return LlamaForCausalLM(config)
 
@@ -52,13 +62,18 @@ def test_padding(side: str, training: bool) -> None:
     if side != "left":
         mask[2, 9:] = 0
     ours, theirs = (model_for(name).train(training) for name in ("distca", "sdpa"))
-    got, want = (model(input_ids=ids, attention_mask=mask, use_cache=False).logits for model in (ours, theirs))
+    got, want = (
+        model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        for model in (ours, theirs)
+    )
     torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_of_full_rows_without_positions() -> None:
     ids = tokens(3, 17)
-    got, want = (model_for(name).eval()(input_ids=ids, use_cache=False).logits for name in ("distca", "sdpa"))
+    got, want = (
+        model_for(name).eval()(input_ids=ids, use_cache=False).logits for name in ("distca", "sdpa")
+    )
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -70,7 +85,9 @@ def test_packed_documents_stay_apart(use_cache: bool, mask: str | None) -> None:
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     ids, model = tokens(1, 15), model_for("distca").train()
     attention_mask = None if mask is None else torch.ones_like(ids)
-    out = model(input_ids=ids, position_ids=positions, attention_mask=attention_mask, use_cache=use_cache).logits
+    out = model(
+        input_ids=ids, position_ids=positions, attention_mask=attention_mask, use_cache=use_cache
+    ).logits
     start = 0
     for length in lengths:
         alone = model(input_ids=ids[:, start : start + length], use_cache=False).logits
@@ -87,33 +104,55 @@ def test_cu_seq_lens_and_packed_documents_equal_positions() -> None:
     flash = {**bounds, "max_length_q": 7, "max_length_k": 7}
     packed = PackedDocuments((7, 5))
     for extra in (flash, {"distca_documents": packed}):
-        torch.testing.assert_close(model(input_ids=ids, position_ids=positions, use_cache=False, **extra).logits, by_positions)
+        torch.testing.assert_close(
+            model(input_ids=ids, position_ids=positions, use_cache=False, **extra).logits,
+            by_positions,
+        )
 
 
 @pytest.mark.parametrize("given", ["distca_documents", "cu_seq_lens_q"])
 def test_documents_stay_apart_beside_padding(given: str) -> None:
     """Without position ids the model counts the whole row, which would make it one document."""
     model, ids = model_for("distca").train(), tokens(1, 8)
-    lengths = {"distca_documents": PackedDocuments((3, 3, 2)), "cu_seq_lens_q": torch.tensor([0, 3, 6, 8])}
+    lengths = {
+        "distca_documents": PackedDocuments((3, 3, 2)),
+        "cu_seq_lens_q": torch.tensor([0, 3, 6, 8]),
+    }
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
-    out = model(input_ids=ids, attention_mask=mask, use_cache=False, **{given: lengths[given]}).logits
+    out = model(
+        input_ids=ids, attention_mask=mask, use_cache=False, **{given: lengths[given]}
+    ).logits
     for start in (0, 3):
         alone = model(input_ids=ids[:, start : start + 3], use_cache=False).logits
         torch.testing.assert_close(out[:, start : start + 3], alone, rtol=1e-4, atol=1e-5)
 
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 61,
+}
 VARIANTS = {
     "llama": {},
     "mistral": {"sliding_window": 5},
     "gemma2": {"sliding_window": 5, "head_dim": 16, "attn_logit_softcapping": 2.0},
-    "gpt_oss": {"sliding_window": 5, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "eos_token_id": None},
+    "gpt_oss": {
+        "sliding_window": 5,
+        "head_dim": 16,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "eos_token_id": None,
+    },
 }
 
 
 def variant(kind: str, implementation: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **SIZES, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, **VARIANTS[kind])
+    config = AutoConfig.for_model(
+        kind, **SIZES, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, **VARIANTS[kind]
+    )
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     for name, parameter in model.named_parameters():
         if "sinks" in name:
@@ -126,8 +165,16 @@ def variant(kind: str, implementation: str) -> PreTrainedModel:
 def test_generate(kind: str, cache: str) -> None:
     ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
     mask[0, :4] = 0
-    settings = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache, "pad_token_id": 0}
-    got, want = (variant(kind, n).eval().generate(input_ids=ids, attention_mask=mask, **settings) for n in ("distca", "eager"))
+    settings = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "cache_implementation": cache,
+        "pad_token_id": 0,
+    }
+    got, want = (
+        variant(kind, n).eval().generate(input_ids=ids, attention_mask=mask, **settings)
+        for n in ("distca", "eager")
+    )
     assert torch.equal(got, want)
 
 
@@ -135,7 +182,8 @@ def test_generate(kind: str, cache: str) -> None:
 def test_packed_variants_equal_each_document_under_eager(kind: str) -> None:
     """Variants in packed batches equal each document alone under eager."""
     lengths, ids = [17, 1, 9], tokens(1, 27)
-    dtype = torch.float32 if kind == "gpt_oss" else torch.float64  # grouped matrix products of experts know no float64
+    # Grouped matrix products of experts know no float64.
+    dtype = torch.float32 if kind == "gpt_oss" else torch.float64
     ours, theirs = (variant(kind, name).to(dtype).train() for name in ("distca", "eager"))
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     weight = torch.randn(27, 61, dtype=dtype, generator=torch.Generator().manual_seed(1))
@@ -149,7 +197,9 @@ def test_packed_variants_equal_each_document_under_eager(kind: str) -> None:
         start += length
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         if other.grad is not None:
-            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                mine.grad, other.grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -169,9 +219,20 @@ def test_activation_checkpointing_changes_nothing(reentrant: bool) -> None:
 
 def test_bf16_is_within_twice_the_error_of_plain_attention() -> None:
     ids, positions = tokens(1, 700), torch.cat([torch.arange(600), torch.arange(100)])[None]
-    exact = model_for("sdpa").double()(input_ids=ids, position_ids=positions, use_cache=False).logits
+    exact = (
+        model_for("sdpa").double()(input_ids=ids, position_ids=positions, use_cache=False).logits
+    )
     errors = [
-        float((model_for(n).bfloat16()(input_ids=ids, position_ids=positions, use_cache=False).logits - exact).detach().norm())
+        float(
+            (
+                model_for(n)
+                .bfloat16()(input_ids=ids, position_ids=positions, use_cache=False)
+                .logits
+                - exact
+            )
+            .detach()
+            .norm()
+        )
         for n in ("distca", "sdpa")
     ]
     assert errors[0] <= 2 * errors[1]
@@ -209,31 +270,48 @@ def small(kind: str) -> Any:
     """A model with the attention dropout of its family's default, in training mode."""
     if kind == "gpt2":
         return GPT2LMHeadModel, GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=31)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 31}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 31,
+    }
     if kind == "bert":
         return BertLMHeadModel, BertConfig(**sizes, is_decoder=True)
     return LlamaForCausalLM, LlamaConfig(**sizes, attention_dropout=0.25)
 
 
 @pytest.mark.parametrize(
-    ("kind", "setting"), [("gpt2", "attn_pdrop"), ("bert", "attention_probs_dropout_prob"), ("llama", "attention_dropout")]
+    ("kind", "setting"),
+    [
+        ("gpt2", "attn_pdrop"),
+        ("bert", "attention_probs_dropout_prob"),
+        ("llama", "attention_dropout"),
+    ],
 )
 def test_dropout_is_called_by_its_name_in_the_config(kind: str, setting: str) -> None:
     """Following the message helps: GPT-2 has no attention_dropout."""
     model, config = small(kind)
     config._attn_implementation = "distca"
     ids = torch.arange(1, 9)[None]
-    with pytest.raises(hf_distca.UnsupportedError, match=f"set {setting}=0.0 in the model's config"):
+    with pytest.raises(
+        hf_distca.UnsupportedError, match=f"set {setting}=0.0 in the model's config"
+    ):
         model(config).train()(input_ids=ids, use_cache=False)
     setattr(config, setting, 0.0)
     model(config).train()(input_ids=ids, use_cache=False)
 
 
 def test_cached_packed_documents_stay_apart_unlike_under_sdpa() -> None:
-    """As docs/troubleshooting.md says: whoever compares the two in a bare loop has to pass use_cache=False."""
+    """As docs/troubleshooting.md says: whoever compares the two in a bare loop has to pass
+    use_cache=False.
+    """
     ids, positions = tokens(1, 60), torch.cat([torch.arange(40), torch.arange(20)])[None]
     logits = {
-        (name, cache): model_for(name)(input_ids=ids, position_ids=positions, use_cache=cache).logits.detach()
+        (name, cache): model_for(name)(
+            input_ids=ids, position_ids=positions, use_cache=cache
+        ).logits.detach()
         for name in ("distca", "sdpa")
         for cache in (False, True)
     }
@@ -244,7 +322,13 @@ def test_cached_packed_documents_stay_apart_unlike_under_sdpa() -> None:
 
 
 def test_harmless_arguments_pass() -> None:
-    call(use_cache=False, num_items_in_batch=torch.tensor(3), sliding_window=6, softcap=None, output_router_logits=False)
+    call(
+        use_cache=False,
+        num_items_in_batch=torch.tensor(3),
+        sliding_window=6,
+        softcap=None,
+        output_router_logits=False,
+    )
     call(is_causal=True, softcap=2.0, s_aux=torch.zeros(4), sliding_window=2)
 
 
@@ -253,10 +337,15 @@ def test_arguments_of_the_loss_pass_through_attention(argument: str) -> None:
     """Models hand every keyword argument of forward to their layers."""
     ids = tokens(2, 9)
     changes = {argument: ids if argument == "shift_labels" else int(ids[0, 4])}
-    ours, theirs = (model_for(name)(input_ids=ids, labels=ids, use_cache=False, **changes).loss for name in ("distca", "sdpa"))
+    ours, theirs = (
+        model_for(name)(input_ids=ids, labels=ids, use_cache=False, **changes).loss
+        for name in ("distca", "sdpa")
+    )
     plain = model_for("sdpa")(input_ids=ids, labels=ids, use_cache=False).loss
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    assert abs(float((ours - plain).detach())) > 1e-4, "the argument changed nothing, so nothing was tested"
+    assert abs(float((ours - plain).detach())) > 1e-4, (
+        "the argument changed nothing, so nothing was tested"
+    )
 
 
 def test_documents_that_do_not_cover_the_batch_are_refused() -> None:
@@ -299,7 +388,8 @@ def test_a_handle_says_whether_its_forward_has_gradients(reentrant: bool | None)
         model.enable_input_require_grads()
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(
-            lambda _module, _args, kwargs: handles.append(kwargs["attention_mask"]), with_kwargs=True
+            lambda _module, _args, kwargs: handles.append(kwargs["attention_mask"]),
+            with_kwargs=True,
         )
     model(input_ids=tokens(1, 8), use_cache=False)
     assert [handle.mask.recomputes for handle in handles] == [True, True]

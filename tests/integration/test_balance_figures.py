@@ -27,7 +27,9 @@ OWN = {SHARE: 0.0, "distca/planning_ms": 0.0}  # each rank has its own
 
 
 def readings(rank: int, implementation: str, gather: bool) -> list[Metrics]:
-    """Before the first step, after two, right after that, after two more, and after two with new settings."""
+    """Before the first step, after two, right after that, after two more, and after two with new
+    settings.
+    """
     config = hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS)
 
     def two_steps() -> Metrics:
@@ -37,21 +39,34 @@ def readings(rank: int, implementation: str, gather: bool) -> list[Metrics]:
         return hf_distca.metrics(gather=gather)
 
     hf_distca.configure(config)
-    seen = [hf_distca.metrics(gather=gather), two_steps(), hf_distca.metrics(gather=gather), two_steps()]
+    seen = [
+        hf_distca.metrics(gather=gather),
+        two_steps(),
+        hf_distca.metrics(gather=gather),
+        two_steps(),
+    ]
     hf_distca.configure(config)
     return [*seen, two_steps()]
 
 
 @pytest.mark.parametrize("gather", [True, False])
-def test_metrics_are_sums_that_reading_does_not_change(rank_pool: Callable[[int], RankPool], gather: bool) -> None:
+def test_metrics_are_sums_that_reading_does_not_change(
+    rank_pool: Callable[[int], RankPool], gather: bool
+) -> None:
     ours = rank_pool(2)(readings, "distca", gather)
     for before, trained, again, more, anew in ours:
         assert before.figures() == {}
         assert trained.balance == again.balance
         assert trained.figures().keys() == anew.figures().keys() == FIGURES
         assert (again - trained).figures() == {}
-        counted = trained.balance.micro_batches, more.balance.micro_batches, anew.balance.micro_batches
-        assert counted == ((2, 4, 2) if gather else (1, 3, 1)), "without a gathering the newest one is not measured yet"
+        counted = (
+            trained.balance.micro_batches,
+            more.balance.micro_batches,
+            anew.balance.micro_batches,
+        )
+        assert counted == ((2, 4, 2) if gather else (1, 3, 1)), (
+            "without a gathering the newest one is not measured yet"
+        )
         assert (anew - more) == anew, "settings are new: nothing lies between the two"
         figures = (more - again).figures()
         assert figures.keys() == FIGURES
@@ -75,8 +90,12 @@ def test_no_figures_under_another_attention(rank_pool: Callable[[int], RankPool]
 
 
 def alone(rank: int) -> list[int]:
-    """Rank 0 reads by itself after each step, and rank 1 never does; at the end all read together."""
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=20.0))
+    """Rank 0 reads by itself after each step, and rank 1 never does; at the end all read
+    together.
+    """
+    hf_distca.configure(
+        hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=20.0)
+    )
     model, seen = model_for(2, "distca", torch.float32), []
     for row in rows(6)[rank::2]:
         model(**hf_distca.PackingCollator()([row]), use_cache=False).loss.backward()
@@ -90,16 +109,22 @@ def test_a_rank_may_read_alone(rank_pool: Callable[[int], RankPool]) -> None:
 
 
 def on_two_nodes(rank: int) -> tuple[dict[str, float], list[int], float]:
-    """The figures, what each rank sent to the other node, and what its plans say that all ranks do."""
+    """The figures, what each rank sent to the other node, and what its plans say that all ranks
+    do.
+    """
     lengths = ([96], [32] * 3, [48, 48], [16] * 6)[rank]
     texts = [torch.arange(1, length + 1).remainder(60).tolist() for length in lengths]
     plans: list[BatchPlan] = []
     with patch.dict(os.environ, GROUP_RANK=str(rank // 2), LOCAL_WORLD_SIZE="2"):
-        hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=61.0))
+        hf_distca.configure(
+            hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=61.0)
+        )
         history = current_session().planner.history
         history.observer = lambda micro_batch, tally: plans.extend(micro_batch.plans)
         model = model_for(2, "distca", torch.float32)
-        model(**hf_distca.PackingCollator()([{"documents": texts}]), use_cache=False).loss.backward()
+        model(
+            **hf_distca.PackingCollator()([{"documents": texts}]), use_cache=False
+        ).loss.backward()
         figures = hf_distca.metrics(gather=True).figures()
     (planned,) = plans
     load = PlanLoad(planned.plan, replace(PAIRS, shape=planned.key.shape), ranks=Ranks(per_node=2))
@@ -110,7 +135,9 @@ def test_bytes_between_nodes_are_a_figure(rank_pool: Callable[[int], RankPool]) 
     for figures, sent, planned in rank_pool(4)(on_two_nodes):
         assert sum(sent) == 2 * planned > 0, "two layers, forward and backward"
         assert figures["distca/between_nodes_mb_per_layer"] == max(sent) / 2 / 1e6
-        assert figures["distca/exchanged_mb_per_layer"] > figures["distca/between_nodes_mb_per_layer"]
+        assert (
+            figures["distca/exchanged_mb_per_layer"] > figures["distca/between_nodes_mb_per_layer"]
+        )
 
 
 def test_late_compiles_are_a_figure_if_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:

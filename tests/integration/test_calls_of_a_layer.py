@@ -1,4 +1,6 @@
-"""The Python calls that one more layer adds to a step of one rank, beside a bare attention function, are bounded."""
+"""The Python calls that one more layer adds to a step of one rank, beside a bare attention
+function, are bounded.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], dict[str, float]]:
-    """The counter of `benchmarks/host_calls.py`, by number of documents, not on the deep stack of pytest."""
+    """The counter of `benchmarks/host_calls.py`, by number of documents, not on the deep stack of
+    pytest.
+    """
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import host_calls
 
@@ -42,18 +46,35 @@ def test_python_calls_of_a_layer_are_bounded(calls: Callable[[int], dict[str, fl
 
 
 def test_layers_that_are_called_otherwise_share_nothing() -> None:
-    """What the first layer of a micro-batch found out is for those alone that are called as it was."""
-    module, q, k, v = torch.nn.Linear(1, 1).train(), *(torch.randn(1, heads, 24, 8) for heads in (4, 2, 2))
-    calls: list[dict[str, Any]] = [{}, {"scaling": 0.7}, {"sliding_window": 3}, {"sliding_window": 1}, {"softcap": 2.0}]
+    """What the first layer of a micro-batch found out is for those alone that are called as it
+    was.
+    """
+    module, q, k, v = (
+        torch.nn.Linear(1, 1).train(),
+        *(torch.randn(1, heads, 24, 8) for heads in (4, 2, 2)),
+    )
+    calls: list[dict[str, Any]] = [
+        {},
+        {"scaling": 0.7},
+        {"sliding_window": 3},
+        {"sliding_window": 1},
+        {"softcap": 2.0},
+    ]
 
-    def attend(handle: AttentionHandle, given: dict[str, Any], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def attend(
+        handle: AttentionHandle, given: dict[str, Any], dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
         states = (x.to(dtype) for x in (q, k, v))
-        return distca_attention(module, *states, handle, distca_documents=PackedDocuments((16, 8)), **given)[0]
+        return distca_attention(
+            module, *states, handle, distca_documents=PackedDocuments((16, 8)), **given
+        )[0]
 
     hf_distca.configure()
     shared = AttentionHandle(1, 24)
     together = [attend(shared, given) for given in calls] + [attend(shared, {}, torch.float64)]
-    alone = [attend(AttentionHandle(1, 24), given) for given in calls] + [attend(AttentionHandle(1, 24), {}, torch.float64)]
+    alone = [attend(AttentionHandle(1, 24), given) for given in calls] + [
+        attend(AttentionHandle(1, 24), {}, torch.float64)
+    ]
     assert all(map(torch.equal, together, alone))
     assert len(shared.alike) == len(calls) + 1
     assert attend(shared, {}).equal(alone[0])

@@ -1,4 +1,6 @@
-"""Models that change what attention returned, under activation checkpointing that takes it from the first forward."""
+"""Models that change what attention returned, under activation checkpointing that takes it from the
+first forward.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from checkpointed import checkpoint_layers
 
 
 def gradients(reentrant: bool | None, change: str) -> dict[str, torch.Tensor]:
-    """Of a model that doubles the output of each layer's attention: in place, in a copy, or the first time only in place."""
+    """Of a model that doubles the output of each layer's attention: in place, in a copy, or the
+    first time only in place.
+    """
     hf_distca.configure()
     model = model_for(2, "distca", torch.float64)
     if reentrant is not None:
@@ -19,7 +23,9 @@ def gradients(reentrant: bool | None, change: str) -> dict[str, torch.Tensor]:
         model.enable_input_require_grads()
 
     def double(_: torch.nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
-        if change == "in place" or (change == "in place without gradients" and not torch.is_grad_enabled()):
+        if change == "in place" or (
+            change == "in place without gradients" and not torch.is_grad_enabled()
+        ):
             return args[0].mul_(2)
         return args[0] * 2
 
@@ -37,8 +43,13 @@ def test_changed_copies_are_exact(reentrant: bool) -> None:
 
 
 def test_a_change_in_place_that_nobody_else_would_see_is_refused() -> None:
-    """In the forward without gradients of reentrant checkpointing autograd keeps no watch over o."""
-    with pytest.raises(hf_distca.UnsupportedError, match="output of attention in LlamaAttention was changed in place"):
+    """In the forward without gradients of reentrant checkpointing autograd keeps no watch over
+    o.
+    """
+    with pytest.raises(
+        hf_distca.UnsupportedError,
+        match="output of attention in LlamaAttention was changed in place",
+    ):
         gradients(True, "in place without gradients")
 
 

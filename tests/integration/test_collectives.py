@@ -1,4 +1,6 @@
-"""What a training step sends: how many collectives, in which order, and that no layer stops for the host."""
+"""What a training step sends: how many collectives, in which order, and that no layer stops for the
+host.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from ranks import RankPool
 from recorded import recorded
 
 LAYERS = 2
-PLANNING = Counter(all_to_all_single=1, all_reduce=1)  # documents of all ranks, then whether their plans are equal
+# Documents of all ranks, then whether their plans are equal.
+PLANNING = Counter(all_to_all_single=1, all_reduce=1)
 
 
 def batch(rank: int, scale: int = 1) -> dict[str, Any]:
@@ -33,14 +36,21 @@ def batch(rank: int, scale: int = 1) -> dict[str, Any]:
     return hf_distca.PackingCollator()([{"documents": [[7] * n for n in lengths]}])
 
 
-def step(rank: int, balance: bool, even: bool, reentrant: bool | None) -> tuple[list[str], list[int]]:
-    """Collectives and counts of a training step; with activation checkpointing unless `reentrant` is None."""
-    hf_distca.configure(hf_distca.DistCAConfig(balance=balance, tile=8, min_gain=0.0, cost_model=PAIRS))
+def step(
+    rank: int, balance: bool, even: bool, reentrant: bool | None
+) -> tuple[list[str], list[int]]:
+    """Collectives and counts of a training step; with activation checkpointing unless `reentrant`
+    is None.
+    """
+    hf_distca.configure(
+        hf_distca.DistCAConfig(balance=balance, tile=8, min_gain=0.0, cost_model=PAIRS)
+    )
     model = model_for(2, "distca", torch.float32)
     if reentrant is not None:
         checkpoint_layers(model, use_reentrant=reentrant)
         model.enable_input_require_grads()
-    assert current_session().join_group().size == dist.get_world_size()  # made before recording starts
+    # Made before recording starts.
+    assert current_session().join_group().size == dist.get_world_size()
     with recorded() as names:
         model(**batch(1 if even else rank), use_cache=False).loss.backward()
     meter = current_session().meter
@@ -48,10 +58,14 @@ def step(rank: int, balance: bool, even: bool, reentrant: bool | None) -> tuple[
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_one_dispatch_and_one_return_per_layer_and_direction(rank_pool: Callable[[int], RankPool], world: int) -> None:
+def test_one_dispatch_and_one_return_per_layer_and_direction(
+    rank_pool: Callable[[int], RankPool], world: int
+) -> None:
     results = rank_pool(world)(step, True, False, None)
     names = results[0][0]
-    assert all(result[0] == names for result in results), "ranks call collectives in different orders"
+    assert all(result[0] == names for result in results), (
+        "ranks call collectives in different orders"
+    )
     assert Counter(names) == {**PLANNING, "exchange": 2 * 2 * LAYERS}
     assert Counter(names[:2]) == PLANNING, "planning comes first, once"
     assert all(result[1][:2] == [2 * LAYERS, 2 * LAYERS] for result in results)
@@ -83,28 +97,39 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.seen: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
         self.seen[str(func)] += 1
         return func(*args, **(kwargs or {}))
 
 
 def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
-    """Tensor operations of one attention call, forward and backward, after planning; reading tensors is forbidden."""
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8 * scale, min_gain=0.0, cost_model=PAIRS, kernel="cpu"))
+    """Tensor operations of one attention call, forward and backward, after planning; reading
+    tensors is forbidden.
+    """
+    hf_distca.configure(
+        hf_distca.DistCAConfig(tile=8 * scale, min_gain=0.0, cost_model=PAIRS, kernel="cpu")
+    )
     session = current_session()
     packed = batch(rank, scale)["distca_documents"]
     length = sum(packed.lengths)
     q, k, v = (torch.randn(1, heads, length, 16) for heads in (4, 2, 2))
     handle = AttentionHandle(1, length)
     key = handle.key(AttentionShape(4, 2, 16, 16, 4), "cpu", None)
-    work = WorkPlanner(session).plan_work(handle, {"distca_documents": packed}, q, key, training=True)
+    work = WorkPlanner(session).plan_work(
+        handle, {"distca_documents": packed}, q, key, training=True
+    )
     server = session.server(work, q, key.shape, Scores(0.25))
     leaves = [t[0].transpose(0, 1).contiguous().requires_grad_() for t in (q, k, v)]
 
     def forbidden(*args: object, **kwargs: object) -> None:
         raise AssertionError("an attention call read a tensor on the host")
 
-    readers = [patch.object(torch.Tensor, name, forbidden) for name in ("item", "tolist", "cpu", "numpy", "__bool__", "nonzero")]
+    readers = [
+        patch.object(torch.Tensor, name, forbidden)
+        for name in ("item", "tolist", "cpu", "numpy", "__bool__", "nonzero")
+    ]
     for one in readers:
         one.start()
     try:
@@ -117,8 +142,12 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
     return operations.seen
 
 
-def test_planned_call_reads_nothing_whatever_its_tokens(rank_pool: Callable[[int], RankPool]) -> None:
+def test_planned_call_reads_nothing_whatever_its_tokens(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     """A planned call reads nothing and does not grow with tokens."""
     small, large = (rank_pool(2)(operations_of_a_planned_call, scale) for scale in (1, 8))
     assert small == large
-    assert not any("_local_scalar_dense" in name or "nonzero" in name for seen in small for name in seen)
+    assert not any(
+        "_local_scalar_dense" in name or "nonzero" in name for seen in small for name in seen
+    )

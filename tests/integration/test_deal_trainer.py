@@ -1,4 +1,6 @@
-"""`hf_distca.deal`: one line for a Trainer that is built, compared with one process under transformers' own attention."""
+"""`hf_distca.deal`: one line for a Trainer that is built, compared with one process under
+transformers' own attention.
+"""
 
 from __future__ import annotations
 
@@ -77,19 +79,35 @@ OFFLOADING = {ARGUMENT: True, f"{ARGUMENT}_kwargs": {"offload": True, "use_reent
 # How a Trainer is made: its class, its data, changes of its arguments, and of what `deal` is told.
 CASES: dict[str, tuple[type[Trainer], Callable[[], Any], dict[str, Any], dict[str, Any]]] = {
     "plain": (Trainer, rows, {"seed": 3}, {}),
-    "larger batches before": (Trainer, rows, {"per_device_train_batch_size": 8, "data_seed": 5}, {}),
+    "larger batches before": (
+        Trainer,
+        rows,
+        {"per_device_train_batch_size": 8, "data_seed": 5},
+        {},
+    ),
     "targets of masks": (Trainer, lambda: rows(completion_mask=masks()), {}, {}),
     "packed rows": (Trainer, packed, {}, {}),
-    "subclass, accumulation, whole documents": (Subclass, rows, {"gradient_accumulation_steps": 2}, {"fill": "whole"}),
+    "subclass, accumulation, whole documents": (
+        Subclass,
+        rows,
+        {"gradient_accumulation_steps": 2},
+        {"fill": "whole"},
+    ),
     "stream": (Trainer, stream, {"max_steps": 3}, {}),
-    "evaluation": (Trainer, rows, {"eval_strategy": "steps", "eval_steps": 2}, {"evaluation": True}),
+    "evaluation": (
+        Trainer,
+        rows,
+        {"eval_strategy": "steps", "eval_steps": 2},
+        {"evaluation": True},
+    ),
     OFFLOADED: (Trainer, rows, OFFLOADING, {}),
 }
 
 
 @contextmanager
 def unpinned(expected: bool) -> Iterator[None]:
-    """Offloading as transformers does it, in memory that is not pinned: pinning needs an accelerator.
+    """Offloading as transformers does it, in memory that is not pinned: pinning needs an
+    accelerator.
 
     Whether anything is offloaded must be as expected.
     """
@@ -115,10 +133,22 @@ def skip_before_offloading(name: str) -> None:
 
 def make(kind: type[Trainer], implementation: str, data: Any, changes: dict[str, Any]) -> Trainer:
     disable_progress_bars()
-    # With AdamW's usual epsilon, rounding of tiny gradients grows to 2e-5 of later norms, more on some processors than on others.
-    arguments = {**COMMON, "output_dir": tempfile.gettempdir(), "max_steps": STEPS, "learning_rate": 1e-2, "adam_epsilon": 1e-2}
+    # With AdamW's usual epsilon, rounding of tiny gradients grows to 2e-5 of later norms, more on
+    # some processors than on others.
+    arguments = {
+        **COMMON,
+        "output_dir": tempfile.gettempdir(),
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-2,
+    }
     arguments |= {"bf16": False, **changes}
-    return kind(tiny_llama(implementation), TrainingArguments(**arguments), train_dataset=data, eval_dataset=rows())
+    return kind(
+        tiny_llama(implementation),
+        TrainingArguments(**arguments),
+        train_dataset=data,
+        eval_dataset=rows(),
+    )
 
 
 def train(rank: int, ranks: int, implementation: str, name: str) -> list[float]:
@@ -136,8 +166,12 @@ def one_process(name: str) -> list[float]:
     return train(0, 1, "sdpa", name)
 
 
-@pytest.mark.parametrize("name", in_turn(CASES, 16, ["subclass, accumulation, whole documents", OFFLOADED]))
-def test_one_line_trains_as_one_process_does(rank_pool: Callable[[int], RankPool], name: str) -> None:
+@pytest.mark.parametrize(
+    "name", in_turn(CASES, 16, ["subclass, accumulation, whole documents", OFFLOADED])
+)
+def test_one_line_trains_as_one_process_does(
+    rank_pool: Callable[[int], RankPool], name: str
+) -> None:
     skip_before_offloading(name)
     expected = one_process(name)
     assert len(expected) >= 2 * min(STEPS, CASES[name][2].get("max_steps", STEPS))
@@ -154,12 +188,20 @@ def test_what_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     hf_distca.deal(trainer, TOKENS)
     said = [line for line in capfd.readouterr().err.splitlines() if "." in line][-3:]
     assert said == [
-        "distca deals 10 documents of 642 tokens, the longest of 200, to 1 rank with 96 tokens each. "
-        "Targets: 632; 1 of the documents have none.",
+        (
+            "distca deals 10 documents of 642 tokens, the longest of 200, to 1 rank with 96 tokens"
+            " each. Targets: 632; 1 of the documents have none."
+        ),
         "An epoch has 6 global batches of 96 tokens, 2 in each optimizer step.",
         "Documents longer than a rank holds: 2. Longer than a global batch, and therefore cut: 2.",
     ]
-    assert sum(isinstance(callback, hf_distca.DistCACallback) for callback in trainer.callback_handler.callbacks) == 1
+    assert (
+        sum(
+            isinstance(callback, hf_distca.DistCACallback)
+            for callback in trainer.callback_handler.callbacks
+        )
+        == 1
+    )
     with pytest.raises(hf_distca.ConfigError, match="dealt already"):
         hf_distca.deal(trainer, TOKENS)
 
@@ -170,25 +212,39 @@ def said_by(capfd: pytest.CaptureFixture[str], data: Any, **changes: Any) -> str
 
 
 def test_targets_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
-    assert "Targets: 322; 1 of the documents have none." in said_by(capfd, rows(completion_mask=masks()))
-    many = Dataset.from_dict({"input_ids": [[1, 2, 3, 4]] * 600, "labels": [[-100, 2, 3, -100]] * 600})
+    assert "Targets: 322; 1 of the documents have none." in said_by(
+        capfd, rows(completion_mask=masks())
+    )
+    many = Dataset.from_dict(
+        {"input_ids": [[1, 2, 3, 4]] * 600, "labels": [[-100, 2, 3, -100]] * 600}
+    )
     assert "Targets: 50% of the tokens of 256 documents.\n" in said_by(capfd, many)
 
 
 def test_documents_without_a_target_are_refused_or_said(caplog: pytest.LogCaptureFixture) -> None:
     nothing = rows(labels=[[-100] * length for length in LENGTHS])
-    with pytest.raises(hf_distca.ConfigError, match="none of the 642 tokens of 10 documents is a target: labels are -100"):
+    with pytest.raises(
+        hf_distca.ConfigError,
+        match="none of the 642 tokens of 10 documents is a target: labels are -100",
+    ):
         hf_distca.deal(make(Trainer, "distca", nothing, {}), TOKENS)
     # Of many, not all are looked at: number 1 is not.
-    many = Dataset.from_dict({"input_ids": [[1, 2]] * 600, "labels": [[-100, 2 if n == 1 else -100] for n in range(600)]})
+    many = Dataset.from_dict(
+        {"input_ids": [[1, 2]] * 600, "labels": [[-100, 2 if n == 1 else -100] for n in range(600)]}
+    )
     hf_distca.deal(make(Trainer, "distca", many, {}), TOKENS)
-    assert "none of the 512 tokens of 256 documents is a target, which were looked at among 600" in caplog.text
+    assert (
+        "none of the 512 tokens of 256 documents is a target, which were looked at among 600"
+        in caplog.text
+    )
 
 
 def test_a_stream_says_what_is_known_of_it(capfd: pytest.CaptureFixture[str]) -> None:
     lines = said_by(capfd, stream(), gradient_accumulation_steps=2).splitlines()[-3:]
     assert lines[0] == "distca deals a stream of documents to 1 rank with 96 tokens each."
-    assert lines[1].startswith("Global batches have 96 tokens, 2 in each optimizer step, and take documents as they come")
+    assert lines[1].startswith(
+        "Global batches have 96 tokens, 2 in each optimizer step, and take documents as they come"
+    )
 
 
 def of_my_own(features: Any) -> Any:
@@ -219,7 +275,9 @@ COLLATORS: dict[str, tuple[Callable[[], Any], str | None]] = {
 
 
 @pytest.mark.parametrize("name", COLLATORS)
-def test_a_collator_that_may_mean_more_is_refused(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_collator_that_may_mean_more_is_refused(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     collator, named = COLLATORS[name]
     trainers = [make(Trainer, "distca", rows(), {}) for _ in range(2)]
     for trainer in trainers:
@@ -229,10 +287,15 @@ def test_a_collator_that_may_mean_more_is_refused(name: str, caplog: pytest.LogC
         hf_distca.deal(trainers[0], TOKENS)
         assert "in the place of" not in caplog.text
     else:
-        with pytest.raises(hf_distca.UnsupportedError, match=rf'replaces the data_collator, and {named} .*collator="replace"'):
+        with pytest.raises(
+            hf_distca.UnsupportedError,
+            match=rf'replaces the data_collator, and {named} .*collator="replace"',
+        ):
             hf_distca.deal(trainers[0], TOKENS)
         hf_distca.deal(trainers[1], TOKENS, collator="replace").train()
-        assert re.search(f"puts PackingCollator in the place of {named}, which is not called", caplog.text)
+        assert re.search(
+            f"puts PackingCollator in the place of {named}, which is not called", caplog.text
+        )
 
 
 def test_a_pad_token_that_ends_documents_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -241,7 +304,10 @@ def test_a_pad_token_that_ends_documents_is_said(caplog: pytest.LogCaptureFixtur
     trainer.data_collator = DataCollatorForLanguageModeling(token, mlm=False)
     processes.warn_once.cache_clear()
     hf_distca.deal(trainer, TOKENS)
-    assert "would leave out all targets that are token 1, which pads and ends documents alike" in caplog.text
+    assert (
+        "would leave out all targets that are token 1, which pads and ends documents alike"
+        in caplog.text
+    )
 
 
 class OwnOrder(Trainer):
@@ -251,14 +317,20 @@ class OwnOrder(Trainer):
 
 def test_an_order_of_rows_is_replaced_by_name(caplog: pytest.LogCaptureFixture) -> None:
     processes.warn_once.cache_clear()
-    hf_distca.deal(make(Trainer, "distca", rows(), {"train_sampling_strategy": "group_by_length"}), TOKENS)
+    hf_distca.deal(
+        make(Trainer, "distca", rows(), {"train_sampling_strategy": "group_by_length"}), TOKENS
+    )
     assert "hf_distca.deal replaces train_sampling_strategy='group_by_length'" in caplog.text
-    with pytest.raises(hf_distca.UnsupportedError, match="RandomSampler reads them in an order of its own"):
+    with pytest.raises(
+        hf_distca.UnsupportedError, match="RandomSampler reads them in an order of its own"
+    ):
         hf_distca.deal(make(OwnOrder, "distca", rows(), {}), TOKENS).train()
 
 
 def test_a_word_that_is_none_is_refused() -> None:
-    with pytest.raises(hf_distca.ConfigError, match="collator='mine' is none of 'check', 'replace'"):
+    with pytest.raises(
+        hf_distca.ConfigError, match="collator='mine' is none of 'check', 'replace'"
+    ):
         hf_distca.deal(make(Trainer, "distca", rows(), {}), TOKENS, collator="mine")  # type: ignore[arg-type]
 
 
@@ -273,7 +345,10 @@ def refuse(rank: int, changes: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"label_smoothing_factor": 0.1}, "hf_distca.deal for 2 ranks, and label_smoothing_factor=0.1"),
+        (
+            {"label_smoothing_factor": 0.1},
+            "hf_distca.deal for 2 ranks, and label_smoothing_factor=0.1",
+        ),
         ({"average_tokens_across_devices": False}, "Set average_tokens_across_devices=True"),
         ({}, 'label_names=["shift_labels"]'),
     ],
@@ -299,7 +374,10 @@ def test_evaluation_sets_with_names_are_dealt_each() -> None:
     trainer = make(Trainer, "distca", rows(), {})
     trainer.eval_dataset = {"first": rows(), "second": rows(completion_mask=masks())}
     hf_distca.deal(trainer, TOKENS, evaluation=True)
-    assert [name for name in trainer.evaluate() if name.endswith("_loss")] == ["eval_first_loss", "eval_second_loss"]
+    assert [name for name in trainer.evaluate() if name.endswith("_loss")] == [
+        "eval_first_loss",
+        "eval_second_loss",
+    ]
     assert trainer.args.per_device_eval_batch_size == 1
 
 
@@ -310,9 +388,19 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def texts() -> Dataset:
     """Prompts and completions in words."""
-    halves = [(ids[: len(ids) // 2], ids[len(ids) // 2 :]) for ids in documents(*LENGTHS) if len(ids) > 1]
-    words = [(" ".join(map(str, prompt)), " ".join(map(str, completion))) for prompt, completion in halves]
-    return Dataset.from_dict({"prompt": [prompt for prompt, _ in words], "completion": [completion for _, completion in words]})
+    halves = [
+        (ids[: len(ids) // 2], ids[len(ids) // 2 :]) for ids in documents(*LENGTHS) if len(ids) > 1
+    ]
+    words = [
+        (" ".join(map(str, prompt)), " ".join(map(str, completion)))
+        for prompt, completion in halves
+    ]
+    return Dataset.from_dict(
+        {
+            "prompt": [prompt for prompt, _ in words],
+            "completion": [completion for _, completion in words],
+        }
+    )
 
 
 # What `SFTConfig` says, and the data.
@@ -334,15 +422,27 @@ def train_trl(rank: int, ranks: int, implementation: str, name: str) -> list[flo
     warnings.simplefilter("ignore", FutureWarning)  # TRL's own, of transformers' names
     disable_progress_bars()
     changes, data = TRL[name]
-    arguments = {**COMMON, "output_dir": tempfile.mkdtemp(), "max_steps": 4, "learning_rate": 1e-2, "bf16": False, **changes}
+    arguments = {
+        **COMMON,
+        "output_dir": tempfile.mkdtemp(),
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "bf16": False,
+        **changes,
+    }
     trainer = SFTTrainer(
         tiny_llama(implementation),
         SFTConfig(**arguments),
         train_dataset=data(),
         processing_class=tokenizer(),
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if name == "LoRA" else None,
+        peft_config=(
+            LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if name == "LoRA" else None
+        ),
     )
-    with unpinned(name == OFFLOADED), patch.object(chunked, "forward", wraps=chunked.forward) as forward:
+    with (
+        unpinned(name == OFFLOADED),
+        patch.object(chunked, "forward", wraps=chunked.forward) as forward,
+    ):
         hf_distca.deal(trainer, TOKENS // ranks).train()
     assert forward.called, "TRL computes the loss in chunks"
     return losses(trainer)
@@ -375,11 +475,19 @@ def test_targets_are_those_of_the_collator_of_trl(name: str) -> None:
     from trl import SFTConfig, SFTTrainer
 
     changes, data = OF_TRL[name]
-    args = SFTConfig(**{**COMMON, "output_dir": tempfile.mkdtemp(), "bf16": False, "max_length": None, **changes})
-    trainer = SFTTrainer(tiny_llama("distca"), args, train_dataset=data(), processing_class=tokenizer())
+    args = SFTConfig(
+        **{**COMMON, "output_dir": tempfile.mkdtemp(), "bf16": False, "max_length": None, **changes}
+    )
+    trainer = SFTTrainer(
+        tiny_llama("distca"), args, train_dataset=data(), processing_class=tokenizer()
+    )
     columns = {"input_ids", "labels", "seq_lengths"}  # those that TRL leaves in
-    rows_of_trl = [{name: row[name] for name in columns & row.keys()} for row in trainer.train_dataset]
-    theirs = sum(int((trainer.data_collator([row])["labels"][:, 1:] != -100).sum()) for row in rows_of_trl)
+    rows_of_trl = [
+        {name: row[name] for name in columns & row.keys()} for row in trainer.train_dataset
+    ]
+    theirs = sum(
+        int((trainer.data_collator([row])["labels"][:, 1:] != -100).sum()) for row in rows_of_trl
+    )
     shares = hf_distca.deal(trainer, 1024, fill="whole").train_dataset
     assert sum(int((share["shift_labels"] != -100).sum()) for share in shares) == theirs
 
@@ -391,8 +499,16 @@ def test_trl_trainers_of_other_methods_are_refused_by_name() -> None:
 
     pairs = Dataset.from_dict({"prompt": ["2 3"] * 2, "chosen": ["4 5"] * 2, "rejected": ["6"] * 2})
     args = DPOConfig(**{**COMMON, "output_dir": tempfile.mkdtemp(), "bf16": False})
-    trainer = DPOTrainer(tiny_llama("distca"), tiny_llama("sdpa"), args=args, train_dataset=pairs, processing_class=tokenizer())
-    with pytest.raises(hf_distca.UnsupportedError, match="DPOTrainer trains on pairs, prompts or rewards"):
+    trainer = DPOTrainer(
+        tiny_llama("distca"),
+        tiny_llama("sdpa"),
+        args=args,
+        train_dataset=pairs,
+        processing_class=tokenizer(),
+    )
+    with pytest.raises(
+        hf_distca.UnsupportedError, match="DPOTrainer trains on pairs, prompts or rewards"
+    ):
         hf_distca.deal(trainer, TOKENS)
 
 
@@ -418,7 +534,10 @@ def test_a_script_without_a_changed_line(tmp_path: Path) -> None:
     script, here = tmp_path / "train.py", Path(__file__).parent
     script.write_text(SCRIPT.format(folders=[str(here), str(here.parent)], folder=str(tmp_path)))
     config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
-    words = words_of("hf-distca run --attn-implementation distca --tokens-per-rank 16384 accelerate launch train.py")
+    words = words_of(
+        "hf-distca run --attn-implementation distca --tokens-per-rank 16384 accelerate launch"
+        " train.py"
+    )
     program, *words = [str(TOKENS // 2) if word == "16384" else word for word in words]
     folder = Path(sys.executable).parent
     done = subprocess.run(

@@ -1,4 +1,6 @@
-"""Shares of dealt global batches: exact, no collective that a rank waits for, and an error where they do not belong together."""
+"""Shares of dealt global batches: exact, no collective that a rank waits for, and an error where
+they do not belong together.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def model_for(kind: str, implementation: str) -> Any:
 
 
 def settings(**changes: Any) -> hf_distca.DistCAConfig:
-    return hf_distca.DistCAConfig(**{"tile": 8, "min_gain": 0.0, "cost_model": PAIRS, "timeout_seconds": 20.0, **changes})
+    return hf_distca.DistCAConfig(
+        **{"tile": 8, "min_gain": 0.0, "cost_model": PAIRS, "timeout_seconds": 20.0, **changes}
+    )
 
 
 def dealing(ranks: int, kind: str, **changes: Any) -> DealSettings:
@@ -68,45 +72,70 @@ def dealing(ranks: int, kind: str, **changes: Any) -> DealSettings:
 
 def documents(number: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(number)
-    return [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in BATCHES[number]]
+    return [
+        torch.randint(1, VOCABULARY, (length,), generator=generator) for length in BATCHES[number]
+    ]
 
 
 def share(made: DealSettings, number: int, rank: int) -> dict[str, Any]:
     texts = documents(number)
-    packed = made.make_share(np.array([len(one) for one in texts]), (0, number), rank, document_ids=np.arange(len(texts)))
+    packed = made.make_share(
+        np.array([len(one) for one in texts]), (0, number), rank, document_ids=np.arange(len(texts))
+    )
     shifted = [torch.cat([one[1:], torch.tensor([-100])]) for one in texts]
     runs = list(zip(packed.documents or (), packed.starts or (), packed.lengths, strict=True))
     pieces = [[column[d][s : s + n] for d, s, n in runs] for column in (texts, shifted)]
     ids, targets = (torch.cat(piece)[None] for piece in pieces)
     positions = torch.cat([torch.arange(s, s + n) for _, s, n in runs])[None]
-    return {"input_ids": ids, "labels": targets, "shift_labels": targets, "position_ids": positions, "distca_documents": packed}
+    return {
+        "input_ids": ids,
+        "labels": targets,
+        "shift_labels": targets,
+        "position_ids": positions,
+        "distca_documents": packed,
+    }
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def loss_of(model: Any, targets: torch.Tensor, number: int, **batch: Any) -> torch.Tensor:
     """In float64, which the losses of transformers are not."""
     logits = model(**batch, use_cache=False).logits[0]
-    return torch.nn.functional.cross_entropy(logits, targets[0], reduction="sum") / sum(n - 1 for n in BATCHES[number])
+    return torch.nn.functional.cross_entropy(logits, targets[0], reduction="sum") / sum(
+        n - 1 for n in BATCHES[number]
+    )
 
 
 @cache
 def alone(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of the whole global batches in one process under sdpa, and the sum of their gradients."""
+    """Losses of the whole global batches in one process under sdpa, and the sum of their
+    gradients.
+    """
     model, losses = model_for(kind, "sdpa"), []
     for number in range(len(BATCHES)):
         total = 0.0
         for text in documents(number):
-            loss = loss_of(model, torch.cat([text[1:], torch.tensor([-100])])[None], number, input_ids=text[None])
+            loss = loss_of(
+                model,
+                torch.cat([text[1:], torch.tensor([-100])])[None],
+                number,
+                input_ids=text[None],
+            )
             loss.backward()
             total += loss.item()
         losses.append(total)
     return losses, gradients(model)
 
 
-def together(rank: int, ranks: int, kind: str, changes: dict[str, Any]) -> tuple[list[float], dict[str, Any], list[str], int]:
+def together(
+    rank: int, ranks: int, kind: str, changes: dict[str, Any]
+) -> tuple[list[float], dict[str, Any], list[str], int]:
     hf_distca.configure(settings(**changes))
     model, losses = model_for(kind, "distca"), []
     made = dealing(ranks, kind, **changes)
@@ -118,7 +147,12 @@ def together(rank: int, ranks: int, kind: str, changes: dict[str, Any]) -> tuple
         for number, batch in enumerate(shares):
             assert batch["input_ids"].shape == (1, TOKENS // ranks)
             targets = batch.pop("shift_labels")
-            loss = loss_of(model, targets, number, **{name: value for name, value in batch.items() if name != "labels"})
+            loss = loss_of(
+                model,
+                targets,
+                number,
+                **{name: value for name, value in batch.items() if name != "labels"},
+            )
             loss.backward()
             losses.append(loss.detach())
     sums = torch.stack(losses)
@@ -127,19 +161,35 @@ def together(rank: int, ranks: int, kind: str, changes: dict[str, Any]) -> tuple
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
     figures = hf_distca.metrics(gather=True).figures()
-    return sums.tolist(), gradients(model), planning, int(figures.get("distca/imbalance_measured_after", 0) > 0)
+    return (
+        sums.tolist(),
+        gradients(model),
+        planning,
+        int(figures.get("distca/imbalance_measured_after", 0) > 0),
+    )
 
 
-CHANGES: dict[str, dict[str, Any]] = {"whole": {}, "ping-pong": {"ping_pong": True}, "unbalanced": {"balance": False}}
+CHANGES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "ping-pong": {"ping_pong": True},
+    "unbalanced": {"balance": False},
+}
 # Both ways of running, with both kinds of layers, and more than two ranks.
 ALWAYS = [(2, "full", "whole"), (2, "windows", "ping-pong"), (3, "windows", "ping-pong")]
 
 
-@pytest.mark.parametrize(("ranks", "kind", "change"), in_turn(product((2, 3, 4), ("full", "windows"), CHANGES), 12, ALWAYS))
-def test_shares_train_as_one_process_does(rank_pool: Callable[[int], RankPool], ranks: int, kind: str, change: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "kind", "change"),
+    in_turn(product((2, 3, 4), ("full", "windows"), CHANGES), 12, ALWAYS),
+)
+def test_shares_train_as_one_process_does(
+    rank_pool: Callable[[int], RankPool], ranks: int, kind: str, change: str
+) -> None:
     changes = CHANGES[change]
     losses, grads = alone(kind)
-    for same_losses, same_grads, planning, measured in rank_pool(ranks)(together, ranks, kind, changes):
+    for same_losses, same_grads, planning, measured in rank_pool(ranks)(
+        together, ranks, kind, changes
+    ):
         assert same_losses == pytest.approx(losses, rel=1e-12)
         for name, grad in grads.items():
             torch.testing.assert_close(same_grads[name], grad, **CLOSE[kind])
@@ -153,12 +203,15 @@ def odd_share(made: DealSettings, wrong: str) -> dict[str, Any]:
     packed = batch["distca_documents"]
     if wrong in ("lengths", "seed"):  # of as many tokens together, or of equal lengths
         lengths = BATCHES[1][::-1] if wrong == "lengths" else BATCHES[1]
-        other = made.make_share(np.array(lengths), (0, 1), 1, document_ids=np.arange(len(lengths)) + (wrong == "seed"))
+        other = made.make_share(
+            np.array(lengths), (0, 1), 1, document_ids=np.arange(len(lengths)) + (wrong == "seed")
+        )
         batch["distca_documents"] = PackedDocuments(
             packed.lengths, packed.starts, packed.documents, dealt_share=other.dealt_share
         )
     if wrong == "plan":
-        for thread in packed.dealt_share._planning_threads:  # plans of a fetched share are made beside what the caller does
+        # Plans of a fetched share are made beside what the caller does.
+        for thread in packed.dealt_share._planning_threads:
             thread.join()
         (job, plan), *_ = packed.dealt_share._plans.items()
         tasks = [task._replace(server=1 - task.server) for task in plan.tasks]
@@ -175,7 +228,12 @@ def train_apart(rank: int, wrong: str) -> None:
         if odd and wrong == "settings":
             current_session().config = settings(tolerance=0.5)
         batch = odd_share(made, wrong) if odd else share(made, number, rank)
-        loss_of(model, batch.pop("shift_labels"), number, **{k: v for k, v in batch.items() if k != "labels"}).backward()
+        loss_of(
+            model,
+            batch.pop("shift_labels"),
+            number,
+            **{k: v for k, v in batch.items() if k != "labels"},
+        ).backward()
 
 
 def apart(rank: int, wrong: str) -> str:
@@ -189,16 +247,42 @@ def apart(rank: int, wrong: str) -> str:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ("batch", "different global batches in micro-batch 2 .*rank 0: 1, rank 1: 2; all ranks must read their shares in order"),
-        ("plan", "different plans for the same documents of a global batch in micro-batch 2 .*rank 0: [0-9]+, rank 1: [0-9]+"),
-        ("lengths", "different documents in the same global batch .* in micro-batch 2 .*give .* the same documents, seed"),
-        ("seed", "different documents in the same global batch .* in micro-batch 2 .*give .* the same documents, seed"),
+        (
+            "batch",
+            (
+                "different global batches in micro-batch 2 .*rank 0: 1, rank 1: 2; all ranks must"
+                " read their shares in order"
+            ),
+        ),
+        (
+            "plan",
+            (
+                "different plans for the same documents of a global batch in micro-batch 2 .*rank"
+                " 0: [0-9]+, rank 1: [0-9]+"
+            ),
+        ),
+        (
+            "lengths",
+            (
+                "different documents in the same global batch .* in micro-batch 2 .*give .* the"
+                " same documents, seed"
+            ),
+        ),
+        (
+            "seed",
+            (
+                "different documents in the same global batch .* in micro-batch 2 .*give .* the"
+                " same documents, seed"
+            ),
+        ),
         ("share", "rank 1 holds the share of rank 0 of global batch 1 of epoch 0"),
         ("settings", "tolerance is 0.01 on rank 0, 0.5 on rank 1"),
         ("no share", "different ways of loading batches .* in micro-batch 2.*rank 0: 4, rank 1: 0"),
     ],
 )
-def test_shares_that_do_not_belong_together_end_in_an_error(rank_pool: Callable[[int], RankPool], wrong: str, said: str) -> None:
+def test_shares_that_do_not_belong_together_end_in_an_error(
+    rank_pool: Callable[[int], RankPool], wrong: str, said: str
+) -> None:
     began = time.monotonic()
     errors = rank_pool(2)(apart, wrong)
     assert time.monotonic() - began < 15, "found at once, not after the timeout of 20 s"
@@ -206,14 +290,21 @@ def test_shares_that_do_not_belong_together_end_in_an_error(rank_pool: Callable[
         assert re.search(said, error), error
 
 
-def test_a_share_for_another_number_of_ranks_is_refused(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_share_for_another_number_of_ranks_is_refused(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     for error in rank_pool(2)(for_three_ranks):
-        assert "global batch 0 of epoch 0 is dealt to 3 ranks, and the attention group has 2: (0, 1)" in error
+        assert (
+            "global batch 0 of epoch 0 is dealt to 3 ranks, and the attention group has 2: (0, 1)"
+            in error
+        )
 
 
 def for_three_ranks(rank: int) -> str:
     hf_distca.configure(settings())
     model, batch = model_for("full", "distca"), share(dealing(3, "full"), 0, rank)
     with pytest.raises(LayoutError) as caught:
-        loss_of(model, batch.pop("shift_labels"), 0, **{k: v for k, v in batch.items() if k != "labels"})
+        loss_of(
+            model, batch.pop("shift_labels"), 0, **{k: v for k, v in batch.items() if k != "labels"}
+        )
     return str(caught.value)

@@ -1,4 +1,6 @@
-"""`document_shares` in the Trainer and TRL: what they make of it stays a data set of shares, and trains as one process does."""
+"""`document_shares` in the Trainer and TRL: what they make of it stays a data set of shares, and
+trains as one process does.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from accelerate.data_loader import IterableDatasetShard
 from accelerate.state import AcceleratorState
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, Subset
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, LlamaConfig, Trainer, TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    Trainer,
+    TrainerCallback,
+)
 
 import hf_distca
 import tiny_runs
@@ -41,11 +50,19 @@ def some_documents() -> datasets.Dataset:
 
 def make(ranks: int, **more: Any) -> Any:
     shapes, config = [(SHAPE, None)], tiny_runs.settings()
-    return hf_distca.document_shares(some_documents(), TOKENS // ranks, shapes=shapes, config=config, ranks=ranks, **more)
+    return hf_distca.document_shares(
+        some_documents(), TOKENS // ranks, shapes=shapes, config=config, ranks=ranks, **more
+    )
 
 
 def trainer_of(dataset: Any, **more: Any) -> Trainer:
-    how = {"train_sampling_strategy": "sequential", "remove_unused_columns": True, "num_train_epochs": 2, "bf16": False, **more}
+    how = {
+        "train_sampling_strategy": "sequential",
+        "remove_unused_columns": True,
+        "num_train_epochs": 2,
+        "bf16": False,
+        **more,
+    }
     return tiny_runs.make_trainer("distca", dataset, **how)
 
 
@@ -68,11 +85,15 @@ def test_two_ranks_train_as_one_does(rank_pool: Callable[[int], RankPool]) -> No
 
 
 def train_on_a_part(rank: int) -> str:
-    """Rows of one length that were divided by rank before they were dealt, as most data sets are made."""
+    """Rows of one length that were divided by rank before they were dealt, as most data sets are
+    made.
+    """
     whole = datasets.Dataset.from_dict({"input_ids": tiny_runs.documents(*[48] * 40)})
     part = split_dataset_by_node(whole, rank, 2)
     config = tiny_runs.settings()
-    trainer = trainer_of(hf_distca.document_shares(part, 120, shapes=[(SHAPE, None)], config=config, ranks=2))
+    trainer = trainer_of(
+        hf_distca.document_shares(part, 120, shapes=[(SHAPE, None)], config=config, ranks=2)
+    )
     with pytest.raises(hf_distca.DistCADesyncError) as caught:
         trainer.train()
     return str(caught.value)
@@ -81,7 +102,10 @@ def train_on_a_part(rank: int) -> str:
 def test_documents_divided_by_rank_are_refused(rank_pool: Callable[[int], RankPool]) -> None:
     for error in rank_pool(2)(train_on_a_part):
         assert "different documents in the same global batch" in error
-        assert "all of the documents, not a part that was divided by rank (split_dataset_by_node, shard)" in error
+        assert (
+            "all of the documents, not a part that was divided by rank (split_dataset_by_node,"
+            " shard)" in error
+        )
 
 
 def test_run_resumed_in_its_second_epoch_has_the_same_shares(tmp_path: Path) -> None:
@@ -121,9 +145,14 @@ def test_trl_takes_them() -> None:
     trl = pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
     from tokenizers import Tokenizer, models
 
-    words = Tokenizer(models.WordLevel({str(n): n for n in range(tiny_runs.VOCABULARY)}, unk_token="0"))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
-    # TRL adds its losses up in another order. A small rate keeps Adam, which divides by small gradients, from enlarging that.
+    words = Tokenizer(
+        models.WordLevel({str(n): n for n in range(tiny_runs.VOCABULARY)}, unk_token="0")
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="0", eos_token="1"
+    )
+    # TRL adds its losses up in another order. A small rate keeps Adam, which divides by small
+    # gradients, from enlarging that.
     rate = {"learning_rate": 1e-4}
     arguments = {**tiny_runs.COMMON, "output_dir": "/tmp", **rate, "num_train_epochs": 2}
     how = {
@@ -162,9 +191,18 @@ def test_shares_are_found_behind_what_is_wrapped_around_them() -> None:
         DataLoader(Subset(dataset, range(2))),
     ):
         assert shares_of(wrapped) is shares
-    stream = hf_distca.document_shares(some_documents().to_iterable_dataset(), 48, shapes=[(SHAPE, None)], ranks=2)
+    stream = hf_distca.document_shares(
+        some_documents().to_iterable_dataset(), 48, shapes=[(SHAPE, None)], ranks=2
+    )
     assert shares_of(DataLoader(IterableDatasetShard(stream))) is stream
-    for other in (None, some_documents(), some_documents().with_transform(lambda rows: rows), [1], "text", DataLoader([1])):
+    for other in (
+        None,
+        some_documents(),
+        some_documents().with_transform(lambda rows: rows),
+        [1],
+        "text",
+        DataLoader([1]),
+    ):
         assert shares_of(other) is None
 
 
@@ -176,15 +214,28 @@ def dealing_of(**how: Any) -> Any:
 
 def test_dealing_follows_the_model_settings_and_place() -> None:
     """What is dealt by is the model, the settings and the place."""
-    small = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
+    small = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 2,
+    }
     config = Gemma2Config(**small, sliding_window=40, dtype=torch.bfloat16)
     half = AttentionShape(4, 2, 16, 16, 2)
     settings = hf_distca.DistCAConfig(tile=64, ping_pong=True)
     made = dealing_of(model=config, ranks=4, ranks_per_node=2, device="cuda", config=settings)
-    assert (made.ranks, made.tokens_per_rank, made.ranks_per_node, made.config) == (4, 16, 2, settings)
+    assert (made.ranks, made.tokens_per_rank, made.ranks_per_node, made.config) == (
+        4,
+        16,
+        2,
+        settings,
+    )
     assert list(made.costs) == [PlanKey(half, "cuda"), PlanKey(half, "cuda", 40)]
     assert [cost.window for cost in made.costs.values()] == [None, 40]
-    assert made.costs[PlanKey(half, "cuda")] == CostModel.analytic(half, device_type="cuda", tile=64)
+    assert made.costs[PlanKey(half, "cuda")] == CostModel.analytic(
+        half, device_type="cuda", tile=64
+    )
 
     own = CostModel.of_pairs(AttentionShape(1, 1, 8, 8, 2))
     hf_distca.configure(hf_distca.DistCAConfig(cost_model=own))
@@ -196,7 +247,9 @@ def test_dealing_follows_the_model_settings_and_place() -> None:
     assert list(dealing_of(shapes=[(SHAPE, 5)], device="cpu").costs) == [PlanKey(SHAPE, "cpu", 5)]
 
 
-@pytest.mark.parametrize(("mixed", "element_bytes"), [("bf16", 2), ("fp16", 2), ("no", 4), (None, 4)])
+@pytest.mark.parametrize(
+    ("mixed", "element_bytes"), [("bf16", 2), ("fp16", 2), ("no", 4), (None, 4)]
+)
 def test_shares_are_planned_for_the_launchers_precision(
     monkeypatch: pytest.MonkeyPatch, mixed: str | None, element_bytes: int
 ) -> None:
@@ -207,7 +260,9 @@ def test_shares_are_planned_for_the_launchers_precision(
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", mixed)
     model = tiny_runs.tiny_llama("sdpa")
     assert [key.shape.element_bytes for key in dealing_of(model=model).costs] == [element_bytes]
-    assert [key.shape.element_bytes for key in dealing_of(model=model, dtype=torch.float64).costs] == [8]
+    assert [
+        key.shape.element_bytes for key in dealing_of(model=model, dtype=torch.float64).costs
+    ] == [8]
     if mixed not in (None, "fp16"):  # fp16 is for GPUs
         monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
         Accelerator(mixed_precision=mixed, cpu=True)
@@ -235,21 +290,29 @@ def test_documents_without_a_length_are_streamed() -> None:
 def test_columns_are_refused_that_the_model_takes() -> None:
     documents = some_documents().add_column("token_type_ids", [[0] * length for length in LENGTHS])
     hf_distca.document_shares(documents, 16, model=tiny_runs.tiny_llama("sdpa"))
-    config = AutoConfig.for_model("roberta", is_decoder=True, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
-    with pytest.raises(LayoutError, match="'token_type_ids', an input of the model that would be lost"):
+    config = AutoConfig.for_model(
+        "roberta", is_decoder=True, hidden_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    with pytest.raises(
+        LayoutError, match="'token_type_ids', an input of the model that would be lost"
+    ):
         hf_distca.document_shares(documents, 16, model=AutoModelForCausalLM.from_config(config))
     with pytest.raises(LayoutError, match="'token_type_ids' of numbers, which may be an input"):
         hf_distca.document_shares(documents, 16, model=config)
 
 
 def test_what_cannot_be_dealt_is_refused() -> None:
-    with pytest.raises(hf_distca.ConfigError, match=r"model=NoneType is no model .* give one, or shapes"):
+    with pytest.raises(
+        hf_distca.ConfigError, match=r"model=NoneType is no model .* give one, or shapes"
+    ):
         hf_distca.document_shares(some_documents(), 16)
     with pytest.raises(hf_distca.ConfigError, match=r"shapes=\[\] names no kind"):
         hf_distca.document_shares(some_documents(), 16, shapes=[])
     for wrong in ({"ranks": 0}, {"ranks": 2, "ranks_per_node": 3}, {"tokens_per_rank": 0}):
         with pytest.raises(hf_distca.ConfigError, match=r"ranks|tokens"):
-            hf_distca.document_shares(some_documents(), **{"tokens_per_rank": 16, "model": LlamaConfig(), **wrong})
+            hf_distca.document_shares(
+                some_documents(), **{"tokens_per_rank": 16, "model": LlamaConfig(), **wrong}
+            )
     with pytest.raises(LayoutError, match="642 tokens together, a global batch has 10000"):
         hf_distca.document_shares(some_documents(), 10_000, model=LlamaConfig())
 
@@ -258,9 +321,16 @@ def evaluate(rank: int, ranks: int) -> dict[str, float]:
     """Evaluation on documents longer than a rank, on all ranks together."""
     config = tiny_runs.settings(balance_evaluation=True)
     shares = hf_distca.document_shares(
-        some_documents(), TOKENS // ranks, shapes=[(SHAPE, None)], config=config, ranks=ranks, seed=None
+        some_documents(),
+        TOKENS // ranks,
+        shapes=[(SHAPE, None)],
+        config=config,
+        ranks=ranks,
+        seed=None,
     )
-    trainer = trainer_of(shares, eval_dataset=shares, config=config, num_train_epochs=3, remove_unused_columns=False)
+    trainer = trainer_of(
+        shares, eval_dataset=shares, config=config, num_train_epochs=3, remove_unused_columns=False
+    )
     with counted_planning() as planning:
         loss = trainer.evaluate()["eval_loss"]
     return {"loss": loss, "planning": len(planning), "dispatches": tiny_runs.dispatches()}

@@ -1,4 +1,6 @@
-"""The attention function in every dtype, head layout and padding: no worse than twice the error of sdpa in the same dtype."""
+"""The attention function in every dtype, head layout and padding: no worse than twice the error of
+sdpa in the same dtype.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from turns import in_turn
 SCALING = 0.11  # of no head dim below
 # Tokens of the documents in each row of each rank's batch, and where its padding is.
 PACKED = {0: [(301,)], 1: [(40, 1, 77, 13)]}
-PADDED = {"left": {0: [(290,), (33,)], 1: [(17,), (60,)]}, "right": {0: [(33,), (290,)], 1: [(60,), (17,)]}}
+PADDED = {
+    "left": {0: [(290,), (33,)], 1: [(17,), (60,)]},
+    "right": {0: [(33,), (290,)], 1: [(60,), (17,)]},
+}
 
 
 @dataclass(frozen=True)
@@ -37,13 +42,22 @@ class Case:
 
 
 def leaves(case: Case, batch: int, length: int, rank: int) -> list[torch.Tensor]:
-    """A fused projection (batch, length, heads of q, k, v and one more, width), and dO (batch, length, heads, width).
+    """A fused projection (batch, length, heads of q, k, v and one more, width), and dO (batch,
+    length, heads, width).
 
-    q, k and v are views of it, as models make them, with gaps between their rows: none is contiguous in any order.
+    q, k and v are views of it, as models make them, with gaps between their rows: none is
+    contiguous in any order.
     """
     generator = torch.Generator().manual_seed(rank)
     heads, key_heads = case.heads
-    fused = torch.randn(batch, length, heads + 2 * key_heads + 1, case.width, generator=generator, dtype=torch.float64)
+    fused = torch.randn(
+        batch,
+        length,
+        heads + 2 * key_heads + 1,
+        case.width,
+        generator=generator,
+        dtype=torch.float64,
+    )
     d_out = torch.randn(batch, length, heads, case.width, generator=generator, dtype=torch.float64)
     return [fused.to(case.dtype), d_out.to(case.dtype)]
 
@@ -65,7 +79,9 @@ def where(rows: list[tuple[int, ...]], side: str | None) -> tuple[int, list[tupl
     return length, found
 
 
-def dense(fused: torch.Tensor, d_out: torch.Tensor, case: Case, documents: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+def dense(
+    fused: torch.Tensor, d_out: torch.Tensor, case: Case, documents: list[tuple[int, int, int]]
+) -> list[torch.Tensor]:
     """Output and gradient of the projection with sdpa, one document at a time."""
     leaf = fused.detach().clone().requires_grad_()
     q, k, v = split(leaf, case)
@@ -74,29 +90,40 @@ def dense(fused: torch.Tensor, d_out: torch.Tensor, case: Case, documents: list[
         cut = [t[row : row + 1, :, start : start + tokens] for t in (q, k, v)]
         o = scaled_dot_product_attention(*cut, is_causal=True, scale=case.scaling, enable_gqa=True)
         piece = o[0].transpose(0, 1)
-        torch.autograd.backward(piece, d_out[row, start : start + tokens].to(piece.dtype), retain_graph=True)
+        torch.autograd.backward(
+            piece, d_out[row, start : start + tokens].to(piece.dtype), retain_graph=True
+        )
         out[row, start : start + tokens] = piece.detach()
     return [out, leaf.grad]
 
 
-def ours(fused: torch.Tensor, d_out: torch.Tensor, case: Case, documents: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+def ours(
+    fused: torch.Tensor, d_out: torch.Tensor, case: Case, documents: list[tuple[int, int, int]]
+) -> list[torch.Tensor]:
     """The same with distca, the batch at once."""
     leaf = fused.detach().clone().requires_grad_()
     batch, length = fused.shape[:2]
-    positions, padding = torch.zeros(batch, length, dtype=torch.long), torch.zeros(batch, length, dtype=torch.bool)
+    positions, padding = (
+        torch.zeros(batch, length, dtype=torch.long),
+        torch.zeros(batch, length, dtype=torch.bool),
+    )
     for row, start, tokens in documents:
         positions[row, start : start + tokens] = torch.arange(tokens)
         padding[row, start : start + tokens] = True
     handle = AttentionHandle(batch, length, MaskInfo(None if case.padding is None else padding))
     attention = AttentionInterface()["distca"]
     module = torch.nn.Module().train()
-    out, _ = attention(module, *split(leaf, case), handle, scaling=case.scaling, position_ids=positions)
+    out, _ = attention(
+        module, *split(leaf, case), handle, scaling=case.scaling, position_ids=positions
+    )
     out.backward(d_out.to(out.dtype))
     return [out.detach(), leaf.grad]
 
 
 def errors(rank: int, case: Case) -> tuple[dict[str, tuple[float, float]], bool, int]:
-    """Errors of (distca, sdpa) against float64 by name, whether padding got nothing, and bytes sent."""
+    """Errors of (distca, sdpa) against float64 by name, whether padding got nothing, and bytes
+    sent.
+    """
     pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
     rows = PACKED[rank] if case.padding is None else PADDED[case.padding][rank]
@@ -111,7 +138,10 @@ def errors(rank: int, case: Case) -> tuple[dict[str, tuple[float, float]], bool,
     found = {}
     for name, mine, theirs, want in (
         ("output", got[0], stock[0], exact[0]),
-        *((name, *(split(t[1], case)[i] for t in (got, stock, exact))) for i, name in enumerate(("dq", "dk", "dv"))),
+        *(
+            (name, *(split(t[1], case)[i] for t in (got, stock, exact)))
+            for i, name in enumerate(("dq", "dk", "dv"))
+        ),
     ):
         norm = want.norm()
         found[name] = (float((mine - want).norm() / norm), float((theirs - want).norm() / norm))
@@ -131,8 +161,16 @@ CASES = {
         for name, dtype in DTYPES.items()
         for h, k in ((4, 4), (4, 2), (4, 1))
     },
-    **{f"{name}, width {d}": Case(**DTYPES[name], width=d) for name in ("bf16", "fp32") for d in (16, 32, 96, 128, 192, 256)},
-    **{f"{name}, padded {side}": Case(**DTYPES[name], padding=side) for name in ("bf16", "fp32") for side in PADDED},
+    **{
+        f"{name}, width {d}": Case(**DTYPES[name], width=d)
+        for name in ("bf16", "fp32")
+        for d in (16, 32, 96, 128, 192, 256)
+    },
+    **{
+        f"{name}, padded {side}": Case(**DTYPES[name], padding=side)
+        for name in ("bf16", "fp32")
+        for side in PADDED
+    },
     "own scale left out": Case(scaling=None),
 }
 

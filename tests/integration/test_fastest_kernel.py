@@ -1,4 +1,6 @@
-"""What a session does with the kernel that was the fastest on rank 0: tests/calibration/test_fastest.py has how it is found."""
+"""What a session does with the kernel that was the fastest on rank 0:
+tests/calibration/test_fastest.py has how it is found.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def test_it_is_taken_and_calibrated(
     session = current_session()
     session.learn_cost(PlanKey(SHAPE, device, None), QUERY, AttentionGroup())
     assert session.kernel(QUERY, (16, 16), Scores(1.0), 2).name == expected
-    assert session.kernel(QUERY, (16, 24), Scores(1.0), 2).name == ("cpu" if kernel == "auto" else kernel), "of this shape alone"
+    assert session.kernel(QUERY, (16, 24), Scores(1.0), 2).name == (
+        "cpu" if kernel == "auto" else kernel
+    ), "of this shape alone"
     assert calibrated == ([expected] if cost_model == "calibrated" else [])
     hf_distca.configure()
 
@@ -64,7 +68,10 @@ def test_a_gpu_begins_with_the_shipped_profile_of_its_kernel(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
     monkeypatch.setattr(module.Session, "kernel", lambda *_: SimpleNamespace(name="flash_attn_3"))
     hf_distca.configure(hf_distca.DistCAConfig(cost_model=cost_model, tile=256))
-    session, query = current_session(), SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    session, query = (
+        current_session(),
+        SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16),
+    )
     shape = AttentionShape(32, 8, 128, 128, 2)
     session.learn_cost(PlanKey(shape, "cuda", 4096), cast("torch.Tensor", query), AttentionGroup())
     cost = session.planner.resume_progress().costs[shape, "cuda"]

@@ -43,7 +43,9 @@ class MineConfig(PreTrainedConfig):
 
 
 class Mine(PreTrainedModel):
-    """Somebody's own decoder: two attention layers over embeddings, no positions, without a layer class of transformers."""
+    """Somebody's own decoder: two attention layers over embeddings, no positions, without a layer
+    class of transformers.
+    """
 
     config_class = MineConfig
     _supports_sdpa = True
@@ -62,12 +64,16 @@ class Mine(PreTrainedModel):
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
         for qkv in self.qkv:
             q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in qkv(x).chunk(3, -1))
-            out, _ = attention(self, q, k, v, mask, position_ids=position_ids, scaling=0.3, **self.arguments)
+            out, _ = attention(
+                self, q, k, v, mask, position_ids=position_ids, scaling=0.3, **self.arguments
+            )
             x = x + out.flatten(2)
         return x @ self.embed.weight.T
 
 
-def run_mine(implementation: str, arguments: dict[str, Any], masked: bool = True) -> list[torch.Tensor]:
+def run_mine(
+    implementation: str, arguments: dict[str, Any], masked: bool = True
+) -> list[torch.Tensor]:
     """Logits of two packed documents and the gradients."""
     torch.manual_seed(0)
     model = Mine(MineConfig(attn_implementation=implementation), arguments, masked).double().train()
@@ -84,7 +90,9 @@ def _defaults() -> None:
 
 
 def test_a_model_of_ones_own_that_says_what_distca_knows_works() -> None:
-    for got, want in zip(run_mine("distca", {"use_cache": False}), run_mine("sdpa", {}), strict=True):
+    for got, want in zip(
+        run_mine("distca", {"use_cache": False}), run_mine("sdpa", {}), strict=True
+    ):
         torch.testing.assert_close(got, want)
 
 
@@ -108,10 +116,25 @@ def test_a_mask_part_that_is_no_function_is_refused() -> None:
     assert mask.what == "partial"
 
 
-SMALL = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 61}
+SMALL = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "vocab_size": 61,
+}
 ENCODER_DECODERS = {
     "bart": BartConfig(**SMALL, encoder_attention_heads=2, decoder_attention_heads=2),
-    "t5": T5Config(d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2, vocab_size=61, decoder_start_token_id=0),
+    "t5": T5Config(
+        d_model=32,
+        d_kv=16,
+        d_ff=32,
+        num_layers=1,
+        num_heads=2,
+        vocab_size=61,
+        decoder_start_token_id=0,
+    ),
 }
 
 
@@ -123,14 +146,23 @@ def encoder_decoder(name: str) -> PreTrainedModel:
 def test_encoder_decoder_is_refused_in_its_first_forward(name: str) -> None:
     """An encoder-decoder is refused by name in its first forward."""
     ids = torch.arange(8)[None]
-    with pytest.raises(hf_distca.UnsupportedError, match=f"{name} models: .* encoder with a decoder"):
+    with pytest.raises(
+        hf_distca.UnsupportedError, match=f"{name} models: .* encoder with a decoder"
+    ):
         encoder_decoder(name)(input_ids=ids, labels=ids)
 
 
 def test_an_encoder_decoder_is_refused_by_name_before_training(tmp_path: Path) -> None:
-    arguments = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=1, report_to="none", save_strategy="no")
+    arguments = TrainingArguments(
+        str(tmp_path), use_cpu=True, max_steps=1, report_to="none", save_strategy="no"
+    )
     rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 8
-    trainer = Trainer(encoder_decoder("bart"), arguments, train_dataset=rows, callbacks=[hf_distca.DistCACallback()])
+    trainer = Trainer(
+        encoder_decoder("bart"),
+        arguments,
+        train_dataset=rows,
+        callbacks=[hf_distca.DistCACallback()],
+    )
     steps: list[int] = []
     trainer.training_step = lambda *_args, **_kwargs: steps.append(1)
     with pytest.raises(hf_distca.UnsupportedError, match=r"bart models: .* encoder with a decoder"):
@@ -139,7 +171,13 @@ def test_an_encoder_decoder_is_refused_by_name_before_training(tmp_path: Path) -
 
 
 def test_a_bidirectional_encoder_is_refused() -> None:
-    config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=61)
+    config = BertConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        vocab_size=61,
+    )
     config._attn_implementation = "distca"
     with pytest.raises(hf_distca.UnsupportedError, match="bidirectional_mask_function"):
         BertModel(config)(input_ids=torch.arange(8)[None])
@@ -147,7 +185,9 @@ def test_a_bidirectional_encoder_is_refused() -> None:
 
 def mask_with_blocks(ids: torch.Tensor) -> object:
     function = or_masks(causal_mask_function, blockwise_overlay(ids))
-    return ALL_MASK_ATTENTION_FUNCTIONS["distca"](batch_size=1, q_length=6, kv_length=6, mask_function=function)
+    return ALL_MASK_ATTENTION_FUNCTIONS["distca"](
+        batch_size=1, q_length=6, kv_length=6, mask_function=function
+    )
 
 
 def test_bidirectional_blocks_are_refused_when_present() -> None:
@@ -166,6 +206,10 @@ def test_generation_of_a_decoder_with_an_unused_mask() -> None:
     ids, outputs = torch.randint(4, 61, (2, 7), generator=torch.Generator().manual_seed(2)), []
     for implementation in ("distca", "sdpa"):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(ENCODER_DECODERS["bart"], attn_implementation=implementation).eval()
-        outputs.append(model.generate(input_ids=ids, max_new_tokens=5, do_sample=False, pad_token_id=1))
+        model = AutoModelForCausalLM.from_config(
+            ENCODER_DECODERS["bart"], attn_implementation=implementation
+        ).eval()
+        outputs.append(
+            model.generate(input_ids=ids, max_new_tokens=5, do_sample=False, pad_token_id=1)
+        )
     assert torch.equal(*outputs)

@@ -1,4 +1,6 @@
-"""What a forward plans, keeps and computes where engines, modes and dtypes are not the plain ones."""
+"""What a forward plans, keeps and computes where engines, modes and dtypes are not the plain
+ones.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,20 @@ LAYERS = 2
 
 
 def batch(*lengths: int) -> dict[str, Any]:
-    return hf_distca.PackingCollator()([{"documents": [[7 + n % 5 for n in range(length)] for length in lengths]}])
+    return hf_distca.PackingCollator()(
+        [{"documents": [[7 + n % 5 for n in range(length)] for length in lengths]}]
+    )
 
 
-def collectives_of_a_step(rank: int, dtype: torch.dtype | None, ahead: bool, ping_pong: bool) -> tuple[int, int, int]:
-    """Collectives of planning ahead and of one micro-batch under FSDP2, and how many micro-batches were counted."""
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, ping_pong=ping_pong))
+def collectives_of_a_step(
+    rank: int, dtype: torch.dtype | None, ahead: bool, ping_pong: bool
+) -> tuple[int, int, int]:
+    """Collectives of planning ahead and of one micro-batch under FSDP2, and how many micro-batches
+    were counted.
+    """
+    hf_distca.configure(
+        hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, ping_pong=ping_pong)
+    )
     model = model_for(2, "distca", torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
@@ -70,7 +80,10 @@ def bytes_after_layers(training: bool) -> list[int]:
     model = model_for(2, "distca", torch.float32).train(training)
     alive: list[int] = []
     with LiveBytes() as live, torch.no_grad():
-        hooks = [layer.register_forward_hook(lambda *_: alive.append(live.alive)) for layer in model.model.layers]
+        hooks = [
+            layer.register_forward_hook(lambda *_: alive.append(live.alive))
+            for layer in model.model.layers
+        ]
         model(**batch(64, 64), use_cache=False)
     for hook in hooks:
         hook.remove()
@@ -86,7 +99,9 @@ def test_a_training_forward_without_gradients_keeps_nothing() -> None:
 @pytest.mark.parametrize("given", [True, False], ids=["documents", "positions"])
 @pytest.mark.parametrize("rope", ["default", "dynamic"])
 def test_a_step_keeps_nothing_of_the_one_before(rope: str, given: bool) -> None:
-    """What asks the call stack must not keep it: a frame that it looked at, or what that frame had in hand then."""
+    """What asks the call stack must not keep it: a frame that it looked at, or what that frame had
+    in hand then.
+    """
     hf_distca.configure()
     config = tiny_llama("distca").config
     config.rope_parameters = {"rope_type": rope, "rope_theta": 10_000.0, "factor": 4.0}
@@ -115,14 +130,19 @@ def test_lone_rank_joins_segments_of_one_document(training: bool) -> None:
     whole = model(input_ids=ids, use_cache=False).logits
     positions = {"input_ids": ids, "position_ids": torch.arange(20)[None]}
     pieces = PackedDocuments((10, 10), (0, 10), (7, 7))
-    torch.testing.assert_close(model(**positions, distca_documents=pieces, use_cache=False).logits, whole)
+    torch.testing.assert_close(
+        model(**positions, distca_documents=pieces, use_cache=False).logits, whole
+    )
 
 
 def test_lone_rank_refuses_segments_without_a_beginning() -> None:
     """Segments whose beginning is missing are refused on a rank that works alone."""
     hf_distca.configure()
     model = model_for(2, "distca", torch.float64)
-    positions = {"input_ids": torch.ones(1, 10, dtype=torch.long), "position_ids": torch.arange(10, 20)[None]}
+    positions = {
+        "input_ids": torch.ones(1, 10, dtype=torch.long),
+        "position_ids": torch.arange(10, 20)[None],
+    }
     pieces = PackedDocuments((10,), (10,), (7,))
     with pytest.raises(LayoutError, match="must cover it from 0"):
         model(**positions, distca_documents=pieces, use_cache=False)
@@ -139,12 +159,21 @@ def costs_under_autocast(rank: int) -> tuple[list[int], list[torch.dtype]]:
         return analytic
 
     hf_distca.configure(hf_distca.DistCAConfig(cost_model="calibrated"))
-    with patch.object(session_module, "calibrate", calibrate), torch.autocast("cpu", torch.bfloat16):
-        model_for(2, "distca", torch.float32)(**batch(*([96], [16])[rank]), use_cache=False).loss.backward()
-    return [shape.element_bytes for shape, _ in current_session().planner.resume_progress().costs], timed
+    with (
+        patch.object(session_module, "calibrate", calibrate),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        model_for(2, "distca", torch.float32)(
+            **batch(*([96], [16])[rank]), use_cache=False
+        ).loss.backward()
+    return [
+        shape.element_bytes for shape, _ in current_session().planner.resume_progress().costs
+    ], timed
 
 
-def test_costs_are_those_of_the_dtype_that_is_computed_in(rank_pool: Callable[[int], RankPool]) -> None:
+def test_costs_are_those_of_the_dtype_that_is_computed_in(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     assert rank_pool(2)(costs_under_autocast) == [([2], [torch.bfloat16])] * 2
 
 
@@ -152,11 +181,15 @@ def refused(rank: int, positions: list[int]) -> str:
     hf_distca.configure()
     ids = torch.ones(1, len(positions), dtype=torch.long)
     with pytest.raises(hf_distca.UnsupportedError) as caught:
-        model_for(2, "distca", torch.float32)(input_ids=ids, position_ids=torch.tensor([positions]), use_cache=False)
+        model_for(2, "distca", torch.float32)(
+            input_ids=ids, position_ids=torch.tensor([positions]), use_cache=False
+        )
     return str(caught.value)
 
 
-def test_row_cut_over_ranks_by_another_tool_is_refused(rank_pool: Callable[[int], RankPool]) -> None:
+def test_row_cut_over_ranks_by_another_tool_is_refused(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     """A row that another tool cut over ranks is refused by rank."""
     for rank, message in enumerate(rank_pool(2)(refused, [4, 5, 6, 0, 1])):
         assert message.startswith(f"rank {rank}: row 0 of a training batch begins at position 4")
@@ -165,29 +198,48 @@ def test_row_cut_over_ranks_by_another_tool_is_refused(rank_pool: Callable[[int]
 def gradients(model: torch.nn.Module, losses: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gradients of a sum of losses, summed over ranks."""
     torch.stack(losses).sum().backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    found = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     for grad in found.values():
         dist.all_reduce(grad)
     return found
 
 
 def under_real_costs(rank: int) -> tuple[int, int, float]:
-    """Exchanges, bytes sent, and the largest relative difference of gradients to each document alone under sdpa."""
+    """Exchanges, bytes sent, and the largest relative difference of gradients to each document
+    alone under sdpa.
+    """
     hf_distca.configure()  # built-in costs, default tiles and gains: a plan as users get it
-    documents = [torch.arange(2048) % 13] if rank == 0 else [torch.arange(n, n + 256) % 13 for n in range(8)]
+    documents = (
+        [torch.arange(2048) % 13]
+        if rank == 0
+        else [torch.arange(n, n + 256) % 13 for n in range(8)]
+    )
     model = model_for(2, "distca", torch.float64)
     packed = hf_distca.PackingCollator()([{"documents": [one.tolist() for one in documents]}])
     ours = gradients(model, [model(**packed, use_cache=False).logits.square().sum()])
     alone = model_for(2, "sdpa", torch.float64)
-    theirs = gradients(alone, [alone(input_ids=one[None], use_cache=False).logits.square().sum() for one in documents])
-    worst = max(float((ours[name] - want).norm() / want.norm().clamp_min(1e-30)) for name, want in theirs.items())
+    theirs = gradients(
+        alone,
+        [alone(input_ids=one[None], use_cache=False).logits.square().sum() for one in documents],
+    )
+    worst = max(
+        float((ours[name] - want).norm() / want.norm().clamp_min(1e-30))
+        for name, want in theirs.items()
+    )
     return current_session().meter.dispatches, current_session().meter.sent_bytes, worst
 
 
-@pytest.mark.parametrize(("ranks", "hops"), in_turn([(2, 1), (6, 2)], 2, [(2, 1)]))  # of six ranks, some pass keys on
+# Of six ranks, some pass keys on.
+@pytest.mark.parametrize(("ranks", "hops"), in_turn([(2, 1), (6, 2)], 2, [(2, 1)]))
 def test_a_plan_of_the_built_in_costs_moves_work_and_is_exact(
     rank_pool: Callable[[int], RankPool], ranks: int, hops: int
 ) -> None:
     results = rank_pool(ranks)(under_real_costs)
-    assert all(dispatches == 2 * hops * LAYERS and worst <= 1e-9 for dispatches, _, worst in results)
+    assert all(
+        dispatches == 2 * hops * LAYERS and worst <= 1e-9 for dispatches, _, worst in results
+    )
     assert sum(sent for _, sent, _ in results) > 0

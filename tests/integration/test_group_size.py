@@ -1,4 +1,6 @@
-"""Attention groups of a part of the ranks: exact, balanced inside, and nothing travels between them."""
+"""Attention groups of a part of the ranks: exact, balanced inside, and nothing travels between
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,18 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from test_dealt import BATCHES, CLOSE, TOKENS, alone, dealing, gradients, loss_of, model_for, settings, share
+from test_dealt import (
+    BATCHES,
+    CLOSE,
+    TOKENS,
+    alone,
+    dealing,
+    gradients,
+    loss_of,
+    model_for,
+    settings,
+    share,
+)
 from torch.utils.data import DataLoader, DistributedSampler
 
 import hf_distca
@@ -24,92 +37,150 @@ from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool
 
 SHAPE = AttentionShape(2, 1, 8, 8, 4)
-LENGTHS = ([96, 1], [16] * 6, [64, 33], [24, 25, 48])  # of the documents of each rank, drawn by its own loader
+# Of the documents of each rank, drawn by its own loader.
+LENGTHS = ([96, 1], [16] * 6, [64, 33], [24, 25, 48])
 
 
 def drawn(rank: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(rank)
-    texts = [torch.randint(1, 61, (length,), generator=generator).tolist() for length in LENGTHS[rank]]
+    texts = [
+        torch.randint(1, 61, (length,), generator=generator).tolist() for length in LENGTHS[rank]
+    ]
     return hf_distca.PackingCollator()([{"documents": texts}])
 
 
-def loss_and_gradients(rank: int, group_size: int | None, ping_pong: bool) -> tuple[float, dict[str, torch.Tensor], Any]:
-    hf_distca.configure(settings(group_size=group_size, ping_pong=ping_pong, balance=group_size is not None))
+def loss_and_gradients(
+    rank: int, group_size: int | None, ping_pong: bool
+) -> tuple[float, dict[str, torch.Tensor], Any]:
+    hf_distca.configure(
+        settings(group_size=group_size, ping_pong=ping_pong, balance=group_size is not None)
+    )
     model = model_for("full", "distca")
     hf_distca.prepare(model)
     worlds = set()
 
-    def recorded(*args: Any, original: Callable[..., Any] = dist.all_to_all_single, **options: Any) -> Any:
+    def recorded(
+        *args: Any, original: Callable[..., Any] = dist.all_to_all_single, **options: Any
+    ) -> Any:
         worlds.add(tuple(dist.get_process_group_ranks(options["group"])))
         return original(*args, **options)
 
     with patch.object(dist, "all_to_all_single", recorded):
         loss = model(**drawn(rank), use_cache=False).loss
         loss.backward()
-    return loss.item(), gradients(model), (worlds, current_session().join_group().ranks, hf_distca.metrics(gather=True).figures())
+    return (
+        loss.item(),
+        gradients(model),
+        (worlds, current_session().join_group().ranks, hf_distca.metrics(gather=True).figures()),
+    )
 
 
 @pytest.mark.parametrize("ping_pong", [False, True], ids=["whole", "ping-pong"])
-def test_two_groups_of_two_are_exact_and_balanced_inside(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
+def test_two_groups_of_two_are_exact_and_balanced_inside(
+    rank_pool: Callable[[int], RankPool], ping_pong: bool
+) -> None:
     expected = rank_pool(4)(loss_and_gradients, None, False)
-    for rank, (loss, grads, (worlds, ranks, figures)) in enumerate(rank_pool(4)(loss_and_gradients, 2, ping_pong)):
+    for rank, (loss, grads, (worlds, ranks, figures)) in enumerate(
+        rank_pool(4)(loss_and_gradients, 2, ping_pong)
+    ):
         assert loss == pytest.approx(expected[rank][0], rel=1e-12)
         for name, grad in expected[rank][1].items():
             torch.testing.assert_close(grads[name], grad, **CLOSE["full"])
         assert ranks == ((0, 1), (2, 3))[rank // 2]
         assert worlds == {ranks}, "nothing is exchanged with another group"
-        before, after = (figures[f"distca/imbalance_estimated_{when}"] for when in ("before", "after"))
+        before, after = (
+            figures[f"distca/imbalance_estimated_{when}"] for when in ("before", "after")
+        )
         assert after < min(before, 1.15)
 
 
 def test_512_ranks_are_one_group_more_are_cut_at_nodes() -> None:
     """Up to 512 ranks are one group and more are cut into whole nodes."""
-    sizes = {ranks: hf_distca.DistCAConfig().group_ranks(ranks) for ranks in (1, 8, 512, 520, 576, 1000, 1024, 1536, 4096, 521)}
-    assert sizes == {1: 1, 8: 8, 512: 512, 520: 520, 576: 288, 1000: 1000, 1024: 512, 1536: 512, 4096: 512, 521: 521}
+    sizes = {
+        ranks: hf_distca.DistCAConfig().group_ranks(ranks)
+        for ranks in (1, 8, 512, 520, 576, 1000, 1024, 1536, 4096, 521)
+    }
+    assert sizes == {
+        1: 1,
+        8: 8,
+        512: 512,
+        520: 520,
+        576: 288,
+        1000: 1000,
+        1024: 512,
+        1536: 512,
+        4096: 512,
+        521: 521,
+    }
     assert hf_distca.DistCAConfig(group_size=64).group_ranks(4096) == 64
     assert hf_distca.DistCAConfig(documents_span_ranks=True).group_ranks(4096) == 4096
 
 
 def cut_by_default(rank: int) -> tuple[tuple[int, ...], int, list[str]]:
-    """The group of four ranks where more than two are too many, ranks that documents are dealt to, and what is said."""
+    """The group of four ranks where more than two are too many, ranks that documents are dealt to,
+    and what is said.
+    """
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     hf_distca.configure(settings())
     log = logging.getLogger("hf_distca")
-    state = patch.object(shares_module, "PartialState", lambda: SimpleNamespace(num_processes=4, device="cpu"))  # as launched
+    # As launched.
+    state = patch.object(
+        shares_module, "PartialState", lambda: SimpleNamespace(num_processes=4, device="cpu")
+    )
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
         with state, patch.multiple(config_module, _MOST_RANKS=2, _FEWEST_RANKS=2, _WHOLE_NODES=2):
             ranks = current_session().join_group().ranks
-            shares = shares_of(hf_distca.document_shares([[1, 2, 3]] * 64, 8, shapes=[(SHAPE, None)], device="cpu"))
-            check_loader(DataLoader(shares, sampler=DistributedSampler(shares, shuffle=False), collate_fn=list))
+            shares = shares_of(
+                hf_distca.document_shares([[1, 2, 3]] * 64, 8, shapes=[(SHAPE, None)], device="cpu")
+            )
+            check_loader(
+                DataLoader(
+                    shares, sampler=DistributedSampler(shares, shuffle=False), collate_fn=list
+                )
+            )
     finally:
         log.setLevel(logging.NOTSET)
         log.removeHandler(handler)
     return ranks, shares.deal_settings.ranks, said
 
 
-def test_default_groups_are_those_of_dealing_and_said_once(rank_pool: Callable[[int], RankPool]) -> None:
+def test_default_groups_are_those_of_dealing_and_said_once(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     """Groups by default are those that documents are dealt to and are said once."""
     found = rank_pool(4)(cut_by_default)
     assert [ranks for ranks, _, _ in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert [dealt for _, dealt, _ in found] == [2] * 4
-    assert found[0][2] == ["4 ranks share attention in groups of 2; DistCAConfig(group_size=4) would make them one group"]
+    assert found[0][2] == [
+        "4 ranks share attention in groups of 2; DistCAConfig(group_size=4) would make them one"
+        " group"
+    ]
     assert not any(said for _, _, said in found[1:])
 
 
 def dealt_in_groups(rank: int) -> tuple[float, dict[str, torch.Tensor]]:
     hf_distca.configure(settings(group_size=2))
-    model, made, total = model_for("full", "distca"), dealing(2, "full", group_size=2), torch.zeros((), dtype=torch.float64)
+    model, made, total = (
+        model_for("full", "distca"),
+        dealing(2, "full", group_size=2),
+        torch.zeros((), dtype=torch.float64),
+    )
     hf_distca.prepare(model)
     for step in range(len(BATCHES) // 2):
         number = 2 * step + rank // 2
         batch = share(made, number, rank % 2)
         assert batch["input_ids"].shape == (1, TOKENS // 2)
         targets = batch.pop("shift_labels")
-        loss = loss_of(model, targets, number, **{name: value for name, value in batch.items() if name != "labels"})
+        loss = loss_of(
+            model,
+            targets,
+            number,
+            **{name: value for name, value in batch.items() if name != "labels"},
+        )
         loss.backward()
         total += loss.detach()
     dist.all_reduce(total)

@@ -41,10 +41,15 @@ def test_what_is_for_a_loss_passes_by_attention(name: str) -> None:
     assert torch.equal(hidden, tiny_llama("distca").model(**given).last_hidden_state)
 
 
-@pytest.mark.parametrize("value", [torch.ones(4), 3, 0.5, [torch.ones(4)]], ids=["tensor", "int", "float", "list"])
+@pytest.mark.parametrize(
+    "value", [torch.ones(4), 3, 0.5, [torch.ones(4)]], ids=["tensor", "int", "float", "list"]
+)
 def test_what_may_change_attention_is_refused(value: Any) -> None:
     hf_distca.configure()
-    with pytest.raises(hf_distca.UnsupportedError, match=r"LlamaAttention passes position_bias .*If it is for the loss"):
+    with pytest.raises(
+        hf_distca.UnsupportedError,
+        match=r"LlamaAttention passes position_bias .*If it is for the loss",
+    ):
         tiny_llama("distca")(**batch(5, 7), use_cache=False, position_bias=value)
 
 
@@ -59,26 +64,52 @@ def test_a_family_that_nobody_compared_is_named_once(caplog: pytest.LogCaptureFi
     for _ in range(2):
         run_mine("distca", {})
         tiny_llama("distca")(**batch(5, 7), use_cache=False)
-    said = [record.getMessage() for record in caplog.records if "never compared" in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "never compared" in record.getMessage()
+    ]
     assert len(said) == 1
     assert said[0].startswith(f"{MineConfig.model_type} models were never compared under distca")
-    assert 'attn_implementation="sdpa" and the same seed as well, and compare losses and gradient norms' in said[0]
+    assert (
+        'attn_implementation="sdpa" and the same seed as well, and compare losses and gradient'
+        " norms" in said[0]
+    )
 
 
 def test_data_parallel_replicas_are_refused() -> None:
     """Its threads need GPUs; what they run lies in a module of torch."""
     parallel = types.ModuleType(torch.nn.parallel.parallel_apply.__module__)
     worker = "def worker(function, **arguments): return function(**arguments)"
-    exec(compile(worker, torch.nn.parallel.parallel_apply.__code__.co_filename, "exec"), parallel.__dict__)
-    with pytest.raises(hf_distca.UnsupportedError, match=r"torch.nn.DataParallel .*torchrun or accelerate launch"):
+    exec(
+        compile(worker, torch.nn.parallel.parallel_apply.__code__.co_filename, "exec"),
+        parallel.__dict__,
+    )
+    with pytest.raises(
+        hf_distca.UnsupportedError, match=r"torch.nn.DataParallel .*torchrun or accelerate launch"
+    ):
         parallel.worker(tiny_llama("distca"), **batch(5, 7), use_cache=False)
 
 
 def mixture() -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    more = {"num_key_value_heads": 2, "vocab_size": 61, "num_local_experts": 2, "num_experts_per_tok": 1}
-    config = MixtralConfig(**sizes, **more, output_router_logits=True, router_aux_loss_coef=0.5, attn_implementation="distca")
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    more = {
+        "num_key_value_heads": 2,
+        "vocab_size": 61,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    }
+    config = MixtralConfig(
+        **sizes,
+        **more,
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,
+        attn_implementation="distca",
+    )
     return MixtralForCausalLM(config).train()
 
 
@@ -96,9 +127,16 @@ def train_a_mixture(rank: int, ranks: int, watched: bool) -> list[str]:
     kept = Kept()
     logging.getLogger("hf_distca").addHandler(kept)
     shares = hf_distca.document_shares(
-        documents(100, 20, 8, 64), 96 // ranks, shapes=[(PAIRS.shape, None)], ranks=ranks, device="cpu", config=settings()
+        documents(100, 20, 8, 64),
+        96 // ranks,
+        shapes=[(PAIRS.shape, None)],
+        ranks=ranks,
+        device="cpu",
+        config=settings(),
     )
-    trainer = make_trainer("distca", shares, model=mixture(), max_steps=2, train_sampling_strategy="sequential")
+    trainer = make_trainer(
+        "distca", shares, model=mixture(), max_steps=2, train_sampling_strategy="sequential"
+    )
     if not watched:
         trainer.remove_callback(hf_distca.DistCACallback)
     trainer.train()
@@ -107,7 +145,9 @@ def train_a_mixture(rank: int, ranks: int, watched: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_router_losses_of_several_ranks_warn(rank_pool: Callable[[int], RankPool], watched: bool) -> None:
+def test_router_losses_of_several_ranks_warn(
+    rank_pool: Callable[[int], RankPool], watched: bool
+) -> None:
     """Router losses of several ranks are said not to be those of one."""
     first, second = rank_pool(2)(train_a_mixture, 2, watched)
     (said,) = first
@@ -122,7 +162,9 @@ def test_a_trainer_has_not_the_settings_of_another() -> None:
     spans = settings(tile=32, documents_span_ranks=True)
     first = make_trainer("distca", rows(2), config=spans, max_steps=1)
     assert current_session().config == spans
-    second = make_trainer("distca", rows(2), distca=hf_distca.DistCACallback(record=False), max_steps=1)
+    second = make_trainer(
+        "distca", rows(2), distca=hf_distca.DistCACallback(record=False), max_steps=1
+    )
     assert current_session().config == settings(tile=16), "those of configure"
     first.train()
     assert current_session().config == spans
@@ -138,7 +180,9 @@ def test_a_trainer_has_not_the_settings_of_another() -> None:
 def groups(rank: int) -> tuple[bool, bool]:
     own = torch.distributed.new_group([0, 1])
     hf_distca.configure(settings())
-    make_trainer("distca", rows(2), distca=hf_distca.DistCACallback(settings(), group=own, record=False))
+    make_trainer(
+        "distca", rows(2), distca=hf_distca.DistCACallback(settings(), group=own, record=False)
+    )
     first = current_session().given is own
     make_trainer("distca", rows(2), config=settings(tile=16))
     return first, current_session().given is None
@@ -159,7 +203,9 @@ def masked(implementation: str, mask: bool) -> torch.Tensor:
 
 
 def test_positions_tell_documents_apart_beside_a_mask_of_ones() -> None:
-    """sdpa takes one document then, which the documentation says; without the mask both find two."""
+    """sdpa takes one document then, which the documentation says; without the mask both find
+    two.
+    """
     hf_distca.configure()
     apart = masked("sdpa", mask=False)
     torch.testing.assert_close(masked("distca", mask=True), apart)

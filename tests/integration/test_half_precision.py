@@ -1,6 +1,8 @@
-"""What users do by default: dealt documents in bfloat16, and DDP as the Trainer sets it up; compared with one process.
+"""What users do by default: dealt documents in bfloat16, and DDP as the Trainer sets it up;
+compared with one process.
 
-`pytest -s -m slow` on this file prints how far losses are from those of one process under transformers' own attention.
+`pytest -s -m slow` on this file prints how far losses are from those of one process under
+transformers' own attention.
 """
 
 from __future__ import annotations
@@ -43,10 +45,15 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 class OfLabels(Trainer):
     """A loss that trains on nothing."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         labels = inputs["labels"]
         logits = model(**inputs).logits[:, :-1].flatten(0, 1).float()
-        return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+        return (
+            torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+            / num_items_in_batch
+        )
 
 
 def make_model(ranks: int, implementation: str, way: str) -> Any:
@@ -65,7 +72,10 @@ def make_model(ranks: int, implementation: str, way: str) -> Any:
         dist.broadcast_object_list(folders)
         model.save_pretrained(folders[0])
         dist.barrier()
-        options = {"attn_implementation": implementation, "distributed_config": DistributedConfig(fsdp_size=ranks)}
+        options = {
+            "attn_implementation": implementation,
+            "distributed_config": DistributedConfig(fsdp_size=ranks),
+        }
         loaded = AutoModelForCausalLM.from_pretrained(folders[0], **options).train()
         dist.barrier()
         return loaded
@@ -78,9 +88,20 @@ def make_trainer(kind: type[Trainer], ranks: int, implementation: str, way: str)
     hf_distca.configure(settings(cost_model="analytic", **said))
     unset = {"bf16": True, "ddp_find_unused_parameters": None}
     rate = {"learning_rate": 1e-2, "adam_epsilon": 1e-2}  # rounding of tiny gradients does not grow
-    args = TrainingArguments(**{**COMMON, "output_dir": tempfile.gettempdir(), "max_steps": STEPS, **unset, **rate, **changes})
+    args = TrainingArguments(
+        **{
+            **COMMON,
+            "output_dir": tempfile.gettempdir(),
+            "max_steps": STEPS,
+            **unset,
+            **rate,
+            **changes,
+        }
+    )
     rows = Dataset.from_dict({"input_ids": documents(*LENGTHS)})
-    trainer = kind(make_model(ranks, implementation, way), args, train_dataset=rows, eval_dataset=rows)
+    trainer = kind(
+        make_model(ranks, implementation, way), args, train_dataset=rows, eval_dataset=rows
+    )
     return hf_distca.deal(trainer, TOKENS // ranks, evaluation=way == "evaluation")
 
 
@@ -93,7 +114,9 @@ def train(rank: int, ranks: int, implementation: str, way: str) -> list[float]:
 
 @cache
 def one_process(way: str) -> list[float]:
-    """LoRA and compiled models are compared with themselves; all others with the same model as it is."""
+    """LoRA and compiled models are compared with themselves; all others with the same model as it
+    is.
+    """
     return train(0, 1, "sdpa", way)
 
 
@@ -109,16 +132,28 @@ FEW = ["DDP", "accumulation", "FSDP2, ping-pong, accumulation"]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("way", [way if way in FEW else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
-def test_half_precision_trains_as_one_process_does(rank_pool: Callable[[int], RankPool], way: str) -> None:
+@pytest.mark.parametrize(
+    "way", [way if way in FEW else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+)
+def test_half_precision_trains_as_one_process_does(
+    rank_pool: Callable[[int], RankPool], way: str
+) -> None:
     assert difference(rank_pool(2), 2, way) <= TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_half_precision_on_more_ranks(rank_pool: Callable[[int], RankPool]) -> None:
-    found = {(way, ranks): difference(rank_pool(ranks), ranks, way) for way, ranks in product(WAYS, (2, 3)) if way != "compiled"}
-    print("", *(f"{way}, {ranks} ranks: {value:.1e}" for (way, ranks), value in found.items()), sep="\n")  # noqa: T201
+    found = {
+        (way, ranks): difference(rank_pool(ranks), ranks, way)
+        for way, ranks in product(WAYS, (2, 3))
+        if way != "compiled"
+    }
+    print(  # noqa: T201
+        "",
+        *(f"{way}, {ranks} ranks: {value:.1e}" for (way, ranks), value in found.items()),
+        sep="\n",
+    )
     assert max(found.values()) <= TOLERANCE
 
 
@@ -130,20 +165,31 @@ def train_on_nothing(rank: int, ranks: int, way: str) -> tuple[str, int, list[fl
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("way", [way if way == "FSDP2" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
-def test_a_loss_of_labels_is_refused_under_every_engine(rank_pool: Callable[[int], RankPool], way: str) -> None:
+@pytest.mark.parametrize(
+    "way", [way if way == "FSDP2" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+)
+def test_a_loss_of_labels_is_refused_under_every_engine(
+    rank_pool: Callable[[int], RankPool], way: str
+) -> None:
     for message, step, logged in rank_pool(2)(train_on_nothing, 2, way):
         assert "OfLabels.compute_loss is not made of `shift_labels`" in message
         assert (step, logged) == (0, [])
 
 
 def start_zero(stage: int) -> dict[str, Any]:
-    """DeepSpeed in a running world, without an extension that it would compile; what the Trainer is told of it."""
+    """DeepSpeed in a running world, without an extension that it would compile; what the Trainer is
+    told of it.
+    """
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    names = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
+    names = (
+        "train_micro_batch_size_per_gpu",
+        "train_batch_size",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    )
     zero = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
     return {**dict.fromkeys(names, "auto"), "bf16": {"enabled": "auto"}, **zero}
 
@@ -166,4 +212,5 @@ def test_zero_in_half_precision_trains_and_refuses(stage: int) -> None:
         found = pool(train_by_zero, 2, stage)[0]
     finally:
         pool.close()
-    assert found == pytest.approx(one_process("DDP"), rel=2e-2)  # weights are in half precision, too
+    # Weights are in half precision, too.
+    assert found == pytest.approx(one_process("DDP"), rel=2e-2)

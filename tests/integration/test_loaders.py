@@ -1,4 +1,6 @@
-"""Loaders and Trainers of a data set of shares: what would be wrong is refused by name, before the first step."""
+"""Loaders and Trainers of a data set of shares: what would be wrong is refused by name, before the
+first step.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,21 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from peft import PromptTuningConfig, get_peft_model
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler, Subset
-from transformers import AutoModelForCausalLM, JambaConfig, Trainer, TrainingArguments, WhisperConfig
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    SequentialSampler,
+    Subset,
+)
+from transformers import (
+    AutoModelForCausalLM,
+    JambaConfig,
+    Trainer,
+    TrainingArguments,
+    WhisperConfig,
+)
 
 import hf_distca
 from hf_distca.integration.checks import check_loader
@@ -26,20 +41,35 @@ TOKENS = 64
 collate = hf_distca.PackingCollator()
 
 
-def shares(ranks: int | None = 2, *, length: int = 8, group_size: int | None = None, seed: int | None = 0) -> Any:
+def shares(
+    ranks: int | None = 2, *, length: int = 8, group_size: int | None = None, seed: int | None = 0
+) -> Any:
     """`length` global batches, some with a document that is longer than a rank."""
     lengths = [100, 20, 8, 64, 50, 14] * length
     config = settings(group_size=group_size)
     return hf_distca.document_shares(
-        documents(*lengths), TOKENS, shapes=[(PAIRS.shape, None)], ranks=ranks, device="cpu", config=config, seed=seed
+        documents(*lengths),
+        TOKENS,
+        shapes=[(PAIRS.shape, None)],
+        ranks=ranks,
+        device="cpu",
+        config=config,
+        seed=seed,
     )
 
 
-def loader_of(dataset: Any, *, processes: int = 2, split: bool = False, even: bool = True, **changes: Any) -> Any:
+def loader_of(
+    dataset: Any, *, processes: int = 2, split: bool = False, even: bool = True, **changes: Any
+) -> Any:
     """What accelerate makes of a loader on the first of so many processes."""
     loader = DataLoader(dataset, collate_fn=collate, **changes)
     return prepare_data_loader(
-        loader, num_processes=processes, process_index=0, split_batches=split, even_batches=even, dispatch_batches=False
+        loader,
+        num_processes=processes,
+        process_index=0,
+        split_batches=split,
+        even_batches=even,
+        dispatch_batches=False,
     )
 
 
@@ -52,7 +82,9 @@ class Stream(torch.utils.data.IterableDataset):
 
 def stream(rank: int | None = None, *, group_size: int | None = None) -> Any:
     config = settings(group_size=group_size)
-    made = hf_distca.document_shares(Stream(), TOKENS, shapes=[(PAIRS.shape, None)], ranks=2, device="cpu", config=config)
+    made = hf_distca.document_shares(
+        Stream(), TOKENS, shapes=[(PAIRS.shape, None)], ranks=2, device="cpu", config=config
+    )
     made.rank = rank
     return made
 
@@ -82,7 +114,9 @@ GOOD: dict[str, Callable[[], Any]] = {
         data := shares(), collate_fn=collate, sampler=DistributedSampler(data, 2, 0, shuffle=False)
     ),
     "batch sampler": lambda: DataLoader(
-        data := shares(1), collate_fn=collate, batch_sampler=BatchSampler(SequentialSampler(data), 1, False)
+        data := shares(1),
+        collate_fn=collate,
+        batch_sampler=BatchSampler(SequentialSampler(data), 1, False),
     ),
     "two groups": lambda: loader_of(shares(None, group_size=2), processes=4),
     "stream": lambda: loader_of(stream()),
@@ -99,31 +133,87 @@ def test_what_gives_every_rank_its_own_shares_passes(name: str) -> None:
 
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
-    "shuffled": (lambda: loader_of(shares(), shuffle=True), r"RandomSampler .*sampling_strategy=\"sequential\""),
-    "shuffled for one rank": (lambda: loader_of(shares(1), processes=1, shuffle=True), r"RandomSampler .*sequential"),
+    "shuffled": (
+        lambda: loader_of(shares(), shuffle=True),
+        r"RandomSampler .*sampling_strategy=\"sequential\"",
+    ),
+    "shuffled for one rank": (
+        lambda: loader_of(shares(1), processes=1, shuffle=True),
+        r"RandomSampler .*sequential",
+    ),
     "shuffled by DistributedSampler": (
-        lambda: DataLoader(data := shares(), collate_fn=collate, sampler=DistributedSampler(data, 2, 0)),
+        lambda: DataLoader(
+            data := shares(), collate_fn=collate, sampler=DistributedSampler(data, 2, 0)
+        ),
         r"DistributedSampler .*shuffle=False",
     ),
-    "own batches": (lambda: DataLoader(shares(1), collate_fn=collate, batch_sampler=[[1], [0]]), "list reads them in an order"),
-    "out of order": (lambda: loader_of(shares(), num_workers=1, in_order=False), "dataloader_in_order=True"),
-    "split": (lambda: loader_of(shares(), split=True, batch_size=2), "split_batches=True cuts batches of 2"),
-    "two a batch": (lambda: loader_of(shares(), batch_size=2), "batches of 2.*per_device_train_batch_size=1"),
-    "three processes": (lambda: loader_of(shares(), processes=3), "shares for 2 ranks, and 3 processes read them"),
-    "two groups, other size": (lambda: loader_of(shares(group_size=4), processes=4), "shares for 2 ranks, and 4 processes read"),
-    "groups, three processes": (lambda: loader_of(shares(group_size=2), processes=3), "shares for 2 ranks, and 3 processes"),
-    "groups, not prepared": (lambda: DataLoader(shares(group_size=2), collate_fn=collate), "2 ranks, and 1 process reads them"),
-    "not prepared": (lambda: DataLoader(shares(), collate_fn=collate), "shares for 2 ranks, and 1 process reads them"),
-    "ragged end": (lambda: loader_of(Odd()), "31 of them for 2 processes.*dataloader_drop_last=True"),
-    "ragged end, uneven": (lambda: loader_of(Odd(), even=False), "31 of them for 2 processes.*dataloader_drop_last=True"),
-    "selected": (lambda: loader_of(shares().select(range(4))), "a Dataset around them does not pass set_epoch on"),
-    "concatenated": (lambda: loader_of(datasets.concatenate_datasets([shares()] * 2)), "a Dataset around them does not pass"),
-    "subset": (lambda: loader_of(Subset(shares(), range(4))), "a Subset around them does not pass set_epoch on"),
+    "own batches": (
+        lambda: DataLoader(shares(1), collate_fn=collate, batch_sampler=[[1], [0]]),
+        "list reads them in an order",
+    ),
+    "out of order": (
+        lambda: loader_of(shares(), num_workers=1, in_order=False),
+        "dataloader_in_order=True",
+    ),
+    "split": (
+        lambda: loader_of(shares(), split=True, batch_size=2),
+        "split_batches=True cuts batches of 2",
+    ),
+    "two a batch": (
+        lambda: loader_of(shares(), batch_size=2),
+        "batches of 2.*per_device_train_batch_size=1",
+    ),
+    "three processes": (
+        lambda: loader_of(shares(), processes=3),
+        "shares for 2 ranks, and 3 processes read them",
+    ),
+    "two groups, other size": (
+        lambda: loader_of(shares(group_size=4), processes=4),
+        "shares for 2 ranks, and 4 processes read",
+    ),
+    "groups, three processes": (
+        lambda: loader_of(shares(group_size=2), processes=3),
+        "shares for 2 ranks, and 3 processes",
+    ),
+    "groups, not prepared": (
+        lambda: DataLoader(shares(group_size=2), collate_fn=collate),
+        "2 ranks, and 1 process reads them",
+    ),
+    "not prepared": (
+        lambda: DataLoader(shares(), collate_fn=collate),
+        "shares for 2 ranks, and 1 process reads them",
+    ),
+    "ragged end": (
+        lambda: loader_of(Odd()),
+        "31 of them for 2 processes.*dataloader_drop_last=True",
+    ),
+    "ragged end, uneven": (
+        lambda: loader_of(Odd(), even=False),
+        "31 of them for 2 processes.*dataloader_drop_last=True",
+    ),
+    "selected": (
+        lambda: loader_of(shares().select(range(4))),
+        "a Dataset around them does not pass set_epoch on",
+    ),
+    "concatenated": (
+        lambda: loader_of(datasets.concatenate_datasets([shares()] * 2)),
+        "a Dataset around them does not pass",
+    ),
+    "subset": (
+        lambda: loader_of(Subset(shares(), range(4))),
+        "a Subset around them does not pass set_epoch on",
+    ),
     "stream, split": (lambda: loader_of(stream(), split=True, batch_size=2), "split_batches=True"),
     "stream, two a batch": (lambda: loader_of(stream(), batch_size=2), "batches of 2"),
     "stream, three processes": (lambda: loader_of(stream(), processes=3), "3 processes read them"),
-    "stream, groups, three processes": (lambda: loader_of(stream(group_size=2), processes=3), "3 processes read them"),
-    "stream, not prepared": (lambda: DataLoader(stream(), collate_fn=collate), "1 process reads them"),
+    "stream, groups, three processes": (
+        lambda: loader_of(stream(group_size=2), processes=3),
+        "3 processes read them",
+    ),
+    "stream, not prepared": (
+        lambda: DataLoader(stream(), collate_fn=collate),
+        "1 process reads them",
+    ),
     "stream of one rank, prepared": (lambda: loader_of(stream(0)), "2 processes read them"),
 }
 
@@ -138,9 +228,17 @@ def test_a_loader_that_gives_ranks_other_shares_is_refused(name: str) -> None:
 IN_ORDER = {"per_device_eval_batch_size": 1, "train_sampling_strategy": "sequential"}
 
 
-def trainer_of(kind: type[Trainer] = Trainer, *, eval_dataset: Any = None, **changes: Any) -> Trainer:
+def trainer_of(
+    kind: type[Trainer] = Trainer, *, eval_dataset: Any = None, **changes: Any
+) -> Trainer:
     """A Trainer of shares for one rank."""
-    arguments = {**COMMON, **IN_ORDER, "output_dir": tempfile.gettempdir(), "max_steps": 1, **changes}
+    arguments = {
+        **COMMON,
+        **IN_ORDER,
+        "output_dir": tempfile.gettempdir(),
+        "max_steps": 1,
+        **changes,
+    }
     return kind(
         tiny_llama("distca"),
         TrainingArguments(**arguments),
@@ -170,13 +268,18 @@ def test_a_trainer_of_shares_trains_and_evaluates(kind: type[Trainer]) -> None:
     ("changes", "named"),
     [
         ({"train_sampling_strategy": "random"}, "RandomSampler .*train_sampling_strategy"),
-        ({"train_sampling_strategy": "batch_rebalance"}, "BatchRebalanceSampler .*train_sampling_strategy"),
+        (
+            {"train_sampling_strategy": "batch_rebalance"},
+            "BatchRebalanceSampler .*train_sampling_strategy",
+        ),
         ({"per_device_train_batch_size": 2}, "batches of 2"),
         ({"dataloader_num_workers": 1, "dataloader_in_order": False}, "dataloader_in_order=True"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_the_trainer_is_told_before_its_first_step(kind: type[Trainer], changes: dict[str, Any], named: str) -> None:
+def test_the_trainer_is_told_before_its_first_step(
+    kind: type[Trainer], changes: dict[str, Any], named: str
+) -> None:
     trainer = trainer_of(kind, **changes)
     with pytest.raises(hf_distca.UnsupportedError, match=named):
         trainer.train()
@@ -191,27 +294,39 @@ def test_mixin_refuses_what_the_callback_refuses() -> None:
     with pytest.raises(hf_distca.UnsupportedError, match="RandomSampler"):
         trainer.train()
     assert trainer.state.global_step == 0
-    assert not any(isinstance(callback, hf_distca.DistCACallback) for callback in trainer.callback_handler.callbacks)
+    assert not any(
+        isinstance(callback, hf_distca.DistCACallback)
+        for callback in trainer.callback_handler.callbacks
+    )
 
 
 @KINDS
 def test_a_loader_for_evaluation_is_refused_too(kind: type[Trainer]) -> None:
-    trainer = trainer_of(kind, eval_dataset=shares(1), dataloader_num_workers=1, dataloader_in_order=False)
+    trainer = trainer_of(
+        kind, eval_dataset=shares(1), dataloader_num_workers=1, dataloader_in_order=False
+    )
     with pytest.raises(hf_distca.UnsupportedError, match="dataloader_in_order=True"):
         trainer.evaluate()
 
 
 def test_columns_that_the_trainer_drops_are_named() -> None:
-    """Of a torch data set it looks at the items; a `datasets.Dataset` keeps what is made when it is read."""
+    """Of a torch data set it looks at the items; a `datasets.Dataset` keeps what is made when it is
+    read.
+    """
     trainer = trainer_of(remove_unused_columns=True)
     trainer.train()
     trainer.train_dataset = shares_of(shares(1))
-    with pytest.raises(hf_distca.UnsupportedError, match=r"drops distca_documents, shift_labels .*remove_unused_columns=False"):
+    with pytest.raises(
+        hf_distca.UnsupportedError,
+        match=r"drops distca_documents, shift_labels .*remove_unused_columns=False",
+    ):
         trainer.train()
 
 
 def test_other_data_needs_none_of_this() -> None:
-    trainer = make_trainer("distca", rows(2), max_steps=1, label_smoothing_factor=0.1, per_device_train_batch_size=2)
+    trainer = make_trainer(
+        "distca", rows(2), max_steps=1, label_smoothing_factor=0.1, per_device_train_batch_size=2
+    )
     assert trainer.train().training_loss > 0
 
 
@@ -223,7 +338,9 @@ def test_each_rank_must_count_the_targets_of_all() -> None:
     trainer = trainer_of()
     check_loader(loader_of(shares()), trainer=trainer)
     trainer.model_accepts_loss_kwargs = False
-    with pytest.raises(hf_distca.UnsupportedError, match=r"LlamaForCausalLM is a mean .*accepts_loss_kwargs = True"):
+    with pytest.raises(
+        hf_distca.UnsupportedError, match=r"LlamaForCausalLM is a mean .*accepts_loss_kwargs = True"
+    ):
         check_loader(loader_of(shares()), trainer=trainer)
 
 
@@ -237,8 +354,16 @@ def test_ranks_that_evaluate_alone_are_refused() -> None:
 
 
 def jamba() -> torch.nn.Module:
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = JambaConfig(num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, num_experts=2, **sizes)
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    config = JambaConfig(
+        num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, num_experts=2, **sizes
+    )
     return AutoModelForCausalLM.from_config(config, attn_implementation="distca")
 
 
@@ -259,21 +384,29 @@ def whisper() -> torch.nn.Module:
 
 def prompted() -> torch.nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft asks the model for what has another name now
-        return get_peft_model(tiny_llama("distca"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+        # Peft asks the model for what has another name now.
+        warnings.simplefilter("ignore", FutureWarning)
+        return get_peft_model(
+            tiny_llama("distca"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        )
 
 
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: tiny_llama("sdpa"), 'no part of LlamaForCausalLM has attn_implementation="distca"'),
+        (
+            lambda: tiny_llama("sdpa"),
+            'no part of LlamaForCausalLM has attn_implementation="distca"',
+        ),
         (jamba, "jamba models need whole documents: their other layers carry state"),
         (whisper, "whisper models need whole documents: their loss reads only `labels`"),
         (prompted, "PROMPT_TUNING puts virtual tokens"),
     ],
     ids=["sdpa", "jamba", "whisper", "prompt tuning"],
 )
-def test_models_of_whole_documents_are_refused_over_ranks(make: Callable[[], torch.nn.Module], named: str) -> None:
+def test_models_of_whole_documents_are_refused_over_ranks(
+    make: Callable[[], torch.nn.Module], named: str
+) -> None:
     """Models that need whole documents are refused on several ranks."""
     model = make()
     with pytest.raises(hf_distca.UnsupportedError, match=named):
@@ -288,7 +421,9 @@ def test_a_part_of_shares_may_evaluate_in_any_epoch() -> None:
 
 def train_on_two_ranks(rank: int, changes: dict[str, Any]) -> str:
     data = shares()
-    trainer = make_trainer("distca", data, config=settings(), **{"max_steps": 2, **IN_ORDER, **changes})
+    trainer = make_trainer(
+        "distca", data, config=settings(), **{"max_steps": 2, **IN_ORDER, **changes}
+    )
     try:
         return str(trainer.train().training_loss)
     except hf_distca.UnsupportedError as error:
@@ -301,13 +436,18 @@ def train_on_two_ranks(rank: int, changes: dict[str, Any]) -> str:
         ({}, ""),
         ({"train_sampling_strategy": "random"}, "RandomSampler reads them"),
         ({"per_device_train_batch_size": 2}, "batches of 2"),
-        ({"per_device_train_batch_size": 2, "accelerator_config": {"split_batches": True}}, "split_batches=True"),
+        (
+            {"per_device_train_batch_size": 2, "accelerator_config": {"split_batches": True}},
+            "split_batches=True",
+        ),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
         ({"average_tokens_across_devices": False}, "average_tokens_across_devices"),
     ],
     ids=lambda value: " ".join(value) or "nothing" if isinstance(value, dict) else "",
 )
-def test_trainers_of_two_ranks(rank_pool: Callable[[int], RankPool], changes: dict[str, Any], named: str) -> None:
+def test_trainers_of_two_ranks(
+    rank_pool: Callable[[int], RankPool], changes: dict[str, Any], named: str
+) -> None:
     for said in rank_pool(2)(train_on_two_ranks, changes):
         if named:
             assert named in said

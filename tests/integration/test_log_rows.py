@@ -1,4 +1,6 @@
-"""One row of the log, the micro-batches since the row before: checked against what each of them really did."""
+"""One row of the log, the micro-batches since the row before: checked against what each of them
+really did.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class PlanningTrainer(hf_distca.DistCATrainerMixin, Trainer):
 
 @dataclass
 class Did:
-    """What one micro-batch did on this rank: its estimates, and the meters of its plans, of which nano-batches have two."""
+    """What one micro-batch did on this rank: its estimates, and the meters of its plans, of which
+    nano-batches have two.
+    """
 
     before: float
     mean: float
@@ -45,8 +49,15 @@ class Did:
 
     @property
     def figures(self) -> tuple[float, float, list[int], list[float]]:
-        """Estimated seconds of the slowest rank and of the mean; by plan, bytes that this rank sent and its kernel seconds."""
-        return self.before, self.mean, [meter.sent_bytes for meter in self.meters], [meter.seconds for meter in self.meters]
+        """Estimated seconds of the slowest rank and of the mean; by plan, bytes that this rank sent
+        and its kernel seconds.
+        """
+        return (
+            self.before,
+            self.mean,
+            [meter.sent_bytes for meter in self.meters],
+            [meter.seconds for meter in self.meters],
+        )
 
 
 @contextmanager
@@ -75,26 +86,43 @@ def recorded() -> Iterator[list[Did]]:
 
 
 def data(accumulation: int, dealt: bool) -> Any:
-    """Rows for steps that are even and uneven in turns: in an uneven one, rank 0 has one long document for many short ones.
+    """Rows for steps that are even and uneven in turns: in an uneven one, rank 0 has one long
+    document for many short ones.
 
     Dealt, a long document of a global batch lies on both ranks, and others are whole.
     """
     if dealt:
-        lengths = [n for step in range(STEPS) for _ in range(accumulation) for n in ([(96,), (24,) * 4][step % 2])]
+        lengths = [
+            n
+            for step in range(STEPS)
+            for _ in range(accumulation)
+            for n in ([(96,), (24,) * 4][step % 2])
+        ]
         dataset = datasets.Dataset.from_dict({"input_ids": documents(*lengths)})
         shapes = [(AttentionShape(4, 2, 16, 16, 4), None)]
-        return hf_distca.document_shares(dataset, 48, shapes=shapes, config=settings(), ranks=2, seed=None)
+        return hf_distca.document_shares(
+            dataset, 48, shapes=shapes, config=settings(), ranks=2, seed=None
+        )
     even, uneven = ((48, 48), (48, 48)), ((96,), (24, 24, 24, 24))
-    rows = [(uneven if step % 2 else even)[rank] for step in range(STEPS) for _ in range(accumulation) for rank in (0, 1)]
+    rows = [
+        (uneven if step % 2 else even)[rank]
+        for step in range(STEPS)
+        for _ in range(accumulation)
+        for rank in (0, 1)
+    ]
     return [{"documents": documents(*some, seed=number)} for number, some in enumerate(rows)]
 
 
-def train(rank: int, accumulation: int, every: int, case: dict[str, bool]) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
+def train(
+    rank: int, accumulation: int, every: int, case: dict[str, bool]
+) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
     """The log history, what each micro-batch did, and what reporters saw."""
     seen: list[dict[str, Any]] = []
 
     class Reporter(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+        ) -> None:
             seen.append(dict(logs))
 
     trainer = make_trainer(
@@ -140,7 +168,9 @@ def test_a_row_is_about_the_micro_batches_since_the_row_before(
     rows = [row for row in history if ESTIMATED in row]
     logged = [*range(every, STEPS + 1, every)]
     assert [row["step"] for row in rows] == [*logged, *([STEPS] if STEPS % every else [])]
-    assert ["loss" in row for row in rows] == [True] * len(logged) + [False] * (len(rows) - len(logged))
+    assert ["loss" in row for row in rows] == [True] * len(logged) + [False] * (
+        len(rows) - len(logged)
+    )
     assert "train_loss" in history[-1], "the row that the Trainer ends with stays the last one"
     assert (ESTIMATED in history[-1]) == (STEPS % every > 0), "it has the steps after the last log"
     layers, first = 2, 0
@@ -150,12 +180,24 @@ def test_a_row_is_about_the_micro_batches_since_the_row_before(
         assert row["distca/micro_batches"] == len(numbers)
         slowest, mean = (sum(done[number][part] for number in numbers) for part in (0, 1))
         assert row[ESTIMATED] == pytest.approx(slowest / mean, abs=1e-4)
-        sent = [max(pair) for number in numbers for pair in zip(done[number][2], others[number][2], strict=True)]
+        sent = [
+            max(pair)
+            for number in numbers
+            for pair in zip(done[number][2], others[number][2], strict=True)
+        ]
         assert row[MEGABYTES] == pytest.approx(sum(sent) / (len(numbers) * layers) / 1e6, abs=1e-4)
-        measured = [pair for number in numbers for pair in zip(done[number][3], others[number][3], strict=True)]
-        assert row[MEASURED] == pytest.approx(sum(map(max, measured)) / (sum(map(sum, measured)) / 2), abs=1e-3)
+        measured = [
+            pair
+            for number in numbers
+            for pair in zip(done[number][3], others[number][3], strict=True)
+        ]
+        assert row[MEASURED] == pytest.approx(
+            sum(map(max, measured)) / (sum(map(sum, measured)) / 2), abs=1e-3
+        )
         if not case.get("dealt"):
-            assert (row[MEGABYTES] > 0) == (row[ESTIMATED] > 1.001), "what was uneven was moved, in the same row"
+            assert (row[MEGABYTES] > 0) == (row[ESTIMATED] > 1.001), (
+                "what was uneven was moved, in the same row"
+            )
         assert 0 < row["distca/server_time_share"] < 1
         assert row["distca/planning_ms"] > 0
     assert first == STEPS * accumulation
@@ -174,7 +216,9 @@ class Operations(TorchDispatchMode):
 
 
 def counted(rank: int, dealt: bool) -> tuple[list[list[str]], list[int]]:
-    """Of each step: collectives beside core attention, and operations of torch at its end and in its log."""
+    """Of each step: collectives beside core attention, and operations of torch at its end and in
+    its log.
+    """
     collectives: list[list[str]] = []
     operations: list[int] = []
 
@@ -212,12 +256,16 @@ def counted(rank: int, dealt: bool) -> tuple[list[list[str]], list[int]]:
 
 
 @pytest.mark.parametrize("dealt", [False, True])
-def test_between_logs_nothing_is_gathered_and_nothing_waited_for(rank_pool: Callable[[int], RankPool], dealt: bool) -> None:
+def test_between_logs_nothing_is_gathered_and_nothing_waited_for(
+    rank_pool: Callable[[int], RankPool], dealt: bool
+) -> None:
     for collectives, operations in rank_pool(2)(counted, dealt):
         assert len(collectives) == len(operations) == STEPS
         for step, (called, count) in enumerate(zip(collectives, operations, strict=True), 1):
             planning = [doing for doing in called if not doing.startswith(GATHERING)]
-            assert len(planning) == (0 if dealt else 2 * 2), "documents of all ranks and whether plans are equal, a micro-batch"
+            assert len(planning) == (0 if dealt else 2 * 2), (
+                "documents of all ranks and whether plans are equal, a micro-batch"
+            )
             gathered = [f"{GATHERING} {2 * step}"] if step % 3 == 0 else []
             assert called == planning + gathered
             assert (count > 0) == (step % 3 == 0)
@@ -232,12 +280,16 @@ class Alone(Trainer):
 
 
 def train_alone(rank: int) -> list[dict[str, Any]]:
-    trainer = make_trainer("distca", data(1, False), kind=Alone, max_steps=STEPS, train_sampling_strategy="sequential")
+    trainer = make_trainer(
+        "distca", data(1, False), kind=Alone, max_steps=STEPS, train_sampling_strategy="sequential"
+    )
     trainer.train()
     return trainer.state.log_history
 
 
-def test_a_trainer_that_logs_on_one_rank_alone_has_the_same_rows(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_trainer_that_logs_on_one_rank_alone_has_the_same_rows(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     first, other = rank_pool(2)(train_alone, timeout=60)
     assert [row["distca/micro_batches"] for row in first if "loss" in row] == [1] * STEPS
     assert other == []
@@ -251,12 +303,22 @@ class LogsLater(TrainerCallback):
 
 
 def train_with_a_late_wish(rank: int) -> list[dict[str, Any]]:
-    trainer = make_trainer("distca", data(1, False), max_steps=STEPS, logging_steps=100, train_sampling_strategy="sequential")
+    trainer = make_trainer(
+        "distca",
+        data(1, False),
+        max_steps=STEPS,
+        logging_steps=100,
+        train_sampling_strategy="sequential",
+    )
     trainer.add_callback(LogsLater())
     trainer.train()
     return trainer.state.log_history
 
 
-def test_a_log_that_is_asked_for_later_has_what_is_known(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_log_that_is_asked_for_later_has_what_is_known(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     for history in rank_pool(2)(train_with_a_late_wish):
-        assert [row["distca/micro_batches"] for row in history if "distca/micro_batches" in row] == [1, 3, 2]
+        assert [
+            row["distca/micro_batches"] for row in history if "distca/micro_batches" in row
+        ] == [1, 3, 2]

@@ -1,4 +1,5 @@
-"""Losses over shares: what one process trains on whole documents, or a refusal by name; with `DistCACallback` and without.
+"""Losses over shares: what one process trains on whole documents, or a refusal by name; with
+`DistCACallback` and without.
 
 `pytest -s -m slow` on this file prints the table of all cases.
 """
@@ -37,9 +38,15 @@ class OfLabels(Trainer):
 
     form = "after the model"
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         labels, outputs = inputs["labels"], None
-        bare = {name: inputs[name] for name in ("input_ids", "position_ids", "distca_documents") if name in inputs}
+        bare = {
+            name: inputs[name]
+            for name in ("input_ids", "position_ids", "distca_documents")
+            if name in inputs
+        }
         if self.form == "popped":
             labels = inputs.pop("labels")
             inputs.pop("shift_labels", None)
@@ -49,13 +56,19 @@ class OfLabels(Trainer):
         elif self.form == "tuple":
             logits = model(**bare, return_dict=False)[0]
         else:
-            outputs = model(**inputs, num_items_in_batch=num_items_in_batch) if self.form == "logs" else model(**inputs)
+            outputs = (
+                model(**inputs, num_items_in_batch=num_items_in_batch)
+                if self.form == "logs"
+                else model(**inputs)
+            )
             logits = outputs.logits
         loss = self.loss_of(logits, labels) * self.accelerator.num_processes / num_items_in_batch
         return (loss, outputs) if return_outputs else loss
 
     def loss_of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum")
+        loss = cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
+        )
         return loss + 1e-3 * logits.logsumexp(-1).square().sum() if self.form == "z-loss" else loss
 
 
@@ -66,7 +79,9 @@ def form_of(name: str) -> type[Trainer]:
 class MeanOfLabels(Trainer):
     """A mean over each rank's own targets; it takes `labels` out of what the model gets."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         return cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -75,21 +90,30 @@ class MeanOfLabels(Trainer):
 class OwnMean(Trainer):
     """As in half of all scripts: what the model returns, without the number of targets."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
         outputs = model(**inputs)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
 class OwnMeanOfShifted(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         targets = targets_in(inputs)
-        return cross_entropy(model(**inputs, num_items_in_batch=num_items_in_batch).logits.flatten(0, 1), targets.flatten())
+        return cross_entropy(
+            model(**inputs, num_items_in_batch=num_items_in_batch).logits.flatten(0, 1),
+            targets.flatten(),
+        )
 
 
 class LogsTheNumber(Trainer):
     """It reads the number of targets, and does not divide by it."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         assert int(num_items_in_batch)
         return model(**inputs).loss
 
@@ -97,23 +121,33 @@ class LogsTheNumber(Trainer):
 class Undone(Trainer):
     """It forgets that gradients are averaged over ranks."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         return model(**inputs, num_items_in_batch=num_items_in_batch).loss
 
 
 class ShiftedTwice(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         inputs["labels"] = inputs.pop("shift_labels", inputs["labels"])
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        return super().compute_loss(
+            model, inputs, return_outputs, num_items_in_batch=num_items_in_batch
+        )
 
 
 class ReadsShiftLabels(Trainer):
     """As the documentation says."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         targets = targets_in(inputs).view(-1)
         outputs = model(**inputs)
-        loss = cross_entropy(outputs.logits.flatten(0, 1).float(), targets, reduction="none") * self.weights(targets)
+        loss = cross_entropy(
+            outputs.logits.flatten(0, 1).float(), targets, reduction="none"
+        ) * self.weights(targets)
         loss = loss.sum() * self.accelerator.num_processes / num_items_in_batch
         return (loss, outputs) if return_outputs else loss
 
@@ -129,10 +163,16 @@ class GivesWeightZero(ReadsShiftLabels):
 
 
 class WithAnotherTerm(Trainer):
-    """The model's loss, and a z-loss of its logits, which is a sum over the tokens of all ranks, too."""
+    """The model's loss, and a z-loss of its logits, which is a sum over the tokens of all ranks,
+    too.
+    """
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch=num_items_in_batch)
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(
+            model, inputs, True, num_items_in_batch=num_items_in_batch
+        )
         more = outputs.logits.float().logsumexp(-1).square()[targets_in(inputs) != -100].sum()
         loss = loss + 1e-3 * more * self.accelerator.num_processes / num_items_in_batch.item()
         return (loss, outputs) if return_outputs else loss
@@ -141,7 +181,9 @@ class WithAnotherTerm(Trainer):
 class DividesByItself(Trainer):
     """The model's sum, made of its mean."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         own = (targets_in(inputs) != -100).sum()
         loss = model(**inputs).loss
         loss = loss.nan_to_num() * own  # a share without targets has none
@@ -149,9 +191,13 @@ class DividesByItself(Trainer):
 
 
 class OfNoTargets(Trainer):
-    """As distillation does, here from a teacher who knows nothing; means over tokens, of which ranks have equally many."""
+    """As distillation does, here from a teacher who knows nothing; means over tokens, of which
+    ranks have equally many.
+    """
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
         with torch.no_grad():
             assert self.accelerator.unwrap_model(model)(**inputs).loss is not None
         inputs.pop("labels")
@@ -161,9 +207,13 @@ class OfNoTargets(Trainer):
 class NamedArguments(Trainer):
     """It hands on what it knows of a batch."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"]).logits
-        loss = cross_entropy(logits.flatten(0, 1).float(), targets_in(inputs).flatten(), reduction="sum")
+        loss = cross_entropy(
+            logits.flatten(0, 1).float(), targets_in(inputs).flatten(), reduction="sum"
+        )
         return loss * self.accelerator.num_processes / num_items_in_batch
 
 
@@ -174,14 +224,17 @@ def targets_in(inputs: Any) -> torch.Tensor:
     return targets
 
 
-def loss_function(outputs: CausalLMOutputWithPast, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+def loss_function(
+    outputs: CausalLMOutputWithPast, labels: torch.Tensor, num_items_in_batch: Any = None
+) -> torch.Tensor:
     assert outputs.logits is not None
     logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     return cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
 
 
 NOT_OF_TARGETS = "OfLabels.compute_loss is not made of `shift_labels`: it reads `labels`"
-# A Trainer, what it is told, and what a refusal on several ranks must name; None where the loss is that of one process.
+# A Trainer, what it is told, and what a refusal on several ranks must name; None where the loss is
+# that of one process.
 CASES: dict[str, tuple[type[Trainer], dict[str, Any], str | None]] = {
     "model's loss": (Plain, {}, None),
     "compute_loss of shift_labels": (ReadsShiftLabels, {}, None),
@@ -191,30 +244,85 @@ CASES: dict[str, tuple[type[Trainer], dict[str, Any], str | None]] = {
     "compute_loss of no targets": (OfNoTargets, {}, None),
     "activation checkpointing": (WithAnotherTerm, {ARGUMENT: True}, None),
     "accumulation": (Plain, {"gradient_accumulation_steps": 2}, None),
-    "label smoothing": (Plain, {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 shifts `labels`"),
-    "mean on each rank": (Plain, {"average_tokens_across_devices": False}, "average_tokens_across_devices=False"),
-    "compute_loss_func": (Plain, {"compute_loss_func": loss_function}, "compute_loss_func=loss_function gets `labels`"),
+    "label smoothing": (
+        Plain,
+        {"label_smoothing_factor": 0.1},
+        "label_smoothing_factor=0.1 shifts `labels`",
+    ),
+    "mean on each rank": (
+        Plain,
+        {"average_tokens_across_devices": False},
+        "average_tokens_across_devices=False",
+    ),
+    "compute_loss_func": (
+        Plain,
+        {"compute_loss_func": loss_function},
+        "compute_loss_func=loss_function gets `labels`",
+    ),
     **{
         f"compute_loss of labels, {form}": (form_of(form), {}, NOT_OF_TARGETS)
-        for form in ("after the model", "popped", "z-loss", "tuple", "base model, then head", "logs")
+        for form in (
+            "after the model",
+            "popped",
+            "z-loss",
+            "tuple",
+            "base model, then head",
+            "logs",
+        )
     },
     "mean of labels": (MeanOfLabels, {}, "MeanOfLabels.compute_loss is not made of `shift_labels`"),
-    "shift_labels for labels": (ShiftedTwice, {}, "ShiftedTwice.compute_loss is not made of `shift_labels`"),
-    "the model's mean": (OwnMean, {}, "OwnMean.compute_loss is not divided by `num_items_in_batch`"),
-    "the model's mean, number read": (LogsTheNumber, {}, "LogsTheNumber.compute_loss is not divided by `num_items_in_batch`"),
-    "mean of shift_labels": (OwnMeanOfShifted, {}, "OwnMeanOfShifted.compute_loss is not divided by `num_items_in_batch`"),
-    "named arguments": (NamedArguments, {}, "called with input_ids and position_ids, and dealt batches have more than that"),
+    "shift_labels for labels": (
+        ShiftedTwice,
+        {},
+        "ShiftedTwice.compute_loss is not made of `shift_labels`",
+    ),
+    "the model's mean": (
+        OwnMean,
+        {},
+        "OwnMean.compute_loss is not divided by `num_items_in_batch`",
+    ),
+    "the model's mean, number read": (
+        LogsTheNumber,
+        {},
+        "LogsTheNumber.compute_loss is not divided by `num_items_in_batch`",
+    ),
+    "mean of shift_labels": (
+        OwnMeanOfShifted,
+        {},
+        "OwnMeanOfShifted.compute_loss is not divided by `num_items_in_batch`",
+    ),
+    "named arguments": (
+        NamedArguments,
+        {},
+        "called with input_ids and position_ids, and dealt batches have more than that",
+    ),
     "the model's part": (Undone, {}, "Undone.compute_loss is the model's as it is"),
 }
 # Autocast to bfloat16 is what users have, and DDP as the Trainer sets it up.
-PRECISIONS: dict[str, dict[str, Any]] = {"float32": {}, "bfloat16": {"bf16": True, "ddp_find_unused_parameters": None}}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"bf16": True, "ddp_find_unused_parameters": None},
+}
 TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-3}
 Case = tuple[str, str, bool]  # name, precision, with the callback
 ALL: list[Case] = list(product(CASES, PRECISIONS, (True, False)))
 # The three that people write get each combination in every run.
-COMMON_ONES = ("compute_loss of labels, after the model", "compute_loss of labels, popped", "the model's mean")
-FEW = [case for case in ALL if case[0] in COMMON_ONES or (case[1:] == ("bfloat16", False) and CASES[case[0]][2])]
-RIGHT = ("model's loss", "compute_loss of weight 0", "compute_loss with another term", "compute_loss of no targets")
+COMMON_ONES = (
+    "compute_loss of labels, after the model",
+    "compute_loss of labels, popped",
+    "the model's mean",
+)
+FEW = [
+    case
+    for case in ALL
+    if case[0] in COMMON_ONES or (case[1:] == ("bfloat16", False) and CASES[case[0]][2])
+]
+RIGHT = (
+    "model's loss",
+    "compute_loss of weight 0",
+    "compute_loss with another term",
+    "compute_loss of no targets",
+)
 FEW += [(name, "bfloat16", True) for name in RIGHT]
 Outcome = list[float] | str
 
@@ -238,11 +346,19 @@ def train(ranks: int, name: str, precision: str, watched: bool) -> Outcome:
     return outcome(kind, "distca", shares, changes | PRECISIONS[precision], watched)
 
 
-def outcome(kind: type[Trainer], implementation: str, data: Any, changes: dict[str, Any], watched: bool) -> Outcome:
+def outcome(
+    kind: type[Trainer], implementation: str, data: Any, changes: dict[str, Any], watched: bool
+) -> Outcome:
     arguments = {"bf16": False, **changes}
     function = arguments.pop("compute_loss_func", None)
     trainer = make_trainer(
-        implementation, data, kind=kind, config=settings(), max_steps=STEPS, train_sampling_strategy="sequential", **arguments
+        implementation,
+        data,
+        kind=kind,
+        config=settings(),
+        max_steps=STEPS,
+        train_sampling_strategy="sequential",
+        **arguments,
     )
     trainer.compute_loss_func = function
     if not watched:
@@ -277,20 +393,32 @@ def told(found: Outcome, case: Case) -> str:
     if isinstance(found, str):
         return "refused"
     expected, every = one_process(name, precision), 2 if precision == "bfloat16" else 1
-    # AdamW makes steps of equal size of gradients that are rounding: in half precision, norms are far apart after one of them.
+    # AdamW makes steps of equal size of gradients that are rounding: in half precision, norms are
+    # far apart after one of them.
     equal = found[::every] == pytest.approx(expected[::every], rel=TOLERANCE[precision])
     return "equal" if equal else f"DIFFERS: {found}, not {expected}"
 
 
 @pytest.mark.parametrize(
     ("counts", "cases"),
-    [pytest.param([2], FEW, id="two ranks"), pytest.param([1, 2, 3], ALL, id="all", marks=pytest.mark.slow)],
+    [
+        pytest.param([2], FEW, id="two ranks"),
+        pytest.param([1, 2, 3], ALL, id="all", marks=pytest.mark.slow),
+    ],
 )
 def test_a_loss_over_shares_is_that_of_one_process_or_refused(
     rank_pool: Callable[[int], RankPool], counts: list[int], cases: list[Case]
 ) -> None:
-    by_ranks = {ranks: run(0, 1, cases) if ranks == 1 else rank_pool(ranks)(run, ranks, cases)[0] for ranks in counts}
-    print("", f"{'loss':<45}{'':<10}{'callback':<10}" + "".join(f"{f'{ranks} ranks':<10}" for ranks in counts), sep="\n")  # noqa: T201
+    by_ranks = {
+        ranks: run(0, 1, cases) if ranks == 1 else rank_pool(ranks)(run, ranks, cases)[0]
+        for ranks in counts
+    }
+    print(  # noqa: T201
+        "",
+        f"{'loss':<45}{'':<10}{'callback':<10}"
+        + "".join(f"{f'{ranks} ranks':<10}" for ranks in counts),
+        sep="\n",
+    )
     wrong = []
     for case in cases:
         name, precision, watched = case
@@ -311,15 +439,26 @@ def test_a_loss_over_shares_is_that_of_one_process_or_refused(
 def test_evaluation_of_shares_is_checked_before_training(watched: bool) -> None:
     """With the callback as soon as the Trainer is made, else before its first step."""
     hf_distca.configure(settings())
-    shares = hf_distca.document_shares(documents(*LENGTHS), TOKENS, shapes=[(PAIRS.shape, None)], ranks=1, device="cpu")
+    shares = hf_distca.document_shares(
+        documents(*LENGTHS), TOKENS, shapes=[(PAIRS.shape, None)], ranks=1, device="cpu"
+    )
     changes = {
         "eval_strategy": "steps",
         "eval_steps": 3,
         "per_device_eval_batch_size": 8,
         "train_sampling_strategy": "sequential",
     }
-    make = partial(make_trainer, "distca", shares, config=settings(), eval_dataset={"some": shares}, max_steps=4)
-    refused = pytest.raises(hf_distca.UnsupportedError, match=r"batches of 8\. Set per_device_eval_batch_size=1\.")
+    make = partial(
+        make_trainer,
+        "distca",
+        shares,
+        config=settings(),
+        eval_dataset={"some": shares},
+        max_steps=4,
+    )
+    refused = pytest.raises(
+        hf_distca.UnsupportedError, match=r"batches of 8\. Set per_device_eval_batch_size=1\."
+    )
     if watched:
         with refused:
             make(**changes)
@@ -334,10 +473,17 @@ def test_evaluation_of_shares_is_checked_before_training(watched: bool) -> None:
 
 def test_shares_without_their_collator_are_refused_by_name() -> None:
     hf_distca.configure(settings())
-    shares = hf_distca.document_shares(documents(*LENGTHS), TOKENS, shapes=[(PAIRS.shape, None)], ranks=1, device="cpu")
-    trainer = make_trainer("distca", shares, config=settings(), max_steps=1, train_sampling_strategy="sequential")
+    shares = hf_distca.document_shares(
+        documents(*LENGTHS), TOKENS, shapes=[(PAIRS.shape, None)], ranks=1, device="cpu"
+    )
+    trainer = make_trainer(
+        "distca", shares, config=settings(), max_steps=1, train_sampling_strategy="sequential"
+    )
     trainer.data_collator = default_data_collator
-    with pytest.raises(hf_distca.UnsupportedError, match=r"default_data_collator cannot make batches .*PackingCollator"):
+    with pytest.raises(
+        hf_distca.UnsupportedError,
+        match=r"default_data_collator cannot make batches .*PackingCollator",
+    ):
         trainer.train()
 
 
@@ -352,7 +498,9 @@ class Loop:
         if self.form == "the model's":
             return outputs.loss
         if self.form == "of weight 0":
-            losses = cross_entropy(outputs.logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="none")
+            losses = cross_entropy(
+                outputs.logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="none"
+            )
             return (losses * 0).sum() / items
         logits, targets = outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
         return cross_entropy(logits, targets, reduction="sum") / items
@@ -361,7 +509,12 @@ class Loop:
 def run_loop(rank: int, ranks: int, form: str, half: bool) -> str:
     hf_distca.configure(settings())
     shares = hf_distca.document_shares(
-        documents(*LENGTHS), TOKENS // ranks, shapes=[(PAIRS.shape, None)], ranks=ranks, device="cpu", config=settings()
+        documents(*LENGTHS),
+        TOKENS // ranks,
+        shapes=[(PAIRS.shape, None)],
+        ranks=ranks,
+        device="cpu",
+        config=settings(),
     )
     model = tiny_llama("distca")
     wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
@@ -379,22 +532,35 @@ def run_loop(rank: int, ranks: int, form: str, half: bool) -> str:
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["the model's", "of weight 0", "of labels"])
-def test_losses_of_loops_of_ones_own(rank_pool: Callable[[int], RankPool], form: str, half: bool) -> None:
+def test_losses_of_loops_of_ones_own(
+    rank_pool: Callable[[int], RankPool], form: str, half: bool
+) -> None:
     for found in rank_pool(2)(run_loop, 2, form, half):
-        assert ("gives its logits no gradient" in found) if form == "of labels" else found == "trained"
+        assert (
+            ("gives its logits no gradient" in found) if form == "of labels" else found == "trained"
+        )
 
 
 def metrics(prediction: Any) -> dict[str, float]:
     logits, targets = prediction.predictions, prediction.label_ids
     kept = targets != -100
-    return {"right": float(((logits.argmax(-1) == targets) & kept).sum()), "targets": float(kept.sum())}
+    return {
+        "right": float(((logits.argmax(-1) == targets) & kept).sum()),
+        "targets": float(kept.sum()),
+    }
 
 
 def evaluate(rank: int, ranks: int, names: list[str] | None) -> dict[str, float] | str:
     config = settings(balance_evaluation=True)
     hf_distca.configure(config)
     shares = hf_distca.document_shares(
-        documents(*LENGTHS), TOKENS // ranks, shapes=[(PAIRS.shape, None)], ranks=ranks, device="cpu", config=config, seed=None
+        documents(*LENGTHS),
+        TOKENS // ranks,
+        shapes=[(PAIRS.shape, None)],
+        ranks=ranks,
+        device="cpu",
+        config=config,
+        seed=None,
     )
     trainer = make_trainer("distca", shares, config=config, eval_dataset=shares, label_names=names)
     trainer.compute_metrics = metrics
@@ -405,7 +571,9 @@ def evaluate(rank: int, ranks: int, names: list[str] | None) -> dict[str, float]
     return {name: found[f"eval_{name}"] for name in ("loss", "right", "targets")}
 
 
-def test_metrics_see_the_targets_of_shares_under_their_name(rank_pool: Callable[[int], RankPool]) -> None:
+def test_metrics_see_the_targets_of_shares_under_their_name(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     alone = evaluate(0, 1, ["shift_labels"])
     assert isinstance(alone, dict)
     assert alone["targets"] > 5 * TOKENS  # but for the last token of each document

@@ -1,4 +1,6 @@
-"""2-D masks with more to say than which ends of a row are padding: numbers of documents, and zeros inside documents."""
+"""2-D masks with more to say than which ends of a row are padding: numbers of documents, and zeros
+inside documents.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ from host_syncs import NoHostSyncs
 from ranks import RankPool
 from tiny_runs import VOCABULARY, documents, settings, tiny_llama
 
-SIZES = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+}
 LENGTHS = (12, 7, 23)
 TEXTS = [torch.tensor(text) for text in documents(*LENGTHS)]
 NUMBERS = torch.repeat_interleave(torch.arange(1, 4), torch.tensor(LENGTHS))[None]
@@ -31,19 +39,29 @@ NUMBERS = torch.repeat_interleave(torch.arange(1, 4), torch.tensor(LENGTHS))[Non
 
 def model_of(config: Any, implementation: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=implementation)
+    made = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), attn_implementation=implementation
+    )
     return made.double().train()
 
 
 def alone(model: PreTrainedModel) -> torch.Tensor:
-    return torch.cat([model(input_ids=text[None], use_cache=False).logits[0].detach() for text in TEXTS])
+    return torch.cat(
+        [model(input_ids=text[None], use_cache=False).logits[0].detach() for text in TEXTS]
+    )
 
 
-@pytest.mark.parametrize("kind", ["int64", "int32", "padded", "two rows", "positions beside", "documents beside", "evaluation"])
+@pytest.mark.parametrize(
+    "kind",
+    ["int64", "int32", "padded", "two rows", "positions beside", "documents beside", "evaluation"],
+)
 def test_a_mask_that_numbers_documents_keeps_them_apart(kind: str) -> None:
     want, model = alone(tiny_llama("sdpa").double()), tiny_llama("distca").double()
     ids, mask = torch.cat(TEXTS)[None], NUMBERS
-    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask.int() if kind == "int32" else mask}
+    batch: dict[str, Any] = {
+        "input_ids": ids,
+        "attention_mask": mask.int() if kind == "int32" else mask,
+    }
     if kind == "padded":
         batch = {name: torch.nn.functional.pad(row, (2, 3)) for name, row in batch.items()}
     if kind == "two rows":
@@ -62,7 +80,12 @@ def numbered_on_two_ranks(rank: int) -> torch.Tensor:
     hf_distca.configure(settings())
     mask = NUMBERS if rank == 0 else NUMBERS.flip(1)
     ids = torch.cat(TEXTS if rank == 0 else TEXTS[::-1])[None]
-    return tiny_llama("distca").double()(input_ids=ids, attention_mask=mask, use_cache=False).logits[0].detach()
+    return (
+        tiny_llama("distca")
+        .double()(input_ids=ids, attention_mask=mask, use_cache=False)
+        .logits[0]
+        .detach()
+    )
 
 
 def test_numbered_documents_are_balanced(rank_pool: Callable[[int], RankPool]) -> None:
@@ -72,14 +95,25 @@ def test_numbered_documents_are_balanced(rank_pool: Callable[[int], RankPool]) -
     torch.testing.assert_close(torch.cat(second.split(LENGTHS[::-1])[::-1]), want)
 
 
-JAMBA = JambaConfig(num_key_value_heads=2, use_mamba_kernels=False, attn_layer_period=2, attn_layer_offset=1, **SIZES)
+JAMBA = JambaConfig(
+    num_key_value_heads=2,
+    use_mamba_kernels=False,
+    attn_layer_period=2,
+    attn_layer_offset=1,
+    **SIZES,
+)
 REFUSED: dict[str, tuple[Any, str]] = {
     "opt": (
-        AutoConfig.for_model("opt", ffn_dim=48, word_embed_proj_dim=64, attention_dropout=0.0, **SIZES),
+        AutoConfig.for_model(
+            "opt", ffn_dim=48, word_embed_proj_dim=64, attention_dropout=0.0, **SIZES
+        ),
         "count positions by it",
     ),
     "jamba": (JAMBA, "not proven that attention alone reads it"),
-    "mixtral": (MixtralConfig(num_key_value_heads=2, output_router_logits=True, **SIZES), "the loss of their routers"),
+    "mixtral": (
+        MixtralConfig(num_key_value_heads=2, output_router_logits=True, **SIZES),
+        "the loss of their routers",
+    ),
 }
 
 
@@ -88,7 +122,10 @@ def test_numbered_masks_are_refused_beyond_attention(kind: str) -> None:
     """Numbers are refused where more than attention reads the mask."""
     config, why = REFUSED[kind]
     model = model_of(config, "distca").float()  # experts know no float64
-    with pytest.raises(hf_distca.UnsupportedError, match=f"attention_mask numbers the documents .* for {kind} models: .*{why}"):
+    with pytest.raises(
+        hf_distca.UnsupportedError,
+        match=f"attention_mask numbers the documents .* for {kind} models: .*{why}",
+    ):
         model(input_ids=torch.cat(TEXTS)[None], attention_mask=NUMBERS, use_cache=False)
     model(input_ids=torch.cat(TEXTS)[None], attention_mask=NUMBERS.clamp(max=1), use_cache=False)
 
@@ -109,7 +146,13 @@ def test_a_mask_is_read_once_a_forward() -> None:
 
 WINDOW = MistralConfig(num_key_value_heads=2, sliding_window=16, **SIZES)
 CHUNKS = Llama4TextConfig(
-    **{**SIZES, "intermediate_size_mlp": 48, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 1},
+    **{
+        **SIZES,
+        "intermediate_size_mlp": 48,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_local_experts": 1,
+    },
     attention_chunk_size=16,
     layer_types=["chunked_attention", "full_attention"],
     use_qk_norm=False,
@@ -130,7 +173,10 @@ def test_masked_hole_within_a_window_is_refused(config: Any, positions: bool) ->
     mask = masked(40, (10, 14))
     ids = torch.tensor([documents(40)[0]])
     beside = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if positions else {}
-    with pytest.raises(hf_distca.UnsupportedError, match=r"zeros between the tokens .* over 40 places, .* of 16 tokens"):
+    with pytest.raises(
+        hf_distca.UnsupportedError,
+        match=r"zeros between the tokens .* over 40 places, .* of 16 tokens",
+    ):
         model_of(config, "distca")(input_ids=ids, attention_mask=mask, use_cache=False, **beside)
 
 
@@ -142,9 +188,19 @@ def test_masked_hole_within_a_window_is_refused(config: Any, positions: bool) ->
         (WINDOW, masked(40, (0, 13))),
         (CHUNKS, masked(16, (5, 9))),
         (CHUNKS, masked(30)),
-        (MistralConfig(num_key_value_heads=2, sliding_window=None, **SIZES), masked(38, (5, 9), (20, 21))),
+        (
+            MistralConfig(num_key_value_heads=2, sliding_window=None, **SIZES),
+            masked(38, (5, 9), (20, 21)),
+        ),
     ],
-    ids=["short", "padded right", "padded left", "short, chunks", "padded right, chunks", "no window"],
+    ids=[
+        "short",
+        "padded right",
+        "padded left",
+        "short, chunks",
+        "padded right, chunks",
+        "no window",
+    ],
 )
 def test_other_zeros_are_padding_as_under_sdpa(config: Any, mask: torch.Tensor) -> None:
     ids = torch.tensor([documents(40)[0]])
@@ -157,7 +213,9 @@ def hole_on_one_rank(rank: int) -> str:
     hf_distca.configure(settings(timeout_seconds=20))
     mask = masked(40, (10, 14)) if rank == 1 else masked(40)
     with pytest.raises(hf_distca.DistCAError) as caught:
-        model_of(WINDOW, "distca")(input_ids=torch.tensor([documents(40)[0]]), attention_mask=mask, use_cache=False)
+        model_of(WINDOW, "distca")(
+            input_ids=torch.tensor([documents(40)[0]]), attention_mask=mask, use_cache=False
+        )
     return str(caught.value)
 
 

@@ -1,4 +1,6 @@
-"""Which ranks share core attention on a mesh: read off it, without making process groups, and refused where sequences are cut."""
+"""Which ranks share core attention on a mesh: read off it, without making process groups, and
+refused where sequences are cut.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,16 @@ def groups_made(rank: int, names: tuple[str, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize("names", [("dp_replicate", "fsdp"), ("dp", "tp")])
-def test_configuring_again_makes_no_groups(rank_pool: Callable[[int], RankPool], names: tuple[str, ...]) -> None:
+def test_configuring_again_makes_no_groups(
+    rank_pool: Callable[[int], RankPool], names: tuple[str, ...]
+) -> None:
     for counts in rank_pool(4)(groups_made, names):
         assert counts == [2, 0, 0]  # dispatch and return, and planning
 
 
-def members(rank: int, shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], str]:
+def members(
+    rank: int, shape: tuple[int, ...], names: tuple[str, ...]
+) -> tuple[tuple[int, ...], str]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     before = len(c10d._world.pg_map)
     found = data_parallel_group(mesh)
@@ -64,7 +70,10 @@ def members(rank: int, shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[
     ],
 )
 def test_members_are_read_off_a_mesh(
-    rank_pool: Callable[[int], RankPool], shape: tuple[int, ...], names: tuple[str, ...], groups: list[tuple[int, ...]]
+    rank_pool: Callable[[int], RankPool],
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    groups: list[tuple[int, ...]],
 ) -> None:
     assert rank_pool(4)(members, shape, names) == [(ranks, "gloo") for ranks in groups]
 
@@ -85,24 +94,34 @@ def refusal_of_a_mesh(rank: int, names: tuple[str, ...]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("names", [("dp_shard", "cp"), ("tp", "ulysses"), ("fsdp", "strange"), ("sp", "unknown")])
-def test_other_dimensions_are_refused_by_name(rank_pool: Callable[[int], RankPool], names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "names", [("dp_shard", "cp"), ("tp", "ulysses"), ("fsdp", "strange"), ("sp", "unknown")]
+)
+def test_other_dimensions_are_refused_by_name(
+    rank_pool: Callable[[int], RankPool], names: tuple[str, ...]
+) -> None:
     name = next(name for name in names if name not in ("dp_shard", "tp", "fsdp"))
     for message in rank_pool(4)(refusal_of_a_mesh, names):
         assert f'the device mesh has a dimension "{name}" of 2 ranks' in message
 
 
 def members_with_stages(rank: int) -> tuple[int, ...]:
-    return data_parallel_group(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "stage")), also="stage").ranks
+    return data_parallel_group(
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "stage")), also="stage"
+    ).ranks
 
 
-def test_the_dimension_of_the_stages_may_have_any_name(rank_pool: Callable[[int], RankPool]) -> None:
+def test_the_dimension_of_the_stages_may_have_any_name(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     assert rank_pool(4)(members_with_stages) == [(0, 1, 2, 3)] * 4
 
 
 @contextmanager
 def accelerated(sizes: dict[str, int]) -> Iterator[None]:
-    """A process that accelerate has set up, with its mesh, as for accelerators: accelerate refuses meshes of CPUs."""
+    """A process that accelerate has set up, with its mesh, as for accelerators: accelerate refuses
+    meshes of CPUs.
+    """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     try:
@@ -130,7 +149,10 @@ def refusal_in_a_loop(rank: int, sizes: dict[str, int]) -> str:
         pytest.param(
             {"dp_shard_size": 2, "sp_size": 2},  # by DeepSpeed, for which accelerate makes no mesh
             "sp",
-            marks=pytest.mark.skipif(not hasattr(ParallelismConfig(), "sp_size"), reason="this accelerate cuts no sequences so"),
+            marks=pytest.mark.skipif(
+                not hasattr(ParallelismConfig(), "sp_size"),
+                reason="this accelerate cuts no sequences so",
+            ),
         ),
     ],
 )
@@ -143,9 +165,17 @@ def test_an_accelerate_loop_that_cuts_sequences_is_refused(
 
 
 def refusal_of_a_model(rank: int) -> str:
-    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        vocab_size=8,
+    )
     model = LlamaForCausalLM(config)
-    mesh = init_device_mesh("cpu", (1, 1, 2, 1, 2), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp", "cp"))
+    mesh = init_device_mesh(
+        "cpu", (1, 1, 2, 1, 2), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp", "cp")
+    )
     model._mesh_manager = TransformersDeviceMesh(mesh, mesh)
     found = loaded_mesh(model)
     assert found is not None
@@ -154,7 +184,10 @@ def refusal_of_a_model(rank: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.skipif(TransformersDeviceMesh is None, reason="this version of transformers keeps no mesh on its models")
+@pytest.mark.skipif(
+    TransformersDeviceMesh is None,
+    reason="this version of transformers keeps no mesh on its models",
+)
 def test_a_model_whose_mesh_cuts_sequences_is_refused(rank_pool: Callable[[int], RankPool]) -> None:
     for message in rank_pool(4)(refusal_of_a_model):
         assert 'a dimension "cp" of 2 ranks' in message
@@ -167,5 +200,7 @@ def members_in_a_loop(rank: int) -> tuple[int, ...]:
     return found.ranks
 
 
-def test_an_accelerate_loop_shares_between_data_parallel_ranks(rank_pool: Callable[[int], RankPool]) -> None:
+def test_an_accelerate_loop_shares_between_data_parallel_ranks(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     assert rank_pool(4)(members_in_a_loop) == [(0, 2), (1, 3), (0, 2), (1, 3)]

@@ -14,7 +14,9 @@ import hf_distca
 class Deaf(LlamaForCausalLM):
     """Stands for a model outside transformers that computes its attention by itself."""
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: object) -> dict[str, torch.Tensor]:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: object
+    ) -> dict[str, torch.Tensor]:
         logits = self.lm_head(self.model.embed_tokens(input_ids))
         return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
@@ -31,13 +33,27 @@ def train(model: torch.nn.Module, folder: Path) -> None:
     )
     rows = [{"input_ids": [5, 6, 7]}] * 8
     callbacks = [hf_distca.DistCACallback()]
-    Trainer(model, arguments, data_collator=hf_distca.PackingCollator(), train_dataset=rows, callbacks=callbacks).train()
+    Trainer(
+        model,
+        arguments,
+        data_collator=hf_distca.PackingCollator(),
+        train_dataset=rows,
+        callbacks=callbacks,
+    ).train()
 
 
 def test_a_model_that_never_calls_is_found_after_one_step(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 16,
+    }
     model = Deaf(LlamaConfig(**sizes, attn_implementation="distca"))
-    with pytest.raises(hf_distca.UnsupportedError, match=r"Deaf was loaded with .* never called it"):
+    with pytest.raises(
+        hf_distca.UnsupportedError, match=r"Deaf was loaded with .* never called it"
+    ):
         train(model, tmp_path)
     train(Deaf(LlamaConfig(**sizes, attn_implementation="sdpa")), tmp_path)
 
@@ -46,6 +62,10 @@ def test_family_without_attention_is_refused_before_a_step(tmp_path: Path) -> No
     """A family without attention is refused before the first step."""
     from transformers import MambaConfig, MambaForCausalLM
 
-    model = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=16, attn_implementation="distca"))
+    model = MambaForCausalLM(
+        MambaConfig(
+            hidden_size=16, num_hidden_layers=1, vocab_size=16, attn_implementation="distca"
+        )
+    )
     with pytest.raises(hf_distca.UnsupportedError, match="mamba"):
         train(model, tmp_path)

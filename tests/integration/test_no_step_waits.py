@@ -1,9 +1,11 @@
 """That a step makes the host wait for nothing but its plan, in models, on two ranks.
 
-Layers: from the second layer of a forward on, and through all of backward, no tensor is read at all: the plan is there, whoever
-made it. Forward of the first layer: if the collator says where documents lie, planning reads host memory, and no tensor that
-comes from the model's weights or inputs. What the model itself does in its layers is under the mode, too. Before its layers,
-transformers reads one element of what it makes of the position ids, whatever computes attention; that is left out.
+Layers: from the second layer of a forward on, and through all of backward, no tensor is read at
+all: the plan is there, whoever made it. Forward of the first layer: if the collator says where
+documents lie, planning reads host memory, and no tensor that comes from the model's weights or
+inputs. What the model itself does in its layers is under the mode, too. Before its layers,
+transformers reads one element of what it makes of the position ids, whatever computes attention;
+that is left out.
 """
 
 from __future__ import annotations
@@ -58,7 +60,11 @@ def packed(rank: int) -> dict[str, Any]:
     tokens = sum(LENGTHS[rank])
     positions = torch.cat([torch.arange(length) for length in LENGTHS[rank]])[None]
     ids = torch.randint(2, 61, (1, tokens), generator=torch.Generator().manual_seed(rank))
-    return {"input_ids": ids, "position_ids": positions, "distca_documents": PackedDocuments(tuple(LENGTHS[rank]))}
+    return {
+        "input_ids": ids,
+        "position_ids": positions,
+        "distca_documents": PackedDocuments(tuple(LENGTHS[rank])),
+    }
 
 
 def dealt(rank: int) -> dict[str, Any]:
@@ -68,7 +74,9 @@ def dealt(rank: int) -> dict[str, Any]:
     made = DealSettings(2, tokens, {PlanKey(shape, "cpu", None): PAIRS}, current_session().config)
     share = made.make_share(lengths, (0, 0), rank)
     starts = share.starts or (0,) * len(share.lengths)
-    positions = torch.cat([torch.arange(a, a + n) for a, n in zip(starts, share.lengths, strict=True)])[None]
+    positions = torch.cat(
+        [torch.arange(a, a + n) for a, n in zip(starts, share.lengths, strict=True)]
+    )[None]
     ids = torch.randint(2, 61, positions.shape, generator=torch.Generator().manual_seed(rank))
     return {"input_ids": ids, "position_ids": positions, "distca_documents": share}
 
@@ -100,14 +108,19 @@ def steps(rank: int, batch: str, reentrant: list[bool | None]) -> list[tuple[int
             try:
                 found.append(step(rank, way, batch, one))
             except Exception as error:
-                raise AssertionError(f"{name}, {batch}, reentrant {one}: {type(error).__name__}: {error}") from error
+                raise AssertionError(
+                    f"{name}, {batch}, reentrant {one}: {type(error).__name__}: {error}"
+                ) from error
     return found
 
 
 @pytest.mark.parametrize(
-    ("batch", "reentrant"), in_turn([("packed", [None, False]), ("dealt", [True]), ("positions", [False])], 3)
+    ("batch", "reentrant"),
+    in_turn([("packed", [None, False]), ("dealt", [True]), ("positions", [False])], 3),
 )
-def test_layers_read_no_tensor(rank_pool: Callable[[int], RankPool], batch: str, reentrant: list[bool | None]) -> None:
+def test_layers_read_no_tensor(
+    rank_pool: Callable[[int], RankPool], batch: str, reentrant: list[bool | None]
+) -> None:
     """However layers run, checkpointed or not."""
     first, second = rank_pool(2)(steps, batch, reentrant)
     ways = [name for name in WAYS for _ in reentrant]
@@ -128,7 +141,11 @@ def whole_step(rank: int, told: bool) -> str:
     model, inputs = tiny_llama("distca"), packed(rank)
     if not told:
         del inputs["distca_documents"]
-    of_device = [*model.parameters(), *model.buffers(), *(x for x in inputs.values() if isinstance(x, torch.Tensor))]
+    of_device = [
+        *model.parameters(),
+        *model.buffers(),
+        *(x for x in inputs.values() if isinstance(x, torch.Tensor)),
+    ]
     find = masking_utils.find_packed_sequence_indices
 
     def unseen(position_ids: torch.Tensor) -> Any:
@@ -136,15 +153,22 @@ def whole_step(rank: int, told: bool) -> str:
             return find(position_ids)
 
     try:
-        with patch.object(masking_utils, "find_packed_sequence_indices", unseen), NoHostSyncs(of=of_device):
+        with (
+            patch.object(masking_utils, "find_packed_sequence_indices", unseen),
+            NoHostSyncs(of=of_device),
+        ):
             model(**inputs, use_cache=False).logits.sum().backward()
     except HostSyncError as error:
         return str(error)
     return f"{current_session().meter.dispatches} dispatches"
 
 
-def test_planning_by_the_collator_reads_nothing_of_the_device(rank_pool: Callable[[int], RankPool]) -> None:
+def test_planning_by_the_collator_reads_nothing_of_the_device(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     """Planning reads nothing of the device where the collator says the documents."""
     assert rank_pool(2)(whole_step, True) == ["4 dispatches"] * 2
     found = rank_pool(2)(whole_step, False)
-    assert all("on the host" in one for one in found), "position ids have to be read, and the mode sees it"
+    assert all("on the host" in one for one in found), (
+        "position ids have to be read, and the mode sees it"
+    )

@@ -1,4 +1,6 @@
-"""What `PackingCollator` takes, what it refuses, and that it does no work in Python for each token."""
+"""What `PackingCollator` takes, what it refuses, and that it does no work in Python for each
+token.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ FORMS: dict[str, Callable[[list[int]], Any]] = {
 def test_documents_come_as_lists_arrays_and_tensors(form: str) -> None:
     made = FORMS[form]
     features = [
-        {"input_ids": made([5, 6, 7]), "labels": made([5, -100, 7]), "attention_mask": made([1, 1, 1])},
+        {
+            "input_ids": made([5, 6, 7]),
+            "labels": made([5, -100, 7]),
+            "attention_mask": made([1, 1, 1]),
+        },
         {"documents": [made([8]), made([9, 4])]},
         {"input_ids": made([3, 2])},
     ]
@@ -55,7 +61,10 @@ def test_what_was_given_is_not_changed_by_the_batch_or_with_it() -> None:
 
 @pytest.mark.parametrize("made", [list, np.array, torch.tensor], ids=["list", "numpy", "torch"])
 def test_padding_is_cut_off_at_both_ends(made: Callable[[list[int]], Any]) -> None:
-    ids, masks = [0, 0, 5, 6, 7, 0], [[0, 0, 1, 1, 1, 0], [False, False, True, True, True, False], [0] * 6, [1] * 6]
+    ids, masks = (
+        [0, 0, 5, 6, 7, 0],
+        [[0, 0, 1, 1, 1, 0], [False, False, True, True, True, False], [0] * 6, [1] * 6],
+    )
     features = [{"input_ids": made(ids), "attention_mask": made(mask)} for mask in masks]
     batch = hf_distca.PackingCollator()(features)
     assert batch["distca_documents"].lengths == (3, 3, 6)
@@ -70,9 +79,18 @@ def test_padding_is_cut_off_at_both_ends(made: Callable[[list[int]], Any]) -> No
             {"input_ids": [5, 6, 7, 8], "attention_mask": [1, 0, 0, 1]},
             r"attention_mask\[1\] .* is 0, between tokens 0 and 3",
         ),
-        ({"input_ids": [5, 6], "attention_mask": [1]}, "2 input_ids and 1 numbers in its attention_mask"),
-        ({"input_ids": [5, 6], "attention_mask": [[1, 1]]}, "the attention_mask of a document must be a flat list"),
-        ({"input_ids": torch.ones(1, 2, dtype=torch.long)}, r"flat list of integers; here they are int64 of shape \(1, 2\)"),
+        (
+            {"input_ids": [5, 6], "attention_mask": [1]},
+            "2 input_ids and 1 numbers in its attention_mask",
+        ),
+        (
+            {"input_ids": [5, 6], "attention_mask": [[1, 1]]},
+            "the attention_mask of a document must be a flat list",
+        ),
+        (
+            {"input_ids": torch.ones(1, 2, dtype=torch.long)},
+            r"flat list of integers; here they are int64 of shape \(1, 2\)",
+        ),
         ({"input_ids": torch.ones(2)}, "here they are float32"),
         ({"input_ids": np.array([True, False])}, "here they are bool"),
         ({"input_ids": [True, False]}, "they are bool"),
@@ -97,12 +115,19 @@ IDS = list(range(11, 19))
 
 
 @pytest.mark.parametrize("made", [list, np.array, torch.tensor], ids=["list", "numpy", "torch"])
-@pytest.mark.parametrize("columns", [{"seq_lengths": [3, 5]}, {"position_ids": [0, 1, 2, 0, 1, 2, 3, 4]}, "both"])
-def test_packed_rows_are_the_documents_that_they_state(columns: Any, made: Callable[[list[int]], Any]) -> None:
+@pytest.mark.parametrize(
+    "columns", [{"seq_lengths": [3, 5]}, {"position_ids": [0, 1, 2, 0, 1, 2, 3, 4]}, "both"]
+)
+def test_packed_rows_are_the_documents_that_they_state(
+    columns: Any, made: Callable[[list[int]], Any]
+) -> None:
     """Rows that were packed already are the documents that they say."""
     if columns == "both":
         columns = {"seq_lengths": [3, 5], "position_ids": [0, 1, 2, 0, 1, 2, 3, 4]}
-    row = {name: made(column) for name, column in {"input_ids": IDS, "labels": [-7] * 8, **columns}.items()}
+    row = {
+        name: made(column)
+        for name, column in {"input_ids": IDS, "labels": [-7] * 8, **columns}.items()
+    }
     assert packed(row) == ((3, 5), [-100, -7, -7, -100, -7, -7, -7, -7])
 
 
@@ -113,16 +138,26 @@ def test_padding_of_packed_rows_is_cut_off() -> None:
     assert packed({**row, "position_ids": [0, 0, 1, 2, 0, 1, 2, 3, 4, 0]}) == expected
 
 
-@pytest.mark.parametrize("names", [("completion_mask",), ("assistant_masks",), ("completion_mask", "assistant_masks")])
+@pytest.mark.parametrize(
+    "names", [("completion_mask",), ("assistant_masks",), ("completion_mask", "assistant_masks")]
+)
 def test_tokens_that_a_mask_leaves_out_are_no_targets(names: tuple[str, ...]) -> None:
-    masks = {"completion_mask": [0, 0, 1, 1, 1, 1, 1, 1], "assistant_masks": [1, 1, 1, 1, 1, 1, 0, 0]}
+    masks = {
+        "completion_mask": [0, 0, 1, 1, 1, 1, 1, 1],
+        "assistant_masks": [1, 1, 1, 1, 1, 1, 0, 0],
+    }
     kept = [all(masks[name][place] for name in names) for place in range(8)]
     labels = [token if keep else -100 for token, keep in zip(IDS, kept, strict=True)]
     chosen = {name: masks[name] for name in names}
     assert packed({"input_ids": IDS, **chosen}) == ((8,), [-100, *labels[1:]])
-    assert packed({"input_ids": IDS, **chosen, "labels": IDS}) == ((8,), [-100, *IDS[1:]]), "labels are masked already"
+    assert packed({"input_ids": IDS, **chosen, "labels": IDS}) == ((8,), [-100, *IDS[1:]]), (
+        "labels are masked already"
+    )
     padded = {name: torch.tensor([0, *mask]) for name, mask in chosen.items()}
-    assert packed({"input_ids": [0, *IDS], "attention_mask": [0, *[1] * 8], **padded}) == ((8,), [-100, *labels[1:]])
+    assert packed({"input_ids": [0, *IDS], "attention_mask": [0, *[1] * 8], **padded}) == (
+        (8,),
+        [-100, *labels[1:]],
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,9 +173,15 @@ def test_tokens_that_a_mask_leaves_out_are_no_targets(names: tuple[str, ...]) ->
             "its position_ids .*other documents",
         ),
         ({"completion_mask": [1]}, "8 input_ids and 1 numbers in its completion_mask"),
-        ({"attention_mask": [1, 1, 2, 2, 1, 1, 3, 3]}, "row 0, and 1 comes again after another number"),
+        (
+            {"attention_mask": [1, 1, 2, 2, 1, 1, 3, 3]},
+            "row 0, and 1 comes again after another number",
+        ),
         ({"attention_mask": [1, 1, 1, 2, 0, 2, 2, 2]}, r"attention_mask\[4\] of a document is 0"),
-        ({"attention_mask": [1, 1, 1, 1, 1, 2, 2, 2], "seq_lengths": [3, 5]}, "seq_lengths .*other documents"),
+        (
+            {"attention_mask": [1, 1, 1, 1, 1, 2, 2, 2], "seq_lengths": [3, 5]},
+            "seq_lengths .*other documents",
+        ),
         ({"attention_mask": [1, 1, 1, -1, -1, -1, -1, -1]}, r"attention_mask\[0, 3\] is -1"),
         ({"shift_labels": IDS}, "'shift_labels', which says what its documents or targets are"),
         ({"seq_idx": [0] * 8}, "'seq_idx', which says what its documents or targets are"),
@@ -148,7 +189,9 @@ def test_tokens_that_a_mask_leaves_out_are_no_targets(names: tuple[str, ...]) ->
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_column_that_changes_training_is_read_or_refused(columns: dict[str, Any], named: str) -> None:
+def test_column_that_changes_training_is_read_or_refused(
+    columns: dict[str, Any], named: str
+) -> None:
     """A column that changes what is trained is read or refused."""
     with pytest.raises(LayoutError, match=named):
         packed({"input_ids": IDS, **columns})
@@ -173,14 +216,19 @@ NUMBERS: dict[str, Any] = {
 def test_numbers_that_a_model_may_take_are_refused(name: str) -> None:
     row = {"input_ids": IDS, name: NUMBERS[name]}
     for feature in (row, {"documents": [IDS], name: NUMBERS[name]}):
-        with pytest.raises(LayoutError, match=rf"'{name}' of numbers, which may be an input .* as in PackingCollator\(model\)"):
+        with pytest.raises(
+            LayoutError,
+            match=rf"'{name}' of numbers, which may be an input .* as in PackingCollator\(model\)",
+        ):
             hf_distca.PackingCollator()([feature])
 
 
 class Takes(torch.nn.Module):
     """A model whose forward has these arguments."""
 
-    def forward(self, input_ids: Any, pixel_values: Any = None, task_ids: Any = None, **kwargs: Any) -> None: ...
+    def forward(
+        self, input_ids: Any, pixel_values: Any = None, task_ids: Any = None, **kwargs: Any
+    ) -> None: ...
 
 
 class Around(torch.nn.Module):
@@ -197,10 +245,18 @@ class Around(torch.nn.Module):
 def test_a_model_says_what_it_takes(wrap: Callable[[Any], Any]) -> None:
     collate = pickle.loads(pickle.dumps(hf_distca.PackingCollator(wrap(Takes()))))
     for name, value in {"pixel_values": torch.ones(3, 2, 2), "task_ids": 3}.items():
-        with pytest.raises(LayoutError, match=f"'{name}', an input of the model that would be lost"):
+        with pytest.raises(
+            LayoutError, match=f"'{name}', an input of the model that would be lost"
+        ):
             collate([{"input_ids": IDS, name: value}])
-    others = {name: value for name, value in NUMBERS.items() if name not in ("pixel_values", "of_tomorrow")}
-    assert collate([{"input_ids": IDS, **others, "pixel_values": None}])["input_ids"].tolist() == [IDS]
+    others = {
+        name: value
+        for name, value in NUMBERS.items()
+        if name not in ("pixel_values", "of_tomorrow")
+    }
+    assert collate([{"input_ids": IDS, **others, "pixel_values": None}])["input_ids"].tolist() == [
+        IDS
+    ]
     with pytest.raises(LayoutError, match="'shift_labels', which says"):
         collate([{"input_ids": IDS, "shift_labels": IDS}])
     unknown = hf_distca.PackingCollator(Around(torch.nn.Linear(1, 1)).forward)
@@ -209,25 +265,50 @@ def test_a_model_says_what_it_takes(wrap: Callable[[Any], Any]) -> None:
 
 
 def test_a_number_for_each_token_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    others = {"text": "eight ...", "length": 8, "url": None, "words": ["a"] * 8, "score": 0.5, "image": torch.ones(3, 2, 2)}
+    others = {
+        "text": "eight ...",
+        "length": 8,
+        "url": None,
+        "words": ["a"] * 8,
+        "score": 0.5,
+        "image": torch.ones(3, 2, 2),
+    }
     collate = hf_distca.PackingCollator(Takes())
     for _ in range(2):
         collate([{"input_ids": IDS, **others, "loss_weights": [1.0] * 8}])
         collate([{"input_ids": IDS, **others, "weights": torch.ones(8)}])
-    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == ["loss_weights", "weights"]
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [
+        "loss_weights",
+        "weights",
+    ]
 
 
-def test_a_batch_without_targets_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_without_targets_is_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(collator, "_warnings_given", set())
     packed({"input_ids": IDS})
     assert not caplog.records
     for _ in range(2):
         packed({"input_ids": IDS, "assistant_masks": [0] * 8})
-    assert [record.getMessage()[:43] for record in caplog.records] == ["none of the 8 tokens of a batch is a target"]
+    assert [record.getMessage()[:43] for record in caplog.records] == [
+        "none of the 8 tokens of a batch is a target"
+    ]
 
 
-METADATA: dict[str, Any] = {"text": "eight ...", "length": 8, "url": None, "words": ["a"] * 8, "score": np.float32(0.5)}
-METADATA |= {"messages": [{"role": "user"}], "empty": [], "names": np.array(["a", "b"]), "scalar": torch.tensor(3.0)}
+METADATA: dict[str, Any] = {
+    "text": "eight ...",
+    "length": 8,
+    "url": None,
+    "words": ["a"] * 8,
+    "score": np.float32(0.5),
+}
+METADATA |= {
+    "messages": [{"role": "user"}],
+    "empty": [],
+    "names": np.array(["a", "b"]),
+    "scalar": torch.tensor(3.0),
+}
 
 
 def test_texts_and_single_numbers_are_left_out() -> None:
@@ -238,26 +319,39 @@ def test_texts_and_single_numbers_are_left_out() -> None:
 def test_a_mask_that_numbers_documents_is_read(made: Callable[[list[int]], Any]) -> None:
     row = {"input_ids": made([*IDS, 0, 0]), "attention_mask": made([1, 1, 1, 2, 2, 3, 3, 3, 0, 0])}
     assert packed(row) == ((3, 2, 3), [-100, 12, 13, -100, 15, -100, 17, 18])
-    apart = {"input_ids": made([*IDS[:3], 0, *IDS[3:]]), "attention_mask": made([7, 7, 7, 0, 5, 5, 5, 5, 5])}
+    apart = {
+        "input_ids": made([*IDS[:3], 0, *IDS[3:]]),
+        "attention_mask": made([7, 7, 7, 0, 5, 5, 5, 5, 5]),
+    }
     assert packed(apart)[0] == (3, 5)
     with_positions = {**row, "position_ids": made([0, 1, 2, 0, 1, 0, 1, 0, 0, 0])}
     assert packed(with_positions)[0] == (3, 2, 2, 1), "a document begins where either says so"
 
 
 def test_positions_that_skip_some_are_one_document_and_stay() -> None:
-    rows = {"jumps": [0, 1, 2, 30, 31, 32, 90, 91], "repeats": [0, 1, 1, 1, 1, 5, 6, 7], "two": [0, 1, 5, 6, 0, 0, 7, 8]}
+    rows = {
+        "jumps": [0, 1, 2, 30, 31, 32, 90, 91],
+        "repeats": [0, 1, 1, 1, 1, 5, 6, 7],
+        "two": [0, 1, 5, 6, 0, 0, 7, 8],
+    }
     lengths = dict.fromkeys(rows, (8,)) | {"two": (4, 1, 3)}
     for name, positions in rows.items():
         batch = hf_distca.PackingCollator()([{"input_ids": IDS, "position_ids": positions}])
         assert batch["distca_documents"].lengths == lengths[name]
         assert batch["position_ids"].tolist() == [positions]
-    counted = collator.read_feature_documents({"input_ids": IDS, "position_ids": [0, 1, 2, 0, 1, 2, 3, 4]})
+    counted = collator.read_feature_documents(
+        {"input_ids": IDS, "position_ids": [0, 1, 2, 0, 1, 2, 3, 4]}
+    )
     assert [document.check_positions() for document in counted] == [None, None]
     with pytest.raises(LayoutError, match=r"go from 2 to 30: they would be lost where it is dealt"):
-        collator.read_feature_documents({"input_ids": IDS, "position_ids": rows["jumps"]})[0].check_positions()
+        collator.read_feature_documents({"input_ids": IDS, "position_ids": rows["jumps"]})[
+            0
+        ].check_positions()
 
 
-@pytest.mark.parametrize("name", ["labels", "completion_mask", "position_ids", "seq_lengths", "input_ids"])
+@pytest.mark.parametrize(
+    "name", ["labels", "completion_mask", "position_ids", "seq_lengths", "input_ids"]
+)
 def test_documents_of_a_row_have_no_columns_beside_them(name: str) -> None:
     with pytest.raises(LayoutError, match=f"'documents' and '{name}'"):
         packed({"documents": [[1, 2]], name: [1, 2]})
@@ -285,13 +379,18 @@ def lines_run(features: list[dict[str, Any]]) -> int:
 @pytest.mark.parametrize("form", ["list", "numpy", "torch"])
 def test_no_python_runs_for_each_token(form: str) -> None:
     def features(length: int) -> list[dict[str, Any]]:
-        return [{"input_ids": FORMS[form]([7] * length), "attention_mask": FORMS[form]([1] * length)} for _ in range(4)]
+        return [
+            {"input_ids": FORMS[form]([7] * length), "attention_mask": FORMS[form]([1] * length)}
+            for _ in range(4)
+        ]
 
     assert lines_run(features(20_000)) == lines_run(features(20))
 
 
 def test_tensors_cost_no_more_than_arrays() -> None:
-    """131,072 tokens. As lists of tensors of one token each they took three times as long as numpy's, and 600 ms."""
+    """131,072 tokens. As lists of tensors of one token each they took three times as long as
+    numpy's, and 600 ms.
+    """
     documents = [np.full(4096, 7)] * 32
 
     def seconds(features: list[dict[str, Any]]) -> float:
@@ -299,7 +398,13 @@ def test_tensors_cost_no_more_than_arrays() -> None:
         hf_distca.PackingCollator()(features)
         return time.perf_counter() - started
 
-    arrays, tensors = [{"input_ids": one} for one in documents], [{"input_ids": torch.from_numpy(one)} for one in documents]
-    best = {name: min(seconds(features) for _ in range(9)) for name, features in (("numpy", arrays), ("torch", tensors))}
+    arrays, tensors = (
+        [{"input_ids": one} for one in documents],
+        [{"input_ids": torch.from_numpy(one)} for one in documents],
+    )
+    best = {
+        name: min(seconds(features) for _ in range(9))
+        for name, features in (("numpy", arrays), ("torch", tensors))
+    }
     assert best["torch"] < 3 * best["numpy"]
     assert best["torch"] < 0.1

@@ -1,4 +1,6 @@
-"""A model under distca on several ranks equals the same model, one document at a time, under sdpa in float64."""
+"""A model under distca on several ranks equals the same model, one document at a time, under sdpa
+in float64.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from turns import in_turn
 
 Parts = list[tuple[int, int, int]]  # (document, start, end)
 
-# With real costs nothing this small is worth moving: here only causal pairs count, and moving is free.
+# With real costs nothing this small is worth moving: here only causal pairs count, and moving is
+# free.
 PAIRS = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
 
 # Documents of 1 token, odd lengths, equal and very unequal ones.
@@ -38,8 +41,16 @@ def placements(world: int) -> dict[str, list[Parts]]:
         "skewed": skewed,
         "empty-handed": [whole if r == 1 else [] for r in range(world)],
         "one document over all ranks": [[(0, cut[r], cut[r + 1])] for r in range(world)],
-        "continued": [[*whole[1:4], (0, 0, 101)], [(0, 101, 150), *whole[4:]], *([] for _ in range(world - 2))],
-        "head and tail": [[(0, 0, 37), (0, 113, 150), whole[2]], [(0, 37, 113), *whole[3:5]], *([] for _ in range(world - 2))],
+        "continued": [
+            [*whole[1:4], (0, 0, 101)],
+            [(0, 101, 150), *whole[4:]],
+            *([] for _ in range(world - 2)),
+        ],
+        "head and tail": [
+            [(0, 0, 37), (0, 113, 150), whole[2]],
+            [(0, 37, 113), *whole[3:5]],
+            *([] for _ in range(world - 2)),
+        ],
     }
 
 
@@ -62,13 +73,17 @@ def model_for(key_value_heads: int, implementation: str, dtype: torch.dtype) -> 
 
 
 def summed_loss(logits: torch.Tensor, tokens: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """Sum of next-token losses of positions [start, end) of a document; its last position has no target."""
+    """Sum of next-token losses of positions [start, end) of a document; its last position has no
+    target.
+    """
     last = min(end, len(tokens) - 1)
     return cross_entropy(logits[: last - start], tokens[start + 1 : last + 1], reduction="sum")
 
 
 @cache
-def oracle(documents: tuple[int, ...], key_value_heads: int, dtype: torch.dtype) -> tuple[float, dict, dict]:
+def oracle(
+    documents: tuple[int, ...], key_value_heads: int, dtype: torch.dtype
+) -> tuple[float, dict, dict]:
     """Loss, logits per document and gradient per parameter, each document alone.
 
     Under sdpa, because eager rounds its softmax to float32.
@@ -86,18 +101,28 @@ def oracle(documents: tuple[int, ...], key_value_heads: int, dtype: torch.dtype)
     return total, logits, {name: p.grad for name, p in model.named_parameters()}
 
 
-def balanced(rank: int, parts: list[Parts], key_value_heads: int, dtype: torch.dtype, kernel: str) -> tuple:
-    """Loss and gradients summed over ranks, this rank's logits per part, and whether anything was exchanged."""
-    config = hf_distca.DistCAConfig(kernel=kernel, tile=8, min_gain=0.0, cost_model=PAIRS, documents_span_ranks=True)
+def balanced(
+    rank: int, parts: list[Parts], key_value_heads: int, dtype: torch.dtype, kernel: str
+) -> tuple:
+    """Loss and gradients summed over ranks, this rank's logits per part, and whether anything was
+    exchanged.
+    """
+    config = hf_distca.DistCAConfig(
+        kernel=kernel, tile=8, min_gain=0.0, cost_model=PAIRS, documents_span_ranks=True
+    )
     hf_distca.configure(config)
     session = current_session()
     model = model_for(key_value_heads, "distca", dtype)
     if parts[rank]:
         batch = {
-            "input_ids": torch.cat([tokens_of(d, LENGTHS[d])[a:b] for d, a, b in parts[rank]])[None],
+            "input_ids": torch.cat([tokens_of(d, LENGTHS[d])[a:b] for d, a, b in parts[rank]])[
+                None
+            ],
             "position_ids": torch.cat([torch.arange(a, b) for _, a, b in parts[rank]])[None],
             "distca_documents": PackedDocuments(
-                tuple(b - a for _, a, b in parts[rank]), tuple(a for _, a, _ in parts[rank]), tuple(d for d, _, _ in parts[rank])
+                tuple(b - a for _, a, b in parts[rank]),
+                tuple(a for _, a, _ in parts[rank]),
+                tuple(d for d, _, _ in parts[rank]),
             ),
         }
     else:  # transformers cannot run a batch without tokens, but one of nothing but padding
@@ -105,7 +130,10 @@ def balanced(rank: int, parts: list[Parts], key_value_heads: int, dtype: torch.d
         batch = {"input_ids": padding, "position_ids": padding, "attention_mask": padding}
     out = model(**batch, use_cache=False).logits[0]
     pieces = list(out.split([b - a for _, a, b in parts[rank]])) if parts[rank] else []
-    losses = [summed_loss(o, tokens_of(d, LENGTHS[d]), a, b) for o, (d, a, b) in zip(pieces, parts[rank], strict=True)]
+    losses = [
+        summed_loss(o, tokens_of(d, LENGTHS[d]), a, b)
+        for o, (d, a, b) in zip(pieces, parts[rank], strict=True)
+    ]
     loss = torch.stack([out.sum() * 0, *losses]).sum()
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
@@ -119,7 +147,14 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).norm() / want.norm().clamp_min(1e-12))
 
 
-def check(pool: RankPool, parts: list[Parts], heads: int, dtype: torch.dtype, kernel: str, tolerance: float) -> None:
+def check(
+    pool: RankPool,
+    parts: list[Parts],
+    heads: int,
+    dtype: torch.dtype,
+    kernel: str,
+    tolerance: float,
+) -> None:
     documents = tuple(sorted({d for rank in parts for d, _, _ in rank}))
     loss, logits, grads = oracle(documents, heads, torch.float64)
     results = pool(balanced, parts, heads, dtype, kernel)
@@ -133,7 +168,9 @@ def check(pool: RankPool, parts: list[Parts], heads: int, dtype: torch.dtype, ke
         assert sum(sent for *_, sent in results) > 0, "nothing was exchanged, so nothing was tested"
 
 
-@pytest.mark.parametrize(("world", "placement"), [(n, name) for n in (1, 2, 3, 4) for name in placements(n)])
+@pytest.mark.parametrize(
+    ("world", "placement"), [(n, name) for n in (1, 2, 3, 4) for name in placements(n)]
+)
 def test_float64(rank_pool: Callable[[int], RankPool], world: int, placement: str) -> None:
     check(rank_pool(world), placements(world)[placement], 2, torch.float64, "reference", 1e-9)
 
@@ -154,10 +191,14 @@ def test_a_document_never_sees_another(rank_pool: Callable[[int], RankPool]) -> 
 
 
 def logits_of_second(rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of two packed documents on rank 0, where only the first one's tokens depend on the seed."""
+    """Logits of two packed documents on rank 0, where only the first one's tokens depend on the
+    seed.
+    """
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))
     model = model_for(2, "distca", torch.float32)
-    first = torch.randint(0, 61, (200 if rank == 0 else 5,), generator=torch.Generator().manual_seed(seed))
+    first = torch.randint(
+        0, 61, (200 if rank == 0 else 5,), generator=torch.Generator().manual_seed(seed)
+    )
     ids = torch.cat([first, tokens_of(3, 60)])[None]
     positions = torch.cat([torch.arange(len(first)), torch.arange(60)])[None]
     with torch.no_grad():

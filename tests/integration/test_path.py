@@ -20,13 +20,18 @@ SOURCE = str(ROOT / "src" / "hf_distca")
 
 def listed() -> list[str]:
     section = (
-        (ROOT / "docs" / "architecture.md").read_text().split("## From collator to kernel, call by call")[1].split("\n## ")[0]
+        (ROOT / "docs" / "architecture.md")
+        .read_text()
+        .split("## From collator to kernel, call by call")[1]
+        .split("\n## ")[0]
     )
     return re.findall(r"^\d+\. `([\w.]+)`$", section, re.MULTILINE)
 
 
 def called(rank: int) -> list[str]:
-    """The functions of the library that run from the collator to the first kernel call, each where it runs last."""
+    """The functions of the library that run from the collator to the first kernel call, each where
+    it runs last.
+    """
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))
     model = model_for(2, "distca", torch.float32)
     seen: list[str] = []
@@ -39,7 +44,9 @@ def called(rank: int) -> list[str]:
 
     sys.setprofile(note)
     try:
-        batch = hf_distca.PackingCollator()([{"documents": [[7] * n for n in ([96], [16, 16])[rank]]}])
+        batch = hf_distca.PackingCollator()(
+            [{"documents": [[7] * n for n in ([96], [16, 16])[rank]]}]
+        )
         model(**batch, use_cache=False)
     finally:
         sys.setprofile(None)

@@ -1,4 +1,6 @@
-"""Layers that run as two halves give the numbers of whole layers, and of each document alone under sdpa in float64."""
+"""Layers that run as two halves give the numbers of whole layers, and of each document alone under
+sdpa in float64.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_parity import LENGTHS, PAIRS, model_for, oracle, relative, summed_loss, tokens_of
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -47,7 +52,10 @@ def batch_of(rows: Rows) -> dict[str, torch.Tensor]:
         at = 0
         for d in row:
             end = at + LENGTHS[d]
-            ids[place, at:end], positions[place, at:end] = tokens_of(d, LENGTHS[d]), torch.arange(LENGTHS[d])
+            ids[place, at:end], positions[place, at:end] = (
+                tokens_of(d, LENGTHS[d]),
+                torch.arange(LENGTHS[d]),
+            )
             mask[place, at:end] = 1
             at = end
     batch = {"input_ids": ids, "position_ids": positions}
@@ -55,7 +63,9 @@ def batch_of(rows: Rows) -> dict[str, torch.Tensor]:
 
 
 def configure(**settings: Any) -> None:
-    config = hf_distca.DistCAConfig(**{"tile": 8, "min_gain": 0.0, "cost_model": PAIRS, "ping_pong": True, **settings})
+    config = hf_distca.DistCAConfig(
+        **{"tile": 8, "min_gain": 0.0, "cost_model": PAIRS, "ping_pong": True, **settings}
+    )
     hf_distca.configure(config)
 
 
@@ -68,7 +78,8 @@ def step(
     bf16: bool = False,
     **settings: Any,
 ) -> tuple[Any, ...]:
-    """Loss and gradients summed over ranks, logits of this rank's documents, and counts; in float64 or bfloat16 by autocast.
+    """Loss and gradients summed over ranks, logits of this rank's documents, and counts; in float64
+    or bfloat16 by autocast.
 
     Of layers, or `around` the whole model, a checkpoint is reentrant or not, or is not there.
     """
@@ -86,7 +97,9 @@ def step(
             embedded = model.get_input_embeddings()(batch.pop("input_ids"))
             embedded.requires_grad_()
             whole = partial(model, use_cache=use_cache, **batch)
-            logits = checkpoint(lambda x: whole(inputs_embeds=x).logits, embedded, use_reentrant=around)
+            logits = checkpoint(
+                lambda x: whole(inputs_embeds=x).logits, embedded, use_reentrant=around
+            )
     logits = logits.float() if bf16 else logits
     pieces, losses = {}, [logits.sum() * 0]
     for place, row in enumerate(rows):
@@ -103,14 +116,23 @@ def step(
         dist.all_reduce(tensor)
     meter = current_session().meter
     counts = [meter.calls, meter.dispatches, meter.returns, meter.kernel_calls]
-    return float(total), {d: piece.detach() for d, piece in pieces.items()}, grads, counts, meter.sent_bytes
+    return (
+        float(total),
+        {d: piece.detach() for d, piece in pieces.items()},
+        grads,
+        counts,
+        meter.sent_bytes,
+    )
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(
-    ("reentrant", "use_cache"), in_turn([(None, False), (None, True), (True, False), (False, False)], 3, [(False, False)])
+    ("reentrant", "use_cache"),
+    in_turn([(None, False), (None, True), (True, False), (False, False)], 3, [(False, False)]),
 )
-def test_halves_are_exact(rank_pool: Callable[[int], RankPool], placement: str, reentrant: bool | None, use_cache: bool) -> None:
+def test_halves_are_exact(
+    rank_pool: Callable[[int], RankPool], placement: str, reentrant: bool | None, use_cache: bool
+) -> None:
     documents = tuple(sorted(d for rows in PLACEMENTS[placement] for row in rows for d in row))
     loss, logits, grads = oracle(documents, 2, torch.float64)
     results = rank_pool(3)(step, placement, reentrant, use_cache)
@@ -123,18 +145,25 @@ def test_halves_are_exact(rank_pool: Callable[[int], RankPool], placement: str, 
     assert sum(sent for *_, sent in results) > 0, "nothing was exchanged, so nothing was tested"
     counts = [counts for *_, counts, _ in results]
     assert counts[0][1:] == counts[1][1:] == counts[2][1:]
-    # Per layer, two halves; each with a dispatch and a return forward and backward, recomputed or not.
+    # Per layer, two halves; each with a dispatch and a return forward and backward, recomputed or
+    # not.
     assert counts[0][1:3] == [2 * 2 * 2, 2 * 2 * 2]
 
 
-def checkpointed_whole(rank: int, ping_pong: bool, layers: bool | None, around: bool | None) -> tuple[Any, ...]:
+def checkpointed_whole(
+    rank: int, ping_pong: bool, layers: bool | None, around: bool | None
+) -> tuple[Any, ...]:
     return step(rank, "skewed", layers, False, around, ping_pong=ping_pong)
 
 
 @pytest.mark.parametrize(
     ("layers", "around", "ping_pong"),
     in_turn(
-        ((*where, halves) for where in ((None, False), (False, False), (None, True)) for halves in (False, True)),
+        (
+            (*where, halves)
+            for where in ((None, False), (False, False), (None, True))
+            for halves in (False, True)
+        ),
         6,
         [(False, False, False), (None, True, True)],
     ),
@@ -142,7 +171,9 @@ def checkpointed_whole(rank: int, ping_pong: bool, layers: bool | None, around: 
 def test_a_checkpoint_may_be_around_the_whole_model(
     rank_pool: Callable[[int], RankPool], ping_pong: bool, layers: bool | None, around: bool
 ) -> None:
-    """Exact; and unless it is reentrant, the mask that the recompute makes is that of the forward: nothing is repeated."""
+    """Exact; and unless it is reentrant, the mask that the recompute makes is that of the forward:
+    nothing is repeated.
+    """
     pool = rank_pool(3)
     loss, _, grads = oracle(tuple(range(7)), 2, torch.float64)
     plain = [counts[1:] for *_, counts, _ in pool(checkpointed_whole, ping_pong, None, None)]
@@ -170,7 +201,9 @@ def rounded(documents: tuple[int, ...]) -> tuple[dict[int, torch.Tensor], dict[s
 
 def apart(got: dict[Any, torch.Tensor], want: dict[Any, torch.Tensor]) -> float:
     """Norm of all differences."""
-    return float(torch.stack([(got[name].double() - tensor).norm() for name, tensor in want.items()]).norm())
+    return float(
+        torch.stack([(got[name].double() - tensor).norm() for name, tensor in want.items()]).norm()
+    )
 
 
 def step_in_bfloat16(rank: int, placement: str, reentrant: bool | None) -> tuple[Any, ...]:
@@ -193,12 +226,16 @@ def test_halves_in_bfloat16_round_as_documents_alone(
         assert counts[1] == 2 * 2 * 2, "the layers were cut"
 
 
-def bounded_step(rank: int, reentrant: bool | None, ping_pong: bool, bound: int | None) -> tuple[Any, ...]:
+def bounded_step(
+    rank: int, reentrant: bool | None, ping_pong: bool, bound: int | None
+) -> tuple[Any, ...]:
     return step(rank, "skewed", reentrant, False, ping_pong=ping_pong, max_transient_bytes=bound)
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_transient_bound_changes_exchanges_not_numbers(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
+def test_transient_bound_changes_exchanges_not_numbers(
+    rank_pool: Callable[[int], RankPool], ping_pong: bool
+) -> None:
     """A bound of transient bytes changes the exchanges and not the numbers."""
     pool = rank_pool(3)
     loss, _, grads = oracle(tuple(range(7)), 2, torch.float64)
@@ -211,31 +248,49 @@ def test_transient_bound_changes_exchanges_not_numbers(rank_pool: Callable[[int]
             assert total == pytest.approx(loss, rel=1e-9)
             for name, grad in rank_grads.items():
                 assert relative(grad, grads[name]) <= 1e-9, name
-    assert all(counts[:2] == bounded[0][:2] for counts in bounded), "waves are as many on every rank"
+    assert all(counts[:2] == bounded[0][:2] for counts in bounded), (
+        "waves are as many on every rank"
+    )
     # A rank that serves nothing in a wave runs no kernel in it.
     assert bounded[:3] == bounded[3:], "nothing is repeated"
     assert bounded[0][0] > free[1], "there were no waves, so nothing was tested"
 
 
 def whole_step(rank: int, ping_pong: bool, balance: bool = True) -> tuple[Any, ...]:
-    """A step with everything that looks into layers from outside: hooks and collected hidden states."""
+    """A step with everything that looks into layers from outside: hooks and collected hidden
+    states.
+    """
     configure(ping_pong=ping_pong, balance=balance)
     model = model_for(2, "distca", torch.float64)
     layer_calls, projected = [], []
-    model.model.layers[0].register_forward_hook(lambda _, args, out: layer_calls.append(out.shape[1]))
-    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda _, args, out: projected.append(out.shape[1]))
+    model.model.layers[0].register_forward_hook(
+        lambda _, args, out: layer_calls.append(out.shape[1])
+    )
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(
+        lambda _, args, out: projected.append(out.shape[1])
+    )
     with torch.autocast("cpu", enabled=False):
         out = model(**batch_of(PLACEMENTS["skewed"][rank]), output_hidden_states=True)
     (out.logits.square().mean() + out.hidden_states[1].sum()).backward()
     hidden = [state.detach() for state in out.hidden_states]
-    return hidden, {n: p.grad for n, p in model.named_parameters()}, layer_calls, projected, current_session().meter.calls
+    return (
+        hidden,
+        {n: p.grad for n, p in model.named_parameters()},
+        layer_calls,
+        projected,
+        current_session().meter.calls,
+    )
 
 
 def test_whoever_looks_into_a_layer_sees_one_call(rank_pool: Callable[[int], RankPool]) -> None:
     pool = rank_pool(3)
-    for (hidden, grads, layer_calls, projected, _), plain in zip(pool(whole_step, True), pool(whole_step, False), strict=True):
+    for (hidden, grads, layer_calls, projected, _), plain in zip(
+        pool(whole_step, True), pool(whole_step, False), strict=True
+    ):
         assert len(hidden) == len(plain[0])
-        for one, other in zip((*hidden, *grads.values()), (*plain[0], *plain[1].values()), strict=True):
+        for one, other in zip(
+            (*hidden, *grads.values()), (*plain[0], *plain[1].values()), strict=True
+        ):
             assert relative(one, other.double()) <= 1e-9
         assert layer_calls == plain[2]
         assert len(projected) == 2
@@ -253,15 +308,21 @@ def generated(rank: int, ping_pong: bool) -> list[int]:
     configure(ping_pong=ping_pong)
     model = model_for(2, "distca", torch.float64)
     prompt = tokens_of(0, LENGTHS[0])[None]
-    return model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)[0].tolist()
+    return model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False
+    )[0].tolist()
 
 
 def test_generating_in_training_mode_fills_its_cache(rank_pool: Callable[[int], RankPool]) -> None:
     assert rank_pool(3)(generated, True) == rank_pool(3)(generated, False)
 
 
-def checkpointed_attention(rank: int, placement: str, reentrant: bool | None, ping_pong: bool, part: str) -> tuple[Any, ...]:
-    """`step` with a part of each layer checkpointed by itself; its counts, and how often the part ran forward."""
+def checkpointed_attention(
+    rank: int, placement: str, reentrant: bool | None, ping_pong: bool, part: str
+) -> tuple[Any, ...]:
+    """`step` with a part of each layer checkpointed by itself; its counts, and how often the part
+    ran forward.
+    """
     configure(kernel="reference", ping_pong=ping_pong)
     rows = PLACEMENTS[placement][rank]
     model = model_for(2, "distca", torch.float64)
@@ -274,21 +335,35 @@ def checkpointed_attention(rank: int, placement: str, reentrant: bool | None, pi
             setattr(layer, part, checkpoint_wrapper(inner, kind))
     logits = model(**batch_of(rows), use_cache=False).logits
     logits.square().sum().backward()
-    grads = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+    grads = {
+        name.replace("_checkpoint_wrapped_module.", ""): p.grad
+        for name, p in model.named_parameters()
+    }
     meter = current_session().meter
-    return logits.detach(), grads, [meter.calls, meter.dispatches, meter.returns, meter.kernel_calls], len(runs)
+    return (
+        logits.detach(),
+        grads,
+        [meter.calls, meter.dispatches, meter.returns, meter.kernel_calls],
+        len(runs),
+    )
 
 
 @pytest.mark.parametrize("placement", ["skewed", "several rows, padded"])
-@pytest.mark.parametrize(("part", "reentrant"), in_turn(product(["self_attn", "mlp"], [True, False]), 2))
+@pytest.mark.parametrize(
+    ("part", "reentrant"), in_turn(product(["self_attn", "mlp"], [True, False]), 2)
+)
 def test_parts_of_layers_may_be_checkpointed(
     rank_pool: Callable[[int], RankPool], part: str, placement: str, reentrant: bool
 ) -> None:
-    """Exact, with no second attention and no second exchange; layers whose attention is checkpointed alone are left whole."""
+    """Exact, with no second attention and no second exchange; layers whose attention is
+    checkpointed alone are left whole.
+    """
     pool = rank_pool(3)
     plain = pool(checkpointed_attention, placement, None, part == "mlp", part)
     found = pool(checkpointed_attention, placement, reentrant, True, part)
-    for (logits, grads, counts, runs), (plain_logits, plain_grads, plain_counts, plain_runs) in zip(found, plain, strict=True):
+    for (logits, grads, counts, runs), (plain_logits, plain_grads, plain_counts, plain_runs) in zip(
+        found, plain, strict=True
+    ):
         assert relative(logits, plain_logits) <= 1e-9
         for name, grad in grads.items():
             assert relative(grad, plain_grads[name]) <= 1e-9, name
@@ -298,10 +373,14 @@ def test_parts_of_layers_may_be_checkpointed(
 
 
 def kept_bytes(rank: int, ping_pong: bool) -> tuple[int, int]:
-    """Bytes of what a forward saves for backward, parameters apart, where rank 0 has one document and the others eight; calls."""
+    """Bytes of what a forward saves for backward, parameters apart, where rank 0 has one document
+    and the others eight; calls.
+    """
     configure(ping_pong=ping_pong)
     model = model_for(2, "distca", torch.float32)
-    batch = hf_distca.PackingCollator()([{"documents": [[7] * n for n in ([192] if rank == 0 else [24] * 8)]}])
+    batch = hf_distca.PackingCollator()(
+        [{"documents": [[7] * n for n in ([192] if rank == 0 else [24] * 8)]}]
+    )
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, torch.Tensor] = {}
 
@@ -311,13 +390,17 @@ def kept_bytes(rank: int, ping_pong: bool) -> tuple[int, int]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(**batch, use_cache=False).loss
-    total = sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in own)
+    total = sum(
+        tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in own
+    )
     loss.backward()
     return total, current_session().meter.calls
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_what_is_kept_is_as_balanced_as_tokens(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
+def test_what_is_kept_is_as_balanced_as_tokens(
+    rank_pool: Callable[[int], RankPool], ping_pong: bool
+) -> None:
     kept, calls = zip(*rank_pool(3)(kept_bytes, ping_pong), strict=True)
     assert calls == ((4, 4, 4) if ping_pong else (2, 2, 2))
     assert max(kept) * len(kept) / sum(kept) <= 1.02, kept
@@ -338,7 +421,9 @@ class Broken(torch.nn.Module):
 
 
 def broken_step(rank: int) -> tuple[list[str], bool, torch.Tensor, torch.Tensor]:
-    """A step in which the second half fails on all ranks; the logits of a step after it, and of one without."""
+    """A step in which the second half fails on all ranks; the logits of a step after it, and of one
+    without.
+    """
     configure()
     model = model_for(2, "distca", torch.float64)
     batch = batch_of(PLACEMENTS["skewed"][rank])
@@ -359,7 +444,9 @@ def broken_step(rank: int) -> tuple[list[str], bool, torch.Tensor, torch.Tensor]
     return names, grad_enabled, after.detach(), model(**batch).logits.detach()
 
 
-def test_an_error_in_one_half_ends_both_and_keeps_its_traceback(rank_pool: Callable[[int], RankPool]) -> None:
+def test_an_error_in_one_half_ends_both_and_keeps_its_traceback(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     for names, grad_enabled, after, plain in rank_pool(3)(broken_step):
         assert names[-1] == "forward"
         assert "run_nano_batches" in names
@@ -381,9 +468,13 @@ def sharded_parts(rank: int, part: str, ping_pong: bool) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("part", ["self_attn", "mlp"])
-def test_attention_sharded_by_itself_keeps_its_layer_whole(rank_pool: Callable[[int], RankPool], part: str) -> None:
+def test_attention_sharded_by_itself_keeps_its_layer_whole(
+    rank_pool: Callable[[int], RankPool], part: str
+) -> None:
     """Attention that is sharded by itself keeps its layer whole."""
-    for (got, calls), (want, whole) in zip(*(rank_pool(3)(sharded_parts, part, cut) for cut in (True, False)), strict=True):
+    for (got, calls), (want, whole) in zip(
+        *(rank_pool(3)(sharded_parts, part, cut) for cut in (True, False)), strict=True
+    ):
         assert relative(got, want.double()) <= 1e-6
         assert calls == (whole if part == "self_attn" else 2 * whole)
 
@@ -423,10 +514,13 @@ def test_outputs_are_joined_by_rows_or_tokens_and_others_refused(rows: int) -> N
     assert torch.equal(joined, whole)
     assert torch.equal(inner, whole[..., 0])
     assert nothing is None
-    tokens = [half[0].flatten(0, 1)[:, :1] for half in (first, second)]  # (tokens, 1), as router logits may be
+    # (tokens, 1), as router logits may be.
+    tokens = [half[0].flatten(0, 1)[:, :1] for half in (first, second)]
     scalars = torch.tensor(1.0), torch.tensor(2.0)
     for pair in (tokens, scalars, (first[0], None), (first[0], [second[0]]), (whole, whole)):
-        with pytest.raises(hf_distca.UnsupportedError, match="set DistCAConfig\\(ping_pong=False\\)"):
+        with pytest.raises(
+            hf_distca.UnsupportedError, match="set DistCAConfig\\(ping_pong=False\\)"
+        ):
             halves.join(*pair)
 
 

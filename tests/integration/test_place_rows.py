@@ -46,7 +46,9 @@ class Watched(Trainer):
 
     seen: list[tuple[int, tuple[int, ...], float]]
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
         loss = super().compute_loss(model, inputs, return_outputs, **kwargs)
         ids = inputs["input_ids"][0].reshape(-1, ROW)
         self.seen.append((self.state.global_step, tuple(ids[:, 0].tolist()), loss.item()))
@@ -56,7 +58,13 @@ class Watched(Trainer):
 def make(count: int, **changes: Any) -> Watched:
     disable_progress_bars()
     hf_distca.configure(settings(cost_model="analytic"))
-    arguments = {**COMMON, "output_dir": tempfile.gettempdir(), "bf16": False, "learning_rate": 1e-2, "adam_epsilon": 1e-2}
+    arguments = {
+        **COMMON,
+        "output_dir": tempfile.gettempdir(),
+        "bf16": False,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-2,
+    }
     arguments |= {"ddp_find_unused_parameters": False, **changes}
     trainer = Watched(
         tiny_llama("distca").double(),
@@ -71,8 +79,12 @@ def make(count: int, **changes: Any) -> Watched:
 Seen = list[tuple[int, tuple[int, ...], float]]
 
 
-def train(rank: int, per_node: int | None, count: int, resume: str | None, changes: dict[str, Any]) -> Seen:
-    """Train on one rank, and tell which rows it saw; they are placed on nodes of so many ranks, or not."""
+def train(
+    rank: int, per_node: int | None, count: int, resume: str | None, changes: dict[str, Any]
+) -> Seen:
+    """Train on one rank, and tell which rows it saw; they are placed on nodes of so many ranks, or
+    not.
+    """
     trainer = make(count, **changes)
     if per_node is not None:
         assert hf_distca.place_rows(trainer, ranks_per_node=per_node) is trainer
@@ -95,7 +107,10 @@ def steps(seen: list[Seen]) -> dict[int, tuple[list[int], float]]:
 
 def waits(seen: list[Seen], per_node: int) -> int:
     """Causal pairs of the busiest node, over all micro-batches."""
-    pairs = [sum(length * length for length in lengths) for lengths in rows(1 + most(seen))["seq_lengths"]]
+    pairs = [
+        sum(length * length for length in lengths)
+        for lengths in rows(1 + most(seen))["seq_lengths"]
+    ]
     of_ranks = np.array([[sum(pairs[row] for row in read) for _, read, _ in rank] for rank in seen])
     return int(of_ranks.reshape(-1, per_node, of_ranks.shape[1]).sum(axis=1).max(axis=0).sum())
 
@@ -108,8 +123,12 @@ def compare(pool: Callable[..., list[Seen]], per_node: int, count: int, **change
     given, placed = (pool(each, count, None, changes) for each in (None, per_node))
     before, after = steps(given), steps(placed)
     assert [read for read, _ in after.values()] == [read for read, _ in before.values()]
-    assert [loss for _, loss in after.values()] == pytest.approx([loss for _, loss in before.values()], rel=1e-6)
-    assert [[len(read) for _, read, _ in rank] for rank in placed] == [[len(read) for _, read, _ in rank] for rank in given]
+    assert [loss for _, loss in after.values()] == pytest.approx(
+        [loss for _, loss in before.values()], rel=1e-6
+    )
+    assert [[len(read) for _, read, _ in rank] for rank in placed] == [
+        [len(read) for _, read, _ in rank] for rank in given
+    ]
     if len(given) > per_node:
         assert waits(placed, per_node) < waits(given, per_node)
     else:
@@ -142,13 +161,22 @@ def test_a_rank_alone_keeps_its_order(capfd: pytest.CaptureFixture[str]) -> None
     ],
     ids=["accumulation", "batches", "split batches", "drop last", "in order", "generator"],
 )
-def test_four_ranks_on_two_nodes(rank_pool: Callable[[int], RankPool], changes: dict[str, Any]) -> None:
+def test_four_ranks_on_two_nodes(
+    rank_pool: Callable[[int], RankPool], changes: dict[str, Any]
+) -> None:
     compare(partial(rank_pool(4), train), 2, 27, **changes)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_where_it_was(rank_pool: Callable[[int], RankPool], tmp_path: Any) -> None:
-    changes = {**ACCUMULATED, "save_strategy": "steps", "save_steps": 3, "output_dir": str(tmp_path)}
+def test_a_resumed_run_goes_on_where_it_was(
+    rank_pool: Callable[[int], RankPool], tmp_path: Any
+) -> None:
+    changes = {
+        **ACCUMULATED,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "output_dir": str(tmp_path),
+    }
     pool = partial(rank_pool(4), train)
     whole = pool(2, 27, None, changes)
     resumed = pool(2, 27, str(tmp_path / "checkpoint-3"), changes | {"save_strategy": "no"})
@@ -162,12 +190,17 @@ def read_in_loop(rank: int, per_node: int | None, split: bool) -> list[list[list
     data = DataLoaderConfiguration(split_batches=split, use_seedable_sampler=True, data_seed=5)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=data)
     size = 2 * accelerator.num_processes if split else 2
-    loader = accelerator.prepare(DataLoader(rows(13), batch_size=size, shuffle=True, collate_fn=hf_distca.PackingCollator()))
+    loader = accelerator.prepare(
+        DataLoader(rows(13), batch_size=size, shuffle=True, collate_fn=hf_distca.PackingCollator())
+    )
     if per_node is not None:
         assert hf_distca.place_rows(loader, tiny_llama("distca"), ranks_per_node=per_node) is loader
         with pytest.raises(hf_distca.ConfigError, match="placed already"):
             hf_distca.place_rows(loader, ranks_per_node=per_node)
-    return [[batch["input_ids"][0].reshape(-1, ROW)[:, 0].tolist() for batch in loader] for _ in range(2)]
+    return [
+        [batch["input_ids"][0].reshape(-1, ROW)[:, 0].tolist() for batch in loader]
+        for _ in range(2)
+    ]
 
 
 @pytest.mark.parametrize("split", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -178,16 +211,21 @@ def test_loops_of_ones_own(rank_pool: Callable[[int], RankPool], split: bool) ->
         for first in (0, 2):
             step = slice(first, first + 2)
             before, after = (
-                sorted(row for rank in read for batch in rank[epoch][step] for row in batch) for read in (given, placed)
+                sorted(row for rank in read for batch in rank[epoch][step] for row in batch)
+                for read in (given, placed)
             )
             assert after == before
-        assert [list(map(len, rank[epoch])) for rank in placed] == [list(map(len, rank[epoch])) for rank in given]
+        assert [list(map(len, rank[epoch])) for rank in placed] == [
+            list(map(len, rank[epoch])) for rank in given
+        ]
 
 
 def loader_of(rank: int, count: int = 24, ranks: int = 4, **given: Any) -> DataLoaderShard:
     """A loader as accelerate makes it on one of several processes."""
     batches = given.pop("batches", BatchSampler(SequentialSampler(range(count)), 1, False))
-    return DataLoaderShard(given.pop("dataset", rows(count)), batch_sampler=BatchSamplerShard(batches, ranks, rank))
+    return DataLoaderShard(
+        given.pop("dataset", rows(count)), batch_sampler=BatchSamplerShard(batches, ranks, rank)
+    )
 
 
 def order_of(loader: DataLoaderShard) -> list[int]:
@@ -195,14 +233,29 @@ def order_of(loader: DataLoaderShard) -> list[int]:
 
 
 def test_rows_are_weighed_by_the_model_or_by_squares(capfd: pytest.CaptureFixture[str]) -> None:
-    """With a window of 8 keys, long documents are no heavier than short ones, and rows are about equal."""
-    config = MistralConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, sliding_window=8)
+    """With a window of 8 keys, long documents are no heavier than short ones, and rows are about
+    equal.
+    """
+    config = MistralConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        sliding_window=8,
+    )
     said = {}
-    for name, model in (("squares", None), ("all keys", tiny_llama("sdpa").config), ("window", config)):
+    for name, model in (
+        ("squares", None),
+        ("all keys", tiny_llama("sdpa").config),
+        ("window", config),
+    ):
         hf_distca.configure(settings(tile=1))
         hf_distca.place_rows(loader_of(0), model, accumulation=3, ranks_per_node=2)
         (line,) = (line for line in capfd.readouterr().err.splitlines() if "places" in line)
-        assert line.startswith("distca places the 12 rows of each step on 2 nodes of 2 in 3 micro-batches. Attention of the")
+        assert line.startswith(
+            "distca places the 12 rows of each step on 2 nodes of 2 in 3 micro-batches. Attention"
+            " of the"
+        )
         said[name] = float(line.rpartition("mean: ")[2].split()[0])
     assert min(said["squares"], said["all keys"]) > 1.15
     assert said["window"] < 1.1
@@ -214,38 +267,55 @@ def test_ranks_of_one_attention_group_are_a_node() -> None:
     for settings_, per_node in (({"group_size": 2}, 4), ({}, 2)):
         hf_distca.configure(settings(**settings_))
         loaders = [loader_of(rank, ranks=8) for rank in range(8)]
-        orders.append([order_of(hf_distca.place_rows(loader, ranks_per_node=per_node)) for loader in loaders])
+        orders.append(
+            [order_of(hf_distca.place_rows(loader, ranks_per_node=per_node)) for loader in loaders]
+        )
     assert orders[0] == orders[1]
     assert sorted(row for rank in orders[0] for row in rank) == list(range(24))
 
 
 def dealt() -> Any:
-    return hf_distca.document_shares(rows(24).select_columns("input_ids"), 16, model=tiny_llama("distca"), ranks=4)
+    return hf_distca.document_shares(
+        rows(24).select_columns("input_ids"), 16, model=tiny_llama("distca"), ranks=4
+    )
 
 
 @pytest.mark.parametrize(
     ("nodes", "ranks", "expected"),
     [
         ((7, 7, 7, 7, 3, 3), 6, "3 nodes of 2"),  # of unequal size
-        ((7, 7, 7, 7, 3, 3, 3, 3), 4, "2 nodes of 2"),  # two tensor-parallel ranks read the same rows
+        # Two tensor-parallel ranks read the same rows.
+        ((7, 7, 7, 7, 3, 3, 3, 3), 4, "2 nodes of 2"),
         ((7, 3, 7, 3), 4, "4 nodes of 1"),  # ranks in turns
     ],
 )
 def test_nodes_are_found(
-    nodes: tuple[int, ...], ranks: int, expected: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    nodes: tuple[int, ...],
+    ranks: int,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     hf_distca.configure(settings())
-    monkeypatch.setattr(place_rows, "gather_object", lambda said: [(node, said[0][1]) for node in nodes])
+    monkeypatch.setattr(
+        place_rows, "gather_object", lambda said: [(node, said[0][1]) for node in nodes]
+    )
     hf_distca.place_rows(loader_of(0, ranks=ranks))
     assert f"on {expected} in 1 micro-batch." in capfd.readouterr().err
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "stream": (lambda: DataLoader(rows(4).to_iterable_dataset()), "data of IterableDataset does not say how many there are"),
+    "stream": (
+        lambda: DataLoader(rows(4).to_iterable_dataset()),
+        "data of IterableDataset does not say how many there are",
+    ),
     "no loader": (lambda: None, "data of NoneType does not say"),
     "dealt": (lambda: loader_of(0, dataset=dealt()), "documents of this data set are dealt"),
     "batches": (lambda: loader_of(0, batches=[[0, 1], [2]]), "list makes batches of its own sizes"),
-    "dispatched": (lambda: DataLoaderDispatcher(rows(4)), "rank 0 would read the batches of all ranks"),
+    "dispatched": (
+        lambda: DataLoaderDispatcher(rows(4)),
+        "rank 0 would read the batches of all ranks",
+    ),
     "nodes": (lambda: loader_of(0, ranks=3), "ranks_per_node=2 must divide the 3 ranks"),
 }
 
@@ -259,7 +329,9 @@ def test_loaders_that_cannot_be_placed(name: str) -> None:
 
 def test_trainers_that_cannot_be_placed() -> None:
     trainer = make(4)
-    with pytest.raises(hf_distca.ConfigError, match="accumulation=2 and model=NoneType for a Trainer"):
+    with pytest.raises(
+        hf_distca.ConfigError, match="accumulation=2 and model=NoneType for a Trainer"
+    ):
         hf_distca.place_rows(trainer, accumulation=2)
     hf_distca.place_rows(trainer)
     with pytest.raises(hf_distca.ConfigError, match="of this Trainer are placed already"):
@@ -267,7 +339,9 @@ def test_trainers_that_cannot_be_placed() -> None:
 
 
 def refused_on_ranks(rank: int) -> list[str]:
-    """Errors of rows that ranks do not agree on, of loaders that read for one rank alone, and of other rows."""
+    """Errors of rows that ranks do not agree on, of loaders that read for one rank alone, and of
+    other rows.
+    """
     said = []
     PartialState()
     for count in (8 + rank, 8):
@@ -283,7 +357,9 @@ def refused_on_ranks(rank: int) -> list[str]:
 
 def test_ranks_compare_what_they_read(rank_pool: Callable[[int], RankPool]) -> None:
     for said in rank_pool(2)(refused_on_ranks):
-        assert said[0].startswith("ranks 0 and 1 weigh rows differently: place_rows needs the same data set")
+        assert said[0].startswith(
+            "ranks 0 and 1 weigh rows differently: place_rows needs the same data set"
+        )
         assert "this DataLoader has batches of BatchSampler" in said[1]
         assert said[2].startswith("the loader reads 6 rows, and place_rows weighed 8")
 
@@ -296,7 +372,13 @@ def train_packed(rank: int, per_node: int | None) -> list[int]:
     hf_distca.configure(settings(cost_model="analytic"))
     lengths = [48, 30, 10, 8, 24, 24, 40, 8, *[12] * 12, *[6] * 16]
     texts = [[number % 60, *text[1:]] for number, text in enumerate(documents(*lengths))]
-    arguments = {**COMMON, "bf16": False, "output_dir": tempfile.gettempdir(), "packing": True, "max_length": 48}
+    arguments = {
+        **COMMON,
+        "bf16": False,
+        "output_dir": tempfile.gettempdir(),
+        "packing": True,
+        "max_length": 48,
+    }
     read: list[int] = []
 
     class Noting(trl.SFTTrainer):  # type: ignore[misc, name-defined, unused-ignore]
@@ -321,5 +403,8 @@ def test_packing_of_trl(rank_pool: Callable[[int], RankPool]) -> None:
     assert placed != given
     assert list(map(len, placed)) == list(map(len, given))
     for first in range(0, len(given[0]), 2):
-        before, after = (sorted(row for rank in read for row in rank[first : first + 2]) for read in (given, placed))
+        before, after = (
+            sorted(row for rank in read for row in rank[first : first + 2])
+            for read in (given, placed)
+        )
         assert after == before

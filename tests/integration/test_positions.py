@@ -1,4 +1,6 @@
-"""Position ids: those of documents in several parts, those that a model counts in its own way, and those that skip some."""
+"""Position ids: those of documents in several parts, those that a model counts in its own way, and
+those that skip some.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,25 @@ IDS = torch.full((1, 12), 7)
 
 
 def opt() -> OPTForCausalLM:
-    sizes = {"hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "word_embed_proj_dim": 32}
-    return OPTForCausalLM(OPTConfig(vocab_size=61, attention_dropout=0.0, **sizes, attn_implementation="distca")).train()
+    sizes = {
+        "hidden_size": 32,
+        "ffn_dim": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "word_embed_proj_dim": 32,
+    }
+    return OPTForCausalLM(
+        OPTConfig(vocab_size=61, attention_dropout=0.0, **sizes, attn_implementation="distca")
+    ).train()
 
 
 @pytest.mark.parametrize("make", [lambda: tiny_llama("distca"), opt], ids=["llama", "opt"])
 def test_a_loop_that_leaves_position_ids_out_is_told(make: Any) -> None:
     hf_distca.configure(settings())
     model = make()
-    with pytest.raises(LayoutError, match=r"token 5 .* at position 0 .* has 5 for it: give the model position_ids"):
+    with pytest.raises(
+        LayoutError, match=r"token 5 .* at position 0 .* has 5 for it: give the model position_ids"
+    ):
         model(input_ids=IDS, distca_documents=PACKED, use_cache=False)
     model = make()
     model(input_ids=IDS, position_ids=POSITIONS, distca_documents=PACKED, use_cache=False)
@@ -70,10 +82,24 @@ def test_documents_that_may_not_be_cut_are_not_compared() -> None:
 
 def roberta(implementation: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
-    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 130}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 61,
+    }
+    off = {
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "max_position_embeddings": 130,
+    }
     config = AutoConfig.for_model("roberta", is_decoder=True, pad_token_id=1, **sizes, **off)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double().train()
+    return (
+        AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        .double()
+        .train()
+    )
 
 
 TEXTS = [torch.tensor(text) for text in documents(40, 7, 1, 1, 23)]
@@ -82,7 +108,12 @@ TEXTS = [torch.tensor(text) for text in documents(40, 7, 1, 1, 23)]
 @pytest.fixture(scope="module")
 def alone() -> torch.Tensor:
     """Logits of each document, with the positions that the model makes of it."""
-    return torch.cat([roberta("sdpa")(input_ids=text[None], use_cache=False).logits[0].detach() for text in TEXTS])
+    return torch.cat(
+        [
+            roberta("sdpa")(input_ids=text[None], use_cache=False).logits[0].detach()
+            for text in TEXTS
+        ]
+    )
 
 
 @pytest.mark.parametrize("kind", ["collator", "from 2", "from 5", "without"])
@@ -96,14 +127,19 @@ def test_learned_positions_are_those_of_the_model(kind: str, alone: torch.Tensor
 
 
 def test_positions_from_where_the_model_counts_are_read(alone: torch.Tensor) -> None:
-    flattened = DataCollatorWithFlattening(position_ids_start=2)([{"input_ids": text.tolist()} for text in TEXTS])
+    flattened = DataCollatorWithFlattening(position_ids_start=2)(
+        [{"input_ids": text.tolist()} for text in TEXTS]
+    )
     torch.testing.assert_close(roberta("distca")(**flattened, use_cache=False).logits[0], alone)
 
 
 def test_positions_from_0_are_refused_by_models_from_2() -> None:
     """Positions from 0 are refused where the model counts from 2."""
     flattened = DataCollatorWithFlattening()([{"input_ids": text.tolist()} for text in TEXTS])
-    with pytest.raises(LayoutError, match=r"position_ids\[0, 0\] is 0: this model counts from 2, .*position_ids_start=2"):
+    with pytest.raises(
+        LayoutError,
+        match=r"position_ids\[0, 0\] is 0: this model counts from 2, .*position_ids_start=2",
+    ):
         roberta("distca")(**flattened, use_cache=False)
 
 
@@ -113,7 +149,9 @@ def test_a_model_that_takes_no_documents_positions_is_told() -> None:
     model = roberta("distca")
     model.roberta._forward_pre_hooks.clear()
     for _ in range(2):
-        with pytest.raises(LayoutError, match=r"token 0 .* has 0 for it: give .*; this one counts from 2"):
+        with pytest.raises(
+            LayoutError, match=r"token 0 .* has 0 for it: give .*; this one counts from 2"
+        ):
             model(**batch, use_cache=False)
     batch["position_ids"] = batch["position_ids"] + 2
     model(**batch, use_cache=False)
@@ -126,7 +164,9 @@ def test_shares_of_a_model_that_counts_from_2_are_right(alone: torch.Tensor) -> 
     logits = model(**batch, use_cache=False).logits[0]
     packed = batch["distca_documents"]
     starts = torch.tensor([0, *map(len, TEXTS)]).cumsum(0)
-    order = torch.cat([torch.arange(starts[number], starts[number + 1]) for number in packed.documents])
+    order = torch.cat(
+        [torch.arange(starts[number], starts[number + 1]) for number in packed.documents]
+    )
     torch.testing.assert_close(logits, alone[order])
 
 
@@ -159,12 +199,17 @@ def test_positions_that_skip_some_are_refused_in_parts() -> None:
     documents_ = PackedDocuments((20, 20), (0, 20), (0, 0))
     with pytest.raises(LayoutError, match=r"token 20 .* at position 20 .* has 300"):
         tiny_llama("distca")(
-            input_ids=torch.full((1, 40), 7), position_ids=SKIPPED["jump"], distca_documents=documents_, use_cache=False
+            input_ids=torch.full((1, 40), 7),
+            position_ids=SKIPPED["jump"],
+            distca_documents=documents_,
+            use_cache=False,
         )
 
 
 def test_three_axes_begin_anew_with_a_document() -> None:
-    image = torch.tensor([[0, 0, 0, 0, 4, 0, 1, 2], [0, 0, 1, 1, 4, 0, 1, 2], [0, 1, 0, 1, 4, 0, 1, 2]])[:, None]
+    image = torch.tensor(
+        [[0, 0, 0, 0, 4, 0, 1, 2], [0, 0, 1, 1, 4, 0, 1, 2], [0, 1, 0, 1, 4, 0, 1, 2]]
+    )[:, None]
     assert mark_starts(image).tolist() == [[0, 1, 1, 1, 1, 0, 1, 1]]
     assert mark_starts(image[:2]) is None
     assert mark_starts(image[0]) is None

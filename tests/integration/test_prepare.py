@@ -1,4 +1,6 @@
-"""`prepare`: what a loop of one's own tells distca of its model, so that nothing has to be read from the call stack."""
+"""`prepare`: what a loop of one's own tells distca of its model, so that nothing has to be read
+from the call stack.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,17 @@ class OnAMesh:
 
 
 def prepared(rank: int, prepares: bool) -> tuple[int, bool, int, int]:
-    """In a world of two, each rank in a mesh of its own: the size of the group, and whether layers are cut."""
+    """In a world of two, each rank in a mesh of its own: the size of the group, and whether layers
+    are cut.
+    """
     hf_distca.configure(settings(ping_pong=True))
     model = tiny_llama("distca")
     model._mesh_manager = OnAMesh(init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp")))
     wrapped = DistributedDataParallel(model)
-    with unseen_callers(), patch.object(AttentionGroup, "of", side_effect=AttentionGroup.of) as made:
+    with (
+        unseen_callers(),
+        patch.object(AttentionGroup, "of", side_effect=AttentionGroup.of) as made,
+    ):
         if prepares:
             assert hf_distca.prepare(hf_distca.prepare(wrapped)) is wrapped
         before = made.call_count
@@ -61,7 +68,9 @@ def test_a_prepared_model_needs_no_call_stack(rank_pool: Callable[[int], RankPoo
         assert (size, cut) == (1, True), "the ranks of one data-parallel coordinate share nothing"
         assert before == after == 1, "the group is made once, where all ranks are together"
     for size, cut, before, _ in rank_pool(2)(prepared, False):
-        assert (size, cut, before) == (2, False, 0), "the world, and whole layers: nothing said otherwise"
+        assert (size, cut, before) == (2, False, 0), (
+            "the world, and whole layers: nothing said otherwise"
+        )
 
 
 def shares(rank: int) -> int:
@@ -76,15 +85,25 @@ def shares(rank: int) -> int:
     return dispatches()
 
 
-def test_a_prepared_model_shares_its_attention_in_halves(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_prepared_model_shares_its_attention_in_halves(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     layers, directions, halves = 2, 2, 2
     assert rank_pool(2)(shares) == [layers * directions * halves] * 2
 
 
 def opt(implementation: str = "distca", **layerdrop: float) -> PreTrainedModel:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "word_embed_proj_dim": 32}
-    config = OPTConfig(**sizes, vocab_size=61, attention_dropout=0.0, max_position_embeddings=64, **layerdrop)
+    sizes = {
+        "hidden_size": 32,
+        "ffn_dim": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "word_embed_proj_dim": 32,
+    }
+    config = OPTConfig(
+        **sizes, vocab_size=61, attention_dropout=0.0, max_position_embeddings=64, **layerdrop
+    )
     config._attn_implementation = implementation
     return OPTForCausalLM(config)
 
@@ -95,8 +114,13 @@ IDS = torch.arange(2, 10)[None]
 def test_layerdrop_is_refused_before_the_first_layer() -> None:
     hf_distca.configure()
     model = opt(layerdrop=0.1)
-    for refused in (lambda: hf_distca.prepare(model), lambda: model.train()(IDS, labels=IDS, use_cache=False)):
-        with pytest.raises(hf_distca.UnsupportedError, match=r"opt model has layerdrop=0\.1: .* Set layerdrop=0\.0"):
+    for refused in (
+        lambda: hf_distca.prepare(model),
+        lambda: model.train()(IDS, labels=IDS, use_cache=False),
+    ):
+        with pytest.raises(
+            hf_distca.UnsupportedError, match=r"opt model has layerdrop=0\.1: .* Set layerdrop=0\.0"
+        ):
             refused()
     assert current_session().meter.calls == 0
 
@@ -112,14 +136,18 @@ def test_layerdrop_is_refused_under_its_other_names(name: str) -> None:
 def test_layerdrop_does_not_matter_without_dropping() -> None:
     """Layerdrop is nothing to a model that evaluates or does not drop."""
     hf_distca.configure()
-    ours, theirs = (opt(name, layerdrop=0.1).eval()(IDS, use_cache=False).logits for name in ("distca", "sdpa"))
+    ours, theirs = (
+        opt(name, layerdrop=0.1).eval()(IDS, use_cache=False).logits for name in ("distca", "sdpa")
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     hf_distca.prepare(opt(layerdrop=0.0)).train()(IDS, labels=IDS, use_cache=False).loss.backward()
     hf_distca.prepare(opt("sdpa", layerdrop=0.1))
 
 
 def test_a_refused_family_is_refused_by_prepare() -> None:
-    config = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=16, attn_implementation="distca")
+    config = MambaConfig(
+        hidden_size=16, num_hidden_layers=1, vocab_size=16, attn_implementation="distca"
+    )
     with pytest.raises(hf_distca.UnsupportedError, match="mamba"):
         hf_distca.prepare(MambaForCausalLM(config))
 
@@ -132,7 +160,9 @@ def test_a_model_of_another_attention_makes_no_group() -> None:
 
 
 def test_questions_to_the_call_stack_hold_no_frame_of_who_asks() -> None:
-    """A cycle of frames would keep their variables, such as logits, until the garbage collector comes by."""
+    """A cycle of frames would keep their variables, such as logits, until the garbage collector
+    comes by.
+    """
 
     class Logits:
         pass

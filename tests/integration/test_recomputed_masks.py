@@ -1,4 +1,6 @@
-"""A mask that the recompute of a checkpoint makes again is that of the forward, for as long as the checkpoint lives."""
+"""A mask that the recompute of a checkpoint makes again is that of the forward, for as long as the
+checkpoint lives.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def leaf() -> torch.Tensor:
 
 
 def is_repeated(seen: list[AttentionHandle], times: int) -> bool:
-    return len(seen) == 2 * times and all(one is seen[number % 2] for number, one in enumerate(seen)) and seen[0] is not seen[1]
+    return (
+        len(seen) == 2 * times
+        and all(one is seen[number % 2] for number, one in enumerate(seen))
+        and seen[0] is not seen[1]
+    )
 
 
 def test_the_recompute_has_the_masks_of_the_forward() -> None:

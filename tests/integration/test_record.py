@@ -1,4 +1,6 @@
-"""What `DistCACallback` leaves in a run's folder for `hf-distca report`, and what that costs a run."""
+"""What `DistCACallback` leaves in a run's folder for `hf-distca report`, and what that costs a
+run.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,15 @@ from hf_distca.agreement.history import BalanceTotals, History
 from hf_distca.agreement.rates import Costs
 from hf_distca.integration.record import Recorder
 from hf_distca.run_report.folder import RunFolder
-from hf_distca.run_report.rows import RECORD_NAME, PlanRow, Row, RunRow, StepsRow, WarningRow, read_row
+from hf_distca.run_report.rows import (
+    RECORD_NAME,
+    PlanRow,
+    Row,
+    RunRow,
+    StepsRow,
+    WarningRow,
+    read_row,
+)
 from hf_distca.run_report.run_figures import collect
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
@@ -64,11 +74,19 @@ class Operations(TorchDispatchMode):
 
 def data() -> list[dict[str, Any]]:
     """Rank 0 has one long document, rank 1 many short ones; the fourth step is the worst."""
-    lengths = [((96,), (24, 24, 24, 24)) if step != 3 else ((192,), (24,) * 8) for step in range(STEPS)]
-    return [{"documents": documents(*lengths[step][rank], seed=step)} for step in range(STEPS) for rank in (0, 1)]
+    lengths = [
+        ((96,), (24, 24, 24, 24)) if step != 3 else ((192,), (24,) * 8) for step in range(STEPS)
+    ]
+    return [
+        {"documents": documents(*lengths[step][rank], seed=step)}
+        for step in range(STEPS)
+        for rank in (0, 1)
+    ]
 
 
-def train(rank: int, folder: str, record: bool | Literal["all"], ahead: bool, changes: dict[str, Any]) -> dict[str, Any]:
+def train(
+    rank: int, folder: str, record: bool | Literal["all"], ahead: bool, changes: dict[str, Any]
+) -> dict[str, Any]:
     callback = hf_distca.DistCACallback(settings(ping_pong=ahead), record=record)
     trainer = make_trainer(
         "distca",
@@ -82,7 +100,11 @@ def train(rank: int, folder: str, record: bool | Literal["all"], ahead: bool, ch
     )
     with recorded() as collectives, Operations() as operations:
         trainer.train()
-    return {"collectives": collectives, "operations": operations.count, "history": trainer.state.log_history}
+    return {
+        "collectives": collectives,
+        "operations": operations.count,
+        "history": trainer.state.log_history,
+    }
 
 
 def rows(folder: Path) -> list[Row]:
@@ -91,21 +113,34 @@ def rows(folder: Path) -> list[Row]:
 
 
 @pytest.mark.parametrize("ahead", in_turn([True, False], 2))
-def test_rank_0_writes_what_the_log_says_and_more(rank_pool: Callable[[int], RankPool], tmp_path: Path, ahead: bool) -> None:
-    """The rows sum up to the summary of the run, by rank, and the plans of the first and the worst step can be read."""
+def test_rank_0_writes_what_the_log_says_and_more(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path, ahead: bool
+) -> None:
+    """The rows sum up to the summary of the run, by rank, and the plans of the first and the worst
+    step can be read.
+    """
     history = rank_pool(2)(train, str(tmp_path), True, ahead, {"logging_steps": 3})[0]["history"]
     run, *others = rows(tmp_path)
     assert isinstance(run, RunRow)
     found = run.step, run.ranks, run.nodes, run.settings["ping_pong"], run.model["type"]
     assert found == (0, 2, 1, ahead, "llama"), "nodes are known without a launcher that says so"
     assert run.versions["hf-distca"] == hf_distca.__version__
-    assert WarningRow(3, "something to act on") in others or WarningRow(4, "something to act on") in others
+    assert (
+        WarningRow(3, "something to act on") in others
+        or WarningRow(4, "something to act on") in others
+    )
 
     steps = [row for row in others if isinstance(row, StepsRow)]
     logged = [row for row in history if "distca/micro_batches" in row]
     tallies = [BalanceTotals(**row.tally) for row in steps]
-    assert [tally.micro_batches for tally in tallies] == [row["distca/micro_batches"] for row in logged]
-    assert sum(tally.micro_batches for tally in tallies) == STEPS == sum(tally.moved for tally in tallies)
+    assert [tally.micro_batches for tally in tallies] == [
+        row["distca/micro_batches"] for row in logged
+    ]
+    assert (
+        sum(tally.micro_batches for tally in tallies)
+        == STEPS
+        == sum(tally.moved for tally in tallies)
+    )
     for row, tally, log in zip(steps, tallies, logged, strict=True):
         figures = tally.compute_figures()
         assert figures == pytest.approx({name: log[name] for name in figures}, rel=1e-4, abs=6e-5)
@@ -122,12 +157,17 @@ def test_rank_0_writes_what_the_log_says_and_more(rank_pool: Callable[[int], Ran
         made = [Plan.from_json(json.dumps(part.plan)) for part in plan.parts]
         assert len(made) == (2 if ahead else 1)
         assert sum(one.layout.query_tokens.sum() for one in made) == sum(plan.per_rank.tokens)
-        seconds = sum(np.bincount(one.server, part.seconds, minlength=2) for one, part in zip(made, plan.parts, strict=True))
+        seconds = sum(
+            np.bincount(one.server, part.seconds, minlength=2)
+            for one, part in zip(made, plan.parts, strict=True)
+        )
         np.testing.assert_allclose(seconds, plan.per_rank.estimated_after, rtol=2e-3)
 
 
 @pytest.mark.parametrize("ahead", in_turn([False, True], 2))
-def test_worst_plan_keeps_its_step_when_written_late(rank_pool: Callable[[int], RankPool], tmp_path: Path, ahead: bool) -> None:
+def test_worst_plan_keeps_its_step_when_written_late(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path, ahead: bool
+) -> None:
     """The worst plan is of its step, however late it is written."""
     rank_pool(2)(train, str(tmp_path), True, ahead, {"logging_steps": 10, "max_steps": 10})
     plans = [(row.step, row.micro_batch) for row in rows(tmp_path) if isinstance(row, PlanRow)]
@@ -135,14 +175,22 @@ def test_worst_plan_keeps_its_step_when_written_late(rank_pool: Callable[[int], 
     assert all(step == micro_batch for step, micro_batch in plans)
 
 
-def test_a_record_costs_no_collective_and_no_operation(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
-    """A host sync would be an operation of torch: there are exactly as many with a record as without."""
+def test_a_record_costs_no_collective_and_no_operation(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    """A host sync would be an operation of torch: there are exactly as many with a record as
+    without.
+    """
     # The first run of new processes makes the group, which takes a collective more.
-    _, without, kept = (rank_pool(2)(train, str(tmp_path), record, False, {}) for record in (False, False, "all"))
+    _, without, kept = (
+        rank_pool(2)(train, str(tmp_path), record, False, {}) for record in (False, False, "all")
+    )
     for rank in (0, 1):
         assert kept[rank]["collectives"] == without[rank]["collectives"]
         assert kept[rank]["operations"] == without[rank]["operations"]
-    assert [row.micro_batch for row in rows(tmp_path) if isinstance(row, PlanRow)] == list(range(1, STEPS + 1))
+    assert [row.micro_batch for row in rows(tmp_path) if isinstance(row, PlanRow)] == list(
+        range(1, STEPS + 1)
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,24 +198,46 @@ def test_a_record_costs_no_collective_and_no_operation(rank_pool: Callable[[int]
     [
         ([(0, None, [[192], [96, 96]]), (0, 64, [[192], [96, 96]])], [192, 192]),
         ([(1, None, [[96], [48]]), (2, None, [[64], [64, 48]])], [160, 160]),
-        ([(1, None, [[96], [48]]), (1, 64, [[96], [48]]), (2, None, [[96], [8]]), (2, 64, [[96], [8]])], [192, 56]),
+        (
+            [
+                (1, None, [[96], [48]]),
+                (1, 64, [[96], [48]]),
+                (2, None, [[96], [8]]),
+                (2, 64, [[96], [8]]),
+            ],
+            [192, 56],
+        ),
     ],
     ids=["kinds of layers", "nano-batches", "both"],
 )
 def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
     tmp_path: Path, parts: list[tuple[int, int | None, list[list[int]]]], tokens: list[int]
 ) -> None:
-    """Kinds of layers have plans of the same tokens; a rank of half the speed takes twice as long."""
+    """Kinds of layers have plans of the same tokens; a rank of half the speed takes twice as
+    long.
+    """
     history, ranks = History(), Ranks(speeds=(0.5, 1.25))
-    planner = SimpleNamespace(resume_progress=lambda: SimpleNamespace(number=0, costs=Costs()), history=history)
-    session: Any = SimpleNamespace(planner=planner, ranks=2, nodes=1, config=settings(), kernels=["cpu"])
+    planner = SimpleNamespace(
+        resume_progress=lambda: SimpleNamespace(number=0, costs=Costs()), history=history
+    )
+    session: Any = SimpleNamespace(
+        planner=planner, ranks=2, nodes=1, config=settings(), kernels=["cpu"]
+    )
     recorder = Recorder(tmp_path, session, every_plan=True)
     recorder.begin(TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), 0, None)
     plans = []
     for nano, window, lengths in parts:
         cost = replace(PAIRS, window=window)
         plan = balance(Layout.from_lengths(lengths), cost, settings(), ranks)
-        plans.append(BatchPlan(PlanKey(PAIRS.shape, "cpu", window, nano=nano), plan, settings(), plan.layout.offsets, 1.0))
+        plans.append(
+            BatchPlan(
+                PlanKey(PAIRS.shape, "cpu", window, nano=nano),
+                plan,
+                settings(),
+                plan.layout.offsets,
+                1.0,
+            )
+        )
         plans[-1].start_use(1, cost, ranks, Meter())
         history.record_plan(plans[-1])
     history.end_micro_batch()
@@ -181,8 +251,13 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
     assert found.plan is not None
     assert found.per_rank.tokens == found.plan.per_rank.tokens == tokens
     bars = found.plan.per_rank
-    for pieces, seconds in ((found.plan.before, bars.estimated_before), (found.plan.after, bars.estimated_after)):
-        drawn = np.bincount([piece.rank for piece in pieces], [piece.seconds for piece in pieces], minlength=2)
+    for pieces, seconds in (
+        (found.plan.before, bars.estimated_before),
+        (found.plan.after, bars.estimated_after),
+    ):
+        drawn = np.bincount(
+            [piece.rank for piece in pieces], [piece.seconds for piece in pieces], minlength=2
+        )
         np.testing.assert_allclose(drawn, seconds, rtol=1e-3)
 
 
@@ -199,11 +274,15 @@ def resumed(rank: int, folder: str) -> None:
     trainer.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")))
 
 
-def test_a_resumed_run_goes_on_with_its_record(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_its_record(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path
+) -> None:
     rank_pool(2)(resumed, str(tmp_path))
     assert [row.step for row in rows(tmp_path) if isinstance(row, RunRow)] == [0, 2]
     rank_pool(2)(train, str(tmp_path), True, False, {"max_steps": 1})
-    assert [row.step for row in rows(tmp_path) if isinstance(row, RunRow)] == [0], "a run from the start has a record of its own"
+    assert [row.step for row in rows(tmp_path) if isinstance(row, RunRow)] == [0], (
+        "a run from the start has a record of its own"
+    )
 
 
 def unwritable(rank: int, folder: str) -> None:
@@ -211,12 +290,16 @@ def unwritable(rank: int, folder: str) -> None:
     train(rank, folder, True, False, {"max_steps": 2})
 
 
-def test_a_record_that_cannot_be_written_ends_no_run(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_written_ends_no_run(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path
+) -> None:
     rank_pool(2)(unwritable, str(tmp_path))
 
 
 def told(rank: int, folder: str, full: bool) -> tuple[str, bool]:
-    """What stands on the console of a script that sets up no logging, when all warn, or the disk is full."""
+    """What stands on the console of a script that sets up no logging, when all warn, or the disk is
+    full.
+    """
     logging.getLogger("hf_distca").handlers.clear()
     if full and rank == 0:
         Path(folder, RECORD_NAME).symlink_to("/dev/full")
@@ -227,7 +310,9 @@ def told(rank: int, folder: str, full: bool) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_warnings_are_seen_while_they_are_recorded(rank_pool: Callable[[int], RankPool], tmp_path: Path, full: bool) -> None:
+def test_warnings_are_seen_while_they_are_recorded(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path, full: bool
+) -> None:
     (first, over), _ = rank_pool(2)(told, str(tmp_path), full)
     assert "something to act on" in first
     assert ("no record for `hf-distca report` is kept" in first) == full
@@ -236,8 +321,12 @@ def test_warnings_are_seen_while_they_are_recorded(rank_pool: Callable[[int], Ra
 
 
 def test_the_record_names_no_folder(tmp_path: Path) -> None:
-    planner = SimpleNamespace(resume_progress=lambda: SimpleNamespace(number=0, costs=Costs()), history=History())
-    session: Any = SimpleNamespace(planner=planner, ranks=2, nodes=1, config=settings(), kernels=["cpu"])
+    planner = SimpleNamespace(
+        resume_progress=lambda: SimpleNamespace(number=0, costs=Costs()), history=History()
+    )
+    session: Any = SimpleNamespace(
+        planner=planner, ranks=2, nodes=1, config=settings(), kernels=["cpu"]
+    )
     arguments = TrainingArguments(str(tmp_path / "run"), use_cpu=True, report_to="none")
     recorder = Recorder(tmp_path / "run", session, every_plan=True)
     recorder.begin(arguments, 0, None)
@@ -248,7 +337,9 @@ def test_the_record_names_no_folder(tmp_path: Path) -> None:
 
 
 def test_push_to_hub_leaves_the_record_out() -> None:
-    pushed = inspect.getsource(Trainer.push_to_hub) + inspect.getsource(Trainer._push_from_checkpoint)
+    pushed = inspect.getsource(Trainer.push_to_hub) + inspect.getsource(
+        Trainer._push_from_checkpoint
+    )
     patterns = re.findall(r"ignore_patterns=(\[.*?\])", pushed)
     assert len(patterns) == 2
     assert all(fnmatch(RECORD_NAME, "_*") and '"_*"' in pattern for pattern in patterns)
@@ -256,12 +347,19 @@ def test_push_to_hub_leaves_the_record_out() -> None:
 
 def alone(rank: int, folder: str) -> None:
     trainer = make_trainer(
-        "distca", data(), folder=folder, model=tiny_llama("sdpa"), max_steps=1, distca=hf_distca.DistCACallback()
+        "distca",
+        data(),
+        folder=folder,
+        model=tiny_llama("sdpa"),
+        max_steps=1,
+        distca=hf_distca.DistCACallback(),
     )
     trainer.train()
 
 
-def test_a_run_that_shares_nothing_leaves_no_record(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_a_run_that_shares_nothing_leaves_no_record(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path
+) -> None:
     rank_pool(2)(alone, str(tmp_path))
     assert not (tmp_path / RECORD_NAME).exists()
     assert json.dumps([path.name for path in tmp_path.iterdir()]) == "[]"

@@ -1,4 +1,6 @@
-"""Runs with equal data repeat to the last bit where that is asked for, whatever the clock says; a record has the rates."""
+"""Runs with equal data repeat to the last bit where that is asked for, whatever the clock says; a
+record has the rates.
+"""
 
 from __future__ import annotations
 
@@ -39,19 +41,32 @@ PROFILE = Profile(
 )
 
 
-def train(rank: int, folder: str, slower: float, deterministic: bool, changes: dict[str, Any]) -> tuple[Any, ...]:
-    """Weights after a run in which kernels of rank 1 seem `slower`; the number of exchanges, and what was learned."""
+def train(
+    rank: int, folder: str, slower: float, deterministic: bool, changes: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Weights after a run in which kernels of rank 1 seem `slower`; the number of exchanges, and
+    what was learned.
+    """
     own_figures = BatchPlan.own_figures.fget
 
     def timed(planned: BatchPlan) -> tuple[int, ...]:
         nanoseconds, sent, exchanging, calls, between = own_figures(planned)
         if calls > 0:
             estimated = float(planned.task_seconds[planned.plan.server == rank].sum())
-            nanoseconds, exchanging = int(1e9 * calls * estimated * (slower if rank else 1.0)), calls
+            nanoseconds, exchanging = (
+                int(1e9 * calls * estimated * (slower if rank else 1.0)),
+                calls,
+            )
         return nanoseconds, sent, exchanging, calls, between
 
     ids = documents(*([180, 12, 20, 33, 90, 64, 7, 150] * 6), seed=1)
-    arguments = {**COMMON, "output_dir": folder, "max_steps": STEPS, "full_determinism": deterministic, "seed": 7}
+    arguments = {
+        **COMMON,
+        "output_dir": folder,
+        "max_steps": STEPS,
+        "full_determinism": deterministic,
+        "seed": 7,
+    }
     callback = hf_distca.DistCACallback(settings(**{"cost_model": PROFILE, **changes}))
     with patch.dict(os.environ), patch.object(BatchPlan, "own_figures", property(timed)):
         trainer = Trainer(
@@ -71,15 +86,29 @@ def train(rank: int, folder: str, slower: float, deterministic: bool, changes: d
 
 WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
     "full_determinism": (True, {}),
-    "full_determinism, ping-pong, calibrated": (True, {"ping_pong": True, "cost_model": "calibrated"}),
+    "full_determinism, ping-pong, calibrated": (
+        True,
+        {"ping_pong": True, "cost_model": "calibrated"},
+    ),
     "measured_rates=False": (False, {"measured_rates": False}),
 }
 
 
-@pytest.mark.parametrize("way", [way if way == "full_determinism" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
-def test_runs_repeat_to_the_bit_where_that_is_asked_for(rank_pool: Callable[[int], RankPool], tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize(
+    "way",
+    [
+        way if way == "full_determinism" else pytest.param(way, marks=pytest.mark.slow)
+        for way in WAYS
+    ],
+)
+def test_runs_repeat_to_the_bit_where_that_is_asked_for(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path, way: str
+) -> None:
     deterministic, changes = WAYS[way]
-    runs = [rank_pool(2)(train, str(tmp_path / str(slower)), slower, deterministic, changes) for slower in (1.0, 3.0)]
+    runs = [
+        rank_pool(2)(train, str(tmp_path / str(slower)), slower, deterministic, changes)
+        for slower in (1.0, 3.0)
+    ]
     for (weights, exchanges, learned), (again, exchanges_again, _) in zip(*runs, strict=True):
         assert exchanges == exchanges_again
         assert exchanges > STEPS, "work is moved"
@@ -88,9 +117,13 @@ def test_runs_repeat_to_the_bit_where_that_is_asked_for(rank_pool: Callable[[int
     assert all(row.rates == {} for row in RunFolder.read(tmp_path / "3.0").rows_of(StepsRow))
 
 
-def test_default_plans_follow_the_clock_and_record_rates(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_default_plans_follow_the_clock_and_record_rates(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path
+) -> None:
     """The guard's other side, without which the test above would show nothing."""
-    runs = [rank_pool(2)(train, str(tmp_path / str(slower)), slower, False, {}) for slower in (1.0, 3.0)]
+    runs = [
+        rank_pool(2)(train, str(tmp_path / str(slower)), slower, False, {}) for slower in (1.0, 3.0)
+    ]
     assert not torch.equal(runs[0][0][0], runs[1][0][0])
     learned = runs[1][0][2]
     assert learned["speeds"][0] > 1.5 * learned["speeds"][1]

@@ -1,4 +1,6 @@
-"""What is said of a run as a whole: why nothing moved, the summary, and what takes long before the first step."""
+"""What is said of a run as a whole: why nothing moved, the summary, and what takes long before the
+first step.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ EVEN = [{"documents": documents(48, 48, seed=at)} for at in range(12)]
 
 def session(**changes: Any) -> Session:
     made = Session(hf_distca.DistCAConfig(**changes))
-    made.planner.resume_progress().costs[SHAPE, "cpu"] = CostModel.analytic(SHAPE, device_type="cpu")
+    made.planner.resume_progress().costs[SHAPE, "cpu"] = CostModel.analytic(
+        SHAPE, device_type="cpu"
+    )
     return made
 
 
@@ -42,35 +46,53 @@ def session(**changes: Any) -> Session:
         (
             1.004,
             {},
-            "distca moved nothing in 20 micro-batches: the documents are even (the slowest rank has 1.004 times the mean "
-            "attention seconds, by estimate; tolerance=0.01). There is nothing to win.",
+            (
+                "distca moved nothing in 20 micro-batches: the documents are even (the slowest rank"
+                " has 1.004 times the mean attention seconds, by estimate; tolerance=0.01). There"
+                " is nothing to win."
+            ),
         ),
         (
             1.5,
             {"balance": False},
-            "distca moved nothing in 20 micro-batches: balancing is off (balance=False). Without it, the slowest rank has 1.500 "
-            "times the mean attention seconds, by estimate.",
+            (
+                "distca moved nothing in 20 micro-batches: balancing is off (balance=False)."
+                " Without it, the slowest rank has 1.500 times the mean attention seconds, by"
+                " estimate."
+            ),
         ),
         (
             1.05,
             {"min_gain": 0.1},
-            "distca moved nothing in 20 micro-batches: the slowest rank has 1.050 times the mean attention seconds, by estimate, "
-            "and evening that out saves 4.8% at most, less than min_gain=0.1.",
+            (
+                "distca moved nothing in 20 micro-batches: the slowest rank has 1.050 times the"
+                " mean attention seconds, by estimate, and evening that out saves 4.8% at most,"
+                " less than min_gain=0.1."
+            ),
         ),
         (
             1.5,
             {},
-            "distca moved nothing in 20 micro-batches: the slowest rank has 1.500 times the mean attention seconds, by estimate, "
-            "and evening that out saves 0.1 ms a layer at most, of which the exchange would leave less than min_gain=0.02 (cost "
-            "model 'analytic cpu': 1 GB/s and 0.3 ms an exchange). Longer documents or a faster network gain more; if the "
-            "figures do not fit your machine, give DistCAConfig(cost_model=...) your own.",
+            (
+                "distca moved nothing in 20 micro-batches: the slowest rank has 1.500 times the"
+                " mean attention seconds, by estimate, and evening that out saves 0.1 ms a layer at"
+                " most, of which the exchange would leave less than min_gain=0.02 (cost model"
+                " 'analytic cpu': 1 GB/s and 0.3 ms an exchange). Longer documents or a faster"
+                " network gain more; if the figures do not fit your machine, give"
+                " DistCAConfig(cost_model=...) your own."
+            ),
         ),
     ],
     ids=["even", "off", "min_gain", "exchange"],
 )
 def test_why_nothing_moved(before: float, changes: dict[str, Any], said: str) -> None:
     mean = 20 * 2e-4
-    done = BalanceTotals(micro_batches=20, estimated_before=before * mean, estimated_after=before * mean, estimated_mean=mean)
+    done = BalanceTotals(
+        micro_batches=20,
+        estimated_before=before * mean,
+        estimated_after=before * mean,
+        estimated_mean=mean,
+    )
     assert why_nothing_moved(done, session(**changes)) == said
     assert why_nothing_moved(done + BalanceTotals(moved=1), session(**changes)) is None
     assert why_nothing_moved(BalanceTotals(), session(**changes)) is None
@@ -80,7 +102,9 @@ def test_why_exchanges_were_given_up() -> None:
     made, none = session(), np.zeros(2)
     assert why_given_up(made) is None
     kernel, waiting = np.array([2.0, 2.0]), np.array([3.0, 3.0])
-    slow = Observation(np.ones((2, 3)), kernel, waiting, np.array([0.5, 0.5]), np.array([4.0, 0.0]), none)
+    slow = Observation(
+        np.ones((2, 3)), kernel, waiting, np.array([0.5, 0.5]), np.array([4.0, 0.0]), none
+    )
     for _ in range(8):
         made.planner.resume_progress().costs.learn_from_sample((SHAPE, "cpu"), slow)
     said = why_given_up(made)
@@ -95,7 +119,11 @@ def test_the_callback_says_once_that_exchanges_were_given_up(
     trainer = make_trainer("distca", EVEN, config=settings(), max_steps=3)
     with caplog.at_level(logging.WARNING, "hf_distca"):
         trainer.train()
-    said = [record.getMessage() for record in caplog.records if "moves less, or nothing" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "moves less, or nothing" in record.getMessage()
+    ]
     assert len(said) == 1
     assert "50% longer" in said[0]
 
@@ -103,9 +131,11 @@ def test_the_callback_says_once_that_exchanges_were_given_up(
 def test_the_summary_of_a_tally() -> None:
     made = session()
     made.kernels["cpu"] = None
-    done = BalanceTotals(6, 3, 1200.0, 1000.0, 7.2, 1.575, 1.006, 1.0, 3.138, 2.016, 2.0, 9.9e6, 12, 1.0, 8.0)
-    assert summary(done, made) == (
-        "distca: 6 micro-batches on 1 ranks, work moved in 3\n"
+    done = BalanceTotals(
+        6, 3, 1200.0, 1000.0, 7.2, 1.575, 1.006, 1.0, 3.138, 2.016, 2.0, 9.9e6, 12, 1.0, 8.0
+    )
+    assert (
+        summary(done, made) == "distca: 6 micro-batches on 1 ranks, work moved in 3\n"
         "  imbalance (slowest rank / mean)     before   after\n"
         "    tokens                             1.200   1.200\n"
         "    estimated                          1.575   1.006\n"
@@ -117,20 +147,29 @@ def test_the_summary_of_a_tally() -> None:
     )
     several = summary(replace(done, between_bytes=1.2e6, node_layers=12), made)
     assert several is not None
-    assert "\n  nodes       0.100 MB of that to other nodes, by the rank that sends most there\n" in several
+    assert (
+        "\n  nodes       0.100 MB of that to other nodes, by the rank that sends most there\n"
+        in several
+    )
     assert summary(BalanceTotals(), made) is None
 
 
 def train(rank: int, case: str) -> tuple[list[str], str]:
     """What was logged, and what was written to standard error."""
-    config = {"off": settings(balance=False), "exchange": hf_distca.DistCAConfig()}.get(case, settings())
+    config = {"off": settings(balance=False), "exchange": hf_distca.DistCAConfig()}.get(
+        case, settings()
+    )
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("hf_distca")
     log.addHandler(handler)
     trainer = make_trainer(
-        "distca", EVEN if case == "even" else rows(12), config=config, max_steps=6, train_sampling_strategy="sequential"
+        "distca",
+        EVEN if case == "even" else rows(12),
+        config=config,
+        max_steps=6,
+        train_sampling_strategy="sequential",
     )
     if case == "quiet":
         trainer.remove_callback(hf_distca.DistCACallback)
@@ -144,7 +183,13 @@ def train(rank: int, case: str) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize(
-    ("case", "reason"), [("even", "documents are even"), ("off", "balance=False"), ("exchange", "GB/s"), ("moving", None)]
+    ("case", "reason"),
+    [
+        ("even", "documents are even"),
+        ("off", "balance=False"),
+        ("exchange", "GB/s"),
+        ("moving", None),
+    ],
 )
 def test_rank_0_says_once_why_nothing_moved_and_sums_up(
     rank_pool: Callable[[int], RankPool], case: str, reason: str | None
@@ -163,8 +208,12 @@ def test_the_summary_can_be_switched_off(rank_pool: Callable[[int], RankPool]) -
         assert "micro-batches" not in written
 
 
-@pytest.mark.parametrize(("seconds", "enabled", "lines"), [(0.0, True, 0), (0.3, True, 2), (0.3, False, 0)])
-def test_what_takes_long_is_said(seconds: float, enabled: bool, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "enabled", "lines"), [(0.0, True, 0), (0.3, True, 2), (0.3, False, 0)]
+)
+def test_what_takes_long_is_said(
+    seconds: float, enabled: bool, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(processes, "_LONG_SECONDS", 0.1)
     monkeypatch.setattr(processes, "say", said.append)
@@ -183,10 +232,17 @@ def test_what_takes_long_is_said(seconds: float, enabled: bool, lines: int, monk
 
 
 def waits(rank: int) -> str:
-    """What rank 0 writes while the first step is prepared, with a clock for which all takes long."""
+    """What rank 0 writes while the first step is prepared, with a clock for which all takes
+    long.
+    """
     hf_distca.configure(hf_distca.DistCAConfig(cost_model="calibrated"))
-    trainer = make_trainer("distca", rows(2), config=hf_distca.DistCAConfig(cost_model="calibrated"), max_steps=1)
-    with patch.object(processes, "_LONG_SECONDS", 1e-3), contextlib.redirect_stderr(io.StringIO()) as written:
+    trainer = make_trainer(
+        "distca", rows(2), config=hf_distca.DistCAConfig(cost_model="calibrated"), max_steps=1
+    )
+    with (
+        patch.object(processes, "_LONG_SECONDS", 1e-3),
+        contextlib.redirect_stderr(io.StringIO()) as written,
+    ):
         trainer.train()
     return written.getvalue()
 

@@ -1,4 +1,6 @@
-"""Rotary embeddings that depend on the longest document, on two ranks that hold parts of it, against one with the whole batch."""
+"""Rotary embeddings that depend on the longest document, on two ranks that hold parts of it,
+against one with the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,32 @@ from turns import in_turn
 
 TRAINED = 64  # positions that the models were trained with
 TOKENS = 64  # of a rank
-# Global batches whose longest document is longer than that, shorter, longer than all before, and just as long: frequencies grow,
-# and are reset.
+# Global batches whose longest document is longer than that, shorter, longer than all before, and
+# just as long: frequencies grow, and are reset.
 BATCHES = ((67, 33, 28), (40, 48, 37, 3), (100, 28), (64, 60, 4), (65, 63))
 
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
-_FACTORS = {"short_factor": [1.0 + 0.1 * n for n in range(8)], "long_factor": [2.0 + n for n in range(8)]}
-_LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": TRAINED, **_FACTORS}
-_MIXED = {"sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}, "full_attention": _DYNAMIC}
+_FACTORS = {
+    "short_factor": [1.0 + 0.1 * n for n in range(8)],
+    "long_factor": [2.0 + n for n in range(8)],
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "original_max_position_embeddings": TRAINED,
+    **_FACTORS,
+}
+_MIXED = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": _DYNAMIC,
+}
 ROPES: dict[tuple[str, str], dict[str, Any]] = {
     ("llama", "dynamic"): {"rope_parameters": _DYNAMIC},
     ("llama", "longrope"): {"rope_parameters": {**_LONGROPE, "factor": 4.0}},
-    ("phi3", "longrope"): {"rope_parameters": _LONGROPE, "original_max_position_embeddings": TRAINED},
+    ("phi3", "longrope"): {
+        "rope_parameters": _LONGROPE,
+        "original_max_position_embeddings": TRAINED,
+    },
     ("phimoe", "longrope"): {
         "rope_parameters": {**_LONGROPE, "short_mscale": 1.1, "long_mscale": 1.4},
         "num_local_experts": 4,
@@ -70,7 +86,11 @@ def tiny(kind: tuple[str, str], implementation: str) -> PreTrainedModel:
     config = CONFIG_MAPPING[kind[0]](max_position_embeddings=trained, **_SIZES, **ROPES[kind])
     if hasattr(config, "num_local_experts"):
         config._experts_implementation = "eager"
-    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double().train()
+    return (
+        AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        .double()
+        .train()
+    )
 
 
 def documents_of(number: int) -> list[torch.Tensor]:
@@ -78,22 +98,33 @@ def documents_of(number: int) -> list[torch.Tensor]:
     return [torch.randint(3, 61, (length,), generator=generator) for length in BATCHES[number]]
 
 
-def loss_of(model: torch.nn.Module, number: int, runs: list[tuple[int, int, int]], **batch: Any) -> torch.Tensor:
+def loss_of(
+    model: torch.nn.Module, number: int, runs: list[tuple[int, int, int]], **batch: Any
+) -> torch.Tensor:
     """Summed next-token loss of runs (document, start, length) of a global batch."""
     documents = documents_of(number)
     targets = [torch.cat([one[1:], torch.tensor([-100])]) for one in documents]
-    ids, shifted = (torch.cat([rows[d][a : a + n] for d, a, n in runs])[None] for rows in (documents, targets))
+    ids, shifted = (
+        torch.cat([rows[d][a : a + n] for d, a, n in runs])[None] for rows in (documents, targets)
+    )
     positions = torch.cat([torch.arange(a, a + n) for _, a, n in runs])[None]
     logits = model(input_ids=ids, position_ids=positions, use_cache=False, **batch).logits
     return cross_entropy(logits[0], shifted[0], reduction="sum")
 
 
-def whole(kind: tuple[str, str], numbers: tuple[int, ...]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def whole(
+    kind: tuple[str, str], numbers: tuple[int, ...]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of global batches, one after another, and the gradients of all, on one process."""
     model = tiny(kind, "sdpa")
-    losses = [loss_of(model, number, [(d, 0, n) for d, n in enumerate(BATCHES[number])]) for number in numbers]
+    losses = [
+        loss_of(model, number, [(d, 0, n) for d, n in enumerate(BATCHES[number])])
+        for number in numbers
+    ]
     torch.stack(losses).sum().backward()
-    return [float(loss.detach()) for loss in losses], {name: p.grad for name, p in model.named_parameters()}
+    return [float(loss.detach()) for loss in losses], {
+        name: p.grad for name, p in model.named_parameters()
+    }
 
 
 def dealt(
@@ -132,29 +163,47 @@ def dealt(
 
 
 def check(
-    pool: RankPool, kind: tuple[str, str], numbers: tuple[int, ...], how: str = "plain", *, ping_pong: bool = False
+    pool: RankPool,
+    kind: tuple[str, str],
+    numbers: tuple[int, ...],
+    how: str = "plain",
+    *,
+    ping_pong: bool = False,
 ) -> None:
     losses, grads = whole(kind, numbers)
     for found, found_grads in pool(dealt, kind, numbers, how, ping_pong):
         assert found == pytest.approx(losses, rel=1e-6)
         for name, grad in grads.items():
-            assert float((found_grads[name] - grad).norm()) <= 1e-5 * float(grad.norm()) + 1e-12, name
+            assert float((found_grads[name] - grad).norm()) <= 1e-5 * float(grad.norm()) + 1e-12, (
+                name
+            )
 
 
 @pytest.mark.parametrize("kind", CHOSEN, ids=" ".join)
-def test_ranks_rotate_for_the_longest_global_document(rank_pool: Callable[[int], RankPool], kind: tuple[str, str]) -> None:
+def test_ranks_rotate_for_the_longest_global_document(
+    rank_pool: Callable[[int], RankPool], kind: tuple[str, str]
+) -> None:
     """Every rank rotates for the longest document of the global batch."""
     check(rank_pool(2), kind, tuple(range(len(BATCHES))))
 
 
 @pytest.mark.parametrize("kind", CHOSEN, ids=" ".join)
-def test_the_first_batch_alone_is_right(rank_pool: Callable[[int], RankPool], kind: tuple[str, str]) -> None:
+def test_the_first_batch_alone_is_right(
+    rank_pool: Callable[[int], RankPool], kind: tuple[str, str]
+) -> None:
     """The forward in which an unprepared model is seen for the first time."""
     check(rank_pool(2), kind, (0,))
 
 
 @pytest.mark.parametrize(
-    "how", ["prepared", "reentrant", "not reentrant", "FSDP2", pytest.param("compiled", marks=pytest.mark.slow)]
+    "how",
+    [
+        "prepared",
+        "reentrant",
+        "not reentrant",
+        "FSDP2",
+        pytest.param("compiled", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("kind", [("llama", "dynamic"), ("phi3", "longrope")], ids=" ".join)
 def test_engines(rank_pool: Callable[[int], RankPool], kind: tuple[str, str], how: str) -> None:
@@ -169,14 +218,20 @@ def test_nano_batches(rank_pool: Callable[[int], RankPool], kind: tuple[str, str
 
 @pytest.mark.parametrize("kind", ROPES, ids=" ".join)
 def test_what_comes_after_a_share_is_left_alone(kind: tuple[str, str]) -> None:
-    """Rows without documents, as in evaluation or generation, have the frequencies of their own length."""
+    """Rows without documents, as in evaluation or generation, have the frequencies of their own
+    length.
+    """
     hf_distca.configure(settings())
     model = tiny(kind, "distca")
-    dealing = DealSettings(1, sum(BATCHES[0]), {PlanKey(PAIRS.shape, "cpu", None): PAIRS}, settings())
+    dealing = DealSettings(
+        1, sum(BATCHES[0]), {PlanKey(PAIRS.shape, "cpu", None): PAIRS}, settings()
+    )
     runs = [(d, 0, n) for d, n in enumerate(BATCHES[0])]
     loss_of(model, 0, runs, distca_documents=dealing.make_share(np.array(BATCHES[0]), (0, 0), 0))
     ids = documents_of(1)[0][None]
-    torch.testing.assert_close(model(input_ids=ids).logits, tiny(kind, "sdpa")(input_ids=ids).logits)
+    torch.testing.assert_close(
+        model(input_ids=ids).logits, tiny(kind, "sdpa")(input_ids=ids).logits
+    )
 
 
 def parts(rank: int, kind: tuple[str, str], cut: bool) -> str:
@@ -187,7 +242,9 @@ def parts(rank: int, kind: tuple[str, str], cut: bool) -> str:
     positions = torch.cat([torch.arange(start, start + 20) for start in starts])[None]
     ids = torch.full((1, 40), 7)
     try:
-        logits = tiny(kind, "distca")(input_ids=ids, position_ids=positions, distca_documents=packed, use_cache=False).logits
+        logits = tiny(kind, "distca")(
+            input_ids=ids, position_ids=positions, distca_documents=packed, use_cache=False
+        ).logits
     except hf_distca.UnsupportedError as error:
         return str(error)
     want = tiny(kind, "sdpa")(input_ids=ids, position_ids=positions, use_cache=False).logits
@@ -195,7 +252,9 @@ def parts(rank: int, kind: tuple[str, str], cut: bool) -> str:
 
 
 @pytest.mark.parametrize("kind", CHOSEN, ids=" ".join)
-def test_parts_of_documents_of_unknown_length_are_refused(rank_pool: Callable[[int], RankPool], kind: tuple[str, str]) -> None:
+def test_parts_of_documents_of_unknown_length_are_refused(
+    rank_pool: Callable[[int], RankPool], kind: tuple[str, str]
+) -> None:
     """Documents in parts are refused where nobody knows how long they are."""
     for said in rank_pool(2)(parts, kind, True):
         assert "a document of this batch is in several parts" in said

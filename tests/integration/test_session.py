@@ -77,7 +77,10 @@ def disagree(rank: int) -> str:
 def test_ranks_with_other_settings_all_get_an_error(rank_pool: Callable[[int], RankPool]) -> None:
     for message in rank_pool(2)(disagree):
         assert "ranks have different settings" in message
-        assert "in micro-batch 1: tolerance is 0.01 on rank 0, 0.02 on rank 1; give every rank the same ones." in message
+        assert (
+            "in micro-batch 1: tolerance is 0.01 on rank 0, 0.02 on rank 1; give every rank the"
+            " same ones." in message
+        )
 
 
 def evaluate_alone(rank: int) -> int:
@@ -85,7 +88,9 @@ def evaluate_alone(rank: int) -> int:
     model = model_for(2, "distca", torch.float32).eval()
     if rank == 0:  # only one rank evaluates and generates: nothing may wait for the other
         model(**batch(rank), use_cache=False)
-        model.generate(input_ids=torch.ones(1, 5, dtype=torch.long), max_new_tokens=3, pad_token_id=0)
+        model.generate(
+            input_ids=torch.ones(1, 5, dtype=torch.long), max_new_tokens=3, pad_token_id=0
+        )
     return current_session().meter.dispatches
 
 
@@ -126,11 +131,20 @@ def test_figures_of_a_tally() -> None:
     history, layout = History(), Layout.from_lengths([[8, 4], [4]])
     plan = Plan.from_tasks(layout, [(0, 0, 8, 0, 0), (1, 0, 4, 0, 1), (2, 0, 4, 1, 1)])
     key = PlanKey(AttentionShape(4, 2, 16, 16, 4), "cpu")
-    how: dict[str, Any] = {"config": hf_distca.DistCAConfig(), "runs": layout.offsets, "planning_ms": 5.0}
-    tasks, node = np.array([2.0, 1.0, 1.0]), {1: None, 2: 1}  # only the second one knows of nodes, of a rank each
-    first, second = (BatchPlan(key, plan, **how, task_seconds=tasks, per_node=node[n], number=n) for n in node)
+    how: dict[str, Any] = {
+        "config": hf_distca.DistCAConfig(),
+        "runs": layout.offsets,
+        "planning_ms": 5.0,
+    }
+    # Only the second one knows of nodes, of a rank each.
+    tasks, node = np.array([2.0, 1.0, 1.0]), {1: None, 2: 1}
+    first, second = (
+        BatchPlan(key, plan, **how, task_seconds=tasks, per_node=node[n], number=n) for n in node
+    )
     history.record_plan(first)
-    first.figures = np.array([[2 * 10**9, 4_000_000, 0, 2, 4_000_000], [3 * 10**9, 1_000_000, 0, 2, 1_000_000]])
+    first.figures = np.array(
+        [[2 * 10**9, 4_000_000, 0, 2, 4_000_000], [3 * 10**9, 1_000_000, 0, 2, 1_000_000]]
+    )
     first.meter.count(calls=2)
     history.count_if_measured(1)
     assert history.total.compute_figures() == {}, "the micro-batch is not over"
@@ -152,16 +166,23 @@ def test_figures_of_a_tally() -> None:
     history.count_if_measured(2)
     after = (history.total - before).compute_figures()
     assert after.keys() == figures.keys() | {"distca/between_nodes_mb_per_layer"}
-    assert after["distca/exchanged_mb_per_layer"] == after["distca/between_nodes_mb_per_layer"] == 3.0
+    assert (
+        after["distca/exchanged_mb_per_layer"] == after["distca/between_nodes_mb_per_layer"] == 3.0
+    )
     whole = history.total.compute_figures()
     assert whole["distca/exchanged_mb_per_layer"] == 2.5
     assert whole["distca/between_nodes_mb_per_layer"] == 3.0, "of micro-batches that know of nodes"
     assert after["distca/imbalance_measured_after"] == pytest.approx(1.0)
-    assert (before.micro_batches, history.total.micro_batches) == (1, 2), "a total is not changed by what comes after it"
+    assert (before.micro_batches, history.total.micro_batches) == (
+        1,
+        2,
+    ), "a total is not changed by what comes after it"
 
 
 def test_collator_packs_documents_and_hides_first_labels() -> None:
-    batch = hf_distca.PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": []}, {"documents": [[8], [9, 4]]}])
+    batch = hf_distca.PackingCollator()(
+        [{"input_ids": [5, 6, 7]}, {"input_ids": []}, {"documents": [[8], [9, 4]]}]
+    )
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 4]]
     assert batch["labels"].tolist() == [[-100, 6, 7, -100, -100, 4]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]

@@ -1,4 +1,6 @@
-"""Batches that ranks have drawn, dealt anew: equal tokens, and the numbers of the batches as they were."""
+"""Batches that ranks have drawn, dealt anew: equal tokens, and the numbers of the batches as they
+were.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ from tiny_runs import documents, losses, make_trainer
 from turns import in_turn
 
 # Of each rank's micro-batches; the first has a document longer than its share.
-LENGTHS: tuple[list[list[int]], ...] = ([[150, 3], [20, 30]], [[16, 1], [8] * 6], [[40], [21]], [[7, 7], [90, 1, 1]])
+LENGTHS: tuple[list[list[int]], ...] = (
+    [[150, 3], [20, 30]],
+    [[16, 1], [8] * 6],
+    [[40], [21]],
+    [[7, 7], [90, 1, 1]],
+)
 
 
 def drawn(rank: int, form: str) -> list[dict[str, Any]]:
@@ -39,8 +46,13 @@ def drawn(rank: int, form: str) -> list[dict[str, Any]]:
         longest = max(lengths)  # padded on the left, as some tokenizers do
         ids, mask = (torch.zeros((len(texts), longest), dtype=torch.long) for _ in range(2))
         for row, text in enumerate(texts):
-            ids[row, longest - len(text) :], mask[row, longest - len(text) :] = torch.tensor(text), 1
-        made.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+            ids[row, longest - len(text) :], mask[row, longest - len(text) :] = (
+                torch.tensor(text),
+                1,
+            )
+        made.append(
+            {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+        )
     return made
 
 
@@ -49,7 +61,14 @@ def flattened(texts: list[list[int]]) -> dict[str, Any]:
     rows = [{"input_ids": text, "labels": text} for text in texts]
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     batch = dict(collate(rows))
-    assert {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "position_ids"} <= batch.keys()
+    assert {
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "seq_idx",
+        "position_ids",
+    } <= batch.keys()
     return batch
 
 
@@ -72,7 +91,9 @@ def summed(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits, targets[0], reduction="sum")
 
 
-def train(rank: int, ranks: int, form: str, ping_pong: bool) -> tuple[float, dict[str, torch.Tensor], list[int], list[str]]:
+def train(
+    rank: int, ranks: int, form: str, ping_pong: bool
+) -> tuple[float, dict[str, torch.Tensor], list[int], list[str]]:
     hf_distca.configure(settings(ping_pong=ping_pong))
     model, total = model_for("full", "distca"), torch.zeros((), dtype=torch.float64)
     for _ in range(2):  # in the second round it is known what layers there are
@@ -98,7 +119,13 @@ def train(rank: int, ranks: int, form: str, ping_pong: bool) -> tuple[float, dic
         [
             (ranks, *way)
             for ranks in (2, 4)
-            for way in [("packed", False), ("padded", False), ("filled up", False), ("flattened", False), ("packed", True)]
+            for way in [
+                ("packed", False),
+                ("padded", False),
+                ("filled up", False),
+                ("flattened", False),
+                ("packed", True),
+            ]
         ],
         16,
         [(2, "packed", True), (4, "padded", False)],
@@ -114,7 +141,9 @@ def test_shared_tokens_train_as_the_batches_that_were_drawn(
                 ids = torch.tensor(text)
                 logits = model(input_ids=ids[None], use_cache=False).logits[0]
                 loss = (
-                    torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum") if len(ids) > 1 else logits.sum() * 0
+                    torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum")
+                    if len(ids) > 1
+                    else logits.sum() * 0
                 )
                 loss.backward()
                 total += loss.item()
@@ -135,7 +164,10 @@ class SharingTrainer(hf_distca.DistCATrainerMixin, Trainer):
 
 
 def under_the_trainer(rank: int, kind: str) -> list[float]:
-    rows = [{"documents": documents(*lengths, seed=n)} for n, lengths in enumerate([[150, 3], [16, 1], [96], [30, 2]] * 3)]
+    rows = [
+        {"documents": documents(*lengths, seed=n)}
+        for n, lengths in enumerate([[150, 3], [16, 1], [96], [30, 2]] * 3)
+    ]
     trainer = make_trainer(
         "distca" if kind == "shared" else "sdpa",
         rows,
@@ -149,13 +181,17 @@ def under_the_trainer(rank: int, kind: str) -> list[float]:
     return losses(trainer)
 
 
-def test_a_trainer_shares_the_tokens_that_its_ranks_draw(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_trainer_shares_the_tokens_that_its_ranks_draw(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     shared, plain = (rank_pool(2)(under_the_trainer, kind) for kind in ("shared", "plain"))
     assert shared[0] == pytest.approx(plain[0], rel=1e-5)
     assert len(shared[0]) == 6
 
 
-def refused(rank: int, implementation: str, arguments: dict[str, Any], attributes: dict[str, Any]) -> tuple[str, int, bool]:
+def refused(
+    rank: int, implementation: str, arguments: dict[str, Any], attributes: dict[str, Any]
+) -> tuple[str, int, bool]:
     trainer = make_trainer(
         implementation,
         [{"documents": documents(20, 12)}] * 2,
@@ -177,20 +213,39 @@ def named_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> tor
 
 
 REFUSED: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], str]] = {
-    "smoothing": (("distca", {"label_smoothing_factor": 0.1}, {}), "label_smoothing_factor=0.1 shifts `labels`, which lack"),
-    "own mean": (("distca", {"average_tokens_across_devices": False}, {}), "Set average_tokens_across_devices=True."),
-    "loss of labels": (("distca", {}, {"compute_loss_func": named_loss}), "compute_loss_func=named_loss gets `labels`"),
-    "loss that is a mean": (("distca", {}, {"model_accepts_loss_kwargs": False}), "the loss of LlamaForCausalLM is a mean"),
-    "sdpa": (("sdpa", {}, {}), "no more than one rank. Load the model with it, or leave shares_tokens out."),
+    "smoothing": (
+        ("distca", {"label_smoothing_factor": 0.1}, {}),
+        "label_smoothing_factor=0.1 shifts `labels`, which lack",
+    ),
+    "own mean": (
+        ("distca", {"average_tokens_across_devices": False}, {}),
+        "Set average_tokens_across_devices=True.",
+    ),
+    "loss of labels": (
+        ("distca", {}, {"compute_loss_func": named_loss}),
+        "compute_loss_func=named_loss gets `labels`",
+    ),
+    "loss that is a mean": (
+        ("distca", {}, {"model_accepts_loss_kwargs": False}),
+        "the loss of LlamaForCausalLM is a mean",
+    ),
+    "sdpa": (
+        ("sdpa", {}, {}),
+        "no more than one rank. Load the model with it, or leave shares_tokens out.",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_trainer_that_needs_whole_documents_shares_no_tokens(rank_pool: Callable[[int], RankPool], name: str) -> None:
+def test_a_trainer_that_needs_whole_documents_shares_no_tokens(
+    rank_pool: Callable[[int], RankPool], name: str
+) -> None:
     """As of a data set of shares, it would train on something else in silence."""
     given, said = REFUSED[name]
     for error, steps, evaluates in rank_pool(2)(refused, *given):
-        assert error.startswith("shares_tokens = True, which deals what 2 ranks have drawn among them, and ")
+        assert error.startswith(
+            "shares_tokens = True, which deals what 2 ranks have drawn among them, and "
+        )
         assert said in error
         assert steps == 0
         assert evaluates
@@ -198,14 +253,19 @@ def test_a_trainer_that_needs_whole_documents_shares_no_tokens(rank_pool: Callab
 
 def test_a_model_that_needs_whole_documents_shares_no_tokens() -> None:
     trainer = make_trainer("distca", [], kind=SharingTrainer, model=jamba(), max_steps=1)
-    with pytest.raises(hf_distca.UnsupportedError, match=r"jamba models need whole documents: .* whole, leave shares_tokens out"):
+    with pytest.raises(
+        hf_distca.UnsupportedError,
+        match=r"jamba models need whole documents: .* whole, leave shares_tokens out",
+    ):
         check_sharing(trainer, 2)
     check_sharing(trainer, 1)
 
 
 def test_a_rank_alone_trains_with_any_loss() -> None:
     rows = [{"documents": documents(20, 12)}]
-    trainer = make_trainer("distca", rows, kind=SharingTrainer, max_steps=1, label_smoothing_factor=0.1)
+    trainer = make_trainer(
+        "distca", rows, kind=SharingTrainer, max_steps=1, label_smoothing_factor=0.1
+    )
     assert trainer.train().training_loss > 0
 
 
@@ -231,7 +291,9 @@ def wrong(rank: int, what: str) -> str:
         ("count", "different numbers of micro-batches in sharing tokens"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(rank_pool: Callable[[int], RankPool], what: str, said: str) -> None:
+def test_what_cannot_be_shared_is_refused(
+    rank_pool: Callable[[int], RankPool], what: str, said: str
+) -> None:
     for error in rank_pool(2)(wrong, what):
         assert said in error, error
 
@@ -239,5 +301,7 @@ def test_what_cannot_be_shared_is_refused(rank_pool: Callable[[int], RankPool], 
 def test_alone_batches_stay_as_they_are() -> None:
     hf_distca.configure(settings())
     batches = drawn(0, "packed")
-    assert all(one is other for one, other in zip(hf_distca.share_tokens(batches), batches, strict=True))
+    assert all(
+        one is other for one, other in zip(hf_distca.share_tokens(batches), batches, strict=True)
+    )
     assert np.array_equal(batches[0]["input_ids"][0, :3], documents(150, 3, seed=0)[0][:3])

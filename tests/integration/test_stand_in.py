@@ -1,4 +1,6 @@
-"""distca under the name of another attention: trainers with closed lists get it, and what it cannot keep is refused."""
+"""distca under the name of another attention: trainers with closed lists get it, and what it cannot
+keep is refused.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers import modeling_flash_attention_utils as flash
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -28,7 +35,9 @@ from tiny_runs import losses, make_trainer, rows, settings, tiny_llama
 @contextmanager
 def restored() -> Iterator[None]:
     """Put back afterwards what standing in changes in the process."""
-    interfaces = [interface._global_mapping for interface in (AttentionInterface, AttentionMaskInterface)]
+    interfaces = [
+        interface._global_mapping for interface in (AttentionInterface, AttentionMaskInterface)
+    ]
     kept = [dict(mapping) for mapping in [*interfaces, loading._attention]]
     passing, check = set(borrowed._passing), PreTrainedModel._check_and_adjust_attn_implementation
     forward = flash._flash_attention_forward
@@ -52,19 +61,27 @@ def _restored() -> Iterator[None]:
 
 
 def trained(rank: int, name: str, standing_in: bool) -> tuple[list[float], bool, str]:
-    """Losses and gradient norms of a run under a name, whether distca had figures, and the name that the model has."""
+    """Losses and gradient norms of a run under a name, whether distca had figures, and the name
+    that the model has.
+    """
     with restored():
         if standing_in:
             hf_distca.configure(instead_of=name)
         trainer = make_trainer(name, rows(6), config=settings(), max_steps=3, bf16=False)
         trainer.train()
-        figures = any("distca/imbalance_estimated_before" in row for row in trainer.state.log_history)
+        figures = any(
+            "distca/imbalance_estimated_before" in row for row in trainer.state.log_history
+        )
         return losses(trainer), figures, trainer.model.config._attn_implementation
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "sdpa"])
-def test_a_trainer_that_takes_no_other_name_has_distca(rank_pool: Callable[[int], RankPool], name: str) -> None:
-    """flash-attn is installed on no machine that runs this test: transformers must not look for it."""
+def test_a_trainer_that_takes_no_other_name_has_distca(
+    rank_pool: Callable[[int], RankPool], name: str
+) -> None:
+    """flash-attn is installed on no machine that runs this test: transformers must not look for
+    it.
+    """
     plain = rank_pool(2)(trained, "sdpa", False)
     ours = rank_pool(2)(trained, name, True)
     for (wanted, without, _), (got, figures, seen) in zip(plain, ours, strict=True):
@@ -80,11 +97,16 @@ def test_it_says_once_what_it_replaced(caplog: pytest.LogCaptureFixture) -> None
         hf_distca.configure(instead_of="flash_attention_2")
     (record,) = caplog.records
     assert 'stands in for attn_implementation="flash_attention_2"' in record.getMessage()
-    assert "transformers.integrations.flash_attention.flash_attention_forward" in record.getMessage()
+    assert (
+        "transformers.integrations.flash_attention.flash_attention_forward" in record.getMessage()
+    )
     assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is distca_attention
 
 
-@pytest.mark.parametrize("name", ["eager", "flex_attention", "paged|sdpa", "kernels-community/flash-attn2", "", "distca2"])
+@pytest.mark.parametrize(
+    "name",
+    ["eager", "flex_attention", "paged|sdpa", "kernels-community/flash-attn2", "", "distca2"],
+)
 def test_it_stands_in_for_no_attention_that_it_cannot_replace(name: str) -> None:
     with pytest.raises(UnsupportedError, match="distca cannot stand in for"):
         hf_distca.configure(instead_of=name)
@@ -123,20 +145,26 @@ CHANGES = [wrapped_by_an_instance, wrapped_for_all, flash_attention_replaced]
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("prepared", [True, False])
-def test_sequences_cut_by_somebody_else_are_refused(change: Callable[[], None], prepared: bool) -> None:
+def test_sequences_cut_by_somebody_else_are_refused(
+    change: Callable[[], None], prepared: bool
+) -> None:
     hf_distca.configure(instead_of="flash_attention_2")
     model = tiny_llama("flash_attention_2")
     ids = torch.arange(8)[None]
     model(input_ids=ids)
     change()
-    with pytest.raises(UnsupportedError, match=r"test_stand_in\.over_ranks has been put in front of it"):
+    with pytest.raises(
+        UnsupportedError, match=r"test_stand_in\.over_ranks has been put in front of it"
+    ):
         hf_distca.prepare(model) if prepared else model(input_ids=ids)
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_it_stands_in_front_of_nobody_else(change: Callable[[], None]) -> None:
     change()
-    with pytest.raises(UnsupportedError, match=r"test_stand_in\.over_ranks has been put in its place"):
+    with pytest.raises(
+        UnsupportedError, match=r"test_stand_in\.over_ranks has been put in its place"
+    ):
         hf_distca.configure(instead_of="flash_attention_2")
 
 
@@ -158,7 +186,8 @@ def test_nothing_of_it_is_written_into_saved_configurations(tmp_path: Path, name
     assert again.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+# Peft asks for it.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_an_adapter_says_nothing_of_it_either(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="needs the extra 'peft'")
     model = peft.get_peft_model(tiny_llama("distca"), peft.LoraConfig(target_modules=["q_proj"]))

@@ -49,7 +49,9 @@ class Slow(torch.autograd.Function):
 
 @contextmanager
 def deliberate_times() -> Iterator[None]:
-    """Exchanges take `DELAY`, tasks `PHASE`, whatever the machine does. Each rank's tasks all go to its neighbour."""
+    """Exchanges take `DELAY`, tasks `PHASE`, whatever the machine does. Each rank's tasks all go to
+    its neighbour.
+    """
     start = Channel.start
 
     class Late:
@@ -62,11 +64,15 @@ def deliberate_times() -> Iterator[None]:
 
     run = AttentionServer.run
 
-    def slow(self: AttentionServer, pools: Operands | Saved, tasks: TaskBatch, **options: bool) -> Outputs | Grads:
+    def slow(
+        self: AttentionServer, pools: Operands | Saved, tasks: TaskBatch, **options: bool
+    ) -> Outputs | Grads:
         if tasks.query_length:
             begin = mark_now(pools.q_THD.device)
             time.sleep(PHASE)
-            self.meter.span("server", begin, mark_now(pools.q_THD.device), backward=isinstance(pools, Saved))
+            self.meter.span(
+                "server", begin, mark_now(pools.q_THD.device), backward=isinstance(pools, Saved)
+            )
         return run(self, pools, tasks, **options)
 
     def swapped(layout: Any, *_: Any) -> Plan:
@@ -101,7 +107,9 @@ def total(spans: list[Span], name: str) -> float:
 
 
 @pytest.mark.slow
-def test_ping_pong_hides_slow_exchanges_one_stream_does_not(rank_pool: Callable[[int], RankPool]) -> None:
+def test_ping_pong_hides_slow_exchanges_one_stream_does_not(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     """Ping-pong hides a slow exchange and a single stream does not."""
 
     def exposed(ping_pong: bool) -> float:
@@ -115,7 +123,9 @@ def test_ping_pong_hides_slow_exchanges_one_stream_does_not(rank_pool: Callable[
     assert min(exposed(True) for _ in range(4)) <= 0.2
 
 
-def test_spans_are_the_phases_of_both_halves_in_both_directions(rank_pool: Callable[[int], RankPool]) -> None:
+def test_spans_are_the_phases_of_both_halves_in_both_directions(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     for spans in rank_pool(2)(slow_step, True):
         count = Counter((span.name, span.nano, span.backward) for span in spans)
         for half in (1, 2):
@@ -124,8 +134,13 @@ def test_spans_are_the_phases_of_both_halves_in_both_directions(rank_pool: Calla
                     assert count[name, half, backward] >= LAYERS, (name, half, backward)
         # One thread: what is computed or waited for never overlaps.
         busy = [span for span in spans if span.name not in ("dispatch", "return", "server")]
-        assert all(after.start >= before.end - 1e-6 for before, after in pairwise(sorted(busy, key=lambda span: span.start)))
-        linear = [span.seconds for span in spans if span.name == "linear" and span.seconds > PHASE / 2]
+        assert all(
+            after.start >= before.end - 1e-6
+            for before, after in pairwise(sorted(busy, key=lambda span: span.start))
+        )
+        linear = [
+            span.seconds for span in spans if span.name == "linear" and span.seconds > PHASE / 2
+        ]
         assert len(linear) >= 2 * 2 * LAYERS
 
 
@@ -146,11 +161,23 @@ def test_each_rank_writes_a_trace(rank_pool: Callable[[int], RankPool], tmp_path
         spans = [event for event in events if event["ph"] == "X"]
         assert {event["pid"] for event in events} == {rank}
         assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in spans)
-        lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-        assert sorted(lanes.values()) == ["nano-batch 1", "nano-batch 1, messages", "nano-batch 2", "nano-batch 2, messages"]
+        lanes = {
+            event["tid"]: event["args"]["name"]
+            for event in events
+            if event["name"] == "thread_name"
+        }
+        assert sorted(lanes.values()) == [
+            "nano-batch 1",
+            "nano-batch 1, messages",
+            "nano-batch 2",
+            "nano-batch 2, messages",
+        ]
         dispatches = [event for event in spans if event["name"] == "dispatch"]
         assert len(dispatches) == 2 * 2 * LAYERS
-        assert {lanes[event["tid"]] for event in dispatches} == {"nano-batch 1, messages", "nano-batch 2, messages"}
+        assert {lanes[event["tid"]] for event in dispatches} == {
+            "nano-batch 1, messages",
+            "nano-batch 2, messages",
+        }
         assert {event["args"]["direction"] for event in dispatches} == {"forward", "backward"}
 
 

@@ -1,4 +1,5 @@
-"""What real trackers keep of the balance: TensorBoard's event files, W&B's offline run file, trackio's database.
+"""What real trackers keep of the balance: TensorBoard's event files, W&B's offline run file,
+trackio's database.
 
 One run of two ranks reports to all trackers that are installed; nothing leaves the machine.
 """
@@ -24,7 +25,8 @@ from ranks import RankPool
 from tiny_runs import make_trainer, rows
 
 STEPS = 4
-Logged = dict[int, dict[str, float]]  # by global step: the figures of distca under their names in the tracker
+# By global step: the figures of distca under their names in the tracker.
+Logged = dict[int, dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,31 @@ class Run:
     contacted: list[str]
 
     def wanted(self) -> Logged:
-        """What a tracker must hold: the figures in the history of rank 0, named as transformers renames all training logs."""
+        """What a tracker must hold: the figures in the history of rank 0, named as transformers
+        renames all training logs.
+        """
         logs = {row["step"]: row for row in self.history if "distca/planning_ms" in row}
-        return {step: {f"train/{name}": row[name] for name in FIGURES} for step, row in logs.items()}
+        return {
+            step: {f"train/{name}": row[name] for name in FIGURES} for step, row in logs.items()
+        }
 
 
 def settings(folder: Path) -> dict[str, str]:
     """Environment in which trackers write into `folder` and contact nobody."""
-    here = {"WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "TRACKIO_DIR", "TENSORBOARD_LOGGING_DIR"}
-    off = {"WANDB_ERROR_REPORTING": "false", "WANDB_CONSOLE": "off", "WANDB_SILENT": "true", "HF_HUB_OFFLINE": "1"}
+    here = {
+        "WANDB_DIR",
+        "WANDB_CACHE_DIR",
+        "WANDB_CONFIG_DIR",
+        "WANDB_DATA_DIR",
+        "TRACKIO_DIR",
+        "TENSORBOARD_LOGGING_DIR",
+    }
+    off = {
+        "WANDB_ERROR_REPORTING": "false",
+        "WANDB_CONSOLE": "off",
+        "WANDB_SILENT": "true",
+        "HF_HUB_OFFLINE": "1",
+    }
     collected = {f"WANDB_X_DISABLE_{what}": "true" for what in ("STATS", "META", "MACHINE_INFO")}
     modes = {"WANDB_MODE": "offline", "TRACKIO_STORAGE_MODE": "sqlite"}
     return {name: str(folder) for name in here} | off | collected | modes
@@ -90,14 +108,18 @@ def train(rank: int, trackers: list[str], folder: str) -> tuple[list[dict[str, A
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Processes of its own: trackers read their settings when they are imported."""
     folder = tmp_path_factory.mktemp("trackers")
-    trackers = [name for name in ("tensorboard", "wandb", "trackio") if importlib.util.find_spec(name)]
+    trackers = [
+        name for name in ("tensorboard", "wandb", "trackio") if importlib.util.find_spec(name)
+    ]
     if not trackers:
         pytest.skip("needs the extra 'trackers'")
     with pytest.MonkeyPatch.context() as environment:
         for name, value in settings(folder).items():
             environment.setenv(name, value)
         with closing(RankPool(2)) as pool:
-            (history, contacted), (_, contacted_by_other) = pool(train, trackers, str(folder), timeout=240.0)
+            (history, contacted), (_, contacted_by_other) = pool(
+                train, trackers, str(folder), timeout=240.0
+            )
         yield Run(folder, trackers, history, contacted + contacted_by_other)
 
 
@@ -117,7 +139,9 @@ def check(run: Run, logged: Logged) -> None:
 
 @pytest.mark.slow
 def test_tensorboard(run: Run) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard")
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard"
+    )
     events = accumulator.EventAccumulator(str(run.folder))
     events.Reload()
     logged: Logged = {}
@@ -128,7 +152,9 @@ def test_tensorboard(run: Run) -> None:
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """Records of a W&B run file: a header of 7 bytes, then blocks of 32 KiB with pieces (checksum, length, kind, bytes)."""
+    """Records of a W&B run file: a header of 7 bytes, then blocks of 32 KiB with pieces (checksum,
+    length, kind, bytes).
+    """
     log, at, record = path.read_bytes(), 7, b""
     while at + 7 <= len(log):
         left = 2**15 - at % 2**15
@@ -162,5 +188,8 @@ def test_trackio(run: Run) -> None:
         pytest.skip("needs trackio")
     [path] = run.folder.glob("*.db")
     with closing(sqlite3.connect(path)) as database:
-        logs = [json.loads(metrics) for (metrics,) in database.execute("SELECT metrics FROM metrics ORDER BY step")]
+        logs = [
+            json.loads(metrics)
+            for (metrics,) in database.execute("SELECT metrics FROM metrics ORDER BY step")
+        ]
     check(run, {row["train/global_step"]: figures(row) for row in logs if figures(row)})

@@ -44,7 +44,9 @@ class Reporter(TrainerCallback):
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         self.seen.append(dict(logs or {}))
 
 
@@ -83,17 +85,27 @@ def train(rank: int, implementation: str, way: Way) -> tuple[list[dict], list[di
     return trainer.state.log_history, reporter.seen, [event["name"] for event in events]
 
 
-# In bfloat16 two orders of the same sums come so far apart in six steps: seen are 4e-4, and 9e-3 for norms of gradients.
-CLOSE = {False: {"loss": 1e-4, "eval_loss": 1e-4, "grad_norm": 1e-4}, True: {"loss": 1e-3, "eval_loss": 1e-3, "grad_norm": 2e-2}}
+# In bfloat16 two orders of the same sums come so far apart in six steps: seen are 4e-4, and 9e-3
+# for norms of gradients.
+CLOSE = {
+    False: {"loss": 1e-4, "eval_loss": 1e-4, "grad_norm": 1e-4},
+    True: {"loss": 1e-3, "eval_loss": 1e-3, "grad_norm": 2e-2},
+}
 ALWAYS = [Way(), Way(2, checkpointing=True, ping_pong=True, bf16=False)]
 
 
 @pytest.mark.parametrize(
     "way",
-    in_turn([*ALWAYS, Way(bf16=False), *(Way(2, *on) for on in product((False, True), repeat=2))], 99, ALWAYS),
+    in_turn(
+        [*ALWAYS, Way(bf16=False), *(Way(2, *on) for on in product((False, True), repeat=2))],
+        99,
+        ALWAYS,
+    ),
     ids=str,
 )
-def test_same_losses_as_sdpa_and_balance_in_the_logs(rank_pool: Callable[[int], RankPool], way: Way) -> None:
+def test_same_losses_as_sdpa_and_balance_in_the_logs(
+    rank_pool: Callable[[int], RankPool], way: Way
+) -> None:
     pool = rank_pool(2)
     ours, theirs = (pool(train, name, way) for name in ("distca", "sdpa"))
     for (history, seen, traced), (reference, *_) in zip(ours, theirs, strict=True):
@@ -109,15 +121,21 @@ def test_same_losses_as_sdpa_and_balance_in_the_logs(rank_pool: Callable[[int], 
         assert all(row["distca/imbalance_estimated_after"] < 1.2 for row in logs)
         assert all(row["distca/exchanged_mb_per_layer"] > 0 for row in logs)
         assert [row.keys() >= FIGURES for row in seen if "loss" in row] == [True] * len(logs)
-    assert not any(row.keys() & FIGURES for row in theirs[0][0]), "nothing to report where distca did not run"
+    assert not any(row.keys() & FIGURES for row in theirs[0][0]), (
+        "nothing to report where distca did not run"
+    )
 
 
 class LoggingTrainer(hf_distca.DistCATrainerMixin, Trainer):
     pass
 
 
-def report(rank: int, how: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str], list[str]]:
-    """The log history, what a reporter saw, the order of the callbacks before and after, with the figures logged in some way."""
+def report(
+    rank: int, how: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str], list[str]]:
+    """The log history, what a reporter saw, the order of the callbacks before and after, with the
+    figures logged in some way.
+    """
     reporter = Reporter()
     trainer = make_trainer(
         "distca",
@@ -135,7 +153,12 @@ def report(rank: int, how: str) -> tuple[list[dict[str, Any]], list[dict[str, An
         trainer.add_callback(hf_distca.DistCACallback(settings(), record=False))
     names = [type(one).__name__ for one in trainer.callback_handler.callbacks]
     trainer.train()
-    return trainer.state.log_history, reporter.seen, names, [type(one).__name__ for one in trainer.callback_handler.callbacks]
+    return (
+        trainer.state.log_history,
+        reporter.seen,
+        names,
+        [type(one).__name__ for one in trainer.callback_handler.callbacks],
+    )
 
 
 @pytest.mark.parametrize("how", ["mixin", "mixin alone", "late"])
@@ -146,19 +169,27 @@ def test_reporters_see_the_figures(rank_pool: Callable[[int], RankPool], how: st
         assert all(row.keys() >= FIGURES for row in logs)
         seen = [row for row in seen if "loss" in row]
         for row, reported in zip(logs, seen, strict=True):
-            assert {name: row[name] for name in FIGURES} == {name: reported[name] for name in FIGURES}
+            assert {name: row[name] for name in FIGURES} == {
+                name: reported[name] for name in FIGURES
+            }
         assert sorted(before) == sorted(after)
-        assert (before == after) == (how != "late"), "order is changed only where that is the only way"
+        assert (before == after) == (how != "late"), (
+            "order is changed only where that is the only way"
+        )
 
 
-def test_a_callback_that_finds_no_handler_says_what_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_finds_no_handler_says_what_is_missing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     hf_distca.DistCACallback().on_train_begin(None, None, None)
     assert "but not the reporters" in caplog.text
     assert "DistCATrainerMixin" in caplog.text
 
 
 def own_reader(rank: int, reads: bool) -> list[dict[str, Any]]:
-    """The log history of a run in which somebody else reads figures after each step, or does not."""
+    """The log history of a run in which somebody else reads figures after each step, or does
+    not.
+    """
     read: list[int] = []
 
     class Reader(TrainerCallback):
@@ -167,35 +198,59 @@ def own_reader(rank: int, reads: bool) -> list[dict[str, Any]]:
                 read.append(hf_distca.metrics().balance.micro_batches)
 
     trainer = make_trainer(
-        "distca", rows(12), callbacks=[Reader()], max_steps=6, logging_steps=3, train_sampling_strategy="sequential"
+        "distca",
+        rows(12),
+        callbacks=[Reader()],
+        max_steps=6,
+        logging_steps=3,
+        train_sampling_strategy="sequential",
     )
     trainer.train()
-    assert read == ([0, 1, 3, 3, 4, 6] if reads else []), "what came in with the documents of the step, and all in steps that log"
+    assert read == ([0, 1, 3, 3, 4, 6] if reads else []), (
+        "what came in with the documents of the step, and all in steps that log"
+    )
     return [row for row in trainer.state.log_history if "loss" in row]
 
 
-def test_readers_of_the_balance_take_nothing_from_each_other(rank_pool: Callable[[int], RankPool]) -> None:
-    timed = {"distca/planning_ms", "distca/server_time_share"} | {f"distca/imbalance_measured_{at}" for at in ("before", "after")}
+def test_readers_of_the_balance_take_nothing_from_each_other(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
+    timed = {"distca/planning_ms", "distca/server_time_share"} | {
+        f"distca/imbalance_measured_{at}" for at in ("before", "after")
+    }
     compared = FIGURES - timed
-    for alone, read in zip(*(rank_pool(2)(own_reader, reads) for reads in (False, True)), strict=True):
+    for alone, read in zip(
+        *(rank_pool(2)(own_reader, reads) for reads in (False, True)), strict=True
+    ):
         assert len(alone) == len(read) == 2
         for one, other in zip(alone, read, strict=True):
             assert other.keys() >= FIGURES
-            assert {name: one[name] for name in compared} == {name: other[name] for name in compared}
+            assert {name: one[name] for name in compared} == {
+                name: other[name] for name in compared
+            }
 
 
 def evaluate_first(rank: int, when: str) -> tuple[int, int, int, str, bool]:
-    """Exchanges of evaluation before training and of prediction after it, and whether the same settings held throughout."""
+    """Exchanges of evaluation before training and of prediction after it, and whether the same
+    settings held throughout.
+    """
     callback = hf_distca.DistCACallback(settings(balance_evaluation=True), record=False)
     hf_distca.configure()  # what another run left
-    trainer = make_trainer("distca", rows(4), eval_dataset=rows(4), max_steps=2, train_sampling_strategy="sequential")
+    trainer = make_trainer(
+        "distca", rows(4), eval_dataset=rows(4), max_steps=2, train_sampling_strategy="sequential"
+    )
     if when == "late":
         trainer.remove_callback(hf_distca.DistCACallback)
         hf_distca.configure()
         trainer.add_callback(callback)
     else:
         trainer = make_trainer(
-            "distca", rows(4), eval_dataset=rows(4), max_steps=2, config=callback.config, train_sampling_strategy="sequential"
+            "distca",
+            rows(4),
+            eval_dataset=rows(4),
+            max_steps=2,
+            config=callback.config,
+            train_sampling_strategy="sequential",
         )
     with capture() as said:
         trainer.evaluate()
@@ -203,7 +258,13 @@ def evaluate_first(rank: int, when: str) -> tuple[int, int, int, str, bool]:
     trainer.train()
     trained = dispatches()
     trainer.predict(rows(2))
-    return evaluated, trained - evaluated, dispatches() - trained, said.getvalue(), current_session() is session
+    return (
+        evaluated,
+        trained - evaluated,
+        dispatches() - trained,
+        said.getvalue(),
+        current_session() is session,
+    )
 
 
 @contextmanager
@@ -224,10 +285,14 @@ def test_settings_hold_for_evaluation_before_training(rank_pool: Callable[[int],
         assert same, "figures and costs stay, while settings do"
 
 
-def test_a_callback_added_later_says_what_its_settings_missed(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_callback_added_later_says_what_its_settings_missed(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     layers = 2
     for evaluated, trained, predicted, said, _ in rank_pool(2)(evaluate_first, "late"):
-        assert (evaluated, trained, predicted) == (layers, 2 * 2 * layers, layers), "all but the first batch"
+        assert (evaluated, trained, predicted) == (layers, 2 * 2 * layers, layers), (
+            "all but the first batch"
+        )
         assert "its settings hold from now on, not for what has run" in said
 
 
@@ -245,7 +310,9 @@ def groups(rank: int) -> list[tuple[int, ...]]:
     begin(hf_distca.DistCACallback(settings()))
     assert current_session().config == settings()
     begin(hf_distca.DistCACallback(group=dist.group.WORLD))
-    assert current_session().config == hf_distca.DistCAConfig(), "those of configure, not those of another callback"
+    assert current_session().config == hf_distca.DistCAConfig(), (
+        "those of configure, not those of another callback"
+    )
     hf_distca.configure()
     begin(hf_distca.DistCACallback(settings(), group=own))
     hf_distca.configure()
@@ -253,15 +320,20 @@ def groups(rank: int) -> list[tuple[int, ...]]:
     return found
 
 
-def test_groups_given_to_the_callback_and_to_configure(rank_pool: Callable[[int], RankPool]) -> None:
+def test_groups_given_to_the_callback_and_to_configure(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     for rank, found in enumerate(rank_pool(2)(groups)):
         assert found == [(rank,), (0, 1), (rank,), (0, 1)]
 
 
 @pytest.mark.parametrize(
-    ("implementation", "said"), [("sdpa", "no part of this LlamaForCausalLM"), ("distca", "this process alone")]
+    ("implementation", "said"),
+    [("sdpa", "no part of this LlamaForCausalLM"), ("distca", "this process alone")],
 )
-def test_a_callback_with_nothing_to_do_says_so(implementation: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_with_nothing_to_do_says_so(
+    implementation: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     make_trainer(implementation, rows(1), max_steps=1).train()
     assert said in caplog.text
     assert caplog.text.count("DistCACallback has nothing to") == 1

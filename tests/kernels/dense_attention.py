@@ -1,4 +1,6 @@
-"""What the kernels are compared with: dense softmax in float64 with autograd, one task at a time, and the cases to compare on."""
+"""What the kernels are compared with: dense softmax in float64 with autograd, one task at a time,
+and the cases to compare on.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,12 @@ class Case:
     keys: int
 
 
-def case(*tasks: tuple[int, int, int, int], rows: int | None = None, keys: int | None = None) -> Case:
-    """A case from (query start, query length, key start, key length) tuples; pools end with the last task unless told."""
+def case(
+    *tasks: tuple[int, int, int, int], rows: int | None = None, keys: int | None = None
+) -> Case:
+    """A case from (query start, query length, key start, key length) tuples; pools end with the
+    last task unless told.
+    """
     columns = tuple(zip(*tasks, strict=True)) or ((), (), (), ())
     return Case(
         TaskBatch(*columns),
@@ -40,8 +46,12 @@ CASES = {
     "one slice": case((0, 48, 0, 150)),
     "one slice amid its pools": case((5, 20, 7, 61), rows=30, keys=80),
     "shared keys": case((0, 40, 0, 40), (40, 33, 0, 73), (73, 50, 0, 123)),
-    "shared keys with gaps": case((0, 20, 3, 40), (25, 30, 3, 100), (60, 8, 110, 30), (55, 5, 110, 70), rows=70, keys=190),
-    "shared keys out of order": case((40, 30, 60, 30), (0, 25, 0, 60), (25, 15, 0, 20), (70, 12, 60, 80)),
+    "shared keys with gaps": case(
+        (0, 20, 3, 40), (25, 30, 3, 100), (60, 8, 110, 30), (55, 5, 110, 70), rows=70, keys=190
+    ),
+    "shared keys out of order": case(
+        (40, 30, 60, 30), (0, 25, 0, 60), (25, 15, 0, 20), (70, 12, 60, 80)
+    ),
     "whole documents out of order": case((50, 30, 0, 30), (0, 50, 30, 50), (80, 4, 80, 4)),
     "one token tasks": case((0, 1, 0, 1), (1, 1, 0, 2), (2, 1, 0, 70), (3, 1, 70, 1)),
     "uncovered rows": case((4, 10, 2, 10), (20, 6, 12, 9), rows=40, keys=30),
@@ -51,7 +61,8 @@ CASES = {
     "rows but no keys": case(rows=4, keys=0),
 }
 
-# A scale of no head dim in SHAPES, so that a kernel that takes its own fails; a softcap below about half of the pools' scores.
+# A scale of no head dim in SHAPES, so that a kernel that takes its own fails; a softcap below about
+# half of the pools' scores.
 PLAIN = Scores(0.19)
 SCORES = {
     "plain": PLAIN,
@@ -79,7 +90,9 @@ SHAPES = {
 
 @st.composite
 def random_cases(draw: st.DrawFn) -> Case:
-    """Documents somewhere in the key pool, with some slices each, and rows in any order with gaps."""
+    """Documents somewhere in the key pool, with some slices each, and rows in any order with
+    gaps.
+    """
     lengths = draw(st.lists(st.integers(1, 90), max_size=4))
     tasks: list[list[int]] = []
     keys = 0
@@ -95,11 +108,17 @@ def random_cases(draw: st.DrawFn) -> Case:
     for task in draw(st.permutations(tasks)):
         task[0] = rows = rows + draw(st.sampled_from([0, 0, 0, 3]))
         rows += task[1]
-    return case(*map(tuple, tasks), rows=rows + draw(st.integers(0, 3)), keys=keys + draw(st.integers(0, 3)))
+    return case(
+        *map(tuple, tasks), rows=rows + draw(st.integers(0, 3)), keys=keys + draw(st.integers(0, 3))
+    )
 
 
-def random_pools(case: Case, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str = "cpu") -> Tensors:
-    """q, k, v and the gradient of the output. Keys of rising size make wrong masks and wrong merges stand out."""
+def random_pools(
+    case: Case, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str = "cpu"
+) -> Tensors:
+    """q, k, v and the gradient of the output. Keys of rising size make wrong masks and wrong merges
+    stand out.
+    """
     heads, key_heads, head_dim, value_head_dim = shape
     generator = torch.Generator().manual_seed(7)
     sizes = {
@@ -108,7 +127,10 @@ def random_pools(case: Case, shape: tuple[int, int, int, int], dtype: torch.dtyp
         "v": (case.keys, key_heads, value_head_dim),
         "do": (case.rows, heads, value_head_dim),
     }
-    pools = {name: torch.randn(size, generator=generator, dtype=torch.float64) for name, size in sizes.items()}
+    pools = {
+        name: torch.randn(size, generator=generator, dtype=torch.float64)
+        for name, size in sizes.items()
+    }
     pools["k"] *= torch.linspace(0.5, 2.0, case.keys, dtype=torch.float64)[:, None, None]
     return {name: x.to(dtype).to(device) for name, x in pools.items()}
 
@@ -129,7 +151,9 @@ def seen(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
     return (key <= position) & (key > position - (keys if window is None else window))
 
 
-def _softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+def _softmax(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
+) -> tuple[torch.Tensor, torch.Tensor]:
     logits = torch.einsum("qhd,khd->hqk", q, k) * scores.scale
     if scores.softcap is not None:
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
@@ -137,29 +161,44 @@ def _softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) 
     return torch.einsum("hqk,khv->qhv", logits.softmax(-1), v), logits.logsumexp(-1).T
 
 
-def _plain_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
-    # One head dim, a multiple of 8: else torch falls back to float32 arithmetic, which is no measure for a half-precision kernel.
+def _plain_sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # One head dim, a multiple of 8: else torch falls back to float32 arithmetic, which is no
+    # measure for a half-precision kernel.
     width = -(-max(q.shape[2], v.shape[2]) // 8) * 8
     heads_first = (pad(x, (0, width - x.shape[2])).transpose(0, 1)[None] for x in (q, k, v))
     mask = seen(q, k, scores.window)
-    o = scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scores.scale)[0].transpose(0, 1)
+    o = scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scores.scale)[0].transpose(
+        0, 1
+    )
     return o[..., : v.shape[2]], q.new_zeros(q.shape[:2], dtype=torch.float32)
 
 
 def _by_task(
-    attention: Callable[..., tuple[torch.Tensor, torch.Tensor]], pools: Tensors, tasks: TaskBatch, scores: Scores
+    attention: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    pools: Tensors,
+    tasks: TaskBatch,
+    scores: Scores,
 ) -> Tensors:
     q, k, v = (pools[name].clone().requires_grad_() for name in "qkv")
     o = q.new_zeros(*q.shape[:2], v.shape[2])
-    lse = q.new_zeros(q.shape[:2], dtype=torch.float32 if q.dtype != torch.float64 else torch.float64)
-    runs = zip(tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True)
+    lse = q.new_zeros(
+        q.shape[:2], dtype=torch.float32 if q.dtype != torch.float64 else torch.float64
+    )
+    runs = zip(
+        tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True
+    )
     for row, rows, key, keys in runs:
         group = q.shape[1] // k.shape[1]
         k_task, v_task = (x[key : key + keys].repeat_interleave(group, 1) for x in (k, v))
         o_task, lse_task = attention(q[row : row + rows], k_task, v_task, scores)
         o[row : row + rows], lse[row : row + rows] = o_task, lse_task
     o.backward(pools["do"]) if len(tasks) else None
-    grads = {f"d{name}": torch.zeros_like(x) if x.grad is None else x.grad for name, x in zip("qkv", (q, k, v), strict=True)}
+    grads = {
+        f"d{name}": torch.zeros_like(x) if x.grad is None else x.grad
+        for name, x in zip("qkv", (q, k, v), strict=True)
+    }
     return {"o": o.detach(), "lse": lse.detach(), **grads}
 
 
@@ -169,7 +208,8 @@ def exact(pools: Tensors, tasks: TaskBatch, scores: Scores) -> Tensors:
 
 
 def plain(pools: Tensors, tasks: TaskBatch, scores: Scores) -> Tensors:
-    """What torch makes of each task in the dtype of the pools: scaled_dot_product_attention with a mask, which gives no lse.
+    """What torch makes of each task in the dtype of the pools: scaled_dot_product_attention with a
+    mask, which gives no lse.
 
     That has no softcap: there it is single operations, as models do it without a kernel.
     """
@@ -177,15 +217,21 @@ def plain(pools: Tensors, tasks: TaskBatch, scores: Scores) -> Tensors:
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what is expected, taken as 0.1 an element or more: some gradients are 0."""
-    return (found.double() - expected).norm().item() / max(expected.norm().item(), 0.1 * expected.numel() ** 0.5, 1e-300)
+    """Norm of the difference over the norm of what is expected, taken as 0.1 an element or more:
+    some gradients are 0.
+    """
+    return (found.double() - expected).norm().item() / max(
+        expected.norm().item(), 0.1 * expected.numel() ** 0.5, 1e-300
+    )
 
 
 def untouched(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """Masks of the rows and of the keys that no task reaches."""
     rows, keys = torch.ones(case.rows, dtype=torch.bool), torch.ones(case.keys, dtype=torch.bool)
     tasks = case.tasks
-    runs = zip(tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True)
+    runs = zip(
+        tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True
+    )
     for row, row_count, key, key_count in runs:
         rows[row : row + row_count] = False
         keys[key : key + key_count] = False

@@ -1,6 +1,8 @@
-"""A varlen op on the CPU that checks what the real ones take on trust, and keeps a record of its calls.
+"""A varlen op on the CPU that checks what the real ones take on trust, and keeps a record of its
+calls.
 
-`attend` and `differentiate` take and give what flash attention's own functions do, with the log-sum-exp as (heads, tokens).
+`attend` and `differentiate` take and give what flash attention's own functions do, with the
+log-sum-exp as (heads, tokens).
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from hf_distca.kernels.varlen import Sequences
 class StrictVarlenOp:
     """Rows without keys keep NaN for outputs, as some ops leave anything there.
 
-    With `window_from_first_key`, backward counts rows from the first key to find a window, and from the last to be causal.
+    With `window_from_first_key`, backward counts rows from the first key to find a window, and from
+    the last to be causal.
     """
 
     def __init__(self, *, takes_gaps: bool = False, window_from_first_key: bool = False) -> None:
@@ -31,19 +34,34 @@ class StrictVarlenOp:
 
     def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
         lse_HT = pools.lse_TH.T.contiguous()
-        return Grads(*self.differentiate(pools.do_THV, *pools.operands, pools.o_THV, lse_HT, sequences, scores))
+        return Grads(
+            *self.differentiate(
+                pools.do_THV, *pools.operands, pools.o_THV, lse_HT, sequences, scores
+            )
+        )
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scores: Scores
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sequences: Sequences,
+        scores: Scores,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._check(q, k, v, sequences, scores)
         self.calls.append({"q": q, "k": k, "v": v})
         self.windows.append(scores.window)
         o = torch.full_like(q, float("nan"))
-        lse = q.new_full((q.shape[1], q.shape[0]), float("nan"), dtype=torch.promote_types(q.dtype, torch.float32))
+        lse = q.new_full(
+            (q.shape[1], q.shape[0]),
+            float("nan"),
+            dtype=torch.promote_types(q.dtype, torch.float32),
+        )
         for rows, keys in _pieces(sequences):
             logits, _ = _logits(q[rows], k[keys], scores)
-            o[rows] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), _wide(v[keys], q)).to(q.dtype)
+            o[rows] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), _wide(v[keys], q)).to(
+                q.dtype
+            )
             lse[:, rows] = logits.logsumexp(-1)
         return o, lse
 
@@ -70,16 +88,29 @@ class StrictVarlenOp:
         for rows, keys in _pieces(sequences, empty=True):
             dq[rows], dk[keys], dv[keys] = 0, 0, 0
         for rows, keys in _pieces(sequences):
-            logits, slope = _logits(q[rows], k[keys], scores, window_from_first_key=self.window_from_first_key)
+            logits, slope = _logits(
+                q[rows], k[keys], scores, window_from_first_key=self.window_from_first_key
+            )
             p = (logits - lse[:, rows, None]).exp()
             dp = torch.einsum("qhd,khd->hqk", do[rows].to(p.dtype), _wide(v[keys], q))
-            ds = p * (dp - (do[rows].to(p.dtype) * o[rows].to(p.dtype)).sum(-1).T[:, :, None]) * slope
+            ds = (
+                p
+                * (dp - (do[rows].to(p.dtype) * o[rows].to(p.dtype)).sum(-1).T[:, :, None])
+                * slope
+            )
             dq[rows] = torch.einsum("hqk,khd->qhd", ds, _wide(k[keys], q)).to(q.dtype)
             dk[keys] = _summed(torch.einsum("hqk,qhd->khd", ds, q[rows].to(p.dtype)), k)
             dv[keys] = _summed(torch.einsum("hqk,qhd->khd", p, do[rows].to(p.dtype)), v)
         return dq, dk, dv
 
-    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scores: Scores) -> None:
+    def _check(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sequences: Sequences,
+        scores: Scores,
+    ) -> None:
         assert q.shape[2] == k.shape[2] == v.shape[2]
         assert q.shape[2] % 8 == 0
         assert q.shape[1] % k.shape[1] == 0
@@ -112,7 +143,9 @@ def _pieces(sequences: Sequences, *, empty: bool = False) -> Iterator[tuple[slic
 
 
 def _wide(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    return x.repeat_interleave(q.shape[1] // x.shape[1], 1).to(torch.promote_types(q.dtype, torch.float32))
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1).to(
+        torch.promote_types(q.dtype, torch.float32)
+    )
 
 
 def _logits(

@@ -1,4 +1,6 @@
-"""That the check before a kernel is taken on a GPU finds what kernels get wrong; here on the CPU, which computes the same."""
+"""That the check before a kernel is taken on a GPU finds what kernels get wrong; here on the CPU,
+which computes the same.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Changed(StrictVarlenOp):
     """An op that gets other scores than it was told, or gives other results than it has."""
 
     def __init__(
-        self, scores: Callable[[Scores], Scores] = lambda scores: scores, results: Callable[..., Any] = lambda *results: results
+        self,
+        scores: Callable[[Scores], Scores] = lambda scores: scores,
+        results: Callable[..., Any] = lambda *results: results,
     ) -> None:
         super().__init__()
         self.changed, self.results = scores, results
@@ -33,8 +37,20 @@ class Changed(StrictVarlenOp):
     def attend(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: Scores) -> Any:
         return self.results(*super().attend(q, k, v, sequences, self.changed(scores)))
 
-    def differentiate(self, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, sequences: Sequences, scores: Scores) -> Any:
-        return self.results(*super().differentiate(do, q, k, v, o, lse, sequences, self.changed(scores)))
+    def differentiate(
+        self,
+        do: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        o: Any,
+        lse: Any,
+        sequences: Sequences,
+        scores: Scores,
+    ) -> Any:
+        return self.results(
+            *super().differentiate(do, q, k, v, o, lse, sequences, self.changed(scores))
+        )
 
 
 class Dense(StrictVarlenOp):
@@ -54,7 +70,9 @@ class WrongRatio(StrictVarlenOp):
 
 
 class TopLeft(StrictVarlenOp):
-    """The first row of a slice sees the first key: the alignment of other libraries' causal masks."""
+    """The first row of a slice sees the first key: the alignment of other libraries' causal
+    masks.
+    """
 
     def attend(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: Scores) -> Any:
         o, lse = super().attend(q, k, v, sequences, scores)
@@ -62,17 +80,31 @@ class TopLeft(StrictVarlenOp):
         for a, b, c in zip(rows, rows[1:], keys, strict=False):
             cu = torch.tensor([0, b - a], dtype=torch.int32)
             here, there = slice(a, b), slice(c, c + b - a)
-            o[here], lse[:, here] = super().attend(q[here], k[there], v[there], Sequences(cu, cu, b - a, b - a), scores)
+            o[here], lse[:, here] = super().attend(
+                q[here], k[there], v[there], Sequences(cu, cu, b - a, b - a), scores
+            )
         return o, lse
 
 
 class Tf32(TorchDispatchMode):
-    """Tensor cores of a GPU with TF32 on: factors of a product of float32 matrices are rounded to 10 bits."""
+    """Tensor cores of a GPU with TF32 on: factors of a product of float32 matrices are rounded to
+    10 bits.
+    """
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        products = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm)
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        products = (
+            torch.ops.aten.mm,
+            torch.ops.aten.bmm,
+            torch.ops.aten.addmm,
+            torch.ops.aten.baddbmm,
+        )
         if function.overloadpacket in products:
-            args = [self._rounded(x) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in args]
+            args = [
+                self._rounded(x) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x
+                for x in args
+            ]
         return function(*args, **(kwargs or {}))
 
     @staticmethod
@@ -100,10 +132,14 @@ def not_a_number(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return results
 
 
-@pytest.mark.parametrize(("dtype", "widths"), [(torch.bfloat16, (128, 64)), (torch.float16, (40, 40))], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "widths"), [(torch.bfloat16, (128, 64)), (torch.float16, (40, 40))], ids=str
+)
 @pytest.mark.parametrize("scores", [PLAIN, WINDOW, SOFTCAP, Scores(0.1, 7, 30.0)])
 def test_right_kernels_pass(dtype: torch.dtype, widths: tuple[int, int], scores: Scores) -> None:
-    assert mismatch_reason(VarlenKernel(StrictVarlenOp()), Case(CPU, dtype, *widths, scores)) is None
+    assert (
+        mismatch_reason(VarlenKernel(StrictVarlenOp()), Case(CPU, dtype, *widths, scores)) is None
+    )
     if scores.softcap is None:
         assert mismatch_reason(CpuKernel(), Case(CPU, dtype, *widths, scores)) is None
 
@@ -123,7 +159,11 @@ def test_an_exact_float32_kernel_passes_where_tf32_is_on(scores: Scores) -> None
     [
         (TopLeft(), PLAIN, {"o", "lse", "dq", "dk", "dv"}),
         (Changed(halved), PLAIN, {"o", "lse", "dq", "dk", "dv"}),
-        (Changed(lambda scores: replace(scores, window=None)), WINDOW, {"o", "lse", "dq", "dk", "dv"}),
+        (
+            Changed(lambda scores: replace(scores, window=None)),
+            WINDOW,
+            {"o", "lse", "dq", "dk", "dv"},
+        ),
         (Changed(next_window), WINDOW, {"o", "dq", "dk", "dv"}),
         (Changed(lambda scores: replace(scores, softcap=None)), SOFTCAP, {"o", "dq"}),
         (Dense(), PLAIN, {"o", "dq", "dk", "dv"}),
@@ -135,13 +175,18 @@ def test_wrong_kernels_are_found(op: StrictVarlenOp, scores: Scores, named: set[
     reason = mismatch_reason(VarlenKernel(op), Case(CPU, torch.bfloat16, 64, 64, scores))
     assert reason is not None
     assert reason.startswith("its results on cpu are wrong: ")
-    found = {phrase.split(" by ")[0] for phrase in reason.split(": ", 1)[1].split(" (")[0].split(", ")}
+    found = {
+        phrase.split(" by ")[0] for phrase in reason.split(": ", 1)[1].split(" (")[0].split(", ")
+    }
     assert named <= found
 
 
 def test_each_ratio_of_heads_is_other_code() -> None:
     kernel = VarlenKernel(WrongRatio())
-    found = {ratio: mismatch_reason(kernel, Case(CPU, torch.bfloat16, 64, 64, PLAIN, ratio)) for ratio in (1, 2, 5, 8)}
+    found = {
+        ratio: mismatch_reason(kernel, Case(CPU, torch.bfloat16, 64, 64, PLAIN, ratio))
+        for ratio in (1, 2, 5, 8)
+    }
     assert [ratio for ratio, reason in found.items() if reason is not None] == [8]
 
 
@@ -170,7 +215,9 @@ def test_training_does_not_notice() -> None:
     torch.set_default_device("meta")
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            assert mismatch_reason(ReferenceKernel(), Case(CPU, torch.float16, 64, 64, PLAIN)) is None
+            assert (
+                mismatch_reason(ReferenceKernel(), Case(CPU, torch.float16, 64, 64, PLAIN)) is None
+            )
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
@@ -180,10 +227,22 @@ def test_training_does_not_notice() -> None:
 class LeftGaps(StrictVarlenOp):
     """Writes no gradients where a sequence has no rows, or no keys."""
 
-    def differentiate(self, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, sequences: Sequences, scores: Scores) -> Any:
+    def differentiate(
+        self,
+        do: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        o: Any,
+        lse: Any,
+        sequences: Sequences,
+        scores: Scores,
+    ) -> Any:
         grads = super().differentiate(do, q, k, v, o, lse, sequences, scores)
         rows, keys = sequences.cu_rows.diff(), sequences.cu_keys.diff()
-        for grad, lengths, empty in zip(grads, (rows, keys, keys), (keys == 0, rows == 0, rows == 0), strict=True):
+        for grad, lengths, empty in zip(
+            grads, (rows, keys, keys), (keys == 0, rows == 0, rows == 0), strict=True
+        ):
             grad[empty.repeat_interleave(lengths)] = 1.0
         return grads
 

@@ -4,7 +4,17 @@ from functools import partial
 
 import pytest
 import torch
-from dense_attention import CASES, PLAIN, SCORES, SHAPES, exact, plain, random_pools, relative_error, run_kernel
+from dense_attention import (
+    CASES,
+    PLAIN,
+    SCORES,
+    SHAPES,
+    exact,
+    plain,
+    random_pools,
+    relative_error,
+    run_kernel,
+)
 
 from hf_distca.kernels import Kernel, Scores
 from hf_distca.kernels.base import Case
@@ -18,7 +28,10 @@ if not torch.cuda.is_available():
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.fixture(params=[CUDA_KERNEL, EFFICIENT, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4], ids=lambda kernel: kernel.name)
+@pytest.fixture(
+    params=[CUDA_KERNEL, EFFICIENT, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4],
+    ids=lambda kernel: kernel.name,
+)
 def kernel(request: pytest.FixtureRequest) -> Kernel:
     kernel: Kernel = request.param
     reason = kernel.unsupported_reason(Case(CUDA, torch.bfloat16, 64, 64, PLAIN))
@@ -32,12 +45,17 @@ def check(kernel: Kernel, case: str, shape: str, dtype: torch.dtype, scores: Sco
     if reason is not None:
         pytest.skip(reason)
     pools, tasks = random_pools(CASES[case], SHAPES[shape], dtype, "cuda"), CASES[case].tasks
-    found, expected, baseline = (run(pools, tasks, scores) for run in (partial(run_kernel, kernel), exact, plain))
+    found, expected, baseline = (
+        run(pools, tasks, scores) for run in (partial(run_kernel, kernel), exact, plain)
+    )
     assert found["o"].dtype == dtype
     assert found["lse"].dtype == torch.float32
     assert relative_error(found.pop("lse"), expected["lse"]) <= 1e-5
     for name, value in found.items():
-        assert relative_error(value, expected[name]) <= 2 * relative_error(baseline[name], expected[name]) + 1e-6, name
+        assert (
+            relative_error(value, expected[name])
+            <= 2 * relative_error(baseline[name], expected[name]) + 1e-6
+        ), name
 
 
 @pytest.mark.parametrize("case", CASES)

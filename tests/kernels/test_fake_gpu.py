@@ -1,4 +1,6 @@
-"""Devices, dtypes and shapes of the kernels for GPUs, on tensors of a GPU that is not there; every batch, and every kernel."""
+"""Devices, dtypes and shapes of the kernels for GPUs, on tensors of a GPU that is not there; every
+batch, and every kernel.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,38 @@ from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.varlen import VarlenKernel
 
 pytestmark = needs_cpu_build
-KERNELS = {kernel.name: kernel for kernel in (flash.CUDA, EFFICIENT, flash.FLASH_ATTN, flash.FLASH_ATTN_3, flash.FLASH_ATTN_4)}
+KERNELS = {
+    kernel.name: kernel
+    for kernel in (flash.CUDA, EFFICIENT, flash.FLASH_ATTN, flash.FLASH_ATTN_3, flash.FLASH_ATTN_4)
+}
 
 
 class Interface:
     """The functions of all the packages, for the shapes of what they return."""
 
     @staticmethod
-    def _outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, **_: Any) -> Any:
+    def _outputs(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        **_: Any,
+    ) -> Any:
         for x in (q, k, v, cu_seqlens_q, cu_seqlens_k):
             assert x.device == CUDA
         assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-        return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), None, None
+        return (
+            torch.empty_like(q),
+            q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32),
+            None,
+            None,
+        )
 
     @staticmethod
-    def _grads(dout: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, **options: Any) -> Any:
+    def _grads(
+        dout: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, **options: Any
+    ) -> Any:
         lse = options.get("softmax_lse", options.get("lse"))
         assert dout.dtype == q.dtype == k.dtype == v.dtype == out.dtype
         assert lse.dtype == torch.float32
@@ -51,7 +70,10 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> V
 
 @pytest.mark.parametrize(
     ("dtype", "widths", "cases"),
-    [(torch.bfloat16, (64, 48), tuple(CASES)), (torch.float16, (20, 40), ("shared keys with gaps", "whole documents"))],
+    [
+        (torch.bfloat16, (64, 48), tuple(CASES)),
+        (torch.float16, (20, 40), ("shared keys with gaps", "whole documents")),
+    ],
     ids=str,
 )
 def test_results_are_where_and_what_they_should_be(
@@ -64,34 +86,48 @@ def test_results_are_where_and_what_they_should_be(
             tasks = replace(case.tasks)  # index tensors of the last GPU are not for this one
             made = {"dtype": dtype, "device": CUDA}
             q = torch.empty(case.rows, 4, width, **made)
-            k, v = torch.empty(case.keys, 2, width, **made), torch.empty(case.keys, 2, value_width, **made)
+            k, v = (
+                torch.empty(case.keys, 2, width, **made),
+                torch.empty(case.keys, 2, value_width, **made),
+            )
             for scores in (Scores(0.1), Scores(0.1, window=7)):
                 pinned.clear()
                 o, lse = kernel.forward(Operands(q, k, v), tasks, scores)
                 assert (o.shape, o.dtype, o.device) == ((case.rows, 4, value_width), dtype, CUDA)
                 assert (lse.shape, lse.dtype, lse.device) == ((case.rows, 4), torch.float32, CUDA)
                 made_once = list(pinned)
-                dq, dk, dv = kernel.backward(Saved(torch.empty_like(o), q, o, lse, k, v), tasks, scores)
+                dq, dk, dv = kernel.backward(
+                    Saved(torch.empty_like(o), q, o, lse, k, v), tasks, scores
+                )
                 wide = torch.float32 if tasks.shares_keys else dtype
                 for found, like, expected in ((dq, q, dtype), (dk, k, wide), (dv, v, wide)):
                     assert (found.shape, found.dtype, found.device) == (like.shape, expected, CUDA)
-                assert pinned == made_once, "index tensors go to the GPU in the first call for a batch alone"
+                assert pinned == made_once, (
+                    "index tensors go to the GPU in the first call for a batch alone"
+                )
                 assert not (made_once and scores.window), "nor again with other scores"
 
 
-@pytest.mark.parametrize(("capability", "newest"), [((8, 0), "flash_attn"), ((9, 0), "flash_attn_3"), ((10, 0), "flash_attn_4")])
+@pytest.mark.parametrize(
+    ("capability", "newest"),
+    [((8, 0), "flash_attn"), ((9, 0), "flash_attn_3"), ((10, 0), "flash_attn_4")],
+)
 @pytest.mark.usefixtures("kernel")
 def test_which_kernels_a_gpu_has(capability: tuple[int, int], newest: str) -> None:
     with fake_cuda(capability):
         case = Case(CUDA, torch.bfloat16, 64, 64, Scores(0.1))
-        names = [name for name, kernel in KERNELS.items() if kernel.unsupported_reason(case) is None]
+        names = [
+            name for name, kernel in KERNELS.items() if kernel.unsupported_reason(case) is None
+        ]
     assert set(names) >= {"cuda", "efficient", "flash_attn", newest}
     assert ("flash_attn_3" in names) == (capability[0] == 9)
     assert ("flash_attn_4" in names) == (capability[0] >= 9)
 
 
 def test_tensors_are_what_they_were_afterwards() -> None:
-    """Patched and restored, `torch.Tensor.__getitem__` made sequences of tensors for all tests after these."""
+    """Patched and restored, `torch.Tensor.__getitem__` made sequences of tensors for all tests
+    after these.
+    """
     with fake_cuda():
         assert torch.empty(3, device=CUDA)[1:].shape == (2,)
     assert torch.tensor([torch.tensor(3)]).tolist() == [3]

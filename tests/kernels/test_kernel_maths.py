@@ -38,16 +38,27 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
     "varlen": lambda: VarlenKernel(StrictVarlenOp()),
 }
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-GRID = [(kernel, scores) for kernel in KERNELS for scores in SCORES if kernel != "cpu" or SCORES[scores].softcap is None]
+GRID = [
+    (kernel, scores)
+    for kernel in KERNELS
+    for scores in SCORES
+    if kernel != "cpu" or SCORES[scores].softcap is None
+]
 
 
 Answer = tuple[Tensors, Tensors, Tensors]
 
 
-def answer(case: Case, shape: tuple[int, int, int, int], dtype: torch.dtype, scores: Scores) -> Answer:
+def answer(
+    case: Case, shape: tuple[int, int, int, int], dtype: torch.dtype, scores: Scores
+) -> Answer:
     """Pools, what is right for them, and what torch makes of them in half precision."""
     pools = random_pools(case, shape, dtype)
-    return pools, exact(pools, case.tasks, scores), {} if dtype in TOLERANCE else plain(pools, case.tasks, scores)
+    return (
+        pools,
+        exact(pools, case.tasks, scores),
+        {} if dtype in TOLERANCE else plain(pools, case.tasks, scores),
+    )
 
 
 @lru_cache(maxsize=32)  # the kernels take turns, each with all scores
@@ -72,7 +83,8 @@ def check(kernel: Kernel, case: Case, dtype: torch.dtype, scores: Scores, right:
     if dtype in TOLERANCE:
         assert max(errors.values()) <= TOLERANCE[dtype], errors
         return
-    # Exponentials of torch's CPU kernel are good to 20 bits in half precision: with a window of 1 that is all of the error.
+    # Exponentials of torch's CPU kernel are good to 20 bits in half precision: with a window of 1
+    # that is all of the error.
     assert errors.pop("lse") <= 5e-5
     for name, error in errors.items():
         assert error <= 2 * relative_error(baseline[name], expected[name]) + 1e-6, name
@@ -82,23 +94,49 @@ def check(kernel: Kernel, case: Case, dtype: torch.dtype, scores: Scores, right:
 @pytest.mark.parametrize("case", in_turn(CASES, 3))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_every_batch(kernel: str, scores: str, case: str, dtype: torch.dtype) -> None:
-    check(KERNELS[kernel](), CASES[case], dtype, SCORES[scores], known_answer(case, "GQA", dtype, scores))
+    check(
+        KERNELS[kernel](),
+        CASES[case],
+        dtype,
+        SCORES[scores],
+        known_answer(case, "GQA", dtype, scores),
+    )
 
 
-@pytest.mark.parametrize(("kernel", "scores"), [pair for pair in GRID if pair[1] in ("plain", "window of 17", "softcap")])
+@pytest.mark.parametrize(
+    ("kernel", "scores"), [pair for pair in GRID if pair[1] in ("plain", "window of 17", "softcap")]
+)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 def test_every_shape(kernel: str, scores: str, shape: str, dtype: torch.dtype) -> None:
     case = "shared keys with gaps"
-    check(KERNELS[kernel](), CASES[case], dtype, SCORES[scores], known_answer(case, shape, dtype, scores))
+    check(
+        KERNELS[kernel](),
+        CASES[case],
+        dtype,
+        SCORES[scores],
+        known_answer(case, shape, dtype, scores),
+    )
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@given(case=random_cases(), window=st.none() | st.integers(1, 100), softcap=st.none() | st.floats(0.5, 5))
+@given(
+    case=random_cases(),
+    window=st.none() | st.integers(1, 100),
+    softcap=st.none() | st.floats(0.5, 5),
+)
 @settings(max_examples=30, deadline=None)
 def test_random_batches(kernel: str, case: Case, window: int | None, softcap: float | None) -> None:
     scores = Scores(0.19, window, None if kernel == "cpu" else softcap)
-    check(KERNELS[kernel](), case, torch.float32, scores, answer(case, SHAPES["MQA"], torch.float32, scores))
+    check(
+        KERNELS[kernel](),
+        case,
+        torch.float32,
+        scores,
+        answer(case, SHAPES["MQA"], torch.float32, scores),
+    )
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -111,7 +149,10 @@ def test_strided_inputs(kernel: str) -> None:
         {"q": q, "k": k, "v": v, "do": torch.ones((), dtype=torch.float64).expand(q.shape)},
         {name: x.mT.contiguous().mT for name, x in {"q": q, "k": k, "v": v, "do": v}.items()},
     ):
-        found, expected = run_kernel(KERNELS[kernel](), pools, case.tasks, PLAIN), exact(pools, case.tasks, PLAIN)
+        found, expected = (
+            run_kernel(KERNELS[kernel](), pools, case.tasks, PLAIN),
+            exact(pools, case.tasks, PLAIN),
+        )
         for name, value in found.items():
             assert relative_error(value, expected[name]) <= 1e-10, name
 
@@ -121,7 +162,10 @@ def test_large_scores_do_not_overflow(kernel: str) -> None:
     case = CASES["shared keys"]
     pools = random_pools(case, SHAPES["GQA"], torch.float64)
     pools["q"] *= 100
-    found, expected = run_kernel(KERNELS[kernel](), pools, case.tasks, PLAIN), exact(pools, case.tasks, PLAIN)
+    found, expected = (
+        run_kernel(KERNELS[kernel](), pools, case.tasks, PLAIN),
+        exact(pools, case.tasks, PLAIN),
+    )
     for name, value in found.items():
         assert relative_error(value, expected[name]) <= 1e-8, name
 
@@ -129,8 +173,13 @@ def test_large_scores_do_not_overflow(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_no_graph_is_recorded(kernel: str) -> None:
     case = CASES["shared keys"]
-    pools = {name: x.requires_grad_() for name, x in random_pools(case, SHAPES["GQA"], torch.float32).items()}
-    assert not any(x.requires_grad for x in run_kernel(KERNELS[kernel](), pools, case.tasks, PLAIN).values())
+    pools = {
+        name: x.requires_grad_()
+        for name, x in random_pools(case, SHAPES["GQA"], torch.float32).items()
+    }
+    assert not any(
+        x.requires_grad for x in run_kernel(KERNELS[kernel](), pools, case.tasks, PLAIN).values()
+    )
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -145,7 +194,9 @@ def test_no_graph_is_recorded(kernel: str) -> None:
         (TaskBatch([0], [4], [0], [4]), 3, "multiple of key/value heads"),
     ],
 )
-def test_tasks_outside_their_pools_are_refused(kernel: str, tasks: TaskBatch, heads: int, message: str) -> None:
+def test_tasks_outside_their_pools_are_refused(
+    kernel: str, tasks: TaskBatch, heads: int, message: str
+) -> None:
     q, k = torch.zeros(10, heads, 8), torch.zeros(10, 2, 8)
     with pytest.raises(KernelError, match=message):
         KERNELS[kernel]().forward(Operands(q, k, k), tasks, PLAIN)
@@ -153,26 +204,45 @@ def test_tasks_outside_their_pools_are_refused(kernel: str, tasks: TaskBatch, he
         KERNELS[kernel]().backward(Saved(q, q, q, q[..., 0], k, k), tasks, PLAIN)
 
 
-@pytest.mark.parametrize(("k", "v"), [((10, 2, 16), (10, 2, 8)), ((10, 2, 8), (9, 2, 8)), ((10, 16), (10, 16))])
+@pytest.mark.parametrize(
+    ("k", "v"), [((10, 2, 16), (10, 2, 8)), ((10, 2, 8), (9, 2, 8)), ((10, 16), (10, 16))]
+)
 def test_pools_that_do_not_fit_are_refused(k: tuple[int, ...], v: tuple[int, ...]) -> None:
     with pytest.raises(KernelError, match=r"got q \(10, 4, 8\), k \(10, "):
-        CpuKernel().forward(Operands(torch.zeros(10, 4, 8), torch.zeros(k), torch.zeros(v)), TaskBatch([0], [4], [0], [4]), PLAIN)
+        CpuKernel().forward(
+            Operands(torch.zeros(10, 4, 8), torch.zeros(k), torch.zeros(v)),
+            TaskBatch([0], [4], [0], [4]),
+            PLAIN,
+        )
 
 
 @pytest.mark.parametrize("scores", SCORES)
 def test_the_reference_in_small_pieces(scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_torch, "_SCORES_PER_CHUNK", 1000)
     case = "shared keys with gaps"
-    check(ReferenceKernel(), CASES[case], torch.float64, SCORES[scores], known_answer(case, "GQA", torch.float64, scores))
+    check(
+        ReferenceKernel(),
+        CASES[case],
+        torch.float64,
+        SCORES[scores],
+        known_answer(case, "GQA", torch.float64, scores),
+    )
 
 
 def test_bfloat16_slices_round_as_little_as_one_call() -> None:
-    """The merge rounds once more than a single call does; the probabilities, rounded in either, weigh more."""
+    """The merge rounds once more than a single call does; the probabilities, rounded in either,
+    weigh more.
+    """
     length, cut = 2048, 1024
     sliced = Case(TaskBatch([0, cut], [cut, length - cut], [0, 0], [cut, length]), length, length)
     whole = TaskBatch([0], [length], [0], [length])
     pools = random_pools(sliced, (2, 1, 64, 64), torch.bfloat16)
     expected = exact(pools, whole, PLAIN)
-    merged, single = run_kernel(CpuKernel(), pools, sliced.tasks, PLAIN), run_kernel(CpuKernel(), pools, whole, PLAIN)
+    merged, single = (
+        run_kernel(CpuKernel(), pools, sliced.tasks, PLAIN),
+        run_kernel(CpuKernel(), pools, whole, PLAIN),
+    )
     for name in merged:
-        assert relative_error(merged[name], expected[name]) <= 1.5 * relative_error(single[name], expected[name]), name
+        assert relative_error(merged[name], expected[name]) <= 1.5 * relative_error(
+            single[name], expected[name]
+        ), name

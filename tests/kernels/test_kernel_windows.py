@@ -4,7 +4,16 @@ from itertools import pairwise
 
 import pytest
 import torch
-from dense_attention import CASES, SHAPES, Case, Tensors, exact, random_pools, relative_error, run_kernel
+from dense_attention import (
+    CASES,
+    SHAPES,
+    Case,
+    Tensors,
+    exact,
+    random_pools,
+    relative_error,
+    run_kernel,
+)
 from strict_varlen_op import StrictVarlenOp
 
 from hf_distca.errors import KernelError
@@ -24,15 +33,24 @@ def names(kernel: Kernel) -> str:
 
 
 def slices(window: int) -> TaskBatch:
-    """A document of `LENGTH` tokens in slices, each with the keys that its rows see and no others."""
+    """A document of `LENGTH` tokens in slices, each with the keys that its rows see and no
+    others.
+    """
     cuts = (0, 1, 40, 200, 207, 460, LENGTH)
     first_keys = [max(0, start - window + 1) for start in cuts[:-1]]
     lengths = [end - start for start, end in pairwise(cuts)]
-    return TaskBatch(cuts[:-1], lengths, first_keys, [end - key for end, key in zip(cuts[1:], first_keys, strict=True)])
+    return TaskBatch(
+        cuts[:-1],
+        lengths,
+        first_keys,
+        [end - key for end, key in zip(cuts[1:], first_keys, strict=True)],
+    )
 
 
 def with_own_keys(tasks: TaskBatch) -> tuple[TaskBatch, torch.Tensor]:
-    """The same tasks over a pool in which each has a copy of its keys, and where in the document these are."""
+    """The same tasks over a pool in which each has a copy of its keys, and where in the document
+    these are.
+    """
     runs = list(zip(tasks.key_start, tasks.key_length, strict=True))
     starts = [sum(length for _, length in runs[:i]) for i in range(len(runs))]
     return (
@@ -57,7 +75,9 @@ def test_slices_need_the_keys_in_their_windows_only(kernel: Kernel, window: int)
         assert relative_error(value, expected[name]) <= 1e-12, name
 
     tasks, positions = with_own_keys(tasks)
-    found = run_kernel(kernel, pools | {"k": pools["k"][positions], "v": pools["v"][positions]}, tasks, scores)
+    found = run_kernel(
+        kernel, pools | {"k": pools["k"][positions], "v": pools["v"][positions]}, tasks, scores
+    )
     for name in ("dk", "dv"):
         found[name] = torch.zeros_like(expected[name]).index_add_(0, positions, found[name])
     for name, value in found.items():
@@ -99,7 +119,10 @@ def test_the_cpu_kernel_computes_little_more_than_the_band(window: int) -> None:
     tasks = TaskBatch([0], [length], [0], [length])
     blocks = list(cpu._cut_tasks(tasks, Scores(0.19, window)))
     assert sum(block.rows for block in blocks) == length
-    computed = sum(block.rows * block.keys if block.keys > window else block.rows * (block.rows + 1) / 2 for block in blocks)
+    computed = sum(
+        block.rows * block.keys if block.keys > window else block.rows * (block.rows + 1) / 2
+        for block in blocks
+    )
     assert computed <= (1 + 192 / window) * (length * window - window * (window - 1) / 2)
 
 
@@ -108,7 +131,9 @@ def test_one_mask_serves_all_blocks_of_a_window() -> None:
     scores = Scores(0.19, 17)
     for name in ("shared keys with gaps", "more rows than a kernel tile", "shared keys"):
         case = CASES[name]
-        run_kernel(CpuKernel(), random_pools(case, SHAPES["GQA"], torch.bfloat16), case.tasks, scores)
+        run_kernel(
+            CpuKernel(), random_pools(case, SHAPES["GQA"], torch.bfloat16), case.tasks, scores
+        )
     assert cpu._make_block_mask.cache_info().misses == 1
 
 
@@ -117,7 +142,10 @@ def test_key_gradients_of_blocks_are_summed_in_float32(monkeypatch: pytest.Monke
     monkeypatch.setattr(cpu, "_BLOCK_ROWS", 2)
     cpu._make_block_mask.cache_clear()
     tasks, scores = TaskBatch([0], [2200], [0], [2200]), Scores(0.1, 1024)
-    zeros, ones = torch.zeros(2200, 1, 8, dtype=torch.bfloat16), torch.ones(2200, 1, 8, dtype=torch.bfloat16)
+    zeros, ones = (
+        torch.zeros(2200, 1, 8, dtype=torch.bfloat16),
+        torch.ones(2200, 1, 8, dtype=torch.bfloat16),
+    )
     o, lse = CpuKernel().forward(Operands(zeros, zeros, ones), tasks, scores)
     _, _, dv = CpuKernel().backward(Saved(ones, zeros, o, lse, zeros, ones), tasks, scores)
     assert dv.dtype == torch.bfloat16
@@ -125,7 +153,10 @@ def test_key_gradients_of_blocks_are_summed_in_float32(monkeypatch: pytest.Monke
     cpu._make_block_mask.cache_clear()
 
 
-@pytest.mark.parametrize(("options", "message"), [({"window": 0}, "window of 0 keys"), ({"softcap": 0.0}, "positive, got 0.0")])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"window": 0}, "window of 0 keys"), ({"softcap": 0.0}, "positive, got 0.0")],
+)
 def test_scores_without_meaning_are_refused(options: dict[str, int], message: str) -> None:
     with pytest.raises(KernelError, match=message):
         Scores(0.1, **options)

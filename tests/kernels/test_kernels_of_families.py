@@ -1,4 +1,6 @@
-"""The page that says which family runs on which kernel on a GPU, against what is chosen for the heads of its config."""
+"""The page that says which family runs on which kernel on a GPU, against what is chosen for the
+heads of its config.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,16 @@ def cases(name: str) -> list[Case]:
     except ConfigError:  # bamba and granitemoehybrid have no attention layers by default
         return []
     return [
-        Case(CUDA, torch.bfloat16, shape.head_dim, shape.value_head_dim, Scores(1.0, softcap=softcap))
+        Case(
+            CUDA, torch.bfloat16, shape.head_dim, shape.value_head_dim, Scores(1.0, softcap=softcap)
+        )
         for shape in sorted(shapes, key=repr)
     ]
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, installed: tuple[int, int, int] | None) -> dict[tuple[str, ...], set[str]]:
+def chosen(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[int, int, int] | None
+) -> dict[tuple[str, ...], set[str]]:
     """Families by the kernels of their layers, with this flash-attn."""
     monkeypatch.setattr(flash, "_installed_version", lambda: installed)
     found = defaultdict(set)
@@ -47,7 +53,10 @@ def table() -> list[tuple[str, ...]]:
     """Cells of the page's rows of families."""
     lines = PAGE.read_text().split("| families | ")[1].splitlines()[2:]
     rows = lines[: next(place for place, line in enumerate(lines) if not line.startswith("|"))]
-    return [tuple(cell.strip().replace("`", "").replace('"', "") for cell in row.strip("|").split("|")) for row in rows]
+    return [
+        tuple(cell.strip().replace("`", "").replace('"', "") for cell in row.strip("|").split("|"))
+        for row in rows
+    ]
 
 
 def test_the_page_says_which_kernel_a_family_gets_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

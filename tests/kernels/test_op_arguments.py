@@ -1,4 +1,6 @@
-"""That the kernels around real varlen ops pass what these expect: imitations on the CPU with the ops' own argument lists."""
+"""That the kernels around real varlen ops pass what these expect: imitations on the CPU with the
+ops' own argument lists.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ BACKWARD = torch.ops.aten._efficient_attention_backward
 
 
 def scores_of(scale: float, left: int, right: int, causal: bool, softcap: float = 0.0) -> Scores:
-    """The flash-attention convention: keys [position - left, position + right], -1 for no limit, `causal` caps the right."""
+    """The flash-attention convention: keys [position - left, position + right], -1 for no limit,
+    `causal` caps the right.
+    """
     assert causal
     assert left >= -1
     assert right == (-1 if left == -1 else 0)
@@ -65,7 +69,12 @@ def aten_forward(
     assert not return_debug_mask
     left, right = (-1 if x is None else x for x in (window_size_left, window_size_right))
     scores = scores_of(scale, left, right, is_causal)
-    return *OP.attend(q, k, v, Sequences(cum_seq_q, cum_seq_k, max_q, max_k), scores), None, None, None
+    return (
+        *OP.attend(q, k, v, Sequences(cum_seq_q, cum_seq_k, max_q, max_k), scores),
+        None,
+        None,
+        None,
+    )
 
 
 def aten_backward(
@@ -92,14 +101,18 @@ def aten_backward(
     assert rng_state.dtype == unused.dtype == torch.uint64
     left, right = (-1 if x is None else x for x in (window_size_left, window_size_right))
     scores = scores_of(scale, left, right, is_causal)
-    return OP.differentiate(grad_out, q, k, v, out, logsumexp, Sequences(cum_seq_q, cum_seq_k, max_q, max_k), scores)
+    return OP.differentiate(
+        grad_out, q, k, v, out, logsumexp, Sequences(cum_seq_q, cum_seq_k, max_q, max_k), scores
+    )
 
 
 class Efficient:
-    """Memory-efficient attention, with the arguments of torch's schema and what its sources say of strides and padding.
+    """Memory-efficient attention, with the arguments of torch's schema and what its sources say of
+    strides and padding.
 
-    Where torch 2.11 and 2.13 mask a window in backward (`kernel_backward.h` among the headers of a wheel), they leave out by how
-    much a sequence has more keys than rows. On a GPU, slices had gradients that were 30 to 68 % off.
+    Where torch 2.11 and 2.13 mask a window in backward (`kernel_backward.h` among the headers of a
+    wheel), they leave out by how much a sequence has more keys than rows. On a GPU, slices had
+    gradients that were 30 to 68 % off.
     """
 
     def __init__(self) -> None:
@@ -130,7 +143,8 @@ class Efficient:
         pools = self._checked(query, key, value)
         o, lse_HT = self.op.attend(*pools, sequences, Scores(scale, window_size))
         longest = -(-max_seqlen_q // 32) * 32
-        lse = lse_HT.new_full((len(cu_seqlens_q) - 1, len(lse_HT), longest), float("nan"))  # the op writes some of the padding
+        # The op writes some of the padding.
+        lse = lse_HT.new_full((len(cu_seqlens_q) - 1, len(lse_HT), longest), float("nan"))
         for number, (first, last) in enumerate(pairwise(cu_seqlens_q.tolist())):
             lse[number, :, : last - first] = lse_HT[:, first:last]
             lse[number, :, last - first : -(-(last - first) // 32) * 32] = float("inf")
@@ -164,14 +178,23 @@ class Efficient:
         assert philox_seed.dtype == philox_offset.dtype == torch.int64
         assert out.is_contiguous()
         assert logsumexp.is_contiguous()
-        assert logsumexp.shape == (len(cu_seqlens_q) - 1, query.shape[2], -(-max_seqlen_q // 32) * 32)
+        assert logsumexp.shape == (
+            len(cu_seqlens_q) - 1,
+            query.shape[2],
+            -(-max_seqlen_q // 32) * 32,
+        )
         lengths = cu_seqlens_q.diff().tolist()
-        assert all(bool((one[:, rows:] == float("inf")).all()) for one, rows in zip(logsumexp, lengths, strict=True))
+        assert all(
+            bool((one[:, rows:] == float("inf")).all())
+            for one, rows in zip(logsumexp, lengths, strict=True)
+        )
         self.padding += [logsumexp.shape[2] - rows for rows in lengths]
         lse = torch.cat([one[:, :rows] for one, rows in zip(logsumexp, lengths, strict=True)], 1)
         sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         pools = self._checked(query, key, value)
-        grads = self.op.differentiate(grad_out_[0], *pools, out[0], lse, sequences, Scores(scale, window_size))
+        grads = self.op.differentiate(
+            grad_out_[0], *pools, out[0], lse, sequences, Scores(scale, window_size)
+        )
         return *(grad[None] for grad in grads), None
 
     @staticmethod
@@ -203,7 +226,9 @@ def package(version: tuple[int, int, int]) -> dict[str, Callable[..., Any]]:
             left, right = options.pop("window_size")
         else:
             left, right = options.pop("window_size_left"), options.pop("window_size_right")
-        scores = scores_of(options.pop("softmax_scale"), left, right, options.pop("causal"), options.pop("softcap"))
+        scores = scores_of(
+            options.pop("softmax_scale"), left, right, options.pop("causal"), options.pop("softcap")
+        )
         assert not options
         return sequences, scores
 
@@ -225,15 +250,24 @@ def package(version: tuple[int, int, int]) -> dict[str, Callable[..., Any]]:
         deterministic: bool,
         **options: Any,
     ) -> None:
-        for dx, value in zip((dq, dk, dv), OP.differentiate(dout, q, k, v, out, softmax_lse, *shared(options)), strict=True):
+        for dx, value in zip(
+            (dq, dk, dv),
+            OP.differentiate(dout, q, k, v, out, softmax_lse, *shared(options)),
+            strict=True,
+        ):
             dx.copy_(value)
 
     return {"_flash_attn_varlen_forward": forward, "_flash_attn_varlen_backward": backward}
 
 
 def sizes(options: dict[str, Any], least: int = 0) -> Sequences:
-    """Lengths of a call. What is said of the longest is at least so much, a bound which that package does not compute by."""
-    rows, keys, *said = (options.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
+    """Lengths of a call. What is said of the longest is at least so much, a bound which that
+    package does not compute by.
+    """
+    rows, keys, *said = (
+        options.pop(name)
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    )
     longest = [int(cu.diff().max()) for cu in (rows, keys)]
     assert said == [max(length, least) for length in longest]
     return Sequences(rows, keys, *longest)
@@ -248,13 +282,21 @@ class Interface3:
     def _flash_attn_forward(self, **options: Any) -> tuple[Any, ...]:
         assert options.keys() <= set(FLASH_ATTN_3["_flash_attn_forward"])
         assert options.pop("num_splits") == 1
-        return *OP.attend(*self._pools(options), sizes(options), self._scores(options, "causal")), None, None
+        return (
+            *OP.attend(*self._pools(options), sizes(options), self._scores(options, "causal")),
+            None,
+            None,
+        )
 
     def _flash_attn_backward(self, **options: Any) -> None:
         assert options.keys() <= set(FLASH_ATTN_3["_flash_attn_backward"])
         assert options.pop("deterministic") is False
-        do, *grads, o, lse = (options.pop(name) for name in ("dout", "dq", "dk", "dv", "out", "softmax_lse"))
-        found = OP.differentiate(do, *self._pools(options), o, lse, sizes(options), self._scores(options, "is_causal"))
+        do, *grads, o, lse = (
+            options.pop(name) for name in ("dout", "dq", "dk", "dv", "out", "softmax_lse")
+        )
+        found = OP.differentiate(
+            do, *self._pools(options), o, lse, sizes(options), self._scores(options, "is_causal")
+        )
         for dx, value in zip(grads, found, strict=True):
             dx.copy_(value)
 
@@ -265,7 +307,9 @@ class Interface3:
     def _scores(self, options: dict[str, Any], causal: str) -> Scores:
         left, right = options.pop("window_size_left"), options.pop("window_size_right")
         assert options.pop("sm_margin", 0) == self.margin
-        scores = scores_of(options.pop("softmax_scale"), left, right, options.pop(causal), options.pop("softcap"))
+        scores = scores_of(
+            options.pop("softmax_scale"), left, right, options.pop(causal), options.pop("softcap")
+        )
         assert not options
         return scores
 
@@ -277,7 +321,11 @@ class Interface4(Interface3):
         assert options.keys() <= set(FLASH_ATTN_4["_flash_attn_fwd"])
         assert options.pop("return_lse") is True
         return (
-            *OP.attend(*self._pools(options), sizes(options, 512), self._scores(self._limits(options), "causal")),
+            *OP.attend(
+                *self._pools(options),
+                sizes(options, 512),
+                self._scores(self._limits(options), "causal"),
+            ),
             None,
             None,
             None,
@@ -288,7 +336,12 @@ class Interface4(Interface3):
         assert options.pop("deterministic") is False
         do, o, lse = (options.pop(name) for name in ("dout", "out", "lse"))
         return OP.differentiate(
-            do, *self._pools(options), o, lse, sizes(options, 512), self._scores(self._limits(options), "causal")
+            do,
+            *self._pools(options),
+            o,
+            lse,
+            sizes(options, 512),
+            self._scores(self._limits(options), "causal"),
         )
 
     @staticmethod
@@ -341,25 +394,35 @@ def test_results(kernel: Kernel, scores: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ["GQA", "MQA", "odd head dim", "wide heads"])
-@pytest.mark.parametrize("name", ["shared keys with gaps", "whole documents", "more rows than a kernel tile", "no tasks"])
-def test_memory_efficient_attention_gets_padded_log_sum_exps(monkeypatch: pytest.MonkeyPatch, name: str, shape: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["shared keys with gaps", "whole documents", "more rows than a kernel tile", "no tasks"]
+)
+def test_memory_efficient_attention_gets_padded_log_sum_exps(
+    monkeypatch: pytest.MonkeyPatch, name: str, shape: str
+) -> None:
     monkeypatch.setattr(efficient, "efficient_attention", lambda: EFFICIENT_OP.forward)
     monkeypatch.setattr(efficient, "efficient_attention_backward", lambda: EFFICIENT_OP.backward)
     EFFICIENT_OP.padding.clear()
     case = CASES[name]
     pools = random_pools(case, SHAPES[shape], torch.float64)
-    strided = {key: torch.nn.functional.pad(x, (0, 3))[..., :-3] for key, x in pools.items()}  # rows that are not aligned
+    # Rows that are not aligned.
+    strided = {key: torch.nn.functional.pad(x, (0, 3))[..., :-3] for key, x in pools.items()}
     for scores in (SCORES["plain"], SCORES["window of 17"]):
         expected = exact(pools, case.tasks, scores)
         for given in (pools, strided):
             found = run_kernel(efficient.EFFICIENT, given, replace(case.tasks), scores)
             for key, value in found.items():
                 assert relative_error(value, expected[key]) <= 1e-10, key
-        if scores.window is None:  # less than what a task's own rows take, and what rounding them up to 32 adds
-            assert all(rows < 31 + max(case.tasks.query_length) / 2 for rows in EFFICIENT_OP.padding)
+        # Less than what a task's own rows take, and what rounding them up to 32 adds.
+        if scores.window is None:
+            assert all(
+                rows < 31 + max(case.tasks.query_length) / 2 for rows in EFFICIENT_OP.padding
+            )
 
 
-@pytest.mark.parametrize("imitation", [Efficient.forward, Efficient.backward], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "imitation", [Efficient.forward, Efficient.backward], ids=["forward", "backward"]
+)
 def test_efficient_imitation_takes_the_arguments_of_torch(imitation: Any) -> None:
     """Memory efficient attention is imitated with the arguments of the installed torch."""
     op = torch.ops.aten._efficient_attention_forward if imitation is Efficient.forward else BACKWARD
@@ -369,7 +432,10 @@ def test_efficient_imitation_takes_the_arguments_of_torch(imitation: Any) -> Non
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_the_installed_torch_takes_these_arguments(window: int | None) -> None:
-    q, k = (torch.empty(size, dtype=torch.bfloat16, device="meta") for size in ((10, 4, 64), (20, 2, 64)))
+    q, k = (
+        torch.empty(size, dtype=torch.bfloat16, device="meta")
+        for size in ((10, 4, 64), (20, 2, 64))
+    )
     cu = torch.empty(2, dtype=torch.int32, device="meta")
     sequences, scores = Sequences(cu, cu, 10, 20), Scores(0.1, window)
     o, lse = AtenFlash().forward(Operands(q, k, k), sequences, scores)
@@ -392,8 +458,12 @@ def source_of(package: str) -> Path | None:
     return path if path.exists() else None
 
 
-@pytest.mark.parametrize(("package", "known"), [("flash_attn_3", FLASH_ATTN_3), ("flash_attn_4", FLASH_ATTN_4)])
-def test_installed_sources_have_the_arguments_that_were_read(package: str, known: dict[str, list[str]]) -> None:
+@pytest.mark.parametrize(
+    ("package", "known"), [("flash_attn_3", FLASH_ATTN_3), ("flash_attn_4", FLASH_ATTN_4)]
+)
+def test_installed_sources_have_the_arguments_that_were_read(
+    package: str, known: dict[str, list[str]]
+) -> None:
     path = source_of(package)
     if path is None:
         pytest.skip(f"{package} is not installed: its arguments are those of signatures.py")

@@ -6,7 +6,16 @@ import weakref
 from typing import Any
 
 import torch
-from dense_attention import PLAIN, SHAPES, Case, case, exact, random_pools, relative_error, run_kernel
+from dense_attention import (
+    PLAIN,
+    SHAPES,
+    Case,
+    case,
+    exact,
+    random_pools,
+    relative_error,
+    run_kernel,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,13 +27,19 @@ from hf_distca.kernels.cpu import CpuKernel
 def packed(*lengths: int) -> Case:
     """Documents one after another."""
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    return case(*((start, length, start, length) for start, length in zip(starts, lengths, strict=True)))
+    return case(
+        *((start, length, start, length) for start, length in zip(starts, lengths, strict=True))
+    )
 
 
 @st.composite
 def some_documents(draw: st.DrawFn) -> Case:
-    """Whole documents, most of them short, in different orders in both pools and with gaps; sometimes two share keys."""
-    lengths = draw(st.lists(st.sampled_from([1, 2, 5, 8, 8, 13, 16, 17, 64, 65, 65, 90]), max_size=9))
+    """Whole documents, most of them short, in different orders in both pools and with gaps;
+    sometimes two share keys.
+    """
+    lengths = draw(
+        st.lists(st.sampled_from([1, 2, 5, 8, 8, 13, 16, 17, 64, 65, 65, 90]), max_size=9)
+    )
     tasks = [[0, length, 0, length] for length in lengths]
     ends = []
     for column in (0, 2):
@@ -36,17 +51,28 @@ def some_documents(draw: st.DrawFn) -> Case:
     if tasks and draw(st.booleans()):
         tasks[-1][2] = max(0, tasks[0][2] - 1)
         ends[1] = max(task[2] + task[3] for task in tasks)
-    return case(*map(tuple, tasks), rows=ends[0] + draw(st.integers(0, 2)), keys=ends[1] + draw(st.integers(0, 2)))
+    return case(
+        *map(tuple, tasks),
+        rows=ends[0] + draw(st.integers(0, 2)),
+        keys=ends[1] + draw(st.integers(0, 2)),
+    )
 
 
-@given(case=some_documents(), window=st.sampled_from([None, None, 8, 64]), loud=st.sampled_from([1.0, 60.0]))
+@given(
+    case=some_documents(),
+    window=st.sampled_from([None, None, 8, 64]),
+    loud=st.sampled_from([1.0, 60.0]),
+)
 @settings(max_examples=75, deadline=None)
 def test_any_documents(case: Case, window: int | None, loud: float) -> None:
     """With loud scores, exponentials of keys that a row does not see would overflow."""
     scores = Scores(0.19, window)
     pools = random_pools(case, SHAPES["narrow values"], torch.float64)
     pools["q"] *= loud
-    found, expected = run_kernel(CpuKernel(), pools, case.tasks, scores), exact(pools, case.tasks, scores)
+    found, expected = (
+        run_kernel(CpuKernel(), pools, case.tasks, scores),
+        exact(pools, case.tasks, scores),
+    )
     for name, value in found.items():
         assert value.shape == expected[name].shape
         assert relative_error(value, expected[name]) <= 1e-9, name
@@ -67,7 +93,13 @@ def test_what_is_no_number_stays_in_its_document() -> None:
 
 def test_what_is_derived_from_a_batch_goes_with_it() -> None:
     documents = packed(5, 8, 7, 40)
-    tasks = TaskBatch(*(getattr(documents.tasks, f"{of}_{what}") for of in ("query", "key") for what in ("start", "length")))
+    tasks = TaskBatch(
+        *(
+            getattr(documents.tasks, f"{of}_{what}")
+            for of in ("query", "key")
+            for what in ("start", "length")
+        )
+    )
     kernel = CpuKernel()
     pools = random_pools(documents, SHAPES["GQA"], torch.float32)
     run_kernel(kernel, pools, tasks, PLAIN)

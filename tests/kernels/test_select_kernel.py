@@ -29,7 +29,9 @@ def select(name: Any, *case: Any, first: str | None = None, ratio: int = 2) -> K
 def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """Modules of packages by name; all others cannot be imported."""
     modules: dict[str, object] = {}
-    monkeypatch.setattr(flash, "_import_once", lambda name: modules.get(name, ImportError("not here")))
+    monkeypatch.setattr(
+        flash, "_import_once", lambda name: modules.get(name, ImportError("not here"))
+    )
     return modules
 
 
@@ -81,14 +83,26 @@ def test_auto_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_named_kernel() -> None:
     assert select("reference", CPU, torch.float32, 64, 64, PLAIN).name == "reference"
-    assert select("cpu", CPU, torch.float32, 64, 64, PLAIN) is select("auto", CPU, torch.float32, 64, 64, PLAIN)
+    assert select("cpu", CPU, torch.float32, 64, 64, PLAIN) is select(
+        "auto", CPU, torch.float32, 64, 64, PLAIN
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "message"),
     [
-        ("cuda", CPU, torch.bfloat16, r"'cuda' cannot run torch.bfloat16 .* on 'cpu'. Set kernel=\"auto\""),
-        ("cpu", CUDA, torch.float32, "'cpu' cannot run torch.float32 tensors on cuda:0, with head dim 64"),
+        (
+            "cuda",
+            CPU,
+            torch.bfloat16,
+            r"'cuda' cannot run torch.bfloat16 .* on 'cpu'. Set kernel=\"auto\"",
+        ),
+        (
+            "cpu",
+            CUDA,
+            torch.float32,
+            "'cpu' cannot run torch.float32 tensors on cuda:0, with head dim 64",
+        ),
         ("cpu", CPU, torch.float8_e4m3fn, "not in torch.float8_e4m3fn"),
         ("reference", CPU, torch.int32, "torch.int32 is not a floating dtype"),
         ("auto", CPU, torch.int64, "No kernel runs torch.int64 .*cpu: .*reference: "),
@@ -96,8 +110,11 @@ def test_a_named_kernel() -> None:
             "triton",
             CPU,
             torch.float32,
-            "no kernel 'triton'; choose one of 'auto', 'flash_attn_4', 'flash_attn_3', 'kernels-community/flash-attn3', "
-            "'flash_attn', 'cuda', 'efficient', 'cpu', 'reference'",
+            (
+                "no kernel 'triton'; choose one of 'auto', 'flash_attn_4', 'flash_attn_3',"
+                " 'kernels-community/flash-attn3', 'flash_attn', 'cuda', 'efficient', 'cpu',"
+                " 'reference'"
+            ),
         ),
     ],
 )
@@ -112,14 +129,20 @@ def test_flash_attn_absent(monkeypatch: pytest.MonkeyPatch) -> None:
         select("flash_attn", CUDA, torch.bfloat16, 64, 64, PLAIN)
 
 
-def test_flash_attn_4_alone_is_no_flash_attn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its package has `flash_attn.cute` and nothing above it, which Python takes for a namespace."""
+def test_flash_attn_4_alone_is_no_flash_attn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its package has `flash_attn.cute` and nothing above it, which Python takes for a
+    namespace.
+    """
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     flash._installed_version.cache_clear()
     try:
-        with pytest.raises(KernelError, match="the package flash-attn is not installed: pip install flash-attn"):
+        with pytest.raises(
+            KernelError, match="the package flash-attn is not installed: pip install flash-attn"
+        ):
             select("flash_attn", CUDA, torch.bfloat16, 64, 64, PLAIN)
     finally:
         flash._installed_version.cache_clear()
@@ -135,8 +158,12 @@ def test_flash_attention_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_one_hopper")
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)])
-def test_head_dims_that_backward_has_on_some_gpus_only(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "capability", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)]
+)
+def test_head_dims_that_backward_has_on_some_gpus_only(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the others the op raises in backward, after a forward that ran."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(flash, "_installed_version", lambda: (2, 8, 3))
@@ -153,11 +180,15 @@ def test_head_dims_that_backward_has_on_some_gpus_only(capability: tuple[int, in
 
 
 def test_every_kernel_has_a_name_that_can_be_set() -> None:
-    assert sorted(get_args(KernelName)) == sorted(["auto", *(kernel.name for kernel, _ in kernels._KERNELS)])
+    assert sorted(get_args(KernelName)) == sorted(
+        ["auto", *(kernel.name for kernel, _ in kernels._KERNELS)]
+    )
 
 
 @pytest.mark.usefixtures("_one_hopper", "_new_log")
-def test_says_what_flash_attention_4_would_do(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_says_what_flash_attention_4_would_do(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(flash, "_installed_version", lambda: None)
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN)
@@ -169,11 +200,15 @@ def test_says_what_flash_attention_4_would_do(caplog: pytest.LogCaptureFixture, 
     assert "; FlashAttention 4 is made for Hopper GPUs" in hopper
     assert hopper.endswith("is taken where it is installed: pip install flash-attn-4")
     assert "FlashAttention 4 is made" not in ampere
-    assert active.endswith(", which is FA3 since torch.nn.attention.activate_flash_attention_impl was called")
+    assert active.endswith(
+        ", which is FA3 since torch.nn.attention.activate_flash_attention_impl was called"
+    )
 
 
 @pytest.mark.usefixtures("_one_hopper", "_new_log")
-def test_says_it_beside_the_package_flash_attn_too(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_says_it_beside_the_package_flash_attn_too(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(flash, "_installed_version", lambda: (2, 8, 3))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     with caplog.at_level(logging.INFO, logger="hf_distca"):
@@ -184,21 +219,32 @@ def test_says_it_beside_the_package_flash_attn_too(caplog: pytest.LogCaptureFixt
 @pytest.mark.usefixtures("_one_hopper", "_new_log")
 @pytest.mark.parametrize("case", ["named", "slower", "wrong"])
 def test_says_nothing_of_flash_attention_4_where_it_is_installed(
-    case: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
+    case: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    packages: dict[str, object],
 ) -> None:
     monkeypatch.setattr(flash, "_installed_version", lambda: None)
     if case != "named":
         packages["flash_attn.cute.interface"] = object()
     if case == "wrong":
-        monkeypatch.setattr(kernels, "mismatch_reason", lambda kernel, case: "wrong" if kernel.name == "flash_attn_4" else None)
+        monkeypatch.setattr(
+            kernels,
+            "mismatch_reason",
+            lambda kernel, case: "wrong" if kernel.name == "flash_attn_4" else None,
+        )
     with caplog.at_level(logging.INFO, logger="hf_distca"):
-        name, first = ("cuda", None) if case == "named" else ("auto", "cuda" if case == "slower" else None)
+        name, first = (
+            ("cuda", None) if case == "named" else ("auto", "cuda" if case == "slower" else None)
+        )
         assert select(name, CUDA, torch.bfloat16, 64, 64, PLAIN, first=first).name == "cuda"
     assert "is made for" not in caplog.text
 
 
 @pytest.mark.usefixtures("_one_hopper")
-def test_newer_flash_attentions_come_first_where_they_run(monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]) -> None:
+def test_newer_flash_attentions_come_first_where_they_run(
+    monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
+) -> None:
     monkeypatch.setattr(flash, "_installed_version", lambda: (2, 8, 3))
 
     def chosen(scores: Scores = PLAIN, width: int = 64, first: str | None = None) -> str:
@@ -217,10 +263,14 @@ def test_newer_flash_attentions_come_first_where_they_run(monkeypatch: pytest.Mo
         "efficient",
     ]
     assert chosen(first="cuda") == "cuda"
-    assert chosen(BOTH, first="cuda") == "flash_attn_4", "where the first one does not run, the order decides"
+    assert chosen(BOTH, first="cuda") == "flash_attn_4", (
+        "where the first one does not run, the order decides"
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert chosen() == chosen(width=256) == "flash_attn_4"
-    assert chosen(width=192) == "flash_attn", "not among the head dimensions of FlashAttention 4 there"
+    assert chosen(width=192) == "flash_attn", (
+        "not among the head dimensions of FlashAttention 4 there"
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert chosen() == "flash_attn"
 
@@ -238,7 +288,10 @@ def test_flash_attention_3_goes_by_two_names(monkeypatch: pytest.MonkeyPatch) ->
     flash._import_once.cache_clear()
     try:
         assert flash._import_once("flash_attn_interface") is functions
-        assert str(flash.import_error("flash_attn.cute.interface")) == "No module named 'flash_attn.cute.interface'"
+        assert (
+            str(flash.import_error("flash_attn.cute.interface"))
+            == "No module named 'flash_attn.cute.interface'"
+        )
         monkeypatch.setattr(flash, "import_module", import_module)
         flash._import_once.cache_clear()
         assert str(flash.import_error()) == "No module named 'flash_attn_interface'"
@@ -276,7 +329,11 @@ def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
 
     def wrong(kernel: Kernel, case: Case) -> str | None:
         checked.append((kernel.name, case.scores.window is not None))
-        return "its results on cuda:0 are wrong: dq by 0.3" if checked[-1] == ("flash_attn_3", False) else None
+        return (
+            "its results on cuda:0 are wrong: dq by 0.3"
+            if checked[-1] == ("flash_attn_3", False)
+            else None
+        )
 
     monkeypatch.setattr(flash, "_installed_version", lambda: None)
     packages["flash_attn_interface"] = object()
@@ -285,11 +342,25 @@ def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
         for _ in range(3):
             assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
             assert select("auto", CUDA, torch.bfloat16, 64, 64, WINDOW).name == "flash_attn_3"
-            assert select("auto", CUDA, torch.bfloat16, 64, 64, Scores(0.3, window=99)).name == "flash_attn_3"
+            assert (
+                select("auto", CUDA, torch.bfloat16, 64, 64, Scores(0.3, window=99)).name
+                == "flash_attn_3"
+            )
     beside = "flash_attn_3 beside messages"
-    assert checked == [("flash_attn_3", False), ("cuda", False), ("flash_attn_3", True), (beside, True)]
-    assert "flash_attn_3: its results on cuda:0 are wrong: dq by 0.3; flash_attn: " in caplog.records[0].getMessage()
-    with pytest.raises(KernelError, match=r"'flash_attn_3' cannot run .*: its results on cuda:0 are wrong: dq by 0.3. Set"):
+    assert checked == [
+        ("flash_attn_3", False),
+        ("cuda", False),
+        ("flash_attn_3", True),
+        (beside, True),
+    ]
+    assert (
+        "flash_attn_3: its results on cuda:0 are wrong: dq by 0.3; flash_attn: "
+        in caplog.records[0].getMessage()
+    )
+    with pytest.raises(
+        KernelError,
+        match=r"'flash_attn_3' cannot run .*: its results on cuda:0 are wrong: dq by 0.3. Set",
+    ):
         select("flash_attn_3", CUDA, torch.bfloat16, 64, 64, PLAIN)
     assert select("reference", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "reference"
     assert len(checked) == 4
@@ -302,7 +373,9 @@ def test_a_kernel_that_is_wrong_beside_messages_is_not_taken(
     monkeypatch.setattr(flash, "_installed_version", lambda: None)
     packages["flash_attn_interface"] = object()
     reason = "its check on cuda:0 raised TypeError: unexpected keyword argument 'sm_margin'"
-    monkeypatch.setattr(kernels, "mismatch_reason", lambda kernel, case: reason if "beside" in kernel.name else None)
+    monkeypatch.setattr(
+        kernels, "mismatch_reason", lambda kernel, case: reason if "beside" in kernel.name else None
+    )
     assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
 
 
@@ -313,15 +386,24 @@ def test_a_kernel_whose_variants_do_not_compile_is_not_taken(
     monkeypatch.setattr(flash, "_installed_version", lambda: None)
     packages["flash_attn.cute.interface"] = object()
     reason = "it cannot be compiled on cuda:0 (RuntimeError: no compiler)"
-    monkeypatch.setattr(kernels, "compile_failure_reason", lambda kernel, case: reason if kernel is flash.FLASH_ATTN_4 else None)
+    monkeypatch.setattr(
+        kernels,
+        "compile_failure_reason",
+        lambda kernel, case: reason if kernel is flash.FLASH_ATTN_4 else None,
+    )
     assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
-    with pytest.raises(KernelError, match=r"'flash_attn_4' cannot run .*: it cannot be compiled on cuda:0 \(RuntimeError"):
+    with pytest.raises(
+        KernelError,
+        match=r"'flash_attn_4' cannot run .*: it cannot be compiled on cuda:0 \(RuntimeError",
+    ):
         select("flash_attn_4", CUDA, torch.bfloat16, 64, 64, PLAIN)
 
 
 @pytest.mark.usefixtures("_one_hopper")
 def test_head_ratio_and_determinism_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels have other code for them: one that is wrong for a ratio is passed over where a model has that ratio."""
+    """Kernels have other code for them: one that is wrong for a ratio is passed over where a model
+    has that ratio.
+    """
     checked: list[int] = []
 
     def wrong(kernel: Kernel, case: Case) -> str | None:
@@ -333,7 +415,11 @@ def test_head_ratio_and_determinism_are_checked_once(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(flash, "_installed_version", lambda: (2, 8, 3))
     monkeypatch.setattr(kernels, "mismatch_reason", wrong)
-    assert [chosen(ratio) for ratio in (1, 4, 8, 1, 4, 8)] == ["flash_attn", "flash_attn", "cuda"] * 2
+    assert [chosen(ratio) for ratio in (1, 4, 8, 1, 4, 8)] == [
+        "flash_attn",
+        "flash_attn",
+        "cuda",
+    ] * 2
     assert checked == [1, 4, 8, 8], "the last one with the kernel 'cuda'"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert [chosen(1), chosen(1)] == ["flash_attn"] * 2
@@ -352,10 +438,16 @@ def test_says_once_what_runs(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_softcap_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(KernelError, match=r"tensors on cpu with window and softcap, .*CPU kernel has no softcap. Set kernel="):
+    with pytest.raises(
+        KernelError,
+        match=r"tensors on cpu with window and softcap, .*CPU kernel has no softcap. Set kernel=",
+    ):
         select("cpu", CPU, torch.float32, 64, 64, BOTH)
     monkeypatch.setattr(flash, "flash_reason", lambda case: None)
-    with pytest.raises(KernelError, match=r"no softcap: flash-attn-4 has, on Hopper and Blackwell GPUs, and flash-attn"):
+    with pytest.raises(
+        KernelError,
+        match=r"no softcap: flash-attn-4 has, on Hopper and Blackwell GPUs, and flash-attn",
+    ):
         select("cuda", CUDA, torch.bfloat16, 64, 64, BOTH)
 
 
@@ -368,8 +460,10 @@ def test_says_once_for_windows_and_softcaps(caplog: pytest.LogCaptureFixture) ->
         ("INFO", "core attention in torch.float32 on cpu with window runs in kernel 'cpu'"),
         (
             "INFO",
-            "core attention in torch.float32 on cpu with window and softcap runs in kernel 'reference' "
-            "(cpu: torch's fused CPU kernel has no softcap)",
+            (
+                "core attention in torch.float32 on cpu with window and softcap runs in kernel"
+                " 'reference' (cpu: torch's fused CPU kernel has no softcap)"
+            ),
         ),
     ]
 
@@ -378,9 +472,17 @@ def test_says_once_for_windows_and_softcaps(caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize(
     ("capability", "package", "advice"),
     [
-        ((9, 0), ImportError("none"), "and install flash-attn-4, a fast kernel with softcap (pip install flash-attn-4)."),
+        (
+            (9, 0),
+            ImportError("none"),
+            "and install flash-attn-4, a fast kernel with softcap (pip install flash-attn-4).",
+        ),
         ((9, 0), None, "To speed it up, train in bfloat16 or float16 (bf16=True or fp16=True)."),
-        ((8, 0), ImportError("none"), "and install flash-attn, a fast kernel with softcap (pip install flash-attn)."),
+        (
+            (8, 0),
+            ImportError("none"),
+            "and install flash-attn, a fast kernel with softcap (pip install flash-attn).",
+        ),
     ],
     ids=["a Hopper", "a Hopper that has it", "an Ampere"],
 )
@@ -400,7 +502,9 @@ def test_a_softcap_asks_for_the_kernel_of_the_gpu(
 
 
 @pytest.mark.usefixtures("_new_log", "_one_hopper")
-def test_warns_of_the_reference_on_a_gpu(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warns_of_the_reference_on_a_gpu(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(flash, "_installed_version", lambda: None)
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         for width in (64, 64, 512):
@@ -415,7 +519,9 @@ def test_warns_of_the_reference_on_a_gpu(caplog: pytest.LogCaptureFixture, monke
     assert "far slower than flash attention (flash_attn_4: it computes in bfloat16" in types
     assert types.endswith("To speed it up, train in bfloat16 or float16 (bf16=True or fp16=True).")
     assert "bf16=True" in both_ways
-    assert both_ways.endswith("and install flash-attn-4, a fast kernel with softcap (pip install flash-attn-4).")
+    assert both_ways.endswith(
+        "and install flash-attn-4, a fast kernel with softcap (pip install flash-attn-4)."
+    )
     assert "cuda: torch's flash attention has no softcap" in softcap
     assert "bf16=True" not in softcap
     assert "runs in kernel 'efficient' (flash_attn_4: head dimensions go up to 256" in width

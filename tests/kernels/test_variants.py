@@ -1,4 +1,6 @@
-"""Nothing is compiled after the first step: a stand-in of FlashAttention 4 that counts, and the keys of the installed one."""
+"""Nothing is compiled after the first step: a stand-in of FlashAttention 4 that counts, and the
+keys of the installed one.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +36,22 @@ LLAMA = Case(CPU, torch.bfloat16, 128, 128, Scores(0.1), 4)
 CASES = {
     "plain": LLAMA,
     "window": LLAMA._replace(scores=Scores(0.1, window=700)),
-    "window of less than a block, softcap": LLAMA._replace(scores=Scores(0.1, window=5, softcap=30.0)),
+    "window of less than a block, softcap": LLAMA._replace(
+        scores=Scores(0.1, window=5, softcap=30.0)
+    ),
     "narrow heads": LLAMA._replace(head_dim=64, value_head_dim=64, gqa_ratio=1),
     "widths that differ": LLAMA._replace(head_dim=72),
-    "wide heads with a window": LLAMA._replace(head_dim=256, value_head_dim=256, scores=Scores(0.1, window=700)),
+    "wide heads with a window": LLAMA._replace(
+        head_dim=256, value_head_dim=256, scores=Scores(0.1, window=700)
+    ),
 }
 BLOCK = 128
 
 
 class Interface:
-    """FlashAttention 4's functions with keys as 4.0.0b36 has them, for what calls of one kind of layers differ in."""
+    """FlashAttention 4's functions with keys as 4.0.0b36 has them, for what calls of one kind of
+    layers differ in.
+    """
 
     BIN_BATCH_SEARCH_THRESH = 256
 
@@ -52,21 +60,35 @@ class Interface:
             q, k, v = (options[name] for name in "qkv")
             long = len(options["cu_seqlens_q"]) - 1 > self.BIN_BATCH_SEARCH_THRESH
             single = [options[name] <= BLOCK for name in blocks]
-            kind = q.dtype, q.shape[2], v.shape[2], q.shape[1] // k.shape[1], options["softcap"], options.get("deterministic")
-            if (key := (*kind, options["window_size_left"] is None, long, *single)) not in cache and warning is not None:
+            kind = (
+                q.dtype,
+                q.shape[2],
+                v.shape[2],
+                q.shape[1] // k.shape[1],
+                options["softcap"],
+                options.get("deterministic"),
+            )
+            if (
+                key := (*kind, options["window_size_left"] is None, long, *single)
+            ) not in cache and warning is not None:
                 warnings.warn(warning, UserWarning, stacklevel=2)
             cache[key] = None
 
         def forward(**options: Any) -> tuple[Any, ...]:
             compiled(forward.compile_cache.cache, options, "max_seqlen_q")
             q, v = options["q"], options["v"]
-            return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1::-1], dtype=torch.float32)
+            return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(
+                q.shape[1::-1], dtype=torch.float32
+            )
 
         def backward(**options: Any) -> tuple[Any, ...]:
             compiled(backward.compile_cache.cache, options, "max_seqlen_q", "max_seqlen_k")
             return tuple(torch.empty_like(options[name]) for name in "qkv")
 
-        forward.compile_cache, backward.compile_cache = SimpleNamespace(cache={}), SimpleNamespace(cache={})
+        forward.compile_cache, backward.compile_cache = (
+            SimpleNamespace(cache={}),
+            SimpleNamespace(cache={}),
+        )
         self._flash_attn_fwd, self._flash_attn_bwd = forward, backward
 
 
@@ -94,7 +116,11 @@ def take(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 def package(request: pytest.FixtureRequest, take: Callable[[Any], None]) -> Iterator[Any]:
     """The stand-in, then the installed package for Hopper and for Blackwell GPUs."""
     with ExitStack() as stack:
-        module = Interface() if request.param == "stand-in" else stack.enter_context(uncompiled(installed(), request.param))
+        module = (
+            Interface()
+            if request.param == "stand-in"
+            else stack.enter_context(uncompiled(installed(), request.param))
+        )
         take(module)
         stack.enter_context(FakeTensorMode())  # the package launches nothing there
         yield module
@@ -103,15 +129,25 @@ def package(request: pytest.FixtureRequest, take: Callable[[Any], None]) -> Iter
 def attend(case: Case, tasks: TaskBatch, rows: int, keys: int, key_heads: int = 2) -> None:
     """One layer of tasks, forward and backward."""
     heads = case.gqa_ratio * key_heads
-    q, do = (torch.empty(rows, heads, n, dtype=case.dtype) for n in (case.head_dim, case.value_head_dim))
-    k, v = (torch.empty(keys, key_heads, n, dtype=case.dtype) for n in (case.head_dim, case.value_head_dim))
+    q, do = (
+        torch.empty(rows, heads, n, dtype=case.dtype) for n in (case.head_dim, case.value_head_dim)
+    )
+    k, v = (
+        torch.empty(keys, key_heads, n, dtype=case.dtype)
+        for n in (case.head_dim, case.value_head_dim)
+    )
     outputs = flash.FLASH_ATTN_4.forward(Operands(q, k, v), tasks, case.scores)
     flash.FLASH_ATTN_4.backward(Saved(do, q, *outputs, k, v), tasks, case.scores)
 
 
 def run(case: Case, lengths: list[list[int]]) -> None:
-    """What the ranks of a plan call in a layer: their own tasks, and those that arrive, by heads as well."""
-    layout, shape = Layout.from_lengths(lengths), AttentionShape(4 * case.gqa_ratio, 4, case.head_dim, case.value_head_dim, 2)
+    """What the ranks of a plan call in a layer: their own tasks, and those that arrive, by heads as
+    well.
+    """
+    layout, shape = (
+        Layout.from_lengths(lengths),
+        AttentionShape(4 * case.gqa_ratio, 4, case.head_dim, case.value_head_dim, 2),
+    )
     cost = replace(CostModel.analytic(shape, device_type="cuda"), window=case.scores.window)
     plan = balance(layout, cost, DistCAConfig(min_gain=0.0))
     for rank in range(plan.layout.world_size):
@@ -119,7 +155,10 @@ def run(case: Case, lengths: list[list[int]]) -> None:
         tokens = int(plan.layout.query_tokens[rank] + plan.layout.context_tokens[rank])
         batches = [(route.local_tasks, tokens, tokens, 4)]
         for wave in (*([] if route.local_wave is None else [route.local_wave]), *route.waves):
-            rows, keys = wave.own_rows + sum(wave.queries.receive.values()), sum(piece.rows for piece in wave.pool.pieces)
+            rows, keys = (
+                wave.own_rows + sum(wave.queries.receive.values()),
+                sum(piece.rows for piece in wave.pool.pieces),
+            )
             batches.append((wave.arrived, rows, keys, 4 // route.groups))
         for batch in batches:
             if len(batch[0]):
@@ -127,8 +166,12 @@ def run(case: Case, lengths: list[list[int]]) -> None:
 
 
 def one_call(lengths: tuple[int, ...], keys: int = 0) -> tuple[TaskBatch, int, int]:
-    """Documents one after another, whose last rows alone are tasks where `keys` come before them."""
-    starts, key_starts = ([sum(n + more for n in lengths[:i]) for i in range(len(lengths))] for more in (0, keys))
+    """Documents one after another, whose last rows alone are tasks where `keys` come before
+    them.
+    """
+    starts, key_starts = (
+        [sum(n + more for n in lengths[:i]) for i in range(len(lengths))] for more in (0, keys)
+    )
     tasks = TaskBatch(starts, lengths, key_starts, [n + keys for n in lengths])
     return tasks, sum(lengths), sum(lengths) + keys * len(lengths)
 
@@ -166,13 +209,17 @@ def test_plans_of_random_layouts_compile_nothing_more(case: Case) -> None:
 
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize("left_out", ["windows", "long calls", "blocks"])
-def test_each_kind_of_variant_has_to_be_foreseen(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_variant_has_to_be_foreseen(
+    left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without one of them, something is compiled in a step."""
     case = CASES["window"]
     if left_out == "long calls":
         monkeypatch.setattr(variants, "_sequence_counts", lambda: (2,))
     if left_out == "blocks":
-        monkeypatch.setattr(flash.FLASH_ATTN_4._op, "_package", flash.replace(flash._FLASH_ATTN_4, least_longest=0))
+        monkeypatch.setattr(
+            flash.FLASH_ATTN_4._op, "_package", flash.replace(flash._FLASH_ATTN_4, least_longest=0)
+        )
     variants.compile_variants(flash.FLASH_ATTN_4, CASES["plain"] if left_out == "windows" else case)
     attend(case, *one_call((900,)))
     attend(case, *one_call((900,) * 2 + (1,) * 300))
@@ -209,7 +256,10 @@ def test_variants_that_cannot_be_compiled_are_a_reason(take: Callable[[Any], Non
 
     interface._flash_attn_bwd = backward
     take(interface)
-    assert variants.compile_failure_reason(flash.FLASH_ATTN_4, LLAMA) == "it cannot be compiled on cpu (RuntimeError: no table)"
+    assert (
+        variants.compile_failure_reason(flash.FLASH_ATTN_4, LLAMA)
+        == "it cannot be compiled on cpu (RuntimeError: no table)"
+    )
     assert variants.compile_failure_reason(flash.CUDA, LLAMA) is None
 
 

@@ -4,7 +4,18 @@ import weakref
 
 import pytest
 import torch
-from dense_attention import CASES, PLAIN, SHAPES, Case, case, exact, random_cases, random_pools, relative_error, run_kernel
+from dense_attention import (
+    CASES,
+    PLAIN,
+    SHAPES,
+    Case,
+    case,
+    exact,
+    random_cases,
+    random_pools,
+    relative_error,
+    run_kernel,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from strict_varlen_op import StrictVarlenOp
@@ -31,11 +42,19 @@ def test_packed_documents_are_not_copied() -> None:
 
 
 def test_packed_documents_derive_what_tasks_with_gaps_do() -> None:
-    """Packed documents are seen to be such as a whole; sequences and runs are those of a look at each, and bounds are shared."""
+    """Packed documents are seen to be such as a whole; sequences and runs are those of a look at
+    each, and bounds are shared.
+    """
     lengths, starts = (3, 5, 2), (0, 3, 8)
-    packed, pools = TaskBatch(starts, lengths, starts, lengths), varlen._PoolSizes(torch.device("cpu"), 10, 10)
+    packed, pools = (
+        TaskBatch(starts, lengths, starts, lengths),
+        varlen._PoolSizes(torch.device("cpu"), 10, 10),
+    )
     (short,) = VarlenKernel(StrictVarlenOp())._new_calls(packed, pools)
-    for long in (varlen._make_whole_call(packed, [0, 1, 2], pools), varlen._make_call(packed, [0, 1, 2], pools.device)):
+    for long in (
+        varlen._make_whole_call(packed, [0, 1, 2], pools),
+        varlen._make_call(packed, [0, 1, 2], pools.device),
+    ):
         assert (short.rows, short.keys, short.gaps) == (long.rows, long.keys, long.gaps)
         assert short.sequences.cu_rows.tolist() == long.sequences.cu_rows.tolist() == [0, 3, 8, 10]
         assert short.sequences[2:] == long.sequences[2:]
@@ -47,7 +66,9 @@ def test_pools_beyond_packed_documents_are_not_taken_whole(pools: tuple[int, int
     """Pools with more than packed documents are not taken whole."""
     lengths, starts = (3, 5, 2), (0, 3, 8)
     sizes = varlen._PoolSizes(torch.device("cpu"), *pools)
-    (call,) = VarlenKernel(StrictVarlenOp())._new_calls(TaskBatch(starts, lengths, starts, lengths), sizes)
+    (call,) = VarlenKernel(StrictVarlenOp())._new_calls(
+        TaskBatch(starts, lengths, starts, lengths), sizes
+    )
     assert (call.rows.length, call.keys.length) == (10, 10)
 
 
@@ -67,12 +88,22 @@ def test_tasks_with_gaps_are_gathered() -> None:
 
 @pytest.mark.parametrize("scores", [PLAIN, Scores(0.1, window=7)], ids=["plain", "window"])
 def test_gaps_are_sequences_where_the_op_takes_them(scores: Scores) -> None:
-    """The call is over the whole pools, though neither rows nor keys lie one after another, and rows of no task get 0."""
-    op, gapped = StrictVarlenOp(takes_gaps=True), Case(TaskBatch((2, 9), (5, 9), (0, 20), (8, 9)), 25, 31)
+    """The call is over the whole pools, though neither rows nor keys lie one after another, and
+    rows of no task get 0.
+    """
+    op, gapped = (
+        StrictVarlenOp(takes_gaps=True),
+        Case(TaskBatch((2, 9), (5, 9), (0, 20), (8, 9)), 25, 31),
+    )
     pools = random_pools(gapped, SHAPES["GQA"], torch.float64)
-    results, expected = run_kernel(VarlenKernel(op), pools, gapped.tasks, scores), exact(pools, gapped.tasks, scores)
+    results, expected = (
+        run_kernel(VarlenKernel(op), pools, gapped.tasks, scores),
+        exact(pools, gapped.tasks, scores),
+    )
     assert len(op.calls) == 2
-    assert all(call[name].data_ptr() == pools[name].data_ptr() for call in op.calls for name in "qkv")
+    assert all(
+        call[name].data_ptr() == pools[name].data_ptr() for call in op.calls for name in "qkv"
+    )
     for name, value in results.items():
         assert relative_error(value, expected[name]) <= 1e-12, name
     for name in ("o", "lse", "dq"):
@@ -83,13 +114,20 @@ def test_gaps_are_sequences_where_the_op_takes_them(scores: Scores) -> None:
 def test_random_batches_with_gaps_are_exact(case: Case) -> None:
     pools = random_pools(case, SHAPES["GQA"], torch.float64)
     expected = exact(pools, case.tasks, PLAIN)
-    for name, value in run_kernel(VarlenKernel(StrictVarlenOp(takes_gaps=True)), pools, case.tasks, PLAIN).items():
+    for name, value in run_kernel(
+        VarlenKernel(StrictVarlenOp(takes_gaps=True)), pools, case.tasks, PLAIN
+    ).items():
         assert relative_error(value, expected[name]) <= 1e-10, name
 
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("whole documents", 1), ("one token tasks", 3), ("shared keys with gaps", 2), ("whole documents out of order", 1)],
+    [
+        ("whole documents", 1),
+        ("one token tasks", 3),
+        ("shared keys with gaps", 2),
+        ("whole documents out of order", 1),
+    ],
 )
 def test_number_of_calls(name: str, count: int) -> None:
     assert len(calls(CASES[name])[1]) == 2 * count
@@ -114,7 +152,9 @@ def test_calls_hold_every_task_once_and_no_key_twice(case: Case, kernel: VarlenK
 
 
 def test_key_gradients_are_summed_in_float32() -> None:
-    """256 equal contributions of 1 to one key: a bfloat16 sum of them would stop growing at 256 at best."""
+    """256 equal contributions of 1 to one key: a bfloat16 sum of them would stop growing at 256 at
+    best.
+    """
     tasks = TaskBatch(list(range(400)), [1] * 400, [0] * 400, [1] * 400)
     ones = torch.ones(400, 1, 8, dtype=torch.bfloat16)
     kernel = VarlenKernel(StrictVarlenOp())
@@ -124,12 +164,21 @@ def test_key_gradients_are_summed_in_float32() -> None:
     assert dv[0, 0].tolist() == [400.0] * 8
 
 
-def test_index_tensors_are_built_once_and_go_with_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_tensors_are_built_once_and_go_with_their_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     built: list[torch.Tensor] = []
     to_device = varlen.to_device
-    monkeypatch.setattr(varlen, "to_device", lambda x, device: built.append(x) or to_device(x, device))
+    monkeypatch.setattr(
+        varlen, "to_device", lambda x, device: built.append(x) or to_device(x, device)
+    )
     shared = CASES["shared keys with gaps"]
-    tasks = TaskBatch(shared.tasks.query_start, shared.tasks.query_length, shared.tasks.key_start, shared.tasks.key_length)
+    tasks = TaskBatch(
+        shared.tasks.query_start,
+        shared.tasks.query_length,
+        shared.tasks.key_start,
+        shared.tasks.key_length,
+    )
     pools = random_pools(shared, SHAPES["GQA"], torch.float32)
     kernel = VarlenKernel(StrictVarlenOp())
     run_kernel(kernel, pools, tasks, PLAIN)
@@ -144,11 +193,18 @@ def test_index_tensors_are_built_once_and_go_with_their_batch(monkeypatch: pytes
     assert held() is None
 
 
-@pytest.mark.parametrize(("window", "seen"), [(None, None), (1, 1), (149, 149), (150, None), (2**40, None)])
+@pytest.mark.parametrize(
+    ("window", "seen"), [(None, None), (1, 1), (149, 149), (150, None), (2**40, None)]
+)
 def test_a_window_that_hides_nothing_is_none(window: int | None, seen: int | None) -> None:
     """The longest task has 150 keys."""
     op, tasks = StrictVarlenOp(), TaskBatch((0, 20), (20, 30), (0, 20), (20, 150))
-    run_kernel(VarlenKernel(op), random_pools(Case(tasks, 50, 170), SHAPES["MQA"], torch.float32), tasks, Scores(0.1, window))
+    run_kernel(
+        VarlenKernel(op),
+        random_pools(Case(tasks, 50, 170), SHAPES["MQA"], torch.float32),
+        tasks,
+        Scores(0.1, window),
+    )
     assert op.windows == [seen, seen]
 
 
@@ -162,7 +218,9 @@ def test_index_tensors_reach_a_gpu_without_a_wait_of_the_host() -> None:
         def pin_memory(self) -> Index:
             return Index(pinned=True)
 
-        def to(self, device: torch.device, *, non_blocking: bool = False) -> tuple[bool, torch.device, bool]:
+        def to(
+            self, device: torch.device, *, non_blocking: bool = False
+        ) -> tuple[bool, torch.device, bool]:
             return self.pinned, device, non_blocking
 
     assert varlen.to_device(Index(), torch.device("cuda")) == (True, torch.device("cuda"), True)

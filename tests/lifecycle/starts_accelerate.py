@@ -1,4 +1,6 @@
-"""A command line of somebody else's: it starts accelerate's launcher on a script of its own, as `trl sft` does."""
+"""A command line of somebody else's: it starts accelerate's launcher on a script of its own, as
+`trl sft` does.
+"""
 
 import subprocess
 import sys

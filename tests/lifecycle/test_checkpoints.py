@@ -1,4 +1,6 @@
-"""Checkpoints know nothing of distca: a run is saved under one attention and goes on under another."""
+"""Checkpoints know nothing of distca: a run is saved under one attention and goes on under
+another.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,18 @@ from tiny_runs import dispatches, losses, make_trainer, rows, settings
 
 
 def train(
-    rank: int, implementation: str, folder: str, resume_from: str | None, ping_pong: bool, loaded: bool
+    rank: int,
+    implementation: str,
+    folder: str,
+    resume_from: str | None,
+    ping_pong: bool,
+    loaded: bool,
 ) -> tuple[list[float], int]:
-    model = LlamaForCausalLM.from_pretrained(resume_from, attn_implementation=implementation) if loaded and resume_from else None
+    model = (
+        LlamaForCausalLM.from_pretrained(resume_from, attn_implementation=implementation)
+        if loaded and resume_from
+        else None
+    )
     trainer = make_trainer(
         implementation,
         rows(9),
@@ -38,22 +49,33 @@ def train(
 
 def files(folder: Path) -> set[str]:
     """All but the record of the run."""
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != RECORD_NAME}
+    return {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != RECORD_NAME
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ping_pong", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_run_goes_on_under_another_attention(rank_pool: Callable[[int], RankPool], tmp_path: Path, ping_pong: bool) -> None:
+def test_a_run_goes_on_under_another_attention(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path, ping_pong: bool
+) -> None:
     pool = rank_pool(2)
     folders = {name: tmp_path / name for name in ("distca", "sdpa")}
-    whole = {name: pool(train, name, str(folder), None, ping_pong, False) for name, folder in folders.items()}
+    whole = {
+        name: pool(train, name, str(folder), None, ping_pong, False)
+        for name, folder in folders.items()
+    }
     for (ours, moved), (theirs, _) in zip(whole["distca"], whole["sdpa"], strict=True):
         assert moved > 0
         assert ours == pytest.approx(theirs, rel=1e-4)
 
     assert files(folders["distca"]) == files(folders["sdpa"])
     for at in ("checkpoint-3", "checkpoint-6", "."):
-        saved = {name: load_file(folder / at / "model.safetensors") for name, folder in folders.items()}
+        saved = {
+            name: load_file(folder / at / "model.safetensors") for name, folder in folders.items()
+        }
         assert list(saved["distca"]) == list(saved["sdpa"])
         for name, weight in saved["distca"].items():
             torch.testing.assert_close(weight, saved["sdpa"][name], rtol=1e-3, atol=1e-4)
@@ -61,7 +83,11 @@ def test_a_run_goes_on_under_another_attention(rank_pool: Callable[[int], RankPo
         assert json.loads(configs[0]) == json.loads(configs[1])
         assert "distca" not in configs[0]
 
-    for first, second, loaded in (("sdpa", "distca", False), ("distca", "sdpa", False), ("sdpa", "distca", True)):
+    for first, second, loaded in (
+        ("sdpa", "distca", False),
+        ("distca", "sdpa", False),
+        ("sdpa", "distca", True),
+    ):
         checkpoint = str(folders[first] / "checkpoint-3")
         resumed = pool(train, second, str(tmp_path / "resumed"), checkpoint, ping_pong, loaded)
         for (now, moved), (straight, _) in zip(resumed, whole[first], strict=True):

@@ -1,4 +1,6 @@
-"""docs/clusters.md: training on several nodes, which are network namespaces here, and what is done where a node is lost."""
+"""docs/clusters.md: training on several nodes, which are network namespaces here, and what is done
+where a node is lost.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 EXPORT = on_a_page("export FIRST=10.77.0.1 NODE=0 GPUS=1 GLOO_SOCKET_IFNAME=eth0")
 TORCHRUN = on_a_page(
-    "torchrun --nnodes 2 --node_rank $NODE --nproc_per_node $GPUS --master_addr $FIRST --master_port 29500 train.py"
+    "torchrun --nnodes 2 --node_rank $NODE --nproc_per_node $GPUS --master_addr $FIRST"
+    " --master_port 29500 train.py"
 )
 ACCELERATE = on_a_page(
-    "accelerate launch --multi_gpu --num_machines 2 --machine_rank $NODE --num_processes $((2 * GPUS)) "
-    "--main_process_ip $FIRST --main_process_port 29500 train.py"
+    "accelerate launch --multi_gpu --num_machines 2 --machine_rank $NODE --num_processes $((2 *"
+    " GPUS)) --main_process_ip $FIRST --main_process_port 29500 train.py"
 )
 DOCTOR = on_a_page(
-    "torchrun --nnodes 2 --node_rank $NODE --nproc_per_node $GPUS --master_addr $FIRST --master_port 29500 "
-    "-m hf_distca.cli doctor"
+    "torchrun --nnodes 2 --node_rank $NODE --nproc_per_node $GPUS --master_addr $FIRST"
+    " --master_port 29500 -m hf_distca.cli doctor"
 )
 TIMEOUT = 8  # seconds that ranks wait for each other where a node is lost
 LIMIT = 200.0  # of anything that is started here
@@ -53,13 +56,21 @@ def folder(tmp_path: Path) -> Path:
 
 @cache
 def losses_of_one_process() -> list[float]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
+    }
     script = [sys.executable, str(Path(__file__).with_name("trains_on_nodes.py"))]
-    return losses_in(subprocess.run(script, env=environment, check=True, capture_output=True, text=True, timeout=LIMIT).stdout)
+    return losses_in(
+        subprocess.run(
+            script, env=environment, check=True, capture_output=True, text=True, timeout=LIMIT
+        ).stdout
+    )
 
 
 def losses_in(output: str) -> list[float]:
-    found = set(re.findall(r"LOSSES (\[.*\])", output))  # Ray shows what workers print more than once
+    # Ray shows what workers print more than once.
+    found = set(re.findall(r"LOSSES (\[.*\])", output))
     assert len(found) == 1, output
     losses: list[float] = json.loads(found.pop())
     return losses
@@ -67,7 +78,10 @@ def losses_in(output: str) -> list[float]:
 
 def started(command: str, nodes: list[Node], folder: Path) -> list[Command]:
     exports = [EXPORT.replace("NODE=0", f"NODE={node.number}") for node in nodes]
-    return [Command(f"{export} && {command}", node, folder) for export, node in zip(exports, nodes, strict=True)]
+    return [
+        Command(f"{export} && {command}", node, folder)
+        for export, node in zip(exports, nodes, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("command", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
@@ -96,14 +110,26 @@ def stand_in(path: Path, text: str) -> None:
 def test_the_slurm_script_with_stand_ins_for_slurm(nodes: list[Node], folder: Path) -> None:
     """Its lines are run, by commands that do what those of Slurm are documented to do."""
     subprocess.run(["bash", "-n", ROOT / "examples/slurm.sh"], check=True)
-    variables = {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
+    variables = {
+        "SLURM_JOB_NODELIST": "node[0-1]",
+        "SLURM_JOB_ID": "7",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "1",
+    }
     given = shlex.join(f"{name}={value}" for name, value in variables.items())
     stand_in(folder / "bin" / "sbatch", f'exec env {given} bash "$@"')
-    stand_in(folder / "bin" / "scontrol", f'[[ "$*" == "show hostnames node[0-1]" ]] && echo {nodes[0].address} && echo later')
+    stand_in(
+        folder / "bin" / "scontrol",
+        f'[[ "$*" == "show hostnames node[0-1]" ]] && echo {nodes[0].address} && echo later',
+    )
     each = [f'SLURM_NODEID={node.number} {shlex.join(node.inside([]))} "$@" &' for node in nodes]
-    stand_in(folder / "bin" / "srun", "\n".join(['[[ "$1" == --* ]] && shift', *each, "wait -n && wait"]))
+    stand_in(
+        folder / "bin" / "srun", "\n".join(['[[ "$1" == --* ]] && shift', *each, "wait -n && wait"])
+    )
     command = shlex.join(words_of("sbatch examples/slurm.sh train.py"))
-    path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join(
+        [str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+    )
     job = Command(command, None, folder, PATH=path)
     assert job.wait(LIMIT) == 0, job.output
     assert losses_in(job.output) == pytest.approx(losses_of_one_process(), rel=1e-5)
@@ -117,25 +143,38 @@ def test_settings_that_differ_are_named_on_both_nodes(nodes: list[Node], folder:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_node_that_is_lost_ends_training_on_the_other(lost: int, nodes: list[Node], folder: Path) -> None:
-    """By its connections, long before a timeout; also where it had the store. What it was at decides whose error comes first."""
+def test_a_node_that_is_lost_ends_training_on_the_other(
+    lost: int, nodes: list[Node], folder: Path
+) -> None:
+    """By its connections, long before a timeout; also where it had the store. What it was at
+    decides whose error comes first.
+    """
     running = started(f"{TORCHRUN} max_steps=100000 ddp_timeout=100", nodes, folder)
     running[0].wait_for("'loss'", LIMIT)
     nodes[lost].kill()
     assert running[lost].wait(20) == -signal.SIGKILL
     assert running[1 - lost].wait(40) not in (0, None)
-    assert re.search(rf"DistCADesyncError: rank {1 - lost} .*|Connection (reset|closed) by peer", running[1 - lost].output)
+    assert re.search(
+        rf"DistCADesyncError: rank {1 - lost} .*|Connection (reset|closed) by peer",
+        running[1 - lost].output,
+    )
 
 
 @pytest.mark.parametrize("end", [0, 1])
-def test_a_cable_that_is_cut_ends_training_on_both_nodes(end: int, nodes: list[Node], folder: Path) -> None:
-    """Nobody is told of it, so both wait for their timeout; also the node that has lost the store."""
+def test_a_cable_that_is_cut_ends_training_on_both_nodes(
+    end: int, nodes: list[Node], folder: Path
+) -> None:
+    """Nobody is told of it, so both wait for their timeout; also the node that has lost the
+    store.
+    """
     running = started(f"{TORCHRUN} max_steps=100000 ddp_timeout={TIMEOUT}", nodes, folder)
     running[0].wait_for("'loss'", LIMIT)
     nodes[end].set_cable("down")
     for command in running:
         assert command.wait(TIMEOUT + 40) not in (0, None)
-        assert re.search(r"DistCADesyncError: rank \d .*is silent|Timed out waiting", command.output), command.output
+        assert re.search(
+            r"DistCADesyncError: rank \d .*is silent|Timed out waiting", command.output
+        ), command.output
 
 
 def test_ray_train_runs_a_script_as_one_process_does(nodes: list[Node], folder: Path) -> None:
@@ -150,13 +189,20 @@ def test_ray_train_runs_a_script_as_one_process_does(nodes: list[Node], folder: 
 
 def test_the_image_is_built() -> None:
     build = words_of("docker build --file examples/Dockerfile --tag hf-distca .")
-    if shutil.which("docker") is None or subprocess.run(["docker", "version"], capture_output=True, timeout=60).returncode:
+    if (
+        shutil.which("docker") is None
+        or subprocess.run(["docker", "version"], capture_output=True, timeout=60).returncode
+    ):
         pytest.skip("needs a Docker daemon")
     subprocess.run(build, cwd=ROOT, check=True, timeout=LIMIT)
 
 
 def test_the_image_installs_what_make_example_does() -> None:
     lines = (ROOT / "examples/Dockerfile").read_text().splitlines()
-    installs = [line.removeprefix("RUN ").replace("--no-cache-dir ", "") for line in lines if line.startswith("RUN ")]
+    installs = [
+        line.removeprefix("RUN ").replace("--no-cache-dir ", "")
+        for line in lines
+        if line.startswith("RUN ")
+    ]
     assert len(installs) == 1
     assert installs[0] in run_by_make("example")

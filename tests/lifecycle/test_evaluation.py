@@ -1,4 +1,6 @@
-"""Evaluation, prediction and generation around the steps of a training run; the loss of dealt evaluation sets."""
+"""Evaluation, prediction and generation around the steps of a training run; the loss of dealt
+evaluation sets.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,17 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, Trai
 
 import hf_distca
 from ranks import RankPool
-from tiny_runs import COMMON, VOCABULARY, dispatches, documents, losses, make_trainer, rows, settings, tiny_llama
+from tiny_runs import (
+    COMMON,
+    VOCABULARY,
+    dispatches,
+    documents,
+    losses,
+    make_trainer,
+    rows,
+    settings,
+    tiny_llama,
+)
 from turns import in_turn
 
 
@@ -28,20 +40,27 @@ class GenerateOnRankZero(TrainerCallback):
     def __init__(self, rank: int) -> None:
         self.rank, self.written = rank, []
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         if self.rank or state.global_step % 2:
             return
         training = model.training
         model.eval()
         prompt = torch.tensor([[1, 5, 9, 3], [0, 0, 7, 4]])
-        out = model.generate(prompt, attention_mask=(prompt > 0).long(), max_new_tokens=5, do_sample=False)
+        out = model.generate(
+            prompt, attention_mask=(prompt > 0).long(), max_new_tokens=5, do_sample=False
+        )
         model.train(training)
         self.written.append(out.tolist())
 
 
-def train(rank: int, implementation: str, ping_pong: bool, balance_evaluation: bool) -> dict[str, Any]:
+def train(
+    rank: int, implementation: str, ping_pong: bool, balance_evaluation: bool
+) -> dict[str, Any]:
     writer = GenerateOnRankZero(rank)
-    uneven = [*rows(4), {"documents": [[5, 6, 7], [8] * 30]}]  # 5 rows on 2 ranks, of several lengths
+    # 5 rows on 2 ranks, of several lengths.
+    uneven = [*rows(4), {"documents": [[5, 6, 7], [8] * 30]}]
     trainer = make_trainer(
         implementation,
         rows(8),
@@ -68,7 +87,9 @@ def train(rank: int, implementation: str, ping_pong: bool, balance_evaluation: b
     }
 
 
-@pytest.mark.parametrize(("ping_pong", "balance_evaluation"), in_turn([(False, False), (True, False), (True, True)], 3))
+@pytest.mark.parametrize(
+    ("ping_pong", "balance_evaluation"), in_turn([(False, False), (True, False), (True, True)], 3)
+)
 def test_evaluation_and_generation_between_steps(
     rank_pool: Callable[[int], RankPool], ping_pong: bool, balance_evaluation: bool
 ) -> None:
@@ -106,12 +127,15 @@ def generate_in_training_mode(rank: int, ping_pong: bool) -> tuple[int, list[int
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_one_rank_generates_with_a_model_in_training_mode(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
+def test_one_rank_generates_with_a_model_in_training_mode(
+    rank_pool: Callable[[int], RankPool], ping_pong: bool
+) -> None:
     for alone, trained in rank_pool(2)(generate_in_training_mode, ping_pong):
         assert alone == 0 < trained
 
 
-# Tokens of documents, and how many at their ends are targets: ranks have few or many, one batch has none, and the last is padded.
+# Tokens of documents, and how many at their ends are targets: ranks have few or many, one batch has
+# none, and the last is padded.
 EVALUATED = ((190, 100), (90, 2), (80, 0), (200, 0), (30, 20), (70, 1), (7, 3))
 TOKENS = 240  # of a global batch, on any number of ranks
 KINDS, FORMS = ("Trainer", "SFTTrainer"), ("float32", "bfloat16", "of two sets", "with metrics")
@@ -120,9 +144,12 @@ KINDS, FORMS = ("Trainer", "SFTTrainer"), ("float32", "bfloat16", "of two sets",
 def evaluation_set(numbers: Iterable[int] = range(len(EVALUATED))) -> Dataset:
     texts = documents(*(length for length, _ in EVALUATED), seed=1)
     labels = [
-        [-100] * (len(ids) - targets) + ids[len(ids) - targets :] for ids, (_, targets) in zip(texts, EVALUATED, strict=True)
+        [-100] * (len(ids) - targets) + ids[len(ids) - targets :]
+        for ids, (_, targets) in zip(texts, EVALUATED, strict=True)
     ]
-    return Dataset.from_list([{"input_ids": texts[number], "labels": labels[number]} for number in numbers])
+    return Dataset.from_list(
+        [{"input_ids": texts[number], "labels": labels[number]} for number in numbers]
+    )
 
 
 def count_right(prediction: Any) -> dict[str, float]:
@@ -131,7 +158,9 @@ def count_right(prediction: Any) -> dict[str, float]:
     return {"right": float((right & kept).sum()), "targets": float(kept.sum())}
 
 
-def evaluate(rank: int, ranks: int, cases: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, float]]:
+def evaluate(
+    rank: int, ranks: int, cases: list[tuple[str, str]]
+) -> dict[tuple[str, str], dict[str, float]]:
     return {case: evaluate_one(ranks, *case) for case in cases}
 
 
@@ -142,22 +171,36 @@ def evaluate_one(ranks: int, kind: str, form: str) -> dict[str, float]:
     args["prediction_loss_only"] = form != "with metrics"
     if form == "with metrics" and kind == "Trainer":
         args["label_names"] = ["shift_labels"]
-    sets: Any = {"first": evaluation_set(range(3)), "second": evaluation_set()} if form == "of two sets" else evaluation_set()
+    sets: Any = (
+        {"first": evaluation_set(range(3)), "second": evaluation_set()}
+        if form == "of two sets"
+        else evaluation_set()
+    )
     model = sharp_llama("distca")
     if kind == "Trainer":
-        trainer = Trainer(model, TrainingArguments(**args), train_dataset=evaluation_set(), eval_dataset=sets)
+        trainer = Trainer(
+            model, TrainingArguments(**args), train_dataset=evaluation_set(), eval_dataset=sets
+        )
     else:
         from trl import SFTConfig, SFTTrainer
 
-        words = models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0")
-        token = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="0", eos_token="1")
+        words = models.WordLevel(
+            {str(number): number for number in range(VOCABULARY)}, unk_token="0"
+        )
+        token = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(words), pad_token="0", eos_token="1"
+        )
         config = SFTConfig(**args, max_length=None)
-        trainer = SFTTrainer(model, config, train_dataset=evaluation_set(), eval_dataset=sets, processing_class=token)
+        trainer = SFTTrainer(
+            model, config, train_dataset=evaluation_set(), eval_dataset=sets, processing_class=token
+        )
     if form == "with metrics" and kind == "Trainer":
         trainer.compute_metrics = count_right
     found = hf_distca.deal(trainer, TOKENS // ranks, evaluation=True).evaluate()
     assert not vars(trainer).keys() & {"compute_loss", "prediction_step"}, "nothing stays"
-    return {name: value for name, value in found.items() if name.endswith(("loss", "right", "targets"))}
+    return {
+        name: value for name, value in found.items() if name.endswith(("loss", "right", "targets"))
+    }
 
 
 def sharp_llama(implementation: str) -> Any:
@@ -182,21 +225,34 @@ def mean_over_targets(numbers: tuple[int, ...] = tuple(range(len(EVALUATED)))) -
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("counts", [(1, 2), pytest.param((1, 2, 3), marks=pytest.mark.slow)], ids=str)
-def test_loss_of_dealt_evaluation_is_the_mean_over_targets(rank_pool: Callable[[int], RankPool], counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "counts", [(1, 2), pytest.param((1, 2, 3), marks=pytest.mark.slow)], ids=str
+)
+def test_loss_of_dealt_evaluation_is_the_mean_over_targets(
+    rank_pool: Callable[[int], RankPool], counts: tuple[int, ...]
+) -> None:
     pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
     cases = list(product(KINDS, FORMS))
     plain = [case for case in cases if case[1] == "float32"]
     by_ranks = {1: [evaluate(0, 1, plain)]}
-    by_ranks |= {ranks: rank_pool(ranks)(evaluate, ranks, cases if ranks == 2 else plain) for ranks in counts[1:]}
+    by_ranks |= {
+        ranks: rank_pool(ranks)(evaluate, ranks, cases if ranks == 2 else plain)
+        for ranks in counts[1:]
+    }
     print()  # noqa: T201
-    for ranks, (kind, form) in ((ranks, case) for ranks, found in by_ranks.items() for case in found[0]):
+    for ranks, (kind, form) in (
+        (ranks, case) for ranks, found in by_ranks.items() for case in found[0]
+    ):
         found = by_ranks[ranks]
-        print(f"{ranks} ranks, {kind}, {form}: {found[0][kind, form]}, by hand {mean_over_targets()}")  # noqa: T201
+        print(  # noqa: T201
+            f"{ranks} ranks, {kind}, {form}: {found[0][kind, form]}, by hand {mean_over_targets()}"
+        )
         for of_rank in found:
             metrics, tolerance = of_rank[kind, form], 1e-2 if form == "bfloat16" else 1e-6
             if form == "of two sets":
-                assert metrics["eval_first_loss"] == pytest.approx(mean_over_targets((0, 1, 2)), rel=tolerance)
+                assert metrics["eval_first_loss"] == pytest.approx(
+                    mean_over_targets((0, 1, 2)), rel=tolerance
+                )
                 metrics["eval_loss"] = metrics["eval_second_loss"]
             assert metrics["eval_loss"] == pytest.approx(mean_over_targets(), rel=tolerance)
             if "eval_targets" in metrics:

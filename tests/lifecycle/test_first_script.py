@@ -1,4 +1,6 @@
-"""The script that README and the page on long documents begin with, as a user copies it; shares that are made first of all."""
+"""The script that README and the page on long documents begin with, as a user copies it; shares
+that are made first of all.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,20 @@ from pages import ROOT, words_of
 from tiny_runs import VOCABULARY, documents, tiny_llama
 
 LENGTHS = (200, 7, 3, 33, 90, 64, 12, 150, 5, 80)
-LAUNCH = "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/finetune_long_documents.py"
+LAUNCH = (
+    "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml"
+    " examples/finetune_long_documents.py"
+)
 CHANGED = {  # what a user changes: sizes, and the device
-    "max_steps=100, bf16=True": 'max_steps=6, {precision}use_cpu=True, report_to="none", save_strategy="no", logging_steps=1',
+    "max_steps=100, bf16=True": (
+        'max_steps=6, {precision}use_cpu=True, report_to="none", save_strategy="no",'
+        " logging_steps=1"
+    ),
     "tokens_per_rank=16384": "tokens_per_rank={tokens_per_rank}",
     "from_pretrained(name": "from_pretrained('model'",
 }
-PRECISIONS = {"float32": ("", 1e-5), "bfloat16": ("bf16=True, ", 4e-3)}  # what says so, and how far losses may be apart
+# What says so, and how far losses may be apart.
+PRECISIONS = {"float32": ("", 1e-5), "bfloat16": ("bf16=True, ", 4e-3)}
 REPORT = """
 import json
 from accelerate import PartialState
@@ -54,7 +63,9 @@ def write_model_and_documents(folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
+    words = Tokenizer(
+        models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0")
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tiny_llama(None).save_pretrained(folder / "model")
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0").save_pretrained(folder / "model")
@@ -68,7 +79,10 @@ def script_of(page: str, tokens_per_rank: int, attention: str, precision: str) -
     assert sum(bool(line.strip()) for line in script.splitlines()) <= 12
     for before, after in CHANGED.items():
         assert before in script, before
-        script = script.replace(before, after.format(tokens_per_rank=tokens_per_rank, precision=PRECISIONS[precision][0]))
+        script = script.replace(
+            before,
+            after.format(tokens_per_rank=tokens_per_rank, precision=PRECISIONS[precision][0]),
+        )
     return script.replace('"distca")', f'"{attention}")') + REPORT
 
 
@@ -86,7 +100,9 @@ def blocks_of(page: str) -> list[str]:
         pytest.param("docs/long_documents.md", "bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_the_script_of_a_page_trains_as_one_process_does(page: str, precision: str, tmp_path: Path) -> None:
+def test_the_script_of_a_page_trains_as_one_process_does(
+    page: str, precision: str, tmp_path: Path
+) -> None:
     write_model_and_documents(tmp_path)
     script = tmp_path / "train.py"
     *launch, _ = words_of(LAUNCH)
@@ -97,7 +113,8 @@ def test_the_script_of_a_page_trains_as_one_process_does(page: str, precision: s
     scripts.run(["python", str(script)], tmp_path)
     theirs = np.array(json.loads((tmp_path / "logged.json").read_text()))
     assert theirs.shape == (6, 2)
-    columns = 2 if precision == "float32" else 1  # norms of gradients in half precision are further apart
+    # Norms of gradients in half precision are further apart.
+    columns = 2 if precision == "float32" else 1
     assert ours[:, :columns] == pytest.approx(theirs[:, :columns], rel=PRECISIONS[precision][1])
 
 
@@ -114,7 +131,8 @@ name, tokens, trained = "model", 48, []
 texts = [[2 + (7 * i + j * j) % 50 for j in range(length)] for i, length in enumerate({lengths})]
 documents = Dataset.from_dict({{"input_ids": texts}})
 args = TrainingArguments(
-    "out", max_steps=4, bf16=True, use_cpu=True, report_to="none", save_strategy="no", logging_steps=1
+    "out", max_steps=4, bf16=True, use_cpu=True,
+    report_to="none", save_strategy="no", logging_steps=1,
 )
 """
 TRAINER = """
@@ -148,15 +166,24 @@ if torch.distributed.get_rank() == 0:
 torch.distributed.destroy_process_group()
 """
 BLOCKS = {
-    "docs/long_documents.md": {"def compute_loss": CLASS, "shares_tokens": CLASS, "accelerator.prepare": LOOP},
-    "docs/getting_started.md": {"data_collator=hf_distca.PackingCollator()": TRAINER, "DistCATrainerMixin": CLASS},
+    "docs/long_documents.md": {
+        "def compute_loss": CLASS,
+        "shares_tokens": CLASS,
+        "accelerator.prepare": LOOP,
+    },
+    "docs/getting_started.md": {
+        "data_collator=hf_distca.PackingCollator()": TRAINER,
+        "DistCATrainerMixin": CLASS,
+    },
 }
 
 
 def script_of_blocks(page: str) -> str:
     """Blocks of a page that are no scripts by themselves, one after another."""
     blocks, parts = blocks_of(page), [GIVEN.format(lengths=LENGTHS)]
-    shares = next((block for block in blocks if "DataLoader(" in block), "").replace("16384", "tokens")
+    shares = next((block for block in blocks if "DataLoader(" in block), "").replace(
+        "16384", "tokens"
+    )
     for word, around in BLOCKS[page].items():
         (block,) = (block for block in blocks if word in block)
         deal = "hf_distca.deal(trainer, tokens)" if "loss" in word else ""
@@ -183,4 +210,6 @@ def test_shares_are_made_before_anything_of_accelerate(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SHARES_FIRST)
     *launch, _ = words_of(LAUNCH)
     scripts.run([*launch, str(tmp_path / "train.py")], tmp_path)
-    assert [(tmp_path / f"rank_{rank}.txt").read_text() for rank in range(2)] == ["(2, {'cpu'}, 2)"] * 2
+    assert [(tmp_path / f"rank_{rank}.txt").read_text() for rank in range(2)] == [
+        "(2, {'cpu'}, 2)"
+    ] * 2

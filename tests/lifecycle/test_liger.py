@@ -1,4 +1,6 @@
-"""Liger's fused loss on dealt documents, beside offloaded checkpoints; the oracle is the script of the page with neither."""
+"""Liger's fused loss on dealt documents, beside offloaded checkpoints; the oracle is the script of
+the page with neither.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from checkpointed import ARGUMENT
 from pages import words_of
 from test_example import run_program
 
-# Triton's interpreter, which stands in for a GPU, does not run Liger's other two kernels of a Llama.
+# Triton's interpreter, which stands in for a GPU, does not run Liger's other two kernels of a
+# Llama.
 LIGER = 'use_liger_kernel=True, liger_kernel_config={"rms_norm": False, "swiglu": False}, '
 # Beside it, offloaded checkpoints, in memory that is not pinned: pinning needs an accelerator.
 OFFLOADED = f'{ARGUMENT}=True, {ARGUMENT}_kwargs={{"offload": True, "use_reentrant": False}}, '
@@ -27,14 +30,18 @@ USED = '\nassert model.forward.__module__.startswith("liger_kernel.")\n'
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_fused_loss_of_liger_equals_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_loss_of_liger_equals_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fused loss of Liger trains as one process without it."""
     pytest.importorskip("liger_kernel", reason="needs pip install liger-kernel")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     write_model_and_documents(tmp_path)
     script = tmp_path / "train.py"
     *launch, _ = words_of(LAUNCH)
-    fused = script_of("docs/long_documents.md", 48).replace("max_steps=4, ", f"max_steps=4, {LIGER}{OFFLOADED}")
+    fused = script_of("docs/long_documents.md", 48).replace(
+        "max_steps=4, ", f"max_steps=4, {LIGER}{OFFLOADED}"
+    )
     script.write_text(UNPINNED + fused.replace("trainer.train()\n", f"trainer.train(){USED}"))
     run_program([*launch, str(script)], tmp_path, 140)
     ours = json.loads((tmp_path / "logged.json").read_text())

@@ -1,4 +1,6 @@
-"""Training goes on in a process in which torch.distributed has ended and started again, as it does after a failure."""
+"""Training goes on in a process in which torch.distributed has ended and started again, as it does
+after a failure.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ FAILURES = ["a batch without its documents", "a share of another rank", "a share
 
 
 def batch(rank: int, number: int, failure: str, fails: bool) -> dict[str, Any]:
-    """A micro-batch of a rank: packed documents, or a share; another than it should be if it `fails`."""
+    """A micro-batch of a rank: packed documents, or a share; another than it should be if it
+    `fails`.
+    """
     if "share" not in failure:
         lengths = LENGTHS[rank]
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -38,7 +42,9 @@ def batch(rank: int, number: int, failure: str, fails: bool) -> dict[str, Any]:
         whose = 1 - rank if fails and "rank" in failure else rank
         packed = dealing.make_share(DEALT, (0, number + (fails and "batch" in failure)), whose)
         positions = torch.from_numpy(packed.positions)[None]
-    ids = torch.randint(2, 61, positions.shape, generator=torch.Generator().manual_seed(10 * number + rank))
+    ids = torch.randint(
+        2, 61, positions.shape, generator=torch.Generator().manual_seed(10 * number + rank)
+    )
     return {"input_ids": ids, "position_ids": positions, "distca_documents": packed}
 
 
@@ -47,7 +53,11 @@ def losses(rank: int, failure: str, numbers: range, fails: bool) -> list[float]:
     model, seen = tiny_llama("distca"), []
     for number in numbers:
         loss = (
-            model(**batch(rank, number, failure, fails and rank == 1 and number >= 2), use_cache=False).logits.logsumexp(-1).sum()
+            model(
+                **batch(rank, number, failure, fails and rank == 1 and number >= 2), use_cache=False
+            )
+            .logits.logsumexp(-1)
+            .sum()
         )
         loss.backward()
         seen.append(loss.item())
@@ -56,11 +66,21 @@ def losses(rank: int, failure: str, numbers: range, fails: bool) -> list[float]:
 
 def begin_world(rank: int, store: str) -> None:
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, 2),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
 
 
-def fail_and_begin_again(rank: int, folder: str) -> dict[str, tuple[str, list[float], list[float], bool]]:
-    """Of each failure: the error, losses of the new world, those of a process that starts with it, and whether work moved."""
+def fail_and_begin_again(
+    rank: int, folder: str
+) -> dict[str, tuple[str, list[float], list[float], bool]]:
+    """Of each failure: the error, losses of the new world, those of a process that starts with it,
+    and whether work moved.
+    """
     found = {}
     for failure in FAILURES:
         hf_distca.configure(settings(measured_rates=True, timeout_seconds=20.0))
@@ -90,5 +110,7 @@ def test_new_world_knows_no_failure_of_the_last_one() -> None:
     for failure in FAILURES:
         for error, again, fresh, moved in (rank[failure] for rank in ranks):
             assert error.startswith(("DistCADesyncError", "LayoutError")), failure
-            torch.testing.assert_close(torch.tensor(again), torch.tensor(fresh), rtol=1e-5, atol=0.0, msg=failure)
+            torch.testing.assert_close(
+                torch.tensor(again), torch.tensor(fresh), rtol=1e-5, atol=0.0, msg=failure
+            )
             assert moved, failure

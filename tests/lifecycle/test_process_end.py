@@ -36,11 +36,14 @@ def ended(ranks: list[ForkServerProcess]) -> list[int | None]:
 
 
 def ends_with_a_late_thread(rank: int, folder: Path) -> None:
-    """A thread is late, as one of gloo's may be that has to let go of the last collective's tensors.
+    """A thread is late, as one of gloo's may be that has to let go of the last collective's
+    tensors.
 
-    The interpreter does not wait for it, and what a late thread of gloo does while the interpreter ends aborts the process.
+    The interpreter does not wait for it, and what a late thread of gloo does while the interpreter
+    ends aborts the process.
     """
-    patch.object(monitor, "_LATE_SECONDS", 1.0).start()  # the end of a fork takes a moment by itself
+    # The end of a fork takes a moment by itself.
+    patch.object(monitor, "_LATE_SECONDS", 1.0).start()
     join_world(rank, 2, folder / "store")
     last = threading.Event()
 
@@ -75,7 +78,9 @@ def ends_while_a_store_is_asked(rank: int, folder: Path) -> None:
     join_world(rank, 2, folder / "store")
     group = AttentionGroup.of(timeout_seconds=1.0)
     assert group.monitor is not None
-    patch.object(group.monitor, "_store", SlowStore(group.monitor._store, folder / f"{rank} came back")).start()
+    patch.object(
+        group.monitor, "_store", SlowStore(group.monitor._store, folder / f"{rank} came back")
+    ).start()
     group.monitor.give_up("a test", RuntimeError("nobody came"))
 
 
@@ -90,10 +95,16 @@ def ends_while_rows_are_compared(rank: int, folder: Path) -> None:
 
 
 def ends_where_no_thread_starts(rank: int, folder: Path) -> None:
-    """Python 3.12 starts no threads any more when functions for the end are called; the store is that of torchrun."""
+    """Python 3.12 starts no threads any more when functions for the end are called; the store is
+    that of torchrun.
+    """
 
     def refuse() -> None:
-        patch.object(threading.Thread, "start", side_effect=RuntimeError("no new thread at interpreter shutdown")).start()
+        patch.object(
+            threading.Thread,
+            "start",
+            side_effect=RuntimeError("no new thread at interpreter shutdown"),
+        ).start()
 
     store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), 2, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -102,15 +113,25 @@ def ends_where_no_thread_starts(rank: int, folder: Path) -> None:
     ends_while_rows_are_compared(rank, folder)
 
 
-@pytest.mark.parametrize("ends", [ends_while_a_store_is_asked, ends_while_rows_are_compared, ends_where_no_thread_starts])
-def test_threads_of_ours_come_back_before_the_end(ends: Callable[[int, Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ends", [ends_while_a_store_is_asked, ends_while_rows_are_compared, ends_where_no_thread_starts]
+)
+def test_threads_of_ours_come_back_before_the_end(
+    ends: Callable[[int, Path], None], tmp_path: Path
+) -> None:
     """One that comes back from a call of torch while the interpreter ends aborts the process."""
     with create_server(("127.0.0.1", 0)) as listening:
         (tmp_path / "port").write_text(str(listening.getsockname()[1]))
     assert ended([forks.start(ends, rank, tmp_path) for rank in range(2)]) == [0, 0]
-    assert sorted(path.name for path in tmp_path.glob("*came back")) == ["0 came back", "1 came back"]
+    assert sorted(path.name for path in tmp_path.glob("*came back")) == [
+        "0 came back",
+        "1 came back",
+    ]
 
 
 def test_threads_that_are_late_come_before_the_end(tmp_path: Path) -> None:
-    assert ended([forks.start(ends_with_a_late_thread, rank, tmp_path) for rank in range(2)]) == [0, 0]
+    assert ended([forks.start(ends_with_a_late_thread, rank, tmp_path) for rank in range(2)]) == [
+        0,
+        0,
+    ]
     assert sorted(path.name for path in tmp_path.glob("*let go")) == ["0 let go", "1 let go"]

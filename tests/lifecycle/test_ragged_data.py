@@ -1,4 +1,6 @@
-"""Data that does not divide by ranks and batches, data without a length, and runs that end early."""
+"""Data that does not divide by ranks and batches, data without a length, and runs that end
+early.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,13 @@ def train(
     rank: int, implementation: str, stream: bool, arguments: dict[str, Any], ahead: bool = False
 ) -> tuple[list[float], int, float]:
     kind = PlanningTrainer if ahead else Trainer
-    trainer = make_trainer(implementation, Stream() if stream else single_documents(), kind=kind, bf16=False, **arguments)
+    trainer = make_trainer(
+        implementation,
+        Stream() if stream else single_documents(),
+        kind=kind,
+        bf16=False,
+        **arguments,
+    )
     trainer.train()
     return losses(trainer), dispatches(), trainer.state.epoch
 
@@ -46,14 +54,30 @@ def train(
         [
             (False, {"num_train_epochs": 2, "per_device_train_batch_size": 2}),
             (False, {"num_train_epochs": 2, "gradient_accumulation_steps": 3}),
-            (False, {"num_train_epochs": 2, "per_device_train_batch_size": 3, "dataloader_drop_last": True}),
-            (True, {"max_steps": 5, "per_device_train_batch_size": 2, "accelerator_config": {"dispatch_batches": False}}),
+            (
+                False,
+                {
+                    "num_train_epochs": 2,
+                    "per_device_train_batch_size": 3,
+                    "dataloader_drop_last": True,
+                },
+            ),
+            (
+                True,
+                {
+                    "max_steps": 5,
+                    "per_device_train_batch_size": 2,
+                    "accelerator_config": {"dispatch_batches": False},
+                },
+            ),
         ],
         4,
     ),
     ids=["last batch uneven", "last accumulation short", "last batch dropped", "stream"],
 )
-def test_ragged_epochs(rank_pool: Callable[[int], RankPool], stream: bool, arguments: dict[str, Any]) -> None:
+def test_ragged_epochs(
+    rank_pool: Callable[[int], RankPool], stream: bool, arguments: dict[str, Any]
+) -> None:
     pool = rank_pool(2)
     ours, theirs = (pool(train, name, stream, arguments) for name in ("distca", "sdpa"))
     for (run, moved, epoch), (plain, _, plain_epoch) in zip(ours, theirs, strict=True):
@@ -61,7 +85,9 @@ def test_ragged_epochs(rank_pool: Callable[[int], RankPool], stream: bool, argum
         assert epoch == plain_epoch
         assert len(run) >= 4
         assert run == pytest.approx(plain, rel=1e-4)
-    assert pool(train, "distca", stream, arguments, True) == ours, "planned ahead it is the same run"
+    assert pool(train, "distca", stream, arguments, True) == ours, (
+        "planned ahead it is the same run"
+    )
 
 
 def dispatched(rank: int, arguments: dict[str, Any]) -> str:
@@ -74,10 +100,15 @@ def dispatched(rank: int, arguments: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"remove_unused_columns": True}, {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 2}],
+    [
+        {"remove_unused_columns": True},
+        {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 2},
+    ],
     ids=["default settings", "split batches"],
 )
-def test_dispatched_batches_are_refused_on_every_rank(rank_pool: Callable[[int], RankPool], arguments: dict[str, Any]) -> None:
+def test_dispatched_batches_are_refused_on_every_rank(
+    rank_pool: Callable[[int], RankPool], arguments: dict[str, Any]
+) -> None:
     for message in rank_pool(2)(dispatched, arguments):
         assert 'accelerator_config={"dispatch_batches": False}' in message
 
@@ -85,7 +116,9 @@ def test_dispatched_batches_are_refused_on_every_rank(rank_pool: Callable[[int],
 def dispatched_without_the_callback(rank: int, lengths: tuple[int, ...]) -> str:
     """What rank 0 says of it, where nothing of hf_distca looks at the loader."""
     stream = [{"input_ids": [7] * length} for length in lengths]
-    trainer = make_trainer("distca", datasets.IterableDataset.from_generator(lambda: iter(stream)), max_steps=2)
+    trainer = make_trainer(
+        "distca", datasets.IterableDataset.from_generator(lambda: iter(stream)), max_steps=2
+    )
     trainer.remove_callback(hf_distca.DistCACallback)
     if rank:  # it waits for rank 0, in torch
         return ""
@@ -117,9 +150,13 @@ def numbered(numbers: Sequence[int]) -> Iterator[Row]:
 
 
 def read(rank: int, numbers: Sequence[int]) -> tuple[int, list[int]]:
-    """How many shards a stream has, and the first tokens of the documents that this rank trains on."""
+    """How many shards a stream has, and the first tokens of the documents that this rank trains
+    on.
+    """
     stream = datasets.IterableDataset.from_generator(numbered, gen_kwargs={"numbers": numbers})
-    trainer = make_trainer("distca", stream, max_steps=4, accelerator_config={"dispatch_batches": False})
+    trainer = make_trainer(
+        "distca", stream, max_steps=4, accelerator_config={"dispatch_batches": False}
+    )
     firsts: list[int] = []
 
     def pack(features: Sequence[Row]) -> dict[str, Any]:
@@ -131,22 +168,34 @@ def read(rank: int, numbers: Sequence[int]) -> tuple[int, list[int]]:
     return stream.num_shards, firsts
 
 
-@pytest.mark.parametrize("numbers", [list(range(2, 10)), tuple(range(2, 10))], ids=["8 shards", "1 shard"])
-def test_each_rank_gets_its_share_of_a_stream(rank_pool: Callable[[int], RankPool], numbers: Sequence[int]) -> None:
-    """datasets makes a shard of each item of a list; accelerate deals out shards where there are enough, else documents."""
+@pytest.mark.parametrize(
+    "numbers", [list(range(2, 10)), tuple(range(2, 10))], ids=["8 shards", "1 shard"]
+)
+def test_each_rank_gets_its_share_of_a_stream(
+    rank_pool: Callable[[int], RankPool], numbers: Sequence[int]
+) -> None:
+    """datasets makes a shard of each item of a list; accelerate deals out shards where there are
+    enough, else documents.
+    """
     (shards, first), (_, second) = rank_pool(2)(read, numbers)
     assert shards == (len(numbers) if isinstance(numbers, list) else 1)
     assert sorted(first + second) == list(numbers)
     assert len(first) == len(second)
 
 
-def stop_early(rank: int, implementation: str, folder: str) -> tuple[list[float], int, float | None]:
+def stop_early(
+    rank: int, implementation: str, folder: str
+) -> tuple[list[float], int, float | None]:
     trainer = make_trainer(
         implementation,
         rows(16),
         folder=folder,
         eval_dataset=rows(3),
-        callbacks=[EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=float(VOCABULARY))],
+        callbacks=[
+            EarlyStoppingCallback(
+                early_stopping_patience=1, early_stopping_threshold=float(VOCABULARY)
+            )
+        ],
         bf16=False,
         max_steps=8,
         eval_strategy="steps",

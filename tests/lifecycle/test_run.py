@@ -1,4 +1,6 @@
-"""`hf-distca run` and `python -m hf_distca.run` in front of a script that knows nothing of hf_distca."""
+"""`hf-distca run` and `python -m hf_distca.run` in front of a script that knows nothing of
+hf_distca.
+"""
 
 from __future__ import annotations
 
@@ -104,9 +106,13 @@ def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
 
 def test_under_a_launcher(script: Path, tmp_path: Path) -> None:
-    launch, command, *rest = words_of("accelerate launch -m hf_distca.run train.py --attn_implementation distca")
+    launch, command, *rest = words_of(
+        "accelerate launch -m hf_distca.run train.py --attn_implementation distca"
+    )
     config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
-    scripts.run([launch, command, "--config_file", config, *rest, "--output", str(tmp_path)], script.parent)
+    scripts.run(
+        [launch, command, "--config_file", config, *rest, "--output", str(tmp_path)], script.parent
+    )
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["world"] == 2
     assert seen["attention"] == "distca"
@@ -115,18 +121,26 @@ def test_under_a_launcher(script: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_what_a_command_starts_afresh_runs_under_distca(script: Path, tmp_path: Path) -> None:
-    """Real interpreters: ours, the command's, accelerate's launcher, two ranks. The script has no attention given."""
+    """Real interpreters: ours, the command's, accelerate's launcher, two ranks. The script has no
+    attention given.
+    """
     starter = Path(__file__).with_name("starts_accelerate.py")
-    (tmp_path / "distca.yaml").write_text("tolerance: 0.1\ntokens_per_rank: 4\ncost_model: profile.json\n")
+    (tmp_path / "distca.yaml").write_text(
+        "tolerance: 0.1\ntokens_per_rank: 4\ncost_model: profile.json\n"
+    )
     (tmp_path / "profile.json").write_text(Profile.load("xeon_1_thread").to_json())
     config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     (hidden / "sitecustomize.py").write_text("import sys\nsys.was_customized = True\n")
-    program, *ours = words_of("hf-distca run --attn-implementation distca accelerate launch train.py")[:-3]
+    program, *ours = words_of(
+        "hf-distca run --attn-implementation distca accelerate launch train.py"
+    )[:-3]
     ours += words_of("hf-distca run --config distca.yaml accelerate launch train.py")[2:-3]
     command = [*ours, str(starter), config, str(script), "--output", str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])
+    }
     done = subprocess.run(
         [str(Path(sys.executable).with_name(program)), *command],
         env=environment,
@@ -145,14 +159,25 @@ def test_what_a_command_starts_afresh_runs_under_distca(script: Path, tmp_path: 
 
 def test_command_line_overrides_a_file_of_settings(script: Path, tmp_path: Path) -> None:
     """On two ranks of accelerate's, each of which reads the file."""
-    command = words_of("hf-distca run --config distca.yaml --set balance=false --tokens-per-rank 8192 accelerate launch train.py")
+    command = words_of(
+        "hf-distca run --config distca.yaml --set balance=false --tokens-per-rank 8192 accelerate"
+        " launch train.py"
+    )
     _, _, *ours, launcher, verb, _ = command
-    settings = ("attn_implementation: distca", "tokens_per_rank: 3", "collator: replace", "tolerance: 0.1", "balance: true")
+    settings = (
+        "attn_implementation: distca",
+        "tokens_per_rank: 3",
+        "collator: replace",
+        "tolerance: 0.1",
+        "balance: true",
+    )
     (script.parent / "distca.yaml").write_text("\n".join(settings))
     ours[ours.index("8192")] = "4"
     config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
     launch = [launcher, verb, "--config_file", config, "-m", "hf_distca.run"]
-    said = scripts.run([*launch, *ours, script.name, "--own_collator", "--output", str(tmp_path)], script.parent)
+    said = scripts.run(
+        [*launch, *ours, script.name, "--own_collator", "--output", str(tmp_path)], script.parent
+    )
     assert "hf_distca.deal puts PackingCollator in the place of collate" in said
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert (seen["world"], seen["attention"]) == (2, "distca")
@@ -163,13 +188,37 @@ def test_command_line_overrides_a_file_of_settings(script: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("written", "words", "said"),
     [
-        ("pingpong: true", [], "distca.yaml: there is no setting 'pingpong'; the nearest is 'ping_pong'."),
+        (
+            "pingpong: true",
+            [],
+            "distca.yaml: there is no setting 'pingpong'; the nearest is 'ping_pong'.",
+        ),
         ("nosuch: 1", [], "distca.yaml: there is no setting 'nosuch'; there are balance, "),
-        ('tokens_per_rank: "2048"', [], "tokens_per_rank='2048' must be a whole number. It is text: leave its quotes out."),
-        ("token_per_rank: 8", [], "distca.yaml: there is no setting 'token_per_rank'; the nearest is 'tokens_per_rank'."),
-        ("tokens_per_rank: many", [], "distca.yaml: tokens_per_rank='many' must be a whole number."),
-        ("attn_implementation: sdpa", [], "distca.yaml: attn_implementation='sdpa' must be 'distca'."),
-        ("instead_of: flex_attention", [], "distca.yaml: distca cannot stand in for 'flex_attention'"),
+        (
+            'tokens_per_rank: "2048"',
+            [],
+            "tokens_per_rank='2048' must be a whole number. It is text: leave its quotes out.",
+        ),
+        (
+            "token_per_rank: 8",
+            [],
+            "distca.yaml: there is no setting 'token_per_rank'; the nearest is 'tokens_per_rank'.",
+        ),
+        (
+            "tokens_per_rank: many",
+            [],
+            "distca.yaml: tokens_per_rank='many' must be a whole number.",
+        ),
+        (
+            "attn_implementation: sdpa",
+            [],
+            "distca.yaml: attn_implementation='sdpa' must be 'distca'.",
+        ),
+        (
+            "instead_of: flex_attention",
+            [],
+            "distca.yaml: distca cannot stand in for 'flex_attention'",
+        ),
         ("summary: 3", [], "distca.yaml: summary=3 must be True or False."),
         ("collator: mine", [], "distca.yaml: collator='mine' must be 'check' or 'replace'."),
         ("tile: 8", ["--set", "tile=0"], "--set: tile=0 must be at least 1"),
@@ -180,7 +229,11 @@ def test_command_line_overrides_a_file_of_settings(script: Path, tmp_path: Path)
     ],
 )
 def test_wrong_settings_end_in_one_line_before_a_start(
-    written: str | None, words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    written: str | None,
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Wrong settings are said in one line before anything starts."""
     monkeypatch.chdir(tmp_path)
@@ -200,15 +253,21 @@ def test_the_script_may_set_what_it_likes_itself(tmp_path: Path) -> None:
         "print(current_session().config.tolerance)\n"
         "print(hf_distca.configure(hf_distca.DistCAConfig(tile=8)).tolerance)\n"
     )
-    said = scripts.run([*words_of("python -m hf_distca.run"), "--config", "distca.yaml", "train.py"], tmp_path)
+    said = scripts.run(
+        [*words_of("python -m hf_distca.run"), "--config", "distca.yaml", "train.py"], tmp_path
+    )
     assert said.splitlines()[-2:] == ["0.1", "0.01"]
 
 
 @pytest.mark.parametrize("given", [[], ["--attn_implementation", "eager"]])
-def test_the_default_leaves_a_named_attention_alone(given: list[str], script: Path, tmp_path: Path) -> None:
+def test_the_default_leaves_a_named_attention_alone(
+    given: list[str], script: Path, tmp_path: Path
+) -> None:
     options = ["--attn-implementation", "distca", str(script), "--output", str(tmp_path), *given]
     scripts.run([*words_of("python -m hf_distca.run"), *options], tmp_path)
-    assert json.loads((tmp_path / "seen.json").read_text())["attention"] == (given[-1] if given else "distca")
+    assert json.loads((tmp_path / "seen.json").read_text())["attention"] == (
+        given[-1] if given else "distca"
+    )
 
 
 @pytest.mark.slow
@@ -229,34 +288,53 @@ models = [
 ]
 print([model.config._attn_implementation for model in models])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+    )
     assert done.stdout.strip() == "['distca', 'distca', 'sdpa', 'eager']"
     assert "leaves mpt models" in done.stderr
 
 
 def test_the_script_gets_its_arguments_and_gives_its_status(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import sys\nif 'fail' in sys.argv:\n    raise ValueError('no')\nprint(sys.argv[1:])\nsys.exit(3)")
+    script.write_text(
+        "import sys\nif 'fail' in sys.argv:\n    raise"
+        " ValueError('no')\nprint(sys.argv[1:])\nsys.exit(3)"
+    )
     program = str(Path(sys.executable).with_name("hf-distca"))
     for arguments, status, said in (
         (["--help", "-x", "--", "a"], 3, "['--help', '-x', '--', 'a']"),
         (["fail"], 1, "ValueError: no"),
     ):
-        done = subprocess.run([program, "run", str(script), *arguments], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [program, "run", str(script), *arguments], capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == status
         assert said in done.stdout + done.stderr
-    missing = subprocess.run([program, "run", "none.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    missing = subprocess.run(
+        [program, "run", "none.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     assert missing.returncode == 2
     assert missing.stderr.count("\n") == 1
     assert f"there is no file 'none.py' in {tmp_path}" in missing.stderr
 
 
-def distca_run(*words: str | Path, folder: Path, path: str = "", **changes: str) -> subprocess.CompletedProcess[str]:
+def distca_run(
+    *words: str | Path, folder: Path, path: str = "", **changes: str
+) -> subprocess.CompletedProcess[str]:
     """`hf-distca run` with these words, in an interpreter of its own."""
     program = str(Path(sys.executable).with_name("hf-distca"))
     environment = os.environ | {"PATH": os.pathsep.join([path, os.environ["PATH"]])} | changes
     command = [program, "run", *map(str, words)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def executable(path: Path, *lines: str) -> Path:
@@ -266,7 +344,9 @@ def executable(path: Path, *lines: str) -> Path:
     return path
 
 
-def test_a_path_is_that_file_and_a_name_is_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_that_file_and_a_name_is_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in a shell: what others put into the current folder is not run for a command's name."""
     here, commands = tmp_path / "here", tmp_path / "commands"
     for name in ("tool", "train.sh", "other"):
@@ -288,14 +368,20 @@ def test_a_path_is_that_file_and_a_name_is_a_command(tmp_path: Path, monkeypatch
     ):
         assert find_command(word).samefile(path), word
     for word in ("other", "train.sh"):
-        with pytest.raises(FileNotFoundError, match=rf"no command '{word}' on the PATH.* The file in this folder is \./{word}\."):
+        with pytest.raises(
+            FileNotFoundError,
+            match=rf"no command '{word}' on the PATH.* The file in this folder is \./{word}\.",
+        ):
             find_command(word)
 
 
 def test_a_script_that_names_no_shell_runs_in_one(tmp_path: Path) -> None:
     """As bash runs it, with what holds for the Python processes that it starts."""
     script = tmp_path / "train.sh"
-    script.write_text(f"echo $1 $BASH_VERSION; {sys.executable} -c 'import sitecustomize as s; print(s.__file__)'; exit 3\n")
+    script.write_text(
+        f"echo $1 $BASH_VERSION; {sys.executable} -c 'import sitecustomize as s;"
+        " print(s.__file__)'; exit 3\n"
+    )
     script.chmod(0o755)
     done = distca_run("./train.sh", "argument", folder=tmp_path)
     assert done.returncode == 3, done.stderr
@@ -303,7 +389,9 @@ def test_a_script_that_names_no_shell_runs_in_one(tmp_path: Path) -> None:
     assert "child_start" in done.stdout
 
 
-def test_what_cannot_be_run_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_run_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     (tmp_path / "plain.sh").write_text("echo")
@@ -336,7 +424,12 @@ def test_a_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["open('no such file')", "raise EOFError('no more')", "raise BrokenPipeError(32, 'nobody reads')"]
+    "wrong",
+    [
+        "open('no such file')",
+        "raise EOFError('no more')",
+        "raise BrokenPipeError(32, 'nobody reads')",
+    ],
 )
 def test_an_error_of_the_script_is_told_by_the_script(wrong: str, tmp_path: Path) -> None:
     """Also one that stands for something else where command lines are parsed."""
@@ -357,7 +450,9 @@ def test_a_signal_ends_the_command_too(stop: signal.Signals, tmp_path: Path) -> 
     command_line = [program, "run", "./long.sh"]
     # Whoever runs the tests in the background may ignore interrupts, and children inherit that.
     heeding = partial(signal.signal, stop, signal.SIG_DFL)
-    with subprocess.Popen(command_line, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, preexec_fn=heeding) as process:
+    with subprocess.Popen(
+        command_line, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, preexec_fn=heeding
+    ) as process:
         assert process.stdout is not None
         command = int(process.stdout.readline())
         process.send_signal(stop)
@@ -371,7 +466,8 @@ def test_a_signal_ends_the_command_too(stop: signal.Signals, tmp_path: Path) -> 
 def test_an_interrupt_is_the_scripts(module: bool, tmp_path: Path) -> None:
     """It can clean up, and what it leaves alone ends it."""
     (tmp_path / "script.py").write_text(
-        "import time\ntry:\n    print('begun', flush=True)\n    time.sleep(100)\nfinally:\n    print('cleaned up', flush=True)\n"
+        "import time\ntry:\n    print('begun', flush=True)\n    time.sleep(100)\nfinally:\n   "
+        " print('cleaned up', flush=True)\n"
     )
     words = ["-m", "script"] if module else ["script.py"]
     heeding = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
@@ -406,15 +502,21 @@ def test_a_signal_leaves_no_rank_of_a_launcher_behind(stop: signal.Signals, tmp_
     program, *ours = words_of("hf-distca run --config distca.yaml accelerate launch train.py")
     (tmp_path / "distca.yaml").write_text("tile: 64")
     ours[-1:-1] = ["--config_file", str(ROOT / "configs/accelerate/cpu_2_processes.yaml")]
-    heeding = partial(signal.signal, stop, signal.default_int_handler if stop == signal.SIGINT else signal.SIG_DFL)
+    heeding = partial(
+        signal.signal, stop, signal.default_int_handler if stop == signal.SIGINT else signal.SIG_DFL
+    )
     command = [str(Path(sys.executable).with_name(program)), *ours]
     ranks = [tmp_path / "0", tmp_path / "1"]
-    with subprocess.Popen(command, cwd=tmp_path, preexec_fn=heeding, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command, cwd=tmp_path, preexec_fn=heeding, stderr=subprocess.DEVNULL
+    ) as process:
         try:
             wait_for(lambda: all(rank.is_file() and rank.read_text() for rank in ranks), 90)
             process.send_signal(stop)
             assert process.wait(30) != 0
-            wait_for(lambda: not any(Path("/proc", rank.read_text()).exists() for rank in ranks), 10)
+            wait_for(
+                lambda: not any(Path("/proc", rank.read_text()).exists() for rank in ranks), 10
+            )
         finally:
             process.kill()
             for rank in ranks:
@@ -430,21 +532,37 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def test_what_children_begin_with_lies_in_the_package(tmp_path: Path) -> None:
-    """Processes that outlive the run keep it in PYTHONPATH: it has to lie where nobody else can put something."""
+    """Processes that outlive the run keep it in PYTHONPATH: it has to lie where nobody else can put
+    something.
+    """
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     (hidden / "sitecustomize.py").write_text("import sys\nsys.was_customized = True\n")
-    child = "import os, sys, hf_distca.run as r; print(sys.was_customized, r.Options.read(os.environ), os.environ['PYTHONPATH'])"
+    child = (
+        "import os, sys, hf_distca.run as r; print(sys.was_customized, r.Options.read(os.environ),"
+        " os.environ['PYTHONPATH'])"
+    )
     executable(tmp_path / "starts.sh", f'exec {sys.executable} -c "{child}"')
     before = os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])
-    options = ["--attn-implementation", "distca", "--no-summary", "--instead-of", "sdpa", "--tokens-per-rank", "64"]
+    options = [
+        "--attn-implementation",
+        "distca",
+        "--no-summary",
+        "--instead-of",
+        "sdpa",
+        "--tokens-per-rank",
+        "64",
+    ]
     options += ["--set", "tile=64"]
-    done = distca_run(*options, "./starts.sh", folder=tmp_path, TMPDIR=str(tmp_path / "none"), PYTHONPATH=before)
+    done = distca_run(
+        *options, "./starts.sh", folder=tmp_path, TMPDIR=str(tmp_path / "none"), PYTHONPATH=before
+    )
     package = Path(hf_distca.__file__).parent
     customized, begun = done.stdout.split(maxsplit=1)[0], done.stdout.partition(" ")[2]
     assert customized == "True", done.stderr
     assert begun.startswith(
-        "Options(attn_implementation='distca', summary=False, instead_of='sdpa', tokens_per_rank=64, settings={'tile': 64}, "
+        "Options(attn_implementation='distca', summary=False, instead_of='sdpa',"
+        " tokens_per_rank=64, settings={'tile': 64}, "
     )
     added = begun.split()[-1].removesuffix(before).rstrip(os.pathsep).split(os.pathsep)
     assert all(Path(path).is_relative_to(package) for path in added), added

@@ -21,7 +21,9 @@ from turns import in_turn
 
 
 def batch(rank: int, seed: int = 0) -> dict[str, Any]:
-    return hf_distca.PackingCollator()([{"documents": documents(*((96,), (24, 1, 23, 24, 24))[rank], seed=seed)}])
+    return hf_distca.PackingCollator()(
+        [{"documents": documents(*((96,), (24, 1, 23, 24, 24))[rank], seed=seed)}]
+    )
 
 
 class Switch(TrainerCallback):
@@ -30,13 +32,17 @@ class Switch(TrainerCallback):
     def __init__(self, names: dict[int, str]) -> None:
         self.names, self.moved = names, []
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         if state.global_step in self.names:
             model.set_attn_implementation(self.names[state.global_step])
             self.moved.append(dispatches())
 
 
-def switch(rank: int, names: dict[int, str], ping_pong: bool) -> tuple[list[float], list[int], list[int]]:
+def switch(
+    rank: int, names: dict[int, str], ping_pong: bool
+) -> tuple[list[float], list[int], list[int]]:
     callback = Switch(names)
     trainer = make_trainer(
         "sdpa",
@@ -53,7 +59,9 @@ def switch(rank: int, names: dict[int, str], ping_pong: bool) -> tuple[list[floa
 
 
 @pytest.mark.parametrize("ping_pong", in_turn([False, True], 2))
-def test_attention_is_switched_in_the_middle_of_a_run(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
+def test_attention_is_switched_in_the_middle_of_a_run(
+    rank_pool: Callable[[int], RankPool], ping_pong: bool
+) -> None:
     pool = rank_pool(2)
     ours, theirs = pool(switch, {2: "distca", 4: "sdpa"}, ping_pong), pool(switch, {}, ping_pong)
     for (run, moved, reported), (plain, *_) in zip(ours, theirs, strict=True):
@@ -64,8 +72,12 @@ def test_attention_is_switched_in_the_middle_of_a_run(rank_pool: Callable[[int],
         assert reported == [3, 4], "the steps under distca, and no others"
 
 
-def preferences(rank: int, policy_name: str, reference_name: str, mode: str, ping_pong: bool) -> tuple[list[float], int]:
-    """Two steps of a loss on two batches, each seen by a policy and by a reference of other sizes, in turns."""
+def preferences(
+    rank: int, policy_name: str, reference_name: str, mode: str, ping_pong: bool
+) -> tuple[list[float], int]:
+    """Two steps of a loss on two batches, each seen by a policy and by a reference of other sizes,
+    in turns.
+    """
     hf_distca.configure(settings(ping_pong=ping_pong))
     policy = DistributedDataParallel(tiny_llama(policy_name))
     reference = tiny_llama(reference_name, seed=1, layers=3, heads=2)
@@ -122,11 +134,20 @@ def around_the_start(rank: int, store: str, used_before: bool) -> list[int]:
     dist.destroy_process_group()
     torch.testing.assert_close(gradients(model, rank), wanted, rtol=1e-4, atol=1e-6)
     moved.append(dispatches())
-    loss = model(**batch(rank), use_cache=False).loss  # alone forward, and backward when the group is there
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=datetime.timedelta(0, 60))
+    # Alone forward, and backward when the group is there.
+    loss = model(**batch(rank), use_cache=False).loss
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, 2),
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(0, 60),
+    )
     model.zero_grad()
     loss.backward()
-    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        [parameter.grad for parameter in model.parameters()], wanted, rtol=1e-4, atol=1e-6
+    )
     moved.append(dispatches())
     torch.testing.assert_close(gradients(model, rank), wanted, rtol=1e-4, atol=1e-6)
     return [*moved, dispatches()]
@@ -136,6 +157,8 @@ def around_the_start(rank: int, store: str, used_before: bool) -> list[int]:
 def test_a_model_is_used_before_the_process_group_starts(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, used_before: bool
 ) -> None:
-    for with_group, alone, begun_alone, together in rank_pool(2)(around_the_start, str(tmp_path / "store"), used_before):
+    for with_group, alone, begun_alone, together in rank_pool(2)(
+        around_the_start, str(tmp_path / "store"), used_before
+    ):
         assert (with_group > 0) == used_before
         assert with_group == alone == begun_alone < together

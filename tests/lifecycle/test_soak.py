@@ -1,4 +1,6 @@
-"""Many steps of random batches: nothing grows, every loss is that of plain attention, and a seed gives the same bits again."""
+"""Many steps of random batches: nothing grows, every loss is that of plain attention, and a seed
+gives the same bits again.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,17 @@ class Soak:
         """Note what the process holds now."""
         gc.collect()
         self.resident_bytes.append(int(Path("/proc/self/statm").read_text().split()[1]) * PAGE)
-        self.tensors.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+        self.tensors.append(
+            sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+        )
         self.threads.append(threading.active_count() + len(list(Path("/proc/self/task").iterdir())))
         self.descriptors.append(len(list(Path("/proc/self/fd").iterdir())))
 
 
 def draw_batch(draw: random.Random) -> dict[str, Any]:
-    """Documents of 1 to 96 tokens in a row, many of a single token; one rank in ten has none, only padding."""
+    """Documents of 1 to 96 tokens in a row, many of a single token; one rank in ten has none, only
+    padding.
+    """
     if draw.random() < 0.1:
         padding = torch.zeros(1, draw.randint(1, 8), dtype=torch.long)
         return {"input_ids": padding, "attention_mask": padding, "position_ids": padding}
@@ -61,14 +67,21 @@ def draw_batch(draw: random.Random) -> dict[str, Any]:
 
 
 def summed_loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """Of every token that has a next one in its document: a sum, so that rows without targets count as nothing."""
+    """Of every token that has a next one in its document: a sum, so that rows without targets count
+    as nothing.
+    """
     logits = model(**batch, use_cache=False).logits[0]
     follows = (batch["position_ids"][0, 1:] > 0).nonzero()[:, 0]
-    return cross_entropy(logits[follows], batch["input_ids"][0, 1:][follows], reduction="sum") + 0.0 * logits.sum()
+    return (
+        cross_entropy(logits[follows], batch["input_ids"][0, 1:][follows], reduction="sum")
+        + 0.0 * logits.sum()
+    )
 
 
 def soak(rank: int, implementation: str, seed: int, steps: int) -> Soak:
-    """Train for some steps; all that is random comes from the seed, and from the rank where ranks differ."""
+    """Train for some steps; all that is random comes from the seed, and from the rank where ranks
+    differ.
+    """
     hf_distca.configure(settings(measured_rates=False))  # measured rates depend on the clock
     same, apart = random.Random(seed), random.Random(f"{seed} {rank}")
     model = tiny_llama(implementation)
@@ -84,7 +97,8 @@ def soak(rank: int, implementation: str, seed: int, steps: int) -> Soak:
         total = torch.zeros(())
         for _ in range(same.randint(1, 3)):
             batch = draw_batch(apart)
-            if implementation == "sdpa":  # it takes no documents, and a row of padding alone gives it no scores at all
+            # It takes no documents, and a row of padding alone gives it no scores at all.
+            if implementation == "sdpa":
                 batch.pop("distca_documents", None)
                 batch.pop("attention_mask", None)
             loss = summed_loss(model, batch) / 100
@@ -113,16 +127,22 @@ def assert_equal_training(ours: list[Soak], again: list[Soak], plain: list[Soak]
         assert first.losses == pytest.approx(reference.losses, rel=1e-4, abs=1e-5)
 
 
-def test_seed_repeats_bits_and_losses_of_plain_attention(rank_pool: Callable[[int], RankPool]) -> None:
+def test_seed_repeats_bits_and_losses_of_plain_attention(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     """A seed gives the same bits again and the losses of plain attention."""
     pool = rank_pool(2)
-    assert_equal_training(*(pool(soak, implementation, 1, 6) for implementation in ("distca", "distca", "sdpa")))
+    assert_equal_training(
+        *(pool(soak, implementation, 1, 6) for implementation in ("distca", "distca", "sdpa"))
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_thousand_steps_of_random_batches_leave_nothing_behind() -> None:
-    ours, again, plain = (run_apart(implementation, 1000) for implementation in ("distca", "distca", "sdpa"))
+    ours, again, plain = (
+        run_apart(implementation, 1000) for implementation in ("distca", "distca", "sdpa")
+    )
     assert_equal_training(ours, again, plain)
     for seen in (*ours, *again):
         print(  # noqa: T201  (shown by pytest -s: the figures that the assertions below bound)
@@ -131,7 +151,8 @@ def test_a_thousand_steps_of_random_batches_leave_nothing_behind() -> None:
         )
         warm = round(WARM_UP * len(seen.resident_bytes))
         assert max(seen.resident_bytes[warm:]) <= 1.01 * seen.resident_bytes[warm]
-        assert max(seen.tensors[warm:]) <= max(seen.tensors[:warm])  # some batches leave a few until the next
+        # Some batches leave a few until the next.
+        assert max(seen.tensors[warm:]) <= max(seen.tensors[:warm])
         assert len(set(seen.threads[warm:])) == 1
         assert len(set(seen.descriptors[warm:])) == 1
 

@@ -1,4 +1,6 @@
-"""`trl sft` without a changed line: documents longer than a rank, dealt in the processes that the command starts."""
+"""`trl sft` without a changed line: documents longer than a rank, dealt in the processes that the
+command starts.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,21 @@ output_dir: out
 
 
 def write_rows(folder: Path, prompts: bool) -> None:
-    """The model, its tokenizer and the documents: as text, or as prompts of a third and completions."""
+    """The model, its tokenizer and the documents: as text, or as prompts of a third and
+    completions.
+    """
     write_model_and_documents(folder)
     (folder / "data").mkdir()
     rows = folder / "data" / "train.jsonl"
     (folder / "documents.jsonl").rename(rows)
     if prompts:
-        halves = [(ids[: len(ids) // 3 + 1], ids[len(ids) // 3 + 1 :]) for ids in documents(*LENGTHS)]
-        lines = [{"prompt": " ".join(map(str, first)), "completion": " " + " ".join(map(str, rest))} for first, rest in halves]
+        halves = [
+            (ids[: len(ids) // 3 + 1], ids[len(ids) // 3 + 1 :]) for ids in documents(*LENGTHS)
+        ]
+        lines = [
+            {"prompt": " ".join(map(str, first)), "completion": " " + " ".join(map(str, rest))}
+            for first, rest in halves
+        ]
         rows.write_text("\n".join(map(json.dumps, lines)))
 
 
@@ -63,7 +72,9 @@ def test_trl_sft_trains_as_one_process_does(prompts: bool, tmp_path: Path) -> No
     ours, said = trained(["48" if word == "16384" else word for word in words], tmp_path)
     assert "to 2 ranks with 48 tokens each" in said
     alone = ["--num_processes", "1", "--attn_implementation", "sdpa", "--config", "sft.yaml"]
-    theirs, said = trained(["hf-distca", "run", "--tokens-per-rank", "96", "trl", "sft", *alone], tmp_path)
+    theirs, said = trained(
+        ["hf-distca", "run", "--tokens-per-rank", "96", "trl", "sft", *alone], tmp_path
+    )
     assert "to 1 rank with 96 tokens" in said
     assert len(theirs) == 8
     assert ours == pytest.approx(theirs, rel=1e-5)

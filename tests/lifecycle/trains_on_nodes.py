@@ -1,6 +1,8 @@
-"""A user's script, which trains a tiny model on dealt documents: `train.py` of the page on clusters.
+"""A user's script, which trains a tiny model on dealt documents: `train.py` of the page on
+clusters.
 
-Arguments are settings as NAME=VALUE, max_steps, and ddp_timeout, which the Trainer itself would not heed on CPUs.
+Arguments are settings as NAME=VALUE, max_steps, and ddp_timeout, which the Trainer itself would not
+heed on CPUs.
 """
 
 from __future__ import annotations
@@ -22,14 +24,22 @@ LENGTHS = (200, 7, 1, 33, 90, 64, 12, 150, 5, 80)
 
 
 def main() -> None:
-    given: dict[str, Any] = {name: int(value) for name, value in (word.split("=") for word in sys.argv[1:])}
+    given: dict[str, Any] = {
+        name: int(value) for name, value in (word.split("=") for word in sys.argv[1:])
+    }
     disable_progress_bars()
     if "ddp_timeout" in given:
         dist.init_process_group("gloo", timeout=timedelta(seconds=given.pop("ddp_timeout")))
-    options = {"output_dir": tempfile.gettempdir(), "max_steps": given.pop("max_steps", 4), "learning_rate": 1e-2}
+    options = {
+        "output_dir": tempfile.gettempdir(),
+        "max_steps": given.pop("max_steps", 4),
+        "learning_rate": 1e-2,
+    }
     args = TrainingArguments(**{**COMMON, **options})
     rows = Dataset.from_dict({"input_ids": documents(*LENGTHS)})
-    callback = hf_distca.DistCACallback(settings(**{"cost_model": "analytic", "timeout_seconds": None, **given}), record=False)
+    callback = hf_distca.DistCACallback(
+        settings(**{"cost_model": "analytic", "timeout_seconds": None, **given}), record=False
+    )
     trainer = Trainer(tiny_llama("distca"), args, train_dataset=rows, callbacks=[callback])
     hf_distca.deal(trainer, tokens_per_rank=TOKENS // args.world_size)
     trainer.train()

@@ -1,4 +1,6 @@
-"""Two nodes on one machine: network namespaces with a cable between them, each with a host name of its own."""
+"""Two nodes on one machine: network namespaces with a cable between them, each with a host name of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Node(NamedTuple):
 
 
 class Command:
-    """A shell command on a node, or on the machine itself where that is None; `variables` are for its environment."""
+    """A shell command on a node, or on the machine itself where that is None; `variables` are for
+    its environment.
+    """
 
     def __init__(self, command: str, node: Node | None, folder: Path, **variables: str) -> None:
         self.file = folder / f"output-{time.monotonic_ns()}.txt"
@@ -114,7 +118,20 @@ def two_nodes() -> Iterator[list[Node]]:
                 pytest.skip(f"this machine has no network namespaces: {error.stderr.strip()}")
             made.append(node)
         names = [node.namespace for node in nodes]
-        _ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        _ip(
+            "link",
+            "add",
+            "eth0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            names[1],
+        )
         for node in nodes:
             _ip("-n", node.namespace, "address", "add", f"{node.address}/24", "dev", "eth0")
             for interface in ("lo", "eth0"):
@@ -127,4 +144,6 @@ def two_nodes() -> Iterator[list[Node]]:
 
 
 def _ip(*words: str) -> str:
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20).stdout
+    return subprocess.run(
+        ["ip", *words], check=True, capture_output=True, text=True, timeout=20
+    ).stdout

@@ -1,9 +1,11 @@
-"""One tiny model under distca against the same weights, one document at a time, under transformers' own attention.
+"""One tiny model under distca against the same weights, one document at a time, under transformers'
+own attention.
 
-A document that runs alone needs no mask against others, so the oracle cannot share a masking mistake with what it judges;
-windows, chunks, sinks and scales are the model's own. Tolerances are relative to the norm of what is compared: in float64 the
-remaining difference comes from models that round parts of their layers to float32, which different token counts round
-differently. A leaked document, a wrong window or scale, or a dropped sink moves the logits by more than 1e-3.
+A document that runs alone needs no mask against others, so the oracle cannot share a masking
+mistake with what it judges; windows, chunks, sinks and scales are the model's own. Tolerances are
+relative to the norm of what is compared: in float64 the remaining difference comes from models that
+round parts of their layers to float32, which different token counts round differently. A leaked
+document, a wrong window or scale, or a dropped sink moves the logits by more than 1e-3.
 """
 
 from __future__ import annotations
@@ -43,8 +45,12 @@ class Calls:
     def idle(self, model: PreTrainedModel) -> list[str]:
         """Self-attention modules of the kinds that called, which did not call themselves."""
         kinds = {type(module) for module in self.modules}
-        modules = [(name, module) for name, module in model.named_modules() if "encoder_attn" not in name]
-        return [name for name, module in modules if type(module) in kinds and module not in self.modules]
+        modules = [
+            (name, module) for name, module in model.named_modules() if "encoder_attn" not in name
+        ]
+        return [
+            name for name, module in modules if type(module) in kinds and module not in self.modules
+        ]
 
 
 @dataclass
@@ -59,7 +65,9 @@ class Outcome:
 def documents(lengths: tuple[int, ...]) -> list[torch.Tensor]:
     """Random tokens, the same for the same position in `lengths`."""
     generator = torch.Generator().manual_seed(7)
-    return [torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, (n,), generator=generator) for n in lengths]
+    return [
+        torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, (n,), generator=generator) for n in lengths
+    ]
 
 
 @contextmanager
@@ -72,24 +80,34 @@ def spying(name: str) -> Iterator[Calls]:
         calls.count += 1
         calls.modules.add(module)
         given = dict(zip(("query", "key", "value", "attention_mask"), args, strict=False)) | kwargs
-        calls.variants |= _variants(given["query"], given["key"], given["value"], given.get("attention_mask"), kwargs)
+        calls.variants |= _variants(
+            given["query"], given["key"], given["value"], given.get("attention_mask"), kwargs
+        )
         return original(module, *args, **kwargs)
 
-    ours = {name: spy} if name in loading._attention else {}  # else distca would find that it was replaced, and refuse
+    # Else distca would find that it was replaced, and refuse.
+    ours = {name: spy} if name in loading._attention else {}
     with patch.dict(known, {name: spy}), patch.dict(loading._attention, ours):
         yield calls
 
 
-def _variants(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, kwargs: dict[str, Any]) -> set[str]:
+def _variants(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, kwargs: dict[str, Any]
+) -> set[str]:
     found = {
-        "window": kwargs.get("sliding_window") is not None or getattr(mask, "window", None) is not None,
+        "window": (
+            kwargs.get("sliding_window") is not None or getattr(mask, "window", None) is not None
+        ),
         "chunks": getattr(mask, "chunk", None) is not None,
         "softcap": kwargs.get("softcap") is not None,
         "sinks": kwargs.get("s_aux") is not None,
         "k and v widths differ": k.shape[-1] != v.shape[-1],
         "GQA": 1 < k.shape[1] < q.shape[1],
         "MQA": k.shape[1] == 1 < q.shape[1],
-        "own scale": kwargs.get("scaling") is not None and abs(kwargs["scaling"] - q.shape[-1] ** -0.5) > 1e-9,
+        "own scale": (
+            kwargs.get("scaling") is not None
+            and abs(kwargs["scaling"] - q.shape[-1] ** -0.5) > 1e-9
+        ),
     }
     return {name for name, present in found.items() if present}
 
@@ -122,12 +140,16 @@ def takes(model: PreTrainedModel, argument: str) -> bool:
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether position ids may be given: by name, or among keyword arguments that the model hands on."""
+    """Whether position ids may be given: by name, or among keyword arguments that the model hands
+    on.
+    """
     parameters = inspect.signature(model.forward).parameters.values()
     return takes(model, "position_ids") or any(p.kind == p.VAR_KEYWORD for p in parameters)
 
 
-def forward(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor | None, **extra: Any) -> torch.Tensor:
+def forward(
+    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor | None, **extra: Any
+) -> torch.Tensor:
     """Logits (batch, length, vocabulary) of the model."""
     if positions is not None and takes_positions(model):
         extra["position_ids"] = positions
@@ -136,7 +158,9 @@ def forward(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor |
     out = model(input_ids=ids, **extra)
     logits = out.logits if hasattr(out, "logits") else out[0]
     if logits.shape[:2] != ids.shape:
-        raise ValueError(f"logits of shape {tuple(logits.shape)} for ids of shape {tuple(ids.shape)}")
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} for ids of shape {tuple(ids.shape)}"
+        )
     return logits
 
 
@@ -146,7 +170,9 @@ def summed_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def finish(model: PreTrainedModel, docs: list[torch.Tensor], pieces: list[torch.Tensor]) -> Outcome:
-    loss = torch.stack([summed_loss(piece, doc) for piece, doc in zip(pieces, docs, strict=True)]).sum()
+    loss = torch.stack(
+        [summed_loss(piece, doc) for piece, doc in zip(pieces, docs, strict=True)]
+    ).sum()
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
     return Outcome(float(loss.detach()), [piece.detach() for piece in pieces], grads)
@@ -174,23 +200,35 @@ def packed_with_mask_of_ones(model: PreTrainedModel, docs: list[torch.Tensor]) -
 
 
 def packed_by_collator(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
-    """What `PackingCollator` makes of the documents, which does not know where the model counts from."""
+    """What `PackingCollator` makes of the documents, which does not know where the model counts
+    from.
+    """
     batch = PackingCollator()([{"input_ids": d} for d in docs])
-    logits = forward(model, batch["input_ids"], batch["position_ids"], distca_documents=batch["distca_documents"])[0]
+    logits = forward(
+        model, batch["input_ids"], batch["position_ids"], distca_documents=batch["distca_documents"]
+    )[0]
     return finish(model, docs, list(logits.split([len(d) for d in docs])))
 
 
 def packed_with_numbered_mask(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
     """A mask that numbers documents, as some packing loaders make it."""
-    numbers = torch.repeat_interleave(torch.arange(1, len(docs) + 1), torch.tensor([len(d) for d in docs]))
+    numbers = torch.repeat_interleave(
+        torch.arange(1, len(docs) + 1), torch.tensor([len(d) for d in docs])
+    )
     return packed(model, docs, attention_mask=numbers[None])
 
 
 def packed_with_dense_mask(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
-    """For transformers' own attention: each token sees its own document, whatever the model makes of positions."""
-    document = torch.repeat_interleave(torch.arange(len(docs)), torch.tensor([len(d) for d in docs]))
+    """For transformers' own attention: each token sees its own document, whatever the model makes
+    of positions.
+    """
+    document = torch.repeat_interleave(
+        torch.arange(len(docs)), torch.tensor([len(d) for d in docs])
+    )
     seen = (document[:, None] == document).tril()
-    mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill_(~seen, torch.finfo(model.dtype).min)
+    mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill_(
+        ~seen, torch.finfo(model.dtype).min
+    )
     return packed(model, docs, attention_mask=mask[None, None])
 
 
@@ -201,7 +239,9 @@ def rows(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
 
 def padded(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
     length = max(map(len, docs))
-    ids = torch.stack([torch.nn.functional.pad(d, (0, length - len(d)), value=FIRST_ORDINARY_TOKEN) for d in docs])
+    ids = torch.stack(
+        [torch.nn.functional.pad(d, (0, length - len(d)), value=FIRST_ORDINARY_TOKEN) for d in docs]
+    )
     mask = torch.stack([(torch.arange(length) < len(d)).long() for d in docs])
     positions = counted(model, length).expand(len(docs), -1)
     logits = forward(model, ids, positions, attention_mask=mask)
@@ -213,7 +253,9 @@ def difference(got: Outcome, want: Outcome) -> tuple[float, str]:
     worst = (abs(got.loss - want.loss) / max(abs(want.loss), 1e-9), "loss")
     for number, (a, b) in enumerate(zip(got.logits, want.logits, strict=True)):
         worst = max(worst, (_relative(a, b, 1e-9), f"logits of document {number}"))
-    total = sum(float(g.double().square().sum()) for g in want.grads.values() if g is not None) ** 0.5
+    total = (
+        sum(float(g.double().square().sum()) for g in want.grads.values() if g is not None) ** 0.5
+    )
     for name, b in want.grads.items():
         a = got.grads[name]
         if a is None and b is None:
@@ -231,7 +273,9 @@ def _relative(got: torch.Tensor, want: torch.Tensor, floor: float) -> float:
 Mode = Callable[[PreTrainedModel, list[torch.Tensor]], Outcome]
 
 
-def run(model_type: str, implementation: str, dtype: torch.dtype, mode: Mode, lengths: tuple[int, ...]) -> tuple[Outcome, Calls]:
+def run(
+    model_type: str, implementation: str, dtype: torch.dtype, mode: Mode, lengths: tuple[int, ...]
+) -> tuple[Outcome, Calls]:
     """Build the model, run documents through it, see what calls attention."""
     model = build(model_type, implementation, dtype)
     if implementation == "eager":
@@ -239,5 +283,8 @@ def run(model_type: str, implementation: str, dtype: torch.dtype, mode: Mode, le
     with spying(implementation) as calls:
         outcome = mode(model, documents(lengths))
     if idle := calls.idle(model):
-        raise RuntimeError(f"{len(calls.modules)} attention modules called {implementation}, but not {', '.join(idle)}")
+        raise RuntimeError(
+            f"{len(calls.modules)} attention modules called {implementation}, but not"
+            f" {', '.join(idle)}"
+        )
     return outcome, calls

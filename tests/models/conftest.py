@@ -24,6 +24,11 @@ def census() -> dict[str, Result]:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if _CENSUS:
         counts = Counter(_WORDS.get(result.status, "refused") for result in _CENSUS.values())
-        said = ", ".join(f"{counts[word]} {word}" for word in (*dict.fromkeys(_WORDS.values()), "refused"))
-        failed = sum("test_families.py" in report.nodeid for report in terminalreporter.stats.get("failed", []))
+        said = ", ".join(
+            f"{counts[word]} {word}" for word in (*dict.fromkeys(_WORDS.values()), "refused")
+        )
+        failed = sum(
+            "test_families.py" in report.nodeid
+            for report in terminalreporter.stats.get("failed", [])
+        )
         terminalreporter.write_line(f"families: {said}, {failed} tests failed")

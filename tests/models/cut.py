@@ -1,7 +1,9 @@
-"""One tiny model whose documents are cut over ranks, in any placement, against each document alone on one process.
+"""One tiny model whose documents are cut over ranks, in any placement, against each document alone
+on one process.
 
-The batch is what a data set of shares gives: document positions, labels that are shifted already, and the documents of each run.
-Models with recurrent layers keep their states long, and compute in float64 throughout.
+The batch is what a data set of shares gives: document positions, labels that are shifted already,
+and the documents of each run. Models with recurrent layers keep their states long, and compute in
+float64 throughout.
 """
 
 from __future__ import annotations
@@ -14,7 +16,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from compare import TOLERANCE, Outcome, alone, difference, documents, quiet, run, takes, without_table
+from compare import (
+    TOLERANCE,
+    Outcome,
+    alone,
+    difference,
+    documents,
+    quiet,
+    run,
+    takes,
+    without_table,
+)
 from measure import WORKING, Result
 from mutations import mutated
 from tiny import build, with_long_memory
@@ -42,7 +54,8 @@ class Case:
         model_type, dtype: of the model.
         parts: of documents, by rank.
         table: whether families.txt may refuse the model.
-        numbered: whether the batch says which document each run belongs to; else position ids alone tell documents apart.
+        numbered: whether the batch says which document each run belongs to; else position ids alone
+            tell documents apart.
         mutation: a fault of the library.
     """
 
@@ -57,7 +70,10 @@ class Case:
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each document."""
         parts = [part for held in self.parts for part in held]
-        return tuple(max(end for number, _, end in parts if number == document) for document in sorted({d for d, *_ in parts}))
+        return tuple(
+            max(end for number, _, end in parts if number == document)
+            for document in sorted({d for d, *_ in parts})
+        )
 
 
 @dataclass(frozen=True)
@@ -78,18 +94,27 @@ class Share:
 
 def share(rank: int, case: Case) -> Share | str:
     """What a rank gets of its parts of documents; the error, if there is one."""
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=120))
+    hf_distca.configure(
+        hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=120)
+    )
     docs, parts = documents(case.lengths), case.parts[rank]
     numbers, starts, ends = zip(*parts, strict=True)
     sizes = [end - start for start, end in zip(starts, ends, strict=True)]
     targets = [torch.cat([one[1:], torch.tensor([-100])]) for one in docs]
     try:
-        with quiet(), mutated(case.mutation), nullcontext() if case.table else without_table(), _precision(case.model_type):
+        with (
+            quiet(),
+            mutated(case.mutation),
+            nullcontext() if case.table else without_table(),
+            _precision(case.model_type),
+        ):
             model = with_long_memory(build(case.model_type, "distca", case.dtype))
             shifted = torch.cat([targets[d][start:end] for d, start, end in parts])[None]
             batch: dict[str, Any] = {
                 "input_ids": torch.cat([docs[d][start:end] for d, start, end in parts])[None],
-                "position_ids": torch.cat([torch.arange(start, end) for _, start, end in parts])[None],
+                "position_ids": torch.cat([torch.arange(start, end) for _, start, end in parts])[
+                    None
+                ],
                 "labels": torch.full_like(shifted, -100),
                 "shift_labels": shifted,
                 "num_items_in_batch": torch.tensor(_targets(case)),
@@ -116,7 +141,9 @@ def share(rank: int, case: Case) -> Share | str:
 def compare(
     pool: RankPool, case: Case, want: Outcome, work: Callable[[int, Case], Share | str] = share
 ) -> tuple[float, str, list[Share]]:
-    """The largest relative difference from whole documents, of what it is, and what ranks got; infinite after an error."""
+    """The largest relative difference from whole documents, of what it is, and what ranks got;
+    infinite after an error.
+    """
     ranks: list[Share | str] = pool(work, case, timeout=240)
     if errors := {rank for rank in ranks if isinstance(rank, str)}:
         return float("inf"), str(errors), []
@@ -125,14 +152,23 @@ def compare(
 
 
 @cache
-def whole_documents(model_type: str, oracle: str, dtype: torch.dtype, lengths: tuple[int, ...]) -> Outcome:
+def whole_documents(
+    model_type: str, oracle: str, dtype: torch.dtype, lengths: tuple[int, ...]
+) -> Outcome:
     """Of each document alone, under transformers' own attention, on this process."""
     with quiet(), _precision(model_type):
-        return run(model_type, oracle, dtype, lambda model, docs: alone(with_long_memory(model), docs), lengths)[0]
+        return run(
+            model_type,
+            oracle,
+            dtype,
+            lambda model, docs: alone(with_long_memory(model), docs),
+            lengths,
+        )[0]
 
 
 def over_ranks(pool: RankPool, measured: Result, mutation: str | None = None) -> str:
-    """What the table is to say of documents over ranks, with a fault in the library or without: "OVER_RANKS" if that is exact.
+    """What the table is to say of documents over ranks, with a fault in the library or without:
+    "OVER_RANKS" if that is exact.
 
     Returns:
         That, or the reason why it is not.
@@ -145,7 +181,9 @@ def over_ranks(pool: RankPool, measured: Result, mutation: str | None = None) ->
     whole = whole_documents(measured.model_type, measured.oracle, dtype, case.lengths)
     states, what, shares = compare(pool, case, whole)
     if states <= TOLERANCE[dtype]:
-        assert any(rank.sent_bytes for rank in shares), "nothing was exchanged, so nothing was tested"
+        assert any(rank.sent_bytes for rank in shares), (
+            "nothing was exchanged, so nothing was tested"
+        )
         own = sum(rank.own_loss for rank in shares) * _targets(case) / whole.loss
         return "OVER_RANKS" if abs(own - 1) <= TOLERANCE[dtype] else "OWN_LOSS"
     if "attention chunks" in what:
@@ -166,6 +204,13 @@ def _targets(case: Case) -> int:
 def _joined(case: Case, shares: list[Share]) -> Outcome:
     """The outcome of whole documents."""
     held = zip(case.parts, shares, strict=True)
-    pieces = {part: piece for parts, rank in held for part, piece in zip(parts, rank.outcome.logits, strict=True)}
-    whole = [torch.cat([pieces[part] for part in sorted(pieces) if part[0] == d]) for d in range(len(case.lengths))]
+    pieces = {
+        part: piece
+        for parts, rank in held
+        for part, piece in zip(parts, rank.outcome.logits, strict=True)
+    }
+    whole = [
+        torch.cat([pieces[part] for part in sorted(pieces) if part[0] == d])
+        for d in range(len(case.lengths))
+    ]
     return Outcome(sum(rank.outcome.loss for rank in shares), whole, shares[0].outcome.grads)

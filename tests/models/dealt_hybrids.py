@@ -1,4 +1,6 @@
-"""Tiny hybrid models in the Trainer on documents that are cut over ranks, and on one process with each document alone."""
+"""Tiny hybrid models in the Trainer on documents that are cut over ranks, and on one process with
+each document alone.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from tiny_runs import COMMON, losses
 
 LENGTHS = (250, 7, 1, 33, 90, 64, 12, 150, 5, 80, 2, 120)
-TOKENS = 192  # of a global batch; some documents are longer than a rank's part on two ranks, and one than all
+# Of a global batch; some documents are longer than a rank's part on two ranks, and one than all.
+TOKENS = 192
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,17 @@ class Case:
     bf16: bool = False
 
     def __str__(self) -> str:
-        said = ["FSDP2" if self.sharded else "DDP"] + ["LoRA"] * self.lora + ["ping-pong"] * self.ping_pong
+        said = (
+            ["FSDP2" if self.sharded else "DDP"]
+            + ["LoRA"] * self.lora
+            + ["ping-pong"] * self.ping_pong
+        )
         said += ["evaluated"] * self.evaluation + ["bf16"] * self.bf16
-        said += [] if self.checkpointing is None else ["reentrant" if self.checkpointing else "checkpointing"]
+        said += (
+            []
+            if self.checkpointing is None
+            else ["reentrant" if self.checkpointing else "checkpointing"]
+        )
         return ", ".join([self.model_type, *said, f"{self.ranks} ranks", f"{self.steps} steps"])
 
 
@@ -61,7 +72,8 @@ class Run:
     Attributes:
         losses: and gradient norms, by steps.
         weights: in the end.
-        state_exchanges, halves: exchanges of recurrent layers; whether attention layers ran as nano-batches.
+        state_exchanges, halves: exchanges of recurrent layers; whether attention layers ran as
+            nano-batches.
         spanning: documents of all global batches that lay on several ranks.
         states_mb: megabytes of states that this rank logged, of all micro-batches.
     """
@@ -78,15 +90,28 @@ class OneByOne(Trainer):
     """Trains on each document of a batch alone."""
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Any:
         sizes = list(inputs["distca_documents"].lengths)
-        parts = (inputs[name].split(sizes, dim=1) for name in ("input_ids", "position_ids", "shift_labels"))
+        parts = (
+            inputs[name].split(sizes, dim=1)
+            for name in ("input_ids", "position_ids", "shift_labels")
+        )
         total = torch.zeros(())
         for ids, positions, labels in zip(*parts, strict=True):
             logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
-            total = total + cross_entropy(logits.float(), labels[0], reduction="sum", ignore_index=-100)
-        targets = (inputs["shift_labels"] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            total = total + cross_entropy(
+                logits.float(), labels[0], reduction="sum", ignore_index=-100
+            )
+        targets = (
+            (inputs["shift_labels"] != -100).sum()
+            if num_items_in_batch is None
+            else num_items_in_batch
+        )
         return (total / targets, {}) if return_outputs else total / targets
 
 
@@ -103,23 +128,35 @@ def _model(case: Case, implementation: str, folder: Path) -> PreTrainedModel:
         dist.barrier()
         config = DistributedConfig(fsdp_size=case.ranks)
         model = class_of(case.model_type).from_pretrained(
-            folder, attn_implementation=implementation, experts_implementation="eager", distributed_config=config
+            folder,
+            attn_implementation=implementation,
+            experts_implementation="eager",
+            distributed_config=config,
         )
     if case.lora:
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(1)
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["in_proj", "q_proj", "v_proj"]))
+        model = get_peft_model(
+            model, LoraConfig(r=4, target_modules=["in_proj", "q_proj", "v_proj"])
+        )
     return model.train()
 
 
-def train(rank: int, case: Case, implementation: str = "distca", lengths: Sequence[int] = LENGTHS) -> Run:
+def train(
+    rank: int, case: Case, implementation: str = "distca", lengths: Sequence[int] = LENGTHS
+) -> Run:
     """Train on this rank; every rank of the world must call it."""
     disable_progress_bars()
     pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4))
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, ping_pong=case.ping_pong))
+    hf_distca.configure(
+        hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, ping_pong=case.ping_pong)
+    )
     generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    ids = [
+        torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, (length,), generator=generator).tolist()
+        for length in lengths
+    ]
     arguments = {
         **COMMON,
         "bf16": case.bf16,
@@ -127,14 +164,21 @@ def train(rank: int, case: Case, implementation: str = "distca", lengths: Sequen
         "learning_rate": 0.05,
         "optim": "sgd",  # which does not make large steps of small gradients
         "gradient_checkpointing": case.checkpointing is not None,
-        "gradient_checkpointing_kwargs": None if case.checkpointing is None else {"use_reentrant": case.checkpointing},
+        "gradient_checkpointing_kwargs": None
+        if case.checkpointing is None
+        else {"use_reentrant": case.checkpointing},
     }
     with quiet(), tempfile.TemporaryDirectory() as folder:
         model = _model(case, implementation, Path(folder))
         kind = OneByOne if implementation == "sdpa" else Trainer
         rows = Dataset.from_dict({"input_ids": ids})
         evaluated = {"eval_dataset": rows} if case.evaluation else {}
-        trainer = kind(model, TrainingArguments(output_dir=folder, **arguments), train_dataset=rows, **evaluated)
+        trainer = kind(
+            model,
+            TrainingArguments(output_dir=folder, **arguments),
+            train_dataset=rows,
+            **evaluated,
+        )
         trainer.remove_callback(PrinterCallback)
         hf_distca.deal(trainer, TOKENS // case.ranks, evaluation=case.evaluation)
         trainer.train()
@@ -142,13 +186,18 @@ def train(rank: int, case: Case, implementation: str = "distca", lengths: Sequen
             trainer.evaluate()
         shares, meter = trainer.train_dataset, current_session().meter
         items = range(0, min(case.steps * case.ranks, len(shares)), case.ranks)
-        spanning = sum(int(shares[item]["distca_documents"].dealt_share.whole_layout.has_many_ranks.sum()) for item in items)
+        spanning = sum(
+            int(shares[item]["distca_documents"].dealt_share.whole_layout.has_many_ranks.sum())
+            for item in items
+        )
         weights = {name: _whole(parameter) for name, parameter in trainer.model.named_parameters()}
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()
     halves = any(key.nano for key in current_session().planner.resume_progress().pop_recent_keys())
     logged = (row for row in trainer.state.log_history if "loss" in row)
-    states_mb = sum(row.get("distca/states_mb", 0.0) * row.get("distca/micro_batches", 0) for row in logged)
+    states_mb = sum(
+        row.get("distca/states_mb", 0.0) * row.get("distca/micro_batches", 0) for row in logged
+    )
     return Run(losses(trainer), weights, meter.state_exchanges, halves, spanning, states_mb)
 
 
@@ -157,8 +206,12 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def draw_and_share(rank: int, model_type: str, lengths: Sequence[Sequence[int]]) -> tuple[float, dict[str, torch.Tensor], int]:
-    """Loss and gradients, both summed over ranks, of documents that this rank has drawn and then dealt with the others."""
+def draw_and_share(
+    rank: int, model_type: str, lengths: Sequence[Sequence[int]]
+) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Loss and gradients, both summed over ranks, of documents that this rank has drawn and then
+    dealt with the others.
+    """
     pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4))
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
     docs = documents(tuple(length for drawn in lengths for length in drawn))
@@ -169,9 +222,15 @@ def draw_and_share(rank: int, model_type: str, lengths: Sequence[Sequence[int]])
     batch.pop("labels")
     with quiet():
         model = with_long_memory(build(model_type, "distca", torch.float64))
-        loss = cross_entropy(model(**batch, use_cache=False).logits[0], targets, reduction="sum", ignore_index=-100)
+        loss = cross_entropy(
+            model(**batch, use_cache=False).logits[0], targets, reduction="sum", ignore_index=-100
+        )
         loss.backward()
-    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    grads = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     for tensor in (total := loss.detach(), *grads.values()):
         dist.all_reduce(tensor)
     return float(total), grads, current_session().meter.state_exchanges
@@ -188,7 +247,9 @@ BATCHES = {
 def train_on_other_documents(rank: int, model_type: str, what: str) -> str:
     """What a rank says if the second reads other documents than the first."""
     pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4))
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, timeout_seconds=20))
+    hf_distca.configure(
+        hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, timeout_seconds=20)
+    )
     lengths, batches = BATCHES[what]
     rows = Dataset.from_dict({"input_ids": [doc.tolist() for doc in documents(lengths)]})
     with quiet():

@@ -1,7 +1,9 @@
-"""A training step of a whole model on a GPU that is not there, as rank 0 of a group. For a process of `cuda_autograd`.
+"""A training step of a whole model on a GPU that is not there, as rank 0 of a group. For a process
+of `cuda_autograd`.
 
-Every operation runs for its device, dtype and shape alone. A step raises where the host would wait for the GPU. It records where
-work of two streams could touch the same memory at once. Messages of the other rank have the sizes that are awaited.
+Every operation runs for its device, dtype and shape alone. A step raises where the host would wait
+for the GPU. It records where work of two streams could touch the same memory at once. Messages of
+the other rank have the sizes that are awaited.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ class Step(NamedTuple):
 
     Attributes:
         kernels: that attention ran in.
-        calls, recalls: of attention that computed, and that took its outputs from the first forward.
+        calls, recalls: of attention that computed, and that took its outputs from the first
+            forward.
         kernel_calls, exchanges: forward and backward.
         forward_operations, backward_operations: that were looked at.
         beside: whether backward ran in a thread of its own.
@@ -98,7 +101,9 @@ class Step(NamedTuple):
 class NoWaits(NoHostSyncs):
     """Copies from page-locked memory to the GPU may be started: nobody waits for them."""
 
-    def _check(self, func: Any, given: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:
+    def _check(
+        self, func: Any, given: list[torch.Tensor], args: Any, kwargs: dict[str, Any]
+    ) -> None:
         upload = kwargs.get("non_blocking") and kwargs.get("device") == CUDA
         if not upload:
             super()._check(func, given, args, kwargs)
@@ -108,7 +113,9 @@ class NoWaits(NoHostSyncs):
 class Group(AttentionGroup):
     """Two ranks of which the other one announces the same as this one."""
 
-    def gather_async(self, row: IntArray, *, doing: str, on_arrival: Callable[[Sequence[IntArray]], object]) -> Any:
+    def gather_async(
+        self, row: IntArray, *, doing: str, on_arrival: Callable[[Sequence[IntArray]], object]
+    ) -> Any:
         """As `AttentionGroup.gather_async`; it is over at once."""
         rows = [row] * self.size
         on_arrival(rows)
@@ -139,7 +146,9 @@ class Exchanges(Link):
 
 @contextmanager
 def in_group(group: AttentionGroup) -> Iterator[None]:
-    """A session's group, and no checks of a first step that need values: of a kernel, of a model's positions, of its loss."""
+    """A session's group, and no checks of a first step that need values: of a kernel, of a model's
+    positions, of its loss.
+    """
     with (
         patch.object(Session, "join_group", lambda session: group),
         patch.object(kernels, "mismatch_reason", lambda *case: None),
@@ -152,7 +161,10 @@ def in_group(group: AttentionGroup) -> Iterator[None]:
 def to_gpu(model: torch.nn.Module) -> None:
     """Put tensors of the GPU in the place of a model's own."""
     for module in model.modules():
-        for tensors, kind in ((module._parameters, torch.nn.Parameter), (module._buffers, lambda tensor: tensor)):
+        for tensors, kind in (
+            (module._parameters, torch.nn.Parameter),
+            (module._buffers, lambda tensor: tensor),
+        ):
             for name, tensor in tensors.items():
                 if tensor is not None:
                     tensors[name] = kind(torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA))
@@ -163,10 +175,21 @@ def batch_of(way: Way, config: hf_distca.DistCAConfig) -> dict[str, Any]:
     packed = PackedDocuments((600, 424))
     if way.ranks > 1:
         shape = AttentionShape(4, 2, 32, 32, 2)
-        dealing = DealSettings(way.ranks, TOKENS, {PlanKey(shape, "cuda"): CostModel.of_pairs(shape)}, config)
+        dealing = DealSettings(
+            way.ranks, TOKENS, {PlanKey(shape, "cuda"): CostModel.of_pairs(shape)}, config
+        )
         packed = dealing.make_share(np.array(LENGTHS), (0, 0), 0)
-    ids = {name: torch.empty(1, TOKENS, dtype=torch.int64, device=CUDA) for name in ("input_ids", "position_ids", "labels")}
-    return {**ids, "shift_labels": ids["labels"], "num_items_in_batch": TOKENS, "use_cache": False, "distca_documents": packed}
+    ids = {
+        name: torch.empty(1, TOKENS, dtype=torch.int64, device=CUDA)
+        for name in ("input_ids", "position_ids", "labels")
+    }
+    return {
+        **ids,
+        "shift_labels": ids["labels"],
+        "num_items_in_batch": TOKENS,
+        "use_cache": False,
+        "distca_documents": packed,
+    }
 
 
 def step(family: str, way: Way) -> Step:
@@ -176,7 +199,9 @@ def step(family: str, way: Way) -> Step:
     hf_distca.configure(config)
     dtype = torch.float32 if way.autocast else torch.bfloat16
     model_config = AutoConfig.for_model(family, **SIZES, **KINDS.get(family, {}))
-    model: Any = AutoModelForCausalLM.from_config(model_config, attn_implementation="distca", dtype=dtype).train()
+    model: Any = AutoModelForCausalLM.from_config(
+        model_config, attn_implementation="distca", dtype=dtype
+    ).train()
     if way.reentrant is not None:
         model.activation_checkpointing_enable({"use_reentrant": way.reentrant})
         model.enable_input_require_grads()
@@ -224,7 +249,11 @@ def _reading(begin: Callable[..., Any]) -> Callable[..., Any]:
 
 # What is changed in the source, and by what.
 _CHANGES: dict[str, tuple[Any, str, Any]] = {
-    "a gradient is read": (core_attention, "_begin_backward", _reading(core_attention._begin_backward)),
+    "a gradient is read": (
+        core_attention,
+        "_begin_backward",
+        _reading(core_attention._begin_backward),
+    ),
     "a table stays on the host": (varlen, "to_device", lambda tensor, device: tensor),
     "a wait is left out": (Flight, "wait", lambda flight: None),
     "outputs are not kept": (OutputStore, "of", lambda store, module, inputs: None),

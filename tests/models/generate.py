@@ -25,10 +25,23 @@ from ranks import RankPool
 ROOT = Path(__file__).parents[2]
 TABLE = Path(families.__file__).with_suffix(".txt")
 PAGE = ROOT / "docs" / "models.md"
-# Why a family cannot work, by what was seen when it ran without the table. The first that fits is taken.
+# Why a family cannot work, by what was seen when it ran without the table. The first that fits is
+# taken.
 REASONS = (
     ("NO_ATTENTION", {"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"}, None),
-    ("SPARSE", {"axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"}, "block_indices"),
+    (
+        "SPARSE",
+        {
+            "axk2",
+            "deepseek_v32",
+            "deepseek_v4",
+            "dots3_note",
+            "dots3_note_text",
+            "glm_moe_dsa",
+            "hy_v4",
+        },
+        "block_indices",
+    ),
     ("OWN_MASK", {"doge", "qwen4_exp", "qwen4_exp_text"}, None),
     ("UNBUILT", None, "^unbuilt"),
     ("BYPASSED", None, "^silent"),
@@ -70,7 +83,8 @@ Encoder-decoders are refused, also those whose decoder alone is in the table.
 Vision towers are bidirectional: give distca to the language tower alone.
 
 ```python
-model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation={"text_config": "distca", "vision_config": "sdpa"})
+attention = {"text_config": "distca", "vision_config": "sdpa"}
+model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation=attention)
 ```
 
 The keys are the names of the parts in the model's config. LLaVA and Qwen2-VL are compared with sdpa
@@ -92,7 +106,9 @@ def reason_of(result: Result) -> str:
 
 def table_of(results: list[Result]) -> dict[str, str]:
     """Status or reason of every type."""
-    return {result.model_type: WORKING.get(result.status) or reason_of(result) for result in results}
+    return {
+        result.model_type: WORKING.get(result.status) or reason_of(result) for result in results
+    }
 
 
 def write(results: list[Result], cuts: dict[str, str]) -> None:
@@ -105,8 +121,12 @@ def write(results: list[Result], cuts: dict[str, str]) -> None:
     source = TABLE.read_text()
     for group in re.findall(r"^([A-Z_]+)$", source, re.MULTILINE):
         names = " ".join(sorted(groups.pop(group, [])))
-        names = textwrap.fill(names, 118, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
-        source = re.sub(rf"^{group}\n(    .*\n)*", f"{group}\n{names}\n", source, flags=re.MULTILINE)
+        names = textwrap.fill(
+            names, 118, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+        )
+        source = re.sub(
+            rf"^{group}\n(    .*\n)*", f"{group}\n{names}\n", source, flags=re.MULTILINE
+        )
     if groups:
         raise ValueError(f"families.txt has no place for {groups}")
     TABLE.write_text(source)
@@ -122,25 +142,57 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
     lines = [
         "# Models",
         "",
-        "Every causal-LM type of transformers 5.23.0, as a tiny random model under distca against the same weights under",
-        "transformers' own attention, one document at a time: loss, logits of every token, gradient of every parameter.",
-        "Written by `python tests/models/generate.py` from what that run showed; `pytest tests/models` fails where they differ.",
+        (
+            "Every causal-LM type of transformers 5.23.0, as a tiny random model under distca"
+            " against the same weights under"
+        ),
+        (
+            "transformers' own attention, one document at a time: loss, logits of every token,"
+            " gradient of every parameter."
+        ),
+        (
+            "Written by `python tests/models/generate.py` from what that run showed; `pytest"
+            " tests/models` fails where they differ."
+        ),
         "",
-        f"{counts['PROVEN'] + counts['PACKED']} types are proven with packed documents. In {counts['PACKED']} of them, recurrent "
-        "layers (state space, convolution, linear",
-        "attention) would carry state from one document to the next: under distca [each begins anew](hybrid_models.md).",
-        f"{counts['CARRIES_STATE'] + counts['NO_POSITIONS']} more are proven with one document a row. Packed, documents stay "
-        "apart in attention, and not in the rest",
-        f"of the model: {counts['CARRIES_STATE']} have recurrent layers that distca leaves as they are; "
-        f"{counts['NO_POSITIONS']} take no position ids and count",
-        f"positions on (their attention of packed documents is proven against a dense mask). {refused} are refused.",
+        (
+            f"{counts['PROVEN'] + counts['PACKED']} types are proven with packed documents. In"
+            f" {counts['PACKED']} of them, recurrent layers (state space, convolution, linear"
+        ),
+        (
+            "attention) would carry state from one document to the next: under distca [each begins"
+            " anew](hybrid_models.md)."
+        ),
+        (
+            f"{counts['CARRIES_STATE'] + counts['NO_POSITIONS']} more are proven with one document"
+            " a row. Packed, documents stay apart in attention, and not in the rest"
+        ),
+        (
+            f"of the model: {counts['CARRIES_STATE']} have recurrent layers that distca leaves as"
+            f" they are; {counts['NO_POSITIONS']} take no position ids and count"
+        ),
+        (
+            "positions on (their attention of packed documents is proven against a dense mask)."
+            f" {refused} are refused."
+        ),
         "",
-        f"In ping-pong, the attention layers of {halves} types run as halves. Those of the others are left whole: something else",
-        "than attention mixes their tokens, or they are not built of decoder layers that transformers can checkpoint.",
+        (
+            f"In ping-pong, the attention layers of {halves} types run as halves. Those of the"
+            " others are left whole: something else"
+        ),
+        (
+            "than attention mixes their tokens, or they are not built of decoder layers that"
+            " transformers can checkpoint."
+        ),
         "",
-        f"{sum(found == 'OVER_RANKS' for found in cuts.values())} types are also proven with documents over ranks: their heads, "
-        "middles and tails, on two ranks, give the loss,",
-        "logits and gradients of whole documents. The others refuse a document that is in several parts, for a reason that",
+        (
+            f"{sum(found == 'OVER_RANKS' for found in cuts.values())} types are also proven with"
+            " documents over ranks: their heads, middles and tails, on two ranks, give the loss,"
+        ),
+        (
+            "logits and gradients of whole documents. The others refuse a document that is in"
+            " several parts, for a reason that"
+        ),
         "stands [below](#documents-over-ranks).",
         "",
         "| type | status | variants met in the proof | ping-pong | documents over ranks |",
@@ -160,10 +212,18 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
 
 def _whole(cuts: dict[str, str]) -> list[str]:
     """Why types refuse documents over ranks."""
-    lines = ["", "## Documents over ranks", "", "These types refuse a document in several parts:", ""]
+    lines = [
+        "",
+        "## Documents over ranks",
+        "",
+        "These types refuse a document in several parts:",
+        "",
+    ]
     for reason, text in families.WHOLE_REASONS.items():
         names = ", ".join(model_type for model_type, found in cuts.items() if found == reason)
-        lines += textwrap.wrap(f"- {text}: {names}.", 128, subsequent_indent="  ", break_on_hyphens=False)
+        lines += textwrap.wrap(
+            f"- {text}: {names}.", 128, subsequent_indent="  ", break_on_hyphens=False
+        )
     return lines
 
 
@@ -172,10 +232,19 @@ def main() -> None:
     results = [measure(model_type) for model_type in tqdm(MODEL_TYPES, file=sys.stderr)]
     pool = RankPool(2)
     working = [result for result in results if result.status in WORKING]
-    cuts = {result.model_type: over_ranks(pool, result) for result in tqdm(working, file=sys.stderr)}
+    cuts = {
+        result.model_type: over_ranks(pool, result) for result in tqdm(working, file=sys.stderr)
+    }
     pool.close()
     write(results, cuts)
-    print(json.dumps({status: sum(r.status == status for r in results) for status in sorted({r.status for r in results})}))
+    print(
+        json.dumps(
+            {
+                status: sum(r.status == status for r in results)
+                for status in sorted({r.status for r in results})
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -40,9 +40,15 @@ from hf_distca.integration.recurrent_layers import MODULES
 from hf_distca.integration.work_planner import WorkPlanner
 
 # The statuses with which a type is not refused, and their names in families.py.
-WORKING = {"proven": "PROVEN", "packed": "PACKED", "carries state": "CARRIES_STATE", "no positions": "NO_POSITIONS"}
+WORKING = {
+    "proven": "PROVEN",
+    "packed": "PACKED",
+    "carries state": "CARRIES_STATE",
+    "no positions": "NO_POSITIONS",
+}
 
-# Faults in the recurrent layers, of convolutions and of states, and how much one moves what is compared at least.
+# Faults in the recurrent layers, of convolutions and of states, and how much one moves what is
+# compared at least.
 LEAKS = ("convolutions see the document before", "states go on in the next document")
 SEEN = 1e-3
 
@@ -51,13 +57,15 @@ SEEN = 1e-3
 class Result:
     """What was found out about one type.
 
-    `status` is "proven" (equal for packed, full and padded rows); "packed" (the same, of a type with recurrent layers, which
-    would carry state from one packed document to the next); one of two for types that are equal for one document a row:
-    "carries state" (packed documents leak under transformers' own attention just as they do under distca) and "no positions"
-    (packed documents stay apart in attention, as under a dense mask, but the type has position ids of its own, which count on);
-    or one of those that a family must be refused for: "refused" (UnsupportedError), "silent" (runs without calling distca),
-    "wrong" (runs and differs), "broken" (raises another error), "unbuilt" (does not run without distca).
-    `halves` is whether its layers can run as two halves, with the same numbers.
+    `status` is "proven" (equal for packed, full and padded rows); "packed" (the same, of a type
+    with recurrent layers, which would carry state from one packed document to the next); one of two
+    for types that are equal for one document a row: "carries state" (packed documents leak under
+    transformers' own attention just as they do under distca) and "no positions" (packed documents
+    stay apart in attention, as under a dense mask, but the type has position ids of its own, which
+    count on); or one of those that a family must be refused for: "refused" (UnsupportedError),
+    "silent" (runs without calling distca), "wrong" (runs and differs), "broken" (raises another
+    error), "unbuilt" (does not run without distca). `halves` is whether its layers can run as two
+    halves, with the same numbers.
     """
 
     model_type: str
@@ -99,7 +107,9 @@ def _text(error: Exception) -> str:
 
 
 def _oracle(model_type: str, result: Result) -> tuple[torch.dtype, Outcome]:
-    """Every document alone, in the first of float64 and float32, sdpa and eager, that the model can run."""
+    """Every document alone, in the first of float64 and float32, sdpa and eager, that the model can
+    run.
+    """
     errors = []
     for dtype in (torch.float64, torch.float32):
         for implementation in ("sdpa", "eager"):
@@ -123,29 +133,48 @@ def _judge(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) -
     elif takes(build(model_type, result.oracle, dtype), "position_ids"):
         stock, _ = run(model_type, result.oracle, dtype, packed, PACKED)
         # Equal to stock and not to the documents alone: what leaks is not attention.
-        result.status = "carries state" if _equal(result, "packed, against stock", got, stock) else "wrong"
+        result.status = (
+            "carries state" if _equal(result, "packed, against stock", got, stock) else "wrong"
+        )
     else:
         stock, _ = run(model_type, result.oracle, dtype, packed_with_dense_mask, PACKED)
-        result.status = "no positions" if _equal(result, "packed, against a dense mask", got, stock) else "wrong"
+        result.status = (
+            "no positions"
+            if _equal(result, "packed, against a dense mask", got, stock)
+            else "wrong"
+        )
     fitting, _ = run(model_type, result.oracle, dtype, alone, ROWS)
     if not _equal(result, "rows", _ours(model_type, result, dtype, rows, ROWS), fitting):
         result.status = "wrong"
-    if not _equal_padded(model_type, result, "padded", _ours(model_type, result, dtype, padded, PACKED), want):
+    if not _equal_padded(
+        model_type, result, "padded", _ours(model_type, result, dtype, padded, PACKED), want
+    ):
         result.status = "wrong"
     if result.status == "proven":
-        ways = {"packed with a mask of ones": packed_with_mask_of_ones, "packed by the collator": packed_by_collator}
-        if not all(_equal(result, way, _ours(model_type, result, dtype, ways[way], PACKED), want) for way in ways):
+        ways = {
+            "packed with a mask of ones": packed_with_mask_of_ones,
+            "packed by the collator": packed_by_collator,
+        }
+        if not all(
+            _equal(result, way, _ours(model_type, result, dtype, ways[way], PACKED), want)
+            for way in ways
+        ):
             result.status = "wrong"
         elif class_of(model_type).__module__.split(".")[2] in MODULES:
             _judge_leaks(model_type, result, dtype, want)
     if not result.calls:
         result.status = "silent"
     elif result.expected_calls not in (0, result.calls):
-        result.status, result.reason = "wrong", f"{result.calls} calls of distca where sdpa gets {result.expected_calls}"
+        result.status, result.reason = (
+            "wrong",
+            f"{result.calls} calls of distca where sdpa gets {result.expected_calls}",
+        )
 
 
 def numbers_in_masks(model_type: str) -> str:
-    """Whether a mask that numbers documents keeps them apart in all of a type: "exact", "refused", or by how much it does not."""
+    """Whether a mask that numbers documents keeps them apart in all of a type: "exact", "refused",
+    or by how much it does not.
+    """
     result = measure(model_type)
     dtype = getattr(torch, result.dtype)
     with quiet():
@@ -159,7 +188,9 @@ def numbers_in_masks(model_type: str) -> str:
 
 
 def _judge_leaks(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) -> None:
-    """A type is "packed" if it would be seen that a convolution, or a state, goes on from one document to the next."""
+    """A type is "packed" if it would be seen that a convolution, or a state, goes on from one
+    document to the next.
+    """
     module = class_of(model_type).__module__.split(".")[2]
     leaks = LEAKS if len(MODULES[module][1]) > 1 else LEAKS[:1]
     result.status = "packed"
@@ -187,25 +218,33 @@ def in_halves() -> Iterator[None]:
 
 
 def _halves(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) -> bool:
-    """Whether layers can be cut, and documents alone, packed ones and padded rows are then what they were."""
+    """Whether layers can be cut, and documents alone, packed ones and padded rows are then what
+    they were.
+    """
     modes = {"halves of a document": alone, "halves of padded rows": padded}
     if result.status in ("proven", "packed"):
         modes["halves of packed documents"] = packed
     reason = result.reason
     try:
         with in_halves():
-            runs = {name: run(model_type, "distca", dtype, mode, PACKED) for name, mode in modes.items()}
+            runs = {
+                name: run(model_type, "distca", dtype, mode, PACKED) for name, mode in modes.items()
+            }
     except (RuntimeError, IndexError) as error:
-        # Outputs that cannot be joined, or shapes in the model's own code that do not fit a half. All else is a fault of ours.
+        # Outputs that cannot be joined, or shapes in the model's own code that do not fit a half.
+        # All else is a fault of ours.
         if isinstance(error, DistCAError) and not isinstance(error, UnsupportedError):
             raise
         return False
     equal = all(
-        _equal_padded(model_type, result, name, got, want) if modes[name] is padded else _equal(result, name, got, want)
+        _equal_padded(model_type, result, name, got, want)
+        if modes[name] is padded
+        else _equal(result, name, got, want)
         for name, (got, _) in runs.items()
     )
     result.reason = reason
-    # A document of one token cannot be cut in tokens, but takes part; every layer that called once calls twice.
+    # A document of one token cannot be cut in tokens, but takes part; every layer that called once
+    # calls twice.
     return equal and runs["halves of a document"][1].count > result.expected_calls * len(PACKED)
 
 
@@ -217,14 +256,21 @@ def _equal(result: Result, mode: str, got: Outcome, want: Outcome) -> bool:
     return equal
 
 
-def _ours(model_type: str, result: Result, dtype: torch.dtype, mode: Mode, lengths: tuple[int, ...]) -> Outcome:
+def _ours(
+    model_type: str, result: Result, dtype: torch.dtype, mode: Mode, lengths: tuple[int, ...]
+) -> Outcome:
     got, calls = run(model_type, "distca", dtype, mode, lengths)
-    result.calls, result.variants = calls.count, tuple(sorted(calls.variants | set(result.variants)))
+    result.calls, result.variants = (
+        calls.count,
+        tuple(sorted(calls.variants | set(result.variants))),
+    )
     return got
 
 
 def _equal_padded(model_type: str, result: Result, mode: str, got: Outcome, want: Outcome) -> bool:
-    """Whether rows with padding are equal to documents alone, or, where padding makes layers round otherwise, to stock's rows."""
+    """Whether rows with padding are equal to documents alone, or, where padding makes layers round
+    otherwise, to stock's rows.
+    """
     reason = result.reason
     if _equal(result, mode, got, want):
         return True

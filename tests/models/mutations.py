@@ -1,4 +1,6 @@
-"""Faults to put into the library while it runs, each of a kind that a proof of a family must notice."""
+"""Faults to put into the library while it runs, each of a kind that a proof of a family must
+notice.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def _scores(**changes: Callable[[Any], Any]) -> Callable[[Original], Original]:
     def wrap(original: Original) -> Original:
         def wrapped(*args: Any) -> Any:
             scores = original(*args)
-            given = {name: change(getattr(scores, name)) for name, change in changes.items() if getattr(scores, name) is not None}
+            given = {
+                name: change(getattr(scores, name))
+                for name, change in changes.items()
+                if getattr(scores, name) is not None
+            }
             return replace(scores, **given)
 
         return wrapped
@@ -67,7 +73,9 @@ def _one_copy_lost(which: int) -> Callable[[Original], Original]:
 
     def wrap(original: Original) -> Original:
         calls = itertools.count()
-        return lambda wave, grad, received: grad if next(calls) == which else original(wave, grad, received)
+        return lambda wave, grad, received: (
+            grad if next(calls) == which else original(wave, grad, received)
+        )
 
     return wrap
 
@@ -100,12 +108,16 @@ def _detached_keys(original: Original) -> Original:
 
 
 def _lost(tensors: int) -> Callable[[Original], Original]:
-    """Zeros in place of what came in exchanges of so many tensors: of states two, of rows of a convolution one."""
+    """Zeros in place of what came in exchanges of so many tensors: of states two, of rows of a
+    convolution one.
+    """
 
     def wrap(original: Original) -> Original:
         def wrapped(self: Any, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             received = original(self, held)
-            return [torch.zeros_like(rows) for rows in received] if len(held) == tensors else received
+            return (
+                [torch.zeros_like(rows) for rows in received] if len(held) == tensors else received
+            )
 
         return wrapped
 
@@ -146,13 +158,25 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
         lambda original: lambda self, which: [sum(original(self, which))],
     ),
     "states of other ranks lost": ("recurrent.carryover", "_Exchange.received", _lost(2)),
-    "rows of convolutions of other ranks lost": ("recurrent.carryover", "_Exchange.received", _lost(1)),
-    "gradients of states and rows of other ranks lost": ("recurrent.carryover", "_Exchange.returned", _gradients_lost),
+    "rows of convolutions of other ranks lost": (
+        "recurrent.carryover",
+        "_Exchange.received",
+        _lost(1),
+    ),
+    "gradients of states and rows of other ranks lost": (
+        "recurrent.carryover",
+        "_Exchange.returned",
+        _gradients_lost,
+    ),
     "documents leak over ranks": ("agreement.planner", "build_layout", _one_document_over_ranks),
     "dk of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(0)),
     "dv of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(1)),
     "second half without the keys of the first": (_DOCUMENTS, "Documents.split_at", _no_context),
-    "gradient of the keys handed over lost": ("integration.nano_batches", "Handover.context", _detached_keys),
+    "gradient of the keys handed over lost": (
+        "integration.nano_batches",
+        "Handover.context",
+        _detached_keys,
+    ),
 }
 
 

@@ -1,7 +1,8 @@
-"""Kernels of fla (flash-linear-attention) and mamba-ssm in models whose documents are packed, and cut over two ranks.
+"""Kernels of fla (flash-linear-attention) and mamba-ssm in models whose documents are packed, and
+cut over two ranks.
 
-Triton's interpreter stands in for a GPU. All other tests need an environment without these packages, which transformers would
-call on a CPU as well, so install them in a folder of their own:
+Triton's interpreter stands in for a GPU. All other tests need an environment without these
+packages, which transformers would call on a CPU as well, so install them in a folder of their own:
 
     pip install --no-deps --target FOLDER fla-core triton einops
     PYTHONPATH=FOLDER MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE \
@@ -53,10 +54,13 @@ def integers(*bounds: int) -> Iterator[Int]:
 
 
 def share_with_package(rank: int, case: Case) -> Share | str:
-    """As `share`, where models run kernels of a package, in a process that was started with TRITON_INTERPRET=1."""
+    """As `share`, where models run kernels of a package, in a process that was started with
+    TRITON_INTERPRET=1.
+    """
     from triton.runtime.autotuner import Autotuner
 
-    Autotuner._bench = lambda *_, **__: [0.0] * 3  # there is no GPU on which one of its settings would be the fastest
+    # There is no GPU on which one of its settings would be the fastest.
+    Autotuner._bench = lambda *_, **__: [0.0] * 3
     package, function = RULES[case.model_type]
     prepare_fla() if package == "fla" else prepare_mamba()
     module = importlib.import_module(class_of(case.model_type).__module__)
@@ -70,11 +74,15 @@ def prepare_fla() -> None:
 
 
 def prepare_mamba() -> None:
-    """Without the parts of the package that are compiled: the scan of Mamba 1, and convolution and scan in one."""
+    """Without the parts of the package that are compiled: the scan of Mamba 1, and convolution and
+    scan in one.
+    """
     sys.modules["selective_scan_cuda"] = ModuleType("selective_scan_cuda")
     torch.cuda.device = lambda _: nullcontext()
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=8)
-    del importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_split_conv1d_scan_combined
+    del importlib.import_module(
+        "mamba_ssm.ops.triton.ssd_combined"
+    ).mamba_split_conv1d_scan_combined
 
 
 def whole_without_packages(rank: int, case: Case) -> Outcome:
@@ -97,7 +105,8 @@ def test_kernels_of_packages_equal_whole_documents_without_them(
     oracle, pool = RankPool(1), RankPool(len(parts))
     try:
         want, rounded = (
-            oracle(whole_without_packages, replace(case, dtype=dtype))[0] for dtype in (torch.float64, torch.float32)
+            oracle(whole_without_packages, replace(case, dtype=dtype))[0]
+            for dtype in (torch.float64, torch.float32)
         )
         value, what, shares = compare(pool, case, want, share_with_package)
     finally:

@@ -33,7 +33,9 @@ FAMILIES = (
 
 
 @pytest.mark.parametrize("family", FAMILIES.split())
-def test_they_are_the_plans_that_layers_ask_for(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_the_plans_that_layers_ask_for(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = set()
     key = AttentionHandle.key
 
@@ -54,14 +56,22 @@ def test_they_are_the_plans_that_layers_ask_for(family: str, monkeypatch: pytest
 
 
 def test_bytes_are_those_of_the_dtype_that_attention_computes_in() -> None:
-    config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, dtype="bfloat16")
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, dtype="bfloat16"
+    )
     (key,) = layer_keys(config, None, "cuda")
     assert key == PlanKey(AttentionShape(4, 2, 16, 16, 2), "cuda")
     assert layer_keys(config, torch.float64, "cuda")[0].shape.element_bytes == 8
     assert layer_keys(LlamaConfig(), None, "cpu")[0].shape.element_bytes == 4
 
 
-SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 6}
+SMALL = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 6,
+}
 
 
 @pytest.mark.parametrize(
@@ -74,25 +84,40 @@ SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, 
         (Gemma3Config(text_config={**SMALL, "sliding_window": 40}), [None, 40]),
         (GptOssConfig(**SMALL, sliding_window=40), [None, 40]),
         (Qwen2Config(**SMALL, sliding_window=40), [None]),  # it has to be switched on
-        (Qwen2Config(**SMALL, sliding_window=40, use_sliding_window=True, max_window_layers=3), [None, 40]),
+        (
+            Qwen2Config(**SMALL, sliding_window=40, use_sliding_window=True, max_window_layers=3),
+            [None, 40],
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_windows_are_those_of_the_kinds_of_layers(config: PreTrainedConfig, windows: list[int | None]) -> None:
+def test_windows_are_those_of_the_kinds_of_layers(
+    config: PreTrainedConfig, windows: list[int | None]
+) -> None:
     assert [key.window for key in layer_keys(config, None, "cpu")] == windows
 
 
 def test_latent_attention_has_its_own_widths() -> None:
-    config = DeepseekV3Config(num_attention_heads=8, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=16, kv_lora_rank=12)
+    config = DeepseekV3Config(
+        num_attention_heads=8,
+        qk_nope_head_dim=24,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        kv_lora_rank=12,
+    )
     assert layer_keys(config, None, "cpu")[0].shape == AttentionShape(8, 8, 32, 16, 4)
 
 
 def test_what_cannot_be_read_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"looked for one of num_attention_heads.*head_dim.*Give shapes="):
+    with pytest.raises(
+        ConfigError, match=r"looked for one of num_attention_heads.*head_dim.*Give shapes="
+    ):
         layer_keys(PreTrainedConfig(), None, "cpu")
     with pytest.raises(ConfigError, match="model=str is no model of transformers"):
         layer_keys("llama", None, "cpu")
     config = LlamaConfig()
     config.layer_types = ["linear_attention", "conv", "conv"]
-    with pytest.raises(ConfigError, match="layer_types linear_attention, conv, and none of them is attention"):
+    with pytest.raises(
+        ConfigError, match="layer_types linear_attention, conv, and none of them is attention"
+    ):
         layer_keys(config, None, "cpu")

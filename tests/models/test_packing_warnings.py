@@ -13,10 +13,18 @@ from tiny import build
 import hf_distca
 from hf_distca.integration.processes import warn_once
 
-CARRYING, UNPOSITIONED = "layers .* carry state from one to the next", "take no position ids: .* positions count on"
+CARRYING, UNPOSITIONED = (
+    "layers .* carry state from one to the next",
+    "take no position ids: .* positions count on",
+)
 
 
-def warnings_of(model_type: str, lengths: tuple[int, ...], caplog: pytest.LogCaptureFixture, padding_rows: int = 0) -> list[str]:
+def warnings_of(
+    model_type: str,
+    lengths: tuple[int, ...],
+    caplog: pytest.LogCaptureFixture,
+    padding_rows: int = 0,
+) -> list[str]:
     """What two forwards of a packed row say, with rows of padding after it."""
     hf_distca.configure()
     warn_once.cache_clear()
@@ -32,8 +40,12 @@ def warnings_of(model_type: str, lengths: tuple[int, ...], caplog: pytest.LogCap
     return [record.getMessage() for record in caplog.records if record.name == "hf_distca"]
 
 
-@pytest.mark.parametrize(("model_type", "said"), [("jamba", CARRYING), ("zamba", CARRYING), ("bart", UNPOSITIONED)])
-def test_packed_documents_are_warned_of_once(model_type: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "said"), [("jamba", CARRYING), ("zamba", CARRYING), ("bart", UNPOSITIONED)]
+)
+def test_packed_documents_are_warned_of_once(
+    model_type: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     messages = warnings_of(model_type, (9, 5), caplog)
     assert len(messages) == 1
     assert f"{model_type} models" in messages[0]
@@ -46,9 +58,12 @@ def test_rows_of_padding_hide_no_packed_documents(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("model_type", "lengths"), [("jamba", (14,)), ("bart", (14,)), ("llama", (9, 5)), ("qwen3_next", (9, 5))]
+    ("model_type", "lengths"),
+    [("jamba", (14,)), ("bart", (14,)), ("llama", (9, 5)), ("qwen3_next", (9, 5))],
 )
-def test_nothing_is_said_where_nothing_leaks(model_type: str, lengths: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_said_where_nothing_leaks(
+    model_type: str, lengths: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
     assert warnings_of(model_type, lengths, caplog) == []
 
 
@@ -59,9 +74,14 @@ def test_llama_4_scales_queries_by_place_in_the_row(implementation: str) -> None
     for scale in (4, 15):
         with quiet():
             models = [build("llama4_text", implementation, torch.float64) for _ in range(2)]
-        for part in (part for model in models for part in model.modules() if hasattr(part, "floor_scale")):
+        for part in (
+            part for model in models for part in model.modules() if hasattr(part, "floor_scale")
+        ):
             part.floor_scale, part.use_rope = scale, False
-        together, apart = packed(models[0], documents(lengths)), alone(models[1], documents(lengths))
+        together, apart = (
+            packed(models[0], documents(lengths)),
+            alone(models[1], documents(lengths)),
+        )
         found[scale], _ = difference(together, apart)
     assert found[4] > 1e-3
     assert found[15] < 1e-5

@@ -1,4 +1,6 @@
-"""Recurrent layers of hybrid models along packed documents: in recomputes and evaluation, with packages, beside other models."""
+"""Recurrent layers of hybrid models along packed documents: in recomputes and evaluation, with
+packages, beside other models.
+"""
 
 from __future__ import annotations
 
@@ -72,13 +74,18 @@ CHECKPOINTING: dict[str, Callable[[PreTrainedModel], None]] = {
 
 
 @pytest.mark.parametrize(
-    ("model_type", "checkpointing"), in_turn(itertools.product(KINDS, CHECKPOINTING), 4, [("nemotron_h", "not reentrant")])
+    ("model_type", "checkpointing"),
+    in_turn(itertools.product(KINDS, CHECKPOINTING), 4, [("nemotron_h", "not reentrant")]),
 )
-def test_recomputes_begin_documents_where_the_forward_did(model_type: str, checkpointing: str) -> None:
+def test_recomputes_begin_documents_where_the_forward_did(
+    model_type: str, checkpointing: str
+) -> None:
     model = model_of(model_type)
     CHECKPOINTING[checkpointing](model)
     got = packed(model, documents(LENGTHS))
-    grads = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in got.grads.items()}
+    grads = {
+        name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in got.grads.items()
+    }
     check(Outcome(got.loss, got.logits, grads), expected(model_type))
 
 
@@ -90,7 +97,9 @@ def test_micro_batches_in_flight_keep_to_their_own_documents(model_type: str) ->
     for lengths in (LENGTHS, other):
         docs = documents(lengths)
         positions = torch.cat([torch.arange(n) for n in lengths])[None]
-        graphs.append((docs, forward(model, torch.cat(docs)[None], positions)[0].split(list(lengths))))
+        graphs.append(
+            (docs, forward(model, torch.cat(docs)[None], positions)[0].split(list(lengths)))
+        )
     got = [finish(model, docs, list(pieces)) for docs, pieces in graphs]
     both = model_of(model_type, "sdpa")
     alone(both, documents(LENGTHS))
@@ -103,7 +112,10 @@ def test_rows_with_padding_and_several_documents(model_type: str) -> None:
     pad = torch.full((5,), 40)
     rows = torch.stack([torch.cat([*docs[:2], pad, pad, pad[:3]]), torch.cat([*docs[2:]])])
     positions = torch.stack(
-        [torch.cat([torch.arange(20), torch.arange(7), torch.arange(7, 20)]), torch.cat([torch.arange(n) for n in (30, 1, 9)])]
+        [
+            torch.cat([torch.arange(20), torch.arange(7), torch.arange(7, 20)]),
+            torch.cat([torch.arange(n) for n in (30, 1, 9)]),
+        ]
     )
     rows, positions = (torch.cat([part, part[:1]]) for part in (rows, positions))
     mask = torch.ones_like(rows)
@@ -120,19 +132,30 @@ def test_rows_of_padding_hide_no_packed_documents() -> None:
     docs = documents((20, 7))
     row, positions = torch.cat(docs)[None], torch.cat([torch.arange(20), torch.arange(7)])[None]
     mask = torch.stack([torch.ones(27), torch.zeros(27)]).long()
-    logits = forward(model := model_of("lfm2"), row.repeat(2, 1), positions.repeat(2, 1), attention_mask=mask)
+    logits = forward(
+        model := model_of("lfm2"), row.repeat(2, 1), positions.repeat(2, 1), attention_mask=mask
+    )
     check(finish(model, docs, list(logits[0].split([20, 7]))), expected("lfm2", (20, 7)))
 
 
 @pytest.mark.parametrize("model_type", in_turn(KINDS, 3, ["nemotron_h"]))
-@pytest.mark.parametrize("lengths", in_turn([pytest.param(lengths) for lengths in [(30, 10), (7, 33), (3, 20, 17)]], 3))
-def test_documents_go_on_in_the_next_row_if_their_lengths_say_so(model_type: str, lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "lengths", in_turn([pytest.param(lengths) for lengths in [(30, 10), (7, 33), (3, 20, 17)]], 3)
+)
+def test_documents_go_on_in_the_next_row_if_their_lengths_say_so(
+    model_type: str, lengths: tuple[int, ...]
+) -> None:
     """As in attention, for which a batch is one row after another."""
     docs = documents(lengths)
     positions = torch.cat([torch.arange(n) for n in lengths]).view(2, 20)
     model = model_of(model_type)
-    logits = forward(model, torch.cat(docs).view(2, 20), positions, distca_documents=PackedDocuments(lengths))
-    check(finish(model, docs, list(logits.flatten(0, 1).split(list(lengths)))), expected(model_type, lengths))
+    logits = forward(
+        model, torch.cat(docs).view(2, 20), positions, distca_documents=PackedDocuments(lengths)
+    )
+    check(
+        finish(model, docs, list(logits.flatten(0, 1).split(list(lengths)))),
+        expected(model_type, lengths),
+    )
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -142,14 +165,26 @@ def test_evaluation_fills_no_cache_and_leaks_nothing(model_type: str) -> None:
     docs = documents(LENGTHS)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
     with torch.no_grad():
-        logits = model(input_ids=torch.cat(docs)[None], position_ids=positions).logits[0].split(list(LENGTHS))
-        want = [model_of(model_type, "sdpa").eval()(input_ids=doc[None], use_cache=False).logits[0] for doc in docs]
+        logits = (
+            model(input_ids=torch.cat(docs)[None], position_ids=positions)
+            .logits[0]
+            .split(list(LENGTHS))
+        )
+        want = [
+            model_of(model_type, "sdpa").eval()(input_ids=doc[None], use_cache=False).logits[0]
+            for doc in docs
+        ]
     for got, one in zip(logits, want, strict=True):
         torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-5)
     with pytest.raises(
-        UnsupportedError, match=r"past_key_values, and 4 packed documents in 1 rows: .* Leave past_key_values out"
+        UnsupportedError,
+        match=r"past_key_values, and 4 packed documents in 1 rows: .* Leave past_key_values out",
     ):
-        model(input_ids=torch.cat(docs)[None], position_ids=positions, past_key_values=DynamicCache(config=model.config))
+        model(
+            input_ids=torch.cat(docs)[None],
+            position_ids=positions,
+            past_key_values=DynamicCache(config=model.config),
+        )
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -161,13 +196,19 @@ def test_generation_goes_on_from_its_cache_as_ever(model_type: str) -> None:
     for implementation in ("sdpa", "distca"):
         model = model_of(model_type, implementation).eval()
         with quiet():
-            written.append(model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, use_cache=True))
+            written.append(
+                model.generate(
+                    ids, attention_mask=mask, max_new_tokens=8, do_sample=False, use_cache=True
+                )
+            )
     assert torch.equal(*written)
 
 
 @pytest.mark.parametrize("model_type", in_turn(KINDS, 3, ["nemotron_h"]))
 @pytest.mark.parametrize("lengths", [LENGTHS, (50,)])
-def test_bounds_of_packing_loaders_need_no_packages(model_type: str, lengths: tuple[int, ...]) -> None:
+def test_bounds_of_packing_loaders_need_no_packages(
+    model_type: str, lengths: tuple[int, ...]
+) -> None:
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     docs = documents(lengths)
     batch = collate([{"input_ids": doc.tolist()} for doc in docs])
@@ -188,13 +229,17 @@ def test_other_attention_beside_it_is_left_alone(model_type: str) -> None:
 def test_positions_on_several_axes_tell_documents(axes: int) -> None:
     docs = documents(LENGTHS)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    logits = forward(model := model_of("qwen3_5_text"), torch.cat(docs)[None], positions.expand(axes, 1, -1))[0]
+    logits = forward(
+        model := model_of("qwen3_5_text"), torch.cat(docs)[None], positions.expand(axes, 1, -1)
+    )[0]
     check(finish(model, docs, list(logits.split(list(LENGTHS)))), expected("qwen3_5_text"))
 
 
 @pytest.mark.parametrize("given", ["positions", "lengths"])
 def test_documents_are_read_once_a_micro_batch(given: str) -> None:
-    """Without their lengths on the host, where positions are on a device, the host waits for it once."""
+    """Without their lengths on the host, where positions are on a device, the host waits for it
+    once.
+    """
     model, docs = model_of("nemotron_h"), documents(LENGTHS)
     batch: dict[str, Any] = {
         "input_ids": torch.cat(docs)[None],
@@ -202,7 +247,9 @@ def test_documents_are_read_once_a_micro_batch(given: str) -> None:
     }
     if given == "lengths":
         batch["distca_documents"] = PackedDocuments(LENGTHS)
-    with patch.object(agreement_documents, "read_positions", side_effect=agreement_documents.read_positions) as read:
+    with patch.object(
+        agreement_documents, "read_positions", side_effect=agreement_documents.read_positions
+    ) as read:
         model(**batch, use_cache=False)
     assert read.call_count == (given == "positions")
 
@@ -215,14 +262,20 @@ def test_layers_make_the_host_wait_for_nothing(model_type: str) -> None:
     with ExitStack() as forbidden:
         layers[0].register_forward_pre_hook(lambda *_: forbidden.enter_context(mode) and None)
         layers[-1].register_forward_hook(lambda *_: forbidden.close())
-        batch = {"position_ids": positions, "distca_documents": PackedDocuments(LENGTHS), "use_cache": False}
+        batch = {
+            "position_ids": positions,
+            "distca_documents": PackedDocuments(LENGTHS),
+            "use_cache": False,
+        }
         logits = model(input_ids=torch.cat(docs)[None], **batch).logits
     with mode:
         logits.logsumexp(-1).sum().backward()
 
 
 class Package:
-    """Stands for fla, causal-conv1d and mamba-ssm: functions of their names and arguments, which note what they are told."""
+    """Stands for fla, causal-conv1d and mamba-ssm: functions of their names and arguments, which
+    note what they are told.
+    """
 
     def __init__(self, rule: Any, convolution: Any, scan: Any) -> None:
         self.told: list[str] = []
@@ -257,13 +310,21 @@ class Package:
             last.append(state)
         return torch.cat(out, 1), torch.cat(last) if output_final_state else None
 
-    def causal_conv1d_fn(self, x: Any, weight: Any, bias: Any = None, seq_idx: Any = None, activation: Any = None) -> Any:
+    def causal_conv1d_fn(
+        self, x: Any, weight: Any, bias: Any = None, seq_idx: Any = None, activation: Any = None
+    ) -> Any:
         if seq_idx is None:
             self.told.append("convolution")
             return self.torch["convolution"](x, weight, bias, activation)
         assert x.stride(1) == 1, "the package takes seq_idx where channels are last"
         self.told.append("convolution of seq_idx")
-        return torch.cat([self.torch["convolution"](part, weight, bias, activation) for part in _parts(x, seq_idx, 2)], 2)
+        return torch.cat(
+            [
+                self.torch["convolution"](part, weight, bias, activation)
+                for part in _parts(x, seq_idx, 2)
+            ],
+            2,
+        )
 
     def mamba_chunk_scan_combined(
         self,
@@ -305,10 +366,17 @@ def _parts(states: torch.Tensor, seq_idx: torch.Tensor, dim: int) -> list[torch.
 @contextmanager
 def package_in(module: ModuleType) -> Iterator[Package]:
     """A modeling module as transformers makes it where the packages are installed."""
-    before = {name: getattr(module, name, None) for name in recurrent_layers._FUNCTIONS if hasattr(module, name)}
+    before = {
+        name: getattr(module, name, None)
+        for name in recurrent_layers._FUNCTIONS
+        if hasattr(module, name)
+    }
     torch_functions = {name: function.__wrapped__.__wrapped__ for name, function in before.items()}
     package = Package(
-        *(torch_functions.get(n) for n in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn", "mamba2_chunk_scan"))
+        *(
+            torch_functions.get(n)
+            for n in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn", "mamba2_chunk_scan")
+        )
     )
     names = {
         "torch_chunk_gated_delta_rule": "chunk_gated_delta_rule",
@@ -317,7 +385,9 @@ def package_in(module: ModuleType) -> Iterator[Package]:
     }
     with patch.dict(sys.modules, {"fake_package": package}):  # type: ignore[dict-item]
         for name, function in torch_functions.items():
-            decorated = use_kernel_func_from_hub_with_fallback(names.get(name, name), "fake_package")(function)
+            decorated = use_kernel_func_from_hub_with_fallback(
+                names.get(name, name), "fake_package"
+            )(function)
             setattr(module, name, recurrent_layers._along_segments(decorated, name))
     try:
         yield package
@@ -327,7 +397,11 @@ def package_in(module: ModuleType) -> Iterator[Package]:
 
 
 PACKAGES = {
-    "olmo_hybrid": (modeling_olmo_hybrid, {"rule", "convolution of seq_idx"}, {"rule", "rule from states", "convolution"}),
+    "olmo_hybrid": (
+        modeling_olmo_hybrid,
+        {"rule", "convolution of seq_idx"},
+        {"rule", "rule from states", "convolution"},
+    ),
     "nemotron_h": (
         modeling_nemotron_h,
         {"both of torch.int32", "convolution of seq_idx", "scan of seq_idx"},
@@ -355,7 +429,8 @@ def test_packages_run_cut_documents(model_type: str) -> None:
     check(got, expected(model_type))
 
 
-# A state after the keys and values of each head, and the argument with which a mixer could hand it in.
+# A state after the keys and values of each head, and the argument with which a mixer could hand it
+# in.
 STATES = {
     "olmo_hybrid": (modeling_olmo_hybrid, "torch_chunk_gated_delta_rule", "initial_state"),
     "kimi_linear": (modeling_kimi_linear, "chunk_kimi_delta_attention", "initial_state"),
@@ -363,13 +438,24 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("run", [lambda model: packed(model, documents(LENGTHS)), lambda model: in_pieces(model)])
+@pytest.mark.parametrize(
+    "run", [lambda model: packed(model, documents(LENGTHS)), lambda model: in_pieces(model)]
+)
 @pytest.mark.parametrize("model_type", STATES)
-def test_a_state_that_is_handed_in_is_refused(model_type: str, run: Callable[[PreTrainedModel], Outcome]) -> None:
+def test_a_state_that_is_handed_in_is_refused(
+    model_type: str, run: Callable[[PreTrainedModel], Outcome]
+) -> None:
     module, function, name = STATES[model_type]
     original = getattr(module, function)
-    handing = {"side_effect": lambda *args, **kwargs: original(*args, **{**kwargs, name: torch.zeros(1, 4, 16, 16)})}
-    with patch.object(module, function, **handing), pytest.raises(UnsupportedError, match=rf"runs its rule with {name}, and .*"):
+    handing = {
+        "side_effect": lambda *args, **kwargs: original(
+            *args, **{**kwargs, name: torch.zeros(1, 4, 16, 16)}
+        )
+    }
+    with (
+        patch.object(module, function, **handing),
+        pytest.raises(UnsupportedError, match=rf"runs its rule with {name}, and .*"),
+    ):
         run(model_of(model_type))
 
 
@@ -377,7 +463,8 @@ def test_a_state_that_is_handed_in_is_refused(model_type: str, run: Callable[[Pr
 def test_a_cache_is_refused_for_documents_in_pieces(model_type: str) -> None:
     model = model_of(model_type)
     with pytest.raises(
-        UnsupportedError, match=r"past_key_values, and 6 packed documents in 1 rows: .* Leave past_key_values out"
+        UnsupportedError,
+        match=r"past_key_values, and 6 packed documents in 1 rows: .* Leave past_key_values out",
     ):
         in_pieces(model, past_key_values=DynamicCache(config=model.config))
 
@@ -398,8 +485,13 @@ def in_pieces(model: PreTrainedModel, **extra: Any) -> Outcome:
     sizes = [end - start for start, end in zip(starts, ends, strict=True)]
     row = torch.cat([docs[number][start:end] for number, start, end in PIECES])[None]
     positions = torch.cat([torch.arange(start, end) for _, start, end in PIECES])[None]
-    logits = forward(model, row, positions, distca_documents=PackedDocuments(sizes, starts, numbers), **extra)[0].split(sizes)
-    whole = [torch.cat([piece for piece, part in zip(logits, PIECES, strict=True) if part[0] == n]) for n in range(len(docs))]
+    logits = forward(
+        model, row, positions, distca_documents=PackedDocuments(sizes, starts, numbers), **extra
+    )[0].split(sizes)
+    whole = [
+        torch.cat([piece for piece, part in zip(logits, PIECES, strict=True) if part[0] == n])
+        for n in range(len(docs))
+    ]
     return finish(model, docs, whole)
 
 
@@ -408,13 +500,20 @@ def test_pieces_of_a_document_on_one_process(model_type: str) -> None:
     check(in_pieces(model_of(model_type)), expected(model_type))
 
 
-# A model of another version, or with code of its own: it is not told of documents, or does not hand on what it is told.
-@pytest.mark.parametrize(("where", "name"), [(recurrent_layers, "rows_of"), (OlmoHybridGatedDeltaNet, "forward")])
-def test_a_model_with_layers_of_its_own_is_warned_of_and_refused(where: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
+# A model of another version, or with code of its own: it is not told of documents, or does not hand
+# on what it is told.
+@pytest.mark.parametrize(
+    ("where", "name"), [(recurrent_layers, "rows_of"), (OlmoHybridGatedDeltaNet, "forward")]
+)
+def test_a_model_with_layers_of_its_own_is_warned_of_and_refused(
+    where: Any, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     warn_once.cache_clear()
     model, forward = model_of("olmo_hybrid"), OlmoHybridGatedDeltaNet.forward
 
-    def forgetful(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, **_: Any) -> Any:
+    def forgetful(
+        self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, **_: Any
+    ) -> Any:
         return forward(self, hidden_states, attention_mask=attention_mask)
 
     with (
@@ -422,9 +521,16 @@ def test_a_model_with_layers_of_its_own_is_warned_of_and_refused(where: Any, nam
         caplog.at_level(logging.WARNING, "hf_distca"),
     ):
         packed(model, documents(LENGTHS))
-        with pytest.raises(UnsupportedError, match="olmo_hybrid models need whole ones: their other layers carry state"):
+        with pytest.raises(
+            UnsupportedError,
+            match="olmo_hybrid models need whole ones: their other layers carry state",
+        ):
             in_pieces(model)
-    said = [record.getMessage() for record in caplog.records if "this batch has packed documents" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "this batch has packed documents" in record.getMessage()
+    ]
     assert len(said) == 1
     assert "Upgrade transformers" in said[0]
 
@@ -441,7 +547,9 @@ def test_modules_of_other_versions_are_left_as_they_are() -> None:
         return states
 
     Mixer.__module__ = module.__name__
-    vars(module).update(Lfm2ShortConv=Mixer, Lfm2Model=type("Lfm2Model", (), {}), causal_conv1d_fn=causal_conv1d_fn)
+    vars(module).update(
+        Lfm2ShortConv=Mixer, Lfm2Model=type("Lfm2Model", (), {}), causal_conv1d_fn=causal_conv1d_fn
+    )
     with patch.dict(sys.modules, {module.__name__: module}):
         recurrent_layers._replace("lfm2", lambda _: True)
     assert module.causal_conv1d_fn is causal_conv1d_fn

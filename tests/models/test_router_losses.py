@@ -1,4 +1,6 @@
-"""Mixtures of experts: router losses, of a rank's own tokens, and the gradient of the router are those without distca."""
+"""Mixtures of experts: router losses, of a rank's own tokens, and the gradient of the router are
+those without distca.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 
-# The other implementation. gpt-oss knows no sdpa, and with eager its packed documents leak: it gets one document a row.
+# The other implementation. gpt-oss knows no sdpa, and with eager its packed documents leak: it gets
+# one document a row.
 TYPES = {"mixtral": "sdpa", "qwen3_moe": "sdpa", "gpt_oss": "eager", "deepseek_v3": "sdpa"}
 PACKED = {0: (70,), 1: (9, 1, 7)}
 WHOLE = {0: (70,), 1: (17,)}
@@ -32,8 +35,16 @@ def step(model_type: str, implementation: str, lengths: tuple[int, ...]) -> dict
     extra = {"output_router_logits": True} if has_loss else {}
     out = model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False, **extra)
     out.loss.backward()
-    routers = {name: p.grad for name, p in model.named_parameters() if name.endswith(("gate.weight", "router.weight"))}
-    return {"loss": out.loss.detach(), **({"aux": out.aux_loss.detach()} if has_loss else {}), **routers}
+    routers = {
+        name: p.grad
+        for name, p in model.named_parameters()
+        if name.endswith(("gate.weight", "router.weight"))
+    }
+    return {
+        "loss": out.loss.detach(),
+        **({"aux": out.aux_loss.detach()} if has_loss else {}),
+        **routers,
+    }
 
 
 def compared(rank: int, model_type: str) -> tuple[dict[str, float], int]:
@@ -43,12 +54,16 @@ def compared(rank: int, model_type: str) -> tuple[dict[str, float], int]:
     other = TYPES[model_type]
     lengths = (PACKED if other == "sdpa" else WHOLE)[rank]
     got, want = (step(model_type, implementation, lengths) for implementation in ("distca", other))
-    differences = {name: float((got[name] - want[name]).norm() / want[name].norm()) for name in want}
+    differences = {
+        name: float((got[name] - want[name]).norm() / want[name].norm()) for name in want
+    }
     return differences, current_session().meter.sent_bytes
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_router_losses_and_gradients_are_unchanged_on_two_ranks(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
+def test_router_losses_and_gradients_are_unchanged_on_two_ranks(
+    model_type: str, rank_pool: Callable[[int], RankPool]
+) -> None:
     for differences, sent in rank_pool(2)(compared, model_type):
         assert sent, "nothing was exchanged, so nothing was tested"
         assert ("aux" in differences) == (model_type != "deepseek_v3")

@@ -1,6 +1,8 @@
-"""Steps of whole models on a GPU that is not there: forward, loss and backward, with rotary embeddings, masks and exchanges.
+"""Steps of whole models on a GPU that is not there: forward, loss and backward, with rotary
+embeddings, masks and exchanges.
 
-Each operation runs for its device, dtype and shape alone, in a process of its own: see `fake_gpu_steps`.
+Each operation runs for its device, dtype and shape alone, in a process of its own: see
+`fake_gpu_steps`.
 """
 
 from __future__ import annotations
@@ -29,9 +31,20 @@ WAYS = {
     "ping-pong, reentrant checkpointing": Way(ping_pong=True, reentrant=True),
     "ping-pong, checkpointing, autocast": HARDEST._replace(autocast=True),
 }
-# A softcap, sinks and experts, global layers that are 512 wide, and two kinds of rotary embeddings. Then those that have less.
+# A softcap, sinks and experts, global layers that are 512 wide, and two kinds of rotary embeddings.
+# Then those that have less.
 FAMILIES = ["gemma2", "gpt_oss", "gemma4_text", "gemma3_text"]
-OTHERS = ["cohere2", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"]
+OTHERS = [
+    "cohere2",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+]
 KERNELS = {"gemma2": ["reference"], "gemma4_text": ["cuda", "efficient"]}
 
 
@@ -57,7 +70,9 @@ def check(done: Step, way: Way) -> None:
 
 
 @pytest.mark.parametrize("way", in_turn(WAYS, 16, ["ping-pong, checkpointing"]))
-def test_a_step_stays_on_the_gpu_and_lets_the_host_run_ahead(gpu: Callable[..., Any], way: str) -> None:
+def test_a_step_stays_on_the_gpu_and_lets_the_host_run_ahead(
+    gpu: Callable[..., Any], way: str
+) -> None:
     done = gpu(fake_gpu_steps.step, "llama", WAYS[way])
     check(done, WAYS[way])
     assert done.kernels == ["cuda"]
@@ -71,9 +86,13 @@ def test_so_does_one_of_every_family(gpu: Callable[..., Any], family: str) -> No
 
 
 WRONG: dict[str, Callable[[Any], bool]] = {
-    "a gradient is read": lambda done: "HostSyncError: aten._local_scalar_dense.default reads a tensor on the host" in done,
+    "a gradient is read": lambda done: (
+        "HostSyncError: aten._local_scalar_dense.default reads a tensor on the host" in done
+    ),
     "a table stays on the host": lambda done: "at least two devices, cuda:0 and cpu" in done,
-    "a wait is left out": lambda done: any("reads what link may be using" in race for race in done.races),
+    "a wait is left out": lambda done: any(
+        "reads what link may be using" in race for race in done.races
+    ),
     "outputs are not kept": lambda done: done.recalls == 0,
 }
 

@@ -1,4 +1,6 @@
-"""Vision-language models: the language tower under distca, the vision tower left alone, images in packed batches."""
+"""Vision-language models: the language tower under distca, the vision tower left alone, images in
+packed batches.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import Outcome, difference, finish, quiet, spying
-from transformers import AutoModelForImageTextToText, Gemma3Config, LlavaConfig, PreTrainedConfig, PreTrainedModel, Qwen2VLConfig
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    LlavaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2VLConfig,
+)
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
@@ -40,7 +49,14 @@ CLIP = {
 }
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 PATCHES = {"patch_size": 7, "spatial_merge_size": 2, "temporal_patch_size": 2}
-QWEN_VISION = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, **PATCHES}
+QWEN_VISION = {
+    "depth": 2,
+    "embed_dim": 32,
+    "hidden_size": 64,
+    "num_heads": 2,
+    "mlp_ratio": 2,
+    **PATCHES,
+}
 # Text tokens around the image of each document.
 LENGTHS = (90, 3, 21)
 
@@ -48,7 +64,12 @@ LENGTHS = (90, 3, 21)
 def config_of(kind: str) -> PreTrainedConfig:
     if kind == "llava":
         text = {"model_type": "llama", **TEXT}
-        return LlavaConfig(text_config=text, vision_config=dict(CLIP), image_token_index=IMAGE, vision_feature_layer=-1)
+        return LlavaConfig(
+            text_config=text,
+            vision_config=dict(CLIP),
+            image_token_index=IMAGE,
+            vision_feature_layer=-1,
+        )
     text = {**TEXT, "rope_parameters": MROPE}  # Qwen2-VL
     tokens = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END}
     return Qwen2VLConfig(text_config=text, vision_config=dict(QWEN_VISION), **tokens)
@@ -57,13 +78,17 @@ def config_of(kind: str) -> PreTrainedConfig:
 def build(kind: str, implementation: str | dict[str, str]) -> PreTrainedModel:
     torch.manual_seed(0)
     with quiet():
-        model = AutoModelForImageTextToText.from_config(config_of(kind), attn_implementation=implementation)
+        model = AutoModelForImageTextToText.from_config(
+            config_of(kind), attn_implementation=implementation
+        )
     return model.double().train()
 
 
 @dataclass
 class Document:
-    """Tokens, an image as the model takes it, and positions: (1, tokens), or three or four rows of them for M-RoPE."""
+    """Tokens, an image as the model takes it, and positions: (1, tokens), or three or four rows of
+    them for M-RoPE.
+    """
 
     ids: torch.Tensor
     image: dict[str, torch.Tensor]
@@ -79,14 +104,24 @@ def documents(kind: str, model: PreTrainedModel) -> list[Document]:
         ids = torch.cat([text[:2], torch.tensor(image), text[2:]])
         positions = torch.arange(len(ids))[None]
         if kind == "llava":
-            made.append(Document(ids, {"pixel_values": torch.randn(1, 3, 28, 28, generator=generator).double()}, positions))
+            made.append(
+                Document(
+                    ids,
+                    {"pixel_values": torch.randn(1, 3, 28, 28, generator=generator).double()},
+                    positions,
+                )
+            )
             continue
         grid = torch.tensor([[1, 4, 4]])
         types = (ids == IMAGE).int()[None]
-        spatial, _ = model.model.get_rope_index(ids[None], mm_token_type_ids=types, image_grid_thw=grid)
+        spatial, _ = model.model.get_rope_index(
+            ids[None], mm_token_type_ids=types, image_grid_thw=grid
+        )
         pixels = torch.randn(16, 3 * 2 * 49, generator=generator).double()
         axes = [spatial] if kind == "qwen2_vl, three axes" else [positions[None], spatial]
-        made.append(Document(ids, {"pixel_values": pixels, "image_grid_thw": grid}, torch.cat(axes)))
+        made.append(
+            Document(ids, {"pixel_values": pixels, "image_grid_thw": grid}, torch.cat(axes))
+        )
     return made
 
 
@@ -96,7 +131,9 @@ def forward(model: PreTrainedModel, docs: list[Document]) -> torch.Tensor:
     images = {name: torch.cat([d.image[name] for d in docs]) for name in docs[0].image}
     positions = torch.cat([d.positions for d in docs], -1)
     extra = {"mm_token_type_ids": (ids == IMAGE).int()} if "image_grid_thw" in images else {}
-    return model(input_ids=ids, position_ids=positions, use_cache=False, **images, **extra).logits[0]
+    return model(input_ids=ids, position_ids=positions, use_cache=False, **images, **extra).logits[
+        0
+    ]
 
 
 def alone(kind: str) -> Outcome:
@@ -107,7 +144,9 @@ def alone(kind: str) -> Outcome:
 
 
 def balanced(rank: int, kind: str, world: int) -> tuple[Outcome, list[str], list[str], int]:
-    """This rank's documents in one row, gradients summed over ranks; who called distca and sdpa; bytes sent."""
+    """This rank's documents in one row, gradients summed over ranks; who called distca and sdpa;
+    bytes sent.
+    """
     pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
     model = build(kind, {"text_config": "distca", "vision_config": "sdpa"})
@@ -116,7 +155,9 @@ def balanced(rank: int, kind: str, world: int) -> tuple[Outcome, list[str], list
         docs = docs[:1] if rank == 0 else docs[1:]
     with spying("distca") as ours, spying("sdpa") as theirs:
         logits = forward(model, docs)
-        outcome = finish(model, [d.ids for d in docs], list(logits.split([len(d.ids) for d in docs])))
+        outcome = finish(
+            model, [d.ids for d in docs], list(logits.split([len(d.ids) for d in docs]))
+        )
     for grad in outcome.grads.values():
         if grad is not None and world > 1:
             dist.all_reduce(grad)
@@ -127,15 +168,26 @@ def balanced(rank: int, kind: str, world: int) -> tuple[Outcome, list[str], list
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("kind", ["llava", "qwen2_vl", "qwen2_vl, three axes"])
-def test_language_tower_is_balanced_vision_tower_is_not(kind: str, world: int, rank_pool: Callable[[int], RankPool]) -> None:
+def test_language_tower_is_balanced_vision_tower_is_not(
+    kind: str, world: int, rank_pool: Callable[[int], RankPool]
+) -> None:
     """The language tower is balanced and the vision tower left alone."""
     want = alone(kind)
     results = rank_pool(2)(balanced, kind, 2) if world == 2 else [balanced(0, kind, 1)]
     outcomes = [outcome for outcome, *_ in results]
-    got = Outcome(sum(o.loss for o in outcomes), [piece for o in outcomes for piece in o.logits], outcomes[0].grads)
+    got = Outcome(
+        sum(o.loss for o in outcomes),
+        [piece for o in outcomes for piece in o.logits],
+        outcomes[0].grads,
+    )
     value, what = difference(got, want)
     assert value <= 1e-9, what
-    vision = [name for name, grad in want.grads.items() if "vision" in name or "visual" in name if grad is not None]
+    vision = [
+        name
+        for name, grad in want.grads.items()
+        if "vision" in name or "visual" in name
+        if grad is not None
+    ]
     assert vision, "no image reached the loss"
     for _, ours, theirs, sent in results:
         assert len(ours) == len(theirs) == 2
@@ -153,9 +205,13 @@ def test_a_vision_tower_under_distca_is_refused() -> None:
 def test_image_tokens_that_see_each_other_both_ways_are_refused() -> None:
     siglip = {**CLIP, "model_type": "siglip_vision_model"}
     text = {**TEXT, "head_dim": 16, "layer_types": ["full_attention", "sliding_attention"]}
-    config = Gemma3Config(text_config=text, vision_config=siglip, mm_tokens_per_image=4, image_token_id=IMAGE)
+    config = Gemma3Config(
+        text_config=text, vision_config=siglip, mm_tokens_per_image=4, image_token_id=IMAGE
+    )
     with quiet():
-        model = AutoModelForImageTextToText.from_config(config, attn_implementation={"text_config": "distca"})
+        model = AutoModelForImageTextToText.from_config(
+            config, attn_implementation={"text_config": "distca"}
+        )
     ids = torch.tensor([[40, 41, *[IMAGE] * 4, 42, 43]])
     types = (ids == IMAGE).long()
     with pytest.raises(hf_distca.UnsupportedError, match="blockwise_overlay"):

@@ -15,11 +15,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 VOCABULARY = 96
-FIRST_ORDINARY_TOKEN = 32  # smaller ids are padding, image and other tokens that models treat in their own way
+# Smaller ids are padding, image and other tokens that models treat in their own way.
+FIRST_ORDINARY_TOKEN = 32
 
 
 class NoVision(PreTrainedModel):
-    """In place of Gemma 3n's vision tower, which another package provides and text does not pass through."""
+    """In place of Gemma 3n's vision tower, which another package provides and text does not pass
+    through.
+    """
 
     config_class = Gemma3nVisionConfig
 
@@ -46,7 +49,8 @@ def build(model_type: str, implementation: str, dtype: torch.dtype) -> PreTraine
     model = model_class(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():  # so that nothing that starts as zero hides what flows through it
+        # So that nothing that starts as zero hides what flows through it.
+        for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(0.05 * noise.to(parameter.dtype))
     return model.to(dtype).train()
@@ -57,7 +61,8 @@ def with_long_memory(model: PreTrainedModel) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(2)
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
-            rates = torch.empty(parameter.shape).uniform_(0.005, 0.05, generator=generator)  # in float64 others are drawn
+            # In float64 others are drawn.
+            rates = torch.empty(parameter.shape).uniform_(0.005, 0.05, generator=generator)
             parameter.data.copy_(rates.log_())
     return model
 
@@ -71,7 +76,8 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
     """Two to five layers, one of each kind at least, 4 heads of width 16, windows of 8 tokens."""
     config_class = CONFIG_MAPPING[CONFIG_TYPES.get(model_type, model_type)]
     parts = [spec.config_class for spec in config_class.sub_configs_defaults.values()]
-    if class_of(model_type).config_class in parts:  # a causal LM that is the text half of a larger model
+    # A causal LM that is the text half of a larger model.
+    if class_of(model_type).config_class in parts:
         config_class = class_of(model_type).config_class
     return _tiny(config_class, OVERRIDES.get(model_type, {}))
 
@@ -117,7 +123,12 @@ def _shrunk(name: str, default: object) -> object:
         return SIZES[name]
     if _OFF.search(name) and isinstance(default, (int, float)) and not isinstance(default, bool):
         return 0.0
-    if _TOKEN.search(name) and isinstance(default, int) and not isinstance(default, bool) and default >= 3:
+    if (
+        _TOKEN.search(name)
+        and isinstance(default, int)
+        and not isinstance(default, bool)
+        and default >= 3
+    ):
         return 3 + sum(map(ord, name)) % (FIRST_ORDINARY_TOKEN - 3)
     return None
 
@@ -125,4 +136,6 @@ def _shrunk(name: str, default: object) -> object:
 def _layer_kinds(defaults: PreTrainedConfig | None) -> list[str] | None:
     """Each kind of layer of the default model once or twice, in the order in which they appear."""
     kinds = list(dict.fromkeys(vars(defaults).get("layer_types") or [])) if defaults else []
-    return [kind for kind in kinds for _ in range(1 if len(kinds) > 1 else 2)] * (2 if len(kinds) == 2 else 1) or None
+    return [kind for kind in kinds for _ in range(1 if len(kinds) > 1 else 2)] * (
+        2 if len(kinds) == 2 else 1
+    ) or None

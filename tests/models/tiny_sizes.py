@@ -6,7 +6,8 @@ from typing import Any
 
 ALWAYS = {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
-# Widths are multiples of 16: grouped matrix products on a CPU ask for rows of a multiple of 16 bytes.
+# Widths are multiples of 16: grouped matrix products on a CPU ask for rows of a multiple of 16
+# bytes.
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -105,7 +106,10 @@ _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _ROPES = dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)
 
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": _ROPES},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": _ROPES,
+    },
     "gemma4_text": {"global_head_dim": 32},
     "gemma4": {"text_config": {"global_head_dim": 32}},
     "gemma4_unified_text": {"global_head_dim": 32},
@@ -125,7 +129,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "layer_types": ["sliding_attention", "full_attention"]},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "granitemoehybrid": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
     "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": 8},
     "mimo_v2_flash": {"v_head_dim": 8},
     "dbrx": {
@@ -137,7 +144,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False, "num_buckets": 4},
     "musicgen": {"num_codebooks": 1},
     "musicgen_melody": {"num_codebooks": 1},
-    "dots3_note": {"vision_config": {"mlp_layer_types": ["dense", "dense"], "adapter_in_dim": 64, "adapter_out_dim": 64}},
+    "dots3_note": {
+        "vision_config": {
+            "mlp_layer_types": ["dense", "dense"],
+            "adapter_in_dim": 64,
+            "adapter_out_dim": 64,
+        }
+    },
     "dots3_note_text": {
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 4,
@@ -150,7 +163,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3n": {"text_config": {"num_kv_shared_layers": 2}},
     "xmod": {"default_language": "en_XX"},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2},
-    "longcat_flash": {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "moe_topk": 2, "zero_expert_num": 4},
+    "longcat_flash": {
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32,
+        "moe_topk": 2,
+        "zero_expert_num": 4,
+    },
     "blt": {
         "encoder_hash_byte_group_vocab": 64,
         "local_attention_window_len": 8,
@@ -170,4 +188,5 @@ for _name in ("laguna", "mellum", "ministral", "qwen2", "qwen2_moe", "qwen3", "s
     OVERRIDES[_name] = {"layer_types": ["sliding_attention", "full_attention"]}
 OVERRIDES["dots3_note"] |= OVERRIDES["dots3_note_text"]
 OVERRIDES["qwen4_exp"] = OVERRIDES["qwen4_exp_text"]
-OVERRIDES["smollm3"]["no_rope_layers"] = [1, 0]  # by default only every fourth layer has no rotation
+# By default only every fourth layer has no rotation.
+OVERRIDES["smollm3"]["no_rope_layers"] = [1, 0]

@@ -16,10 +16,16 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 
 
-def share(rank: int, model_type: str, dtype: torch.dtype, mutation: str | None, ping_pong: bool) -> tuple[Outcome, int, int]:
-    """This rank's documents under distca with gradients summed over ranks, bytes sent, and calls of attention."""
+def share(
+    rank: int, model_type: str, dtype: torch.dtype, mutation: str | None, ping_pong: bool
+) -> tuple[Outcome, int, int]:
+    """This rank's documents under distca with gradients summed over ranks, bytes sent, and calls of
+    attention.
+    """
     pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, ping_pong=ping_pong))
+    hf_distca.configure(
+        hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, ping_pong=ping_pong)
+    )
     docs = documents(lengths_of(model_type))
     with quiet(), mutated(mutation):
         outcome = packed(build(model_type, "distca", dtype), docs[:1] if rank == 0 else docs[1:])
@@ -31,12 +37,17 @@ def share(rank: int, model_type: str, dtype: torch.dtype, mutation: str | None, 
 
 
 def lengths_of(model_type: str) -> tuple[int, ...]:
-    """One long document for rank 0; for rank 1 short ones, or a single one where packed documents leak."""
+    """One long document for rank 0; for rank 1 short ones, or a single one where packed documents
+    leak.
+    """
     return (70, 9, 1, 7) if FAMILIES[model_type] in ("PROVEN", "PACKED") else (70, 9)
 
 
-def check_two_ranks(pool: RankPool, model_type: str, mutation: str | None = None, *, ping_pong: bool = False) -> None:
-    """Fail unless two ranks give what each document alone gives, and exchanged something; in halves if told so.
+def check_two_ranks(
+    pool: RankPool, model_type: str, mutation: str | None = None, *, ping_pong: bool = False
+) -> None:
+    """Fail unless two ranks give what each document alone gives, and exchanged something; in halves
+    if told so.
 
     Raises:
         AssertionError: says what differs.

@@ -1,4 +1,6 @@
-"""A tiny model of any family in stages, on the ranks of a pool, and the same model in one process."""
+"""A tiny model of any family in stages, on the ranks of a pool, and the same model in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,16 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.pipeline import Schedule, split
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
-# With real costs nothing this small is worth moving: here only causal pairs count, and moving is free.
+# With real costs nothing this small is worth moving: here only causal pairs count, and moving is
+# free.
 PAIRS = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
 
 
 class Case(NamedTuple):
     """What is trained, and how.
 
-    `layers` is how many layers the model has, None for as many as its family has kinds of them at least.
+    `layers` is how many layers the model has, None for as many as its family has kinds of them at
+    least.
     """
 
     family: str = "llama"
@@ -42,12 +46,18 @@ class Case(NamedTuple):
 
     @property
     def lengths(self) -> list[list[int]]:
-        """Of the documents of each micro-batch of all copies: one over all of it, many of one token, and what lies between."""
+        """Of the documents of each micro-batch of all copies: one over all of it, many of one
+        token, and what lies between.
+        """
         chance, found = random.Random(self.micro_batches), []
         for number in range(self.micro_batches * self.copies):
             left, lengths = self.tokens, []
             while left:
-                most = left if number % 3 == 0 else max(1, self.tokens // (4 if number % 3 == 1 else 16))
+                most = (
+                    left
+                    if number % 3 == 0
+                    else max(1, self.tokens // (4 if number % 3 == 1 else 16))
+                )
                 lengths.append(min(left, most if number % 3 == 0 else chance.randint(1, most)))
                 left -= lengths[-1]
             found.append(lengths)
@@ -69,7 +79,9 @@ def model_for(case: Case, implementation: str) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
+            parameter.add_(
+                0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            )
     return model
 
 
@@ -81,19 +93,36 @@ def batch(case: Case, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return ids, positions, torch.where(last, -100, torch.cat([ids[:, 1:], ids[:, :1]], 1))
 
 
-def stacked(case: Case, copy: int = 0, *, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids, position ids and targets of the micro-batches of a copy of the model, (micro-batches, tokens) each."""
-    numbers = range(copy * case.micro_batches, copy * case.micro_batches + (count or case.micro_batches))
-    ids, positions, targets = (torch.cat(tensors) for tensors in zip(*(batch(case, number) for number in numbers), strict=True))
+def stacked(
+    case: Case, copy: int = 0, *, count: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, position ids and targets of the micro-batches of a copy of the model,
+    (micro-batches, tokens) each.
+    """
+    numbers = range(
+        copy * case.micro_batches, copy * case.micro_batches + (count or case.micro_batches)
+    )
+    ids, positions, targets = (
+        torch.cat(tensors)
+        for tensors in zip(*(batch(case, number) for number in numbers), strict=True)
+    )
     return ids, positions, targets
 
 
 def loss_for(case: Case) -> Any:
     """Of a micro-batch: the sum over its targets, over all targets of the step."""
-    total = sum(int((batch(case, number)[2] >= 0).sum()) for number in range(case.micro_batches * case.copies))
+    total = sum(
+        int((batch(case, number)[2] >= 0).sum())
+        for number in range(case.micro_batches * case.copies)
+    )
 
     def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum") / total
+        return (
+            cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+            )
+            / total
+        )
 
     return loss
 
@@ -108,7 +137,9 @@ def in_one_process(case: Case, implementation: str) -> tuple[float, dict[str, to
         found = loss(torch.cat(parts, 1), targets)
         found.backward()
         total += found.item()
-    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    gradients = {
+        name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
+    }
     head = model.get_output_embeddings()
     if head.weight is model.get_input_embeddings().weight:  # of which the last stage has a copy
         name = next(name for name, module in model.named_modules() if module is head)
@@ -132,17 +163,27 @@ class Found(NamedTuple):
 
 
 def configure(case: Case) -> None:
-    settings = {"tile": 8, "min_gain": 0.0, "cost_model": PAIRS, "timeout_seconds": 20.0, **dict(case.settings)}
+    settings = {
+        "tile": 8,
+        "min_gain": 0.0,
+        "cost_model": PAIRS,
+        "timeout_seconds": 20.0,
+        **dict(case.settings),
+    }
     hf_distca.configure(hf_distca.DistCAConfig(**settings))
 
 
 def in_stages(rank: int, case: Case) -> Found:
     """A step on one rank of a pool."""
     configure(case)
-    mesh = init_device_mesh("cpu", (case.copies, case.stages), mesh_dim_names=("dp_replicate", "pp"))
+    mesh = init_device_mesh(
+        "cpu", (case.copies, case.stages), mesh_dim_names=("dp_replicate", "pp")
+    )
     model = model_for(case, "distca")
     if case.checkpointing is not None:
-        model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=checkpoint(case.checkpointing))
+        model._set_gradient_checkpointing(
+            enable=True, gradient_checkpointing_func=checkpoint(case.checkpointing)
+        )
     stage = split(model, mesh["pp"], layers=case.per_stage)
     schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
     copy, losses = mesh.get_local_rank("dp_replicate"), list[torch.Tensor]()
@@ -151,7 +192,11 @@ def in_stages(rank: int, case: Case) -> Found:
     for _ in range(case.steps):
         stage.submod.zero_grad()
         schedule.step(ids, position_ids=positions, target=targets, losses=losses)
-    gradients = {name: weight.grad for name, weight in stage.submod.model.named_parameters() if weight.grad is not None}
+    gradients = {
+        name: weight.grad
+        for name, weight in stage.submod.model.named_parameters()
+        if weight.grad is not None
+    }
     for gradient in gradients.values():
         if case.copies > 1:
             dist.all_reduce(gradient, group=mesh["dp_replicate"].get_group())
@@ -159,7 +204,15 @@ def in_stages(rank: int, case: Case) -> Found:
     dist.all_reduce(loss)
     idle = [one for one in schedule.figures if one.tick.micro_batches[stage.stage_index] is None]
     served = sum(one.attention_seconds > 0 for one in idle)
-    counts = meter.calls, meter.recalls, meter.kernel_calls, served, meter.sent_bytes, meter.dispatches, meter.returns
+    counts = (
+        meter.calls,
+        meter.recalls,
+        meter.kernel_calls,
+        served,
+        meter.sent_bytes,
+        meter.dispatches,
+        meter.returns,
+    )
     return Found(stage.stage_index, loss.item(), gradients, *counts)
 
 
@@ -171,7 +224,9 @@ def checkpoint(reentrant: bool) -> Any:
     return partial(run, use_reentrant=reentrant)
 
 
-def check_equal(found: list[Found], loss: float, gradients: dict[str, torch.Tensor], tolerance: float) -> None:
+def check_equal(
+    found: list[Found], loss: float, gradients: dict[str, torch.Tensor], tolerance: float
+) -> None:
     """Every rank has the gradients of one process, and together they have all."""
     for one in found:
         assert abs(one.loss - loss) <= tolerance * abs(loss)

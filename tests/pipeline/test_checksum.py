@@ -1,4 +1,6 @@
-"""A checksum of a weight differs where two weights do: also where what differs would cancel in a sum."""
+"""A checksum of a weight differs where two weights do: also where what differs would cancel in a
+sum.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,15 @@ def changed(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     rows = weight.clone()
     rows[[0, 5]] = weight[[5, 0]]
-    bits = weight.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[weight.element_size()])
+    bits = weight.view(
+        {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[weight.element_size()]
+    )
     drifts = {}
-    for name, steps in {"opposite": (1, -1), "a second difference": (1, -2, 1), "a third": (1, -3, 3, -1)}.items():
+    for name, steps in {
+        "opposite": (1, -1),
+        "a second difference": (1, -2, 1),
+        "a third": (1, -3, 3, -1),
+    }.items():
         drift = bits.clone()
         drift[2, : len(steps)] += torch.tensor(steps, dtype=bits.dtype)
         drifts[name] = drift.view(weight.dtype)
@@ -37,9 +45,13 @@ def changed(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunk", [1 << 22, 100])
-def test_weights_that_differ_have_other_checksums(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int) -> None:
+def test_weights_that_differ_have_other_checksums(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
+) -> None:
     monkeypatch.setattr(stage_ranks, "_CHUNK", chunk)
-    weight = torch.randn(24, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float32).to(dtype)
+    weight = torch.randn(
+        24, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float32
+    ).to(dtype)
     found = {name: checksum(other) for name, other in changed(weight).items()}
     assert checksum(weight) not in found.values()
     assert len(set(found.values())) == len(found)

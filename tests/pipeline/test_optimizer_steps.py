@@ -1,4 +1,6 @@
-"""What an optimizer gets from stages: gradients of several steps, clipped by the norm over all stages; copies that stay equal."""
+"""What an optimizer gets from stages: gradients of several steps, clipped by the norm over all
+stages; copies that stay equal.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +53,16 @@ def stage_of(case: Case, engine: str) -> tuple[Stage, int]:
 
 
 def named_parameters(stage: Stage) -> dict[str, torch.nn.Parameter]:
-    submod = stage.submod.module if isinstance(stage.submod, DistributedDataParallel) else stage.submod
+    submod = (
+        stage.submod.module if isinstance(stage.submod, DistributedDataParallel) else stage.submod
+    )
     return dict(submod.model.named_parameters())
 
 
 def accumulated(rank: int, case: Case) -> tuple[dict[str, torch.Tensor], int]:
-    """Gradients of several steps with the default settings of a schedule, and collectives of all ranks in the last one."""
+    """Gradients of several steps with the default settings of a schedule, and collectives of all
+    ranks in the last one.
+    """
     configure(case)
     stage, copy = stage_of(case, "none")
     schedule = Schedule(stage, case.micro_batches, mean_loss)
@@ -64,7 +70,11 @@ def accumulated(rank: int, case: Case) -> tuple[dict[str, torch.Tensor], int]:
     for _ in range(STEPS):
         with patch.object(AttentionGroup, "gather", autospec=True, side_effect=gather) as gathered:
             schedule.step(ids, position_ids=positions, target=targets)
-    gradients = {name: whole(weight.grad) for name, weight in named_parameters(stage).items() if weight.grad is not None}
+    gradients = {
+        name: whole(weight.grad)
+        for name, weight in named_parameters(stage).items()
+        if weight.grad is not None
+    }
     return gradients, gathered.call_count
 
 
@@ -73,7 +83,9 @@ def backward_in_one_process(model: Any, case: Case) -> None:
     count = case.micro_batches * case.copies
     for number, lengths in enumerate(case.lengths):
         ids, _, targets = batch(case, number)
-        logits = [model(input_ids=document, use_cache=False).logits for document in ids.split(lengths, 1)]
+        logits = [
+            model(input_ids=document, use_cache=False).logits for document in ids.split(lengths, 1)
+        ]
         (mean_loss(torch.cat(logits, 1), targets) / count).backward()
 
 
@@ -105,7 +117,9 @@ def clipped(rank: int, case: Case, engine: str) -> tuple[list[float], dict[str, 
 
 
 def check_clipped(pool: RankPool, case: Case, engine: str) -> None:
-    """Norms and weights are those of one process, and both copies of the tied weight are the same to the last bit."""
+    """Norms and weights are those of one process, and both copies of the tied weight are the same
+    to the last bit.
+    """
     model, norms = model_for(case, "sdpa"), []
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for _ in range(STEPS):
@@ -125,13 +139,17 @@ def check_clipped(pool: RankPool, case: Case, engine: str) -> None:
     assert all(torch.equal(copies[0], copy) for copy in copies)
 
 
-def test_gradients_are_clipped_by_the_norm_over_all_stages(rank_pool: Callable[[int], RankPool]) -> None:
+def test_gradients_are_clipped_by_the_norm_over_all_stages(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     check_clipped(rank_pool(2), CASE, "none")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_gradients_of_replicated_and_sharded_stages_are_clipped(rank_pool: Callable[[int], RankPool], engine: str) -> None:
+def test_gradients_of_replicated_and_sharded_stages_are_clipped(
+    rank_pool: Callable[[int], RankPool], engine: str
+) -> None:
     check_clipped(rank_pool(4), CASE._replace(copies=2), engine)
 
 
@@ -157,6 +175,7 @@ def test_copies_that_drifted_apart_are_told_apart(rank_pool: Callable[[int], Ran
     pool.close()  # the ranks have left each other
     for text in texts:
         assert text.startswith(
-            "DistCADesyncError: model.embed_tokens.weight and lm_head.weight are one weight, of which ranks 0 and 1"
+            "DistCADesyncError: model.embed_tokens.weight and lm_head.weight are one weight, of"
+            " which ranks 0 and 1"
         )
         assert "differ in step 2" in text

@@ -1,4 +1,6 @@
-"""What the benchmark of pipelines makes of what it measures: a step replayed from messages, 1F1B and the ideal."""
+"""What the benchmark of pipelines makes of what it measures: a step replayed from messages, 1F1B
+and the ideal.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,16 @@ def test_a_step_is_replayed_from_message_to_message(benchmark: Any) -> None:
     [
         ([4.0, 2.0], [1.0, 1.0], 4.0),  # both come at once
         ([4.0, 4.0], [0.0, 2.0], 5.0),  # one comes later: both end together
-        ([4.0, 0.0], [3.0, 0.0], 5.0),  # one without tokens has nothing to begin with before the other is there
-        ([4.0, 1.0], [3.0, 0.0], 5.0),  # one begins with its own and then waits: the late one keeps half of its own
+        # One without tokens has nothing to begin with before the other is there.
+        ([4.0, 0.0], [3.0, 0.0], 5.0),
+        # One begins with its own and then waits: the late one keeps half of its own.
+        ([4.0, 1.0], [3.0, 0.0], 5.0),
         ([2.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 2.0], 2.5),
     ],
 )
-def test_all_are_done_at_once_if_they_can_be(benchmark: Any, attention: list[float], linear: list[float], seconds: float) -> None:
+def test_all_are_done_at_once_if_they_can_be(
+    benchmark: Any, attention: list[float], linear: list[float], seconds: float
+) -> None:
     assert benchmark.shared_seconds(attention, linear) == pytest.approx(seconds, abs=1e-6)
 
 

@@ -1,4 +1,6 @@
-"""The example of pipeline stages trains, logs its ticks, draws them, and saves a checkpoint that transformers loads."""
+"""The example of pipeline stages trains, logs its ticks, draws them, and saves a checkpoint that
+transformers loads.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,18 @@ import scripts
 from pages import words_of
 from test_example import run_program, write_corpus
 
-SMALL = ["--max_steps", "3", "--tokens", "512", "--micro_batches", "3", "--trace", "true", "--output_dir", "out"]
+SMALL = [
+    "--max_steps",
+    "3",
+    "--tokens",
+    "512",
+    "--micro_batches",
+    "3",
+    "--trace",
+    "true",
+    "--output_dir",
+    "out",
+]
 
 
 def check(output: str, folder: Path, ranks: int) -> None:
@@ -30,8 +43,15 @@ def check(output: str, folder: Path, ranks: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_stages_train(tmp_path: Path) -> None:
-    command = words_of("accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/train_pipeline.py")
-    output = scripts.run([*command, "--dataset_name", write_corpus(tmp_path / "corpus"), *SMALL], tmp_path, timeout=360)
+    command = words_of(
+        "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml"
+        " examples/train_pipeline.py"
+    )
+    output = scripts.run(
+        [*command, "--dataset_name", write_corpus(tmp_path / "corpus"), *SMALL],
+        tmp_path,
+        timeout=360,
+    )
     check(output, tmp_path, 2)
 
 
@@ -48,6 +68,11 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stages", ["4", "2"])
 def test_four_processes_train(tmp_path: Path, stages: str) -> None:
     """Four stages, and two stages of two copies."""
-    command = ["torchrun", "--nproc_per_node", "4", *words_of("torchrun --nproc_per_node 2 examples/train_pipeline.py")[3:]]
+    command = [
+        "torchrun",
+        "--nproc_per_node",
+        "4",
+        *words_of("torchrun --nproc_per_node 2 examples/train_pipeline.py")[3:],
+    ]
     data = ["--dataset_name", write_corpus(tmp_path / "corpus"), "--stages", stages]
     check(run_program([*command, *data, *SMALL], tmp_path, 360), tmp_path, 4)

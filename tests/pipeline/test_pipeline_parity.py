@@ -1,4 +1,6 @@
-"""A model in stages that share attention has the loss and the gradients of the model in one process."""
+"""A model in stages that share attention has the loss and the gradients of the model in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,19 @@ from hf_distca.schedule.plan import Plan
 from ranks import RankPool
 from tiny_runs import PAIRS
 
-# float64 rounds near 1e-16; a gradient that is summed twice, left out or of another micro-batch is off by far more.
+# float64 rounds near 1e-16; a gradient that is summed twice, left out or of another micro-batch is
+# off by far more.
 EXACT = 1e-9
 IN_FLOAT32 = 1e-5
 
-# Norms of most families are in float32 whatever the model is in: where a sum rounds the other way, a gradient is off by 1e-7.
+# Norms of most families are in float32 whatever the model is in: where a sum rounds the other way,
+# a gradient is off by 1e-7.
 NORMS_IN_FLOAT32 = 1e-6
 
 build = Route.build
 
-# Families whose attention is special, with what computes it in one process (sdpa where it can), and how near stages come to it.
+# Families whose attention is special, with what computes it in one process (sdpa where it can), and
+# how near stages come to it.
 SPECIAL = {
     "gemma2": ("distca", NORMS_IN_FLOAT32),  # windows in every other layer, scores bounded
     "gpt_oss": ("distca", NORMS_IN_FLOAT32),  # sinks, windows
@@ -43,7 +48,9 @@ SPECIAL = {
 
 
 def test_two_stages_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
-    """Also under activation checkpointing, which repeats no attention; and a stage without a micro-batch serves others."""
+    """Also under activation checkpointing, which repeats no attention; and a stage without a
+    micro-batch serves others.
+    """
     case = Case(steps=2, tied=True)
     reference = in_one_process(case, "sdpa")
     plain = rank_pool(2)(in_stages, case)
@@ -78,21 +85,27 @@ def in_stages_with_exchanges(rank: int, case: Case) -> tuple[Found, int]:
 
 
 def test_two_nano_batches_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
-    """Each call is made in two halves with a dispatch and a return each, which a recompute does not repeat."""
+    """Each call is made in two halves with a dispatch and a return each, which a recompute does not
+    repeat.
+    """
     case = Case(micro_batches=3)
     reference = in_one_process(case, "sdpa")
     whole = rank_pool(2)(in_stages_with_exchanges, case)
     for checkpointing in (None, False):
-        found = rank_pool(2)(in_stages_with_exchanges, case._replace(settings=IN_TWO, checkpointing=checkpointing))
+        found = rank_pool(2)(
+            in_stages_with_exchanges, case._replace(settings=IN_TWO, checkpointing=checkpointing)
+        )
         check_equal([one for one, _ in found], *reference, EXACT)
         for (one, under_way), (other, under_way_whole) in zip(found, whole, strict=True):
-            assert (under_way, under_way_whole) == (2, 1)  # one computes while the messages of the other travel
+            # One computes while the messages of the other travel.
+            assert (under_way, under_way_whole) == (2, 1)
             assert one.sent_bytes > 0
             assert one.served > 0
             found_kinds = 2  # calls of the layers of a stage before the first step, whole
             assert one.calls - found_kinds == 2 * (other.calls - found_kinds)
             assert one.dispatches == one.returns == 2 * other.dispatches
-            assert one.recalls == (0 if checkpointing is None else 2 * 2 * case.micro_batches)  # halves, layers of a stage
+            # halves, layers of a stage.
+            assert one.recalls == (0 if checkpointing is None else 2 * 2 * case.micro_batches)
 
 
 @pytest.mark.slow
@@ -114,9 +127,15 @@ def test_two_nano_batches_equal_one_process(rank_pool: Callable[[int], RankPool]
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_nano_batches_of_special_cases_equal_one_process(rank_pool: Callable[[int], RankPool], case: Case) -> None:
-    implementation, tolerance = ("sdpa", EXACT) if case.family == "llama" else ("distca", NORMS_IN_FLOAT32)
-    found = rank_pool(case.stages * case.copies)(in_stages, case._replace(settings=(*case.settings, *IN_TWO)))
+def test_nano_batches_of_special_cases_equal_one_process(
+    rank_pool: Callable[[int], RankPool], case: Case
+) -> None:
+    implementation, tolerance = (
+        ("sdpa", EXACT) if case.family == "llama" else ("distca", NORMS_IN_FLOAT32)
+    )
+    found = rank_pool(case.stages * case.copies)(
+        in_stages, case._replace(settings=(*case.settings, *IN_TWO))
+    )
     check_equal(found, *in_one_process(case, implementation), tolerance)
 
 
@@ -136,7 +155,9 @@ def in_stages_with_relays(rank: int, case: Case) -> tuple[Found, int]:
 
 
 @pytest.mark.parametrize("settings", [(), IN_TWO], ids=["whole", "nano-batches"])
-def test_stages_that_pass_keys_on_equal_one_process(rank_pool: Callable[[int], RankPool], settings: Any) -> None:
+def test_stages_that_pass_keys_on_equal_one_process(
+    rank_pool: Callable[[int], RankPool], settings: Any
+) -> None:
     case = Case(micro_batches=3, settings=settings)
     found = rank_pool(2)(in_stages_with_relays, case)
     assert all(relayed > 0 for _, relayed in found)
@@ -146,7 +167,11 @@ def test_stages_that_pass_keys_on_equal_one_process(rank_pool: Callable[[int], R
 def in_stages_with_groups(rank: int, case: Case) -> tuple[Found, int]:
     """A step on one rank of a pool, and the most head groups of its plans."""
     groups = []
-    with patch.object(Route, "build", side_effect=lambda plan, *more: groups.append(plan.layout.groups) or build(plan, *more)):
+    with patch.object(
+        Route,
+        "build",
+        side_effect=lambda plan, *more: groups.append(plan.layout.groups) or build(plan, *more),
+    ):
         found = in_stages(rank, case)
     return found, max(groups)
 
@@ -154,14 +179,20 @@ def in_stages_with_groups(rank: int, case: Case) -> tuple[Found, int]:
 def test_documents_split_by_heads_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
     """Rows of head groups travel, also where a stage has no micro-batch and only serves."""
     # Bytes must cost something for documents to be split, and next to nothing for work to be moved.
-    case = Case(micro_batches=3, settings=(("cost_model", replace(PAIRS, exchange_bytes_per_second=1e12)),))
+    case = Case(
+        micro_batches=3, settings=(("cost_model", replace(PAIRS, exchange_bytes_per_second=1e12)),)
+    )
     found = rank_pool(2)(in_stages_with_groups, case)
     assert [groups for _, groups in found] == [2, 2]
     check_equal([one for one, _ in found], *in_one_process(case, "sdpa"), EXACT)
 
 
-def test_stages_with_different_layers_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
-    """Layers with and without a window, three on one stage and one on the other: they meet only where kinds are the same."""
+def test_stages_with_different_layers_equal_one_process(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
+    """Layers with and without a window, three on one stage and one on the other: they meet only
+    where kinds are the same.
+    """
     case = Case("gemma2", micro_batches=3, per_stage=(3, 1), steps=3)
     check_equal(rank_pool(2)(in_stages, case), *in_one_process(case, "distca"), NORMS_IN_FLOAT32)
 
@@ -169,7 +200,9 @@ def test_stages_with_different_layers_equal_one_process(rank_pool: Callable[[int
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 3, 8])
 @pytest.mark.parametrize(("stages", "copies"), [(2, 1), (4, 1), (2, 2)])
-@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpointed", "reentrant"])
+@pytest.mark.parametrize(
+    "checkpointing", [None, False, True], ids=["plain", "checkpointed", "reentrant"]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_stages_equal_one_process(
@@ -180,7 +213,14 @@ def test_stages_equal_one_process(
     checkpointing: bool | None,
     dtype: torch.dtype,
 ) -> None:
-    case = Case(stages=stages, copies=copies, micro_batches=micro_batches, dtype=dtype, checkpointing=checkpointing, layers=5)
+    case = Case(
+        stages=stages,
+        copies=copies,
+        micro_batches=micro_batches,
+        dtype=dtype,
+        checkpointing=checkpointing,
+        layers=5,
+    )
     reference = in_one_process(case._replace(dtype=torch.float64), "sdpa")
     found = rank_pool(stages * copies)(in_stages, case)
     check_equal(found, *reference, EXACT if dtype == torch.float64 else IN_FLOAT32)
@@ -200,24 +240,36 @@ def test_special_attention_equals_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "copies", "per_stage"), [(4, 1, None), (4, 1, (2, 1, 1, 1)), (2, 2, (3, 2))])
+@pytest.mark.parametrize(
+    ("stages", "copies", "per_stage"), [(4, 1, None), (4, 1, (2, 1, 1, 1)), (2, 2, (3, 2))]
+)
 def test_many_steps_equal_one_process(
-    rank_pool: Callable[[int], RankPool], stages: int, copies: int, per_stage: tuple[int, ...] | None
+    rank_pool: Callable[[int], RankPool],
+    stages: int,
+    copies: int,
+    per_stage: tuple[int, ...] | None,
 ) -> None:
-    case = Case(stages=stages, copies=copies, micro_batches=5, layers=5, per_stage=per_stage, steps=5)
+    case = Case(
+        stages=stages, copies=copies, micro_batches=5, layers=5, per_stage=per_stage, steps=5
+    )
     check_equal(rank_pool(stages * copies)(in_stages, case), *in_one_process(case, "sdpa"), EXACT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
-def test_stages_in_bfloat16_are_as_exact_as_one_process(rank_pool: Callable[[int], RankPool], stages: int) -> None:
+def test_stages_in_bfloat16_are_as_exact_as_one_process(
+    rank_pool: Callable[[int], RankPool], stages: int
+) -> None:
     """Rounding is what is between them and float64, in stages as in one process."""
     case = Case(stages=stages, dtype=torch.bfloat16, steps=3)
     loss, wanted = in_one_process(case._replace(dtype=torch.float64), "sdpa")
     _, alone = in_one_process(case, "sdpa")
 
     def error(gradients: dict[str, torch.Tensor]) -> float:
-        return float(sum((gradients[name].double() - grad).norm() ** 2 for name, grad in wanted.items()) ** 0.5)
+        return float(
+            sum((gradients[name].double() - grad).norm() ** 2 for name, grad in wanted.items())
+            ** 0.5
+        )
 
     found = rank_pool(stages)(in_stages, case)
     together = {name: gradient for one in found for name, gradient in one.gradients.items()}
@@ -227,6 +279,8 @@ def test_stages_in_bfloat16_are_as_exact_as_one_process(rank_pool: Callable[[int
 
 @pytest.mark.slow
 def test_waves_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
-    """With a bound of transient bytes, a call has several exchanges, forward and backward not equally many."""
+    """With a bound of transient bytes, a call has several exchanges, forward and backward not
+    equally many.
+    """
     case = Case(stages=4, micro_batches=5, settings=(("max_transient_bytes", 60_000),))
     check_equal(rank_pool(4)(in_stages, case), *in_one_process(case, "sdpa"), EXACT)

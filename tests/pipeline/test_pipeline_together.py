@@ -1,4 +1,6 @@
-"""Pipeline stages together with engines, tensor parallelism, LoRA, accumulation, evaluation, padding, dealt batches."""
+"""Pipeline stages together with engines, tensor parallelism, LoRA, accumulation, evaluation,
+padding, dealt batches.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from staged import Case, batch, check_equal, configure, in_one_process, in_stages, loss_for, model_for, stacked
+from staged import (
+    Case,
+    batch,
+    check_equal,
+    configure,
+    in_one_process,
+    in_stages,
+    loss_for,
+    model_for,
+    stacked,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -40,7 +52,9 @@ def wrapped(rank: int, case: Case, how: str) -> tuple[float, dict[str, torch.Ten
                 fully_shard(layer, mesh=mesh["dp_shard"])
         fully_shard(stage.submod, mesh=mesh["dp_shard"])
     else:
-        stage.submod = DistributedDataParallel(stage.submod, process_group=mesh["dp_shard"].get_group())
+        stage.submod = DistributedDataParallel(
+            stage.submod, process_group=mesh["dp_shard"].get_group()
+        )
     schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
     ids, positions, targets = stacked(case, mesh.get_local_rank("dp_shard"))
     losses = list[torch.Tensor]()
@@ -72,11 +86,19 @@ def test_sharded_and_replicated_stages_equal_one_process(
 
 
 def cut(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
-    """Loss and gradients of a stage whose heads and feed-forward layers are cut in two, and bytes sent for attention."""
+    """Loss and gradients of a stage whose heads and feed-forward layers are cut in two, and bytes
+    sent for attention.
+    """
     configure(case)
     mesh = init_device_mesh("cpu", (case.stages, 2), mesh_dim_names=("pp", "tp"))
     stage = split(model_for(case, "distca"), mesh["pp"])
-    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    columns = (
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+    )
     plan = {
         **dict.fromkeys(columns, ColwiseParallel()),
         **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel()),
@@ -100,7 +122,9 @@ def cut(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
 
 
 @pytest.mark.slow
-def test_stages_with_tensor_parallel_layers_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
+def test_stages_with_tensor_parallel_layers_equal_one_process(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     """Stages share attention with those that have the same heads."""
     case = Case(steps=3)
     loss, gradients = in_one_process(case, "sdpa")
@@ -114,11 +138,15 @@ def test_stages_with_tensor_parallel_layers_equal_one_process(rank_pool: Callabl
 
 
 def with_adapters(model: PreTrainedModel, *, wrapped: bool) -> Any:
-    """Only behind attention: that of the first layer needs no gradient, and other stages count on its rows in backward."""
+    """Only behind attention: that of the first layer needs no gradient, and other stages count on
+    its rows in backward.
+    """
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(2)
-    config = LoraConfig(r=4, target_modules=["down_proj"], init_lora_weights=False, layers_to_transform=[0, 1, 3])
+    config = LoraConfig(
+        r=4, target_modules=["down_proj"], init_lora_weights=False, layers_to_transform=[0, 1, 3]
+    )
     if wrapped:
         return get_peft_model(model, config)
     model.add_adapter(config)
@@ -134,31 +162,48 @@ def adapted(rank: int, case: Case, wrapped: bool, folder: Path) -> dict[str, tor
     ids, positions, targets = stacked(case, 0)
     schedule.step(ids, position_ids=positions, target=targets)
     save_pretrained(stage, folder)
-    return {name: weight.grad for name, weight in stage.submod.model.named_parameters() if weight.grad is not None}
+    return {
+        name: weight.grad
+        for name, weight in stage.submod.model.named_parameters()
+        if weight.grad is not None
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [False, True], ids=["add_adapter", "get_peft_model"])
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.filterwarnings("ignore")
-def test_adapters_equal_one_process(rank_pool: Callable[[int], RankPool], tmp_path: Path, stages: int, wrapped: bool) -> None:
-    """Of four stages one has a layer without an adapter. What is saved is one adapter of the whole model."""
+def test_adapters_equal_one_process(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path, stages: int, wrapped: bool
+) -> None:
+    """Of four stages one has a layer without an adapter. What is saved is one adapter of the whole
+    model.
+    """
     from peft import PeftModel
 
     case = Case(stages=stages)
     model, loss = with_adapters(model_for(case, "sdpa"), wrapped=False), loss_for(case)
     for number, lengths in enumerate(case.lengths):
         ids, _, targets = batch(case, number)
-        loss(torch.cat([model(input_ids=one).logits for one in ids.split(lengths, 1)], 1), targets).backward()
-    wanted = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        loss(
+            torch.cat([model(input_ids=one).logits for one in ids.split(lengths, 1)], 1), targets
+        ).backward()
+    wanted = {
+        name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
+    }
     found = rank_pool(stages)(adapted, case, wrapped, tmp_path)
     assert {name for one in found for name in one} == set(wanted)
     for name, gradient in (item for one in found for item in one.items()):
         assert (gradient - wanted[name]).norm() <= EXACT * wanted[name].norm(), name
     loaded = PeftModel.from_pretrained(model_for(case, "sdpa"), tmp_path)
     ids = batch(case, 1)[0]
-    assert torch.allclose(loaded(input_ids=ids).logits, model(input_ids=ids).logits, rtol=0, atol=1e-12)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert torch.allclose(
+        loaded(input_ids=ids).logits, model(input_ids=ids).logits, rtol=0, atol=1e-12
+    )
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
 
 
 def evaluated(rank: int, case: Case) -> tuple[float, float, int]:
@@ -198,7 +243,9 @@ def padded(rank: int, case: Case, padding: int) -> tuple[float, dict[str, torch.
     schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
     ids, positions, targets = stacked(case, 0)
     mask = torch.cat([torch.ones_like(ids), torch.zeros_like(ids[:, :padding])], 1)
-    ids, positions = (torch.cat([each, torch.zeros_like(ids[:, :padding])], 1) for each in (ids, positions))
+    ids, positions = (
+        torch.cat([each, torch.zeros_like(ids[:, :padding])], 1) for each in (ids, positions)
+    )
     targets = torch.cat([targets, torch.full_like(targets[:, :padding], -100)], 1)
     losses = list[torch.Tensor]()
     schedule.step(ids, position_ids=positions, attention_mask=mask, target=targets, losses=losses)
@@ -217,17 +264,24 @@ def test_padding_changes_nothing(rank_pool: Callable[[int], RankPool], ping_pong
         assert (gradient - gradients[name]).norm() <= EXACT * gradients[name].norm(), name
 
 
-LENGTHS = [[150, 20, 22], [64, 64, 64], [100, 90, 2], [192]]  # of global batches for two copies of 96 tokens
+# Of global batches for two copies of 96 tokens.
+LENGTHS = [[150, 20, 22], [64, 64, 64], [100, 90, 2], [192]]
 
 
 def tokens_of(number: int, document: int, length: int) -> torch.Tensor:
-    return torch.randint(40, 90, (length,), generator=torch.Generator().manual_seed(100 * number + document))
+    return torch.randint(
+        40, 90, (length,), generator=torch.Generator().manual_seed(100 * number + document)
+    )
 
 
 def dealt(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
-    """Loss and gradients of a step of dealt batches, summed over copies, and how many collectives the plans took."""
+    """Loss and gradients of a step of dealt batches, summed over copies, and how many collectives
+    the plans took.
+    """
     configure(case)
-    mesh = init_device_mesh("cpu", (case.copies, case.stages), mesh_dim_names=("dp_replicate", "pp"))
+    mesh = init_device_mesh(
+        "cpu", (case.copies, case.stages), mesh_dim_names=("dp_replicate", "pp")
+    )
     copy = mesh.get_local_rank("dp_replicate")
     documents = [
         {"input_ids": tokens_of(number, document, length)}
@@ -235,9 +289,17 @@ def dealt(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
         for document, length in enumerate(lengths)
     ]
     model = model_for(case, "distca")
-    shares = document_shares(documents, case.tokens, model=model, ranks=case.copies, seed=None, device="cpu")
-    mine = [PackingCollator()([shares[number * case.copies + copy]]) for number in range(case.micro_batches)]
-    ids, positions, targets = (torch.cat([one[name] for one in mine]) for name in ("input_ids", "position_ids", "shift_labels"))
+    shares = document_shares(
+        documents, case.tokens, model=model, ranks=case.copies, seed=None, device="cpu"
+    )
+    mine = [
+        PackingCollator()([shares[number * case.copies + copy]])
+        for number in range(case.micro_batches)
+    ]
+    ids, positions, targets = (
+        torch.cat([one[name] for one in mine])
+        for name in ("input_ids", "position_ids", "shift_labels")
+    )
     packed = [one["distca_documents"] for one in mine]
     stage = split(model, mesh["pp"])
     schedule = Schedule(stage, case.micro_batches, whole_loss, scale_grads=False)
@@ -245,7 +307,9 @@ def dealt(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
     for step in range(2):
         stage.submod.zero_grad()
         with counted() as calls:
-            schedule.step(ids, position_ids=positions, target=targets, losses=losses, distca_documents=packed)
+            schedule.step(
+                ids, position_ids=positions, target=targets, losses=losses, distca_documents=packed
+            )
         collectives = len(calls) if step else 0  # before the first step stages meet
     grads = {name: weight.grad for name, weight in stage.submod.model.named_parameters()}
     for grad in grads.values():
@@ -274,12 +338,17 @@ def counted() -> Iterator[list[str]]:
 
 
 def whole_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum") / 700
+    return (
+        cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+        / 700
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ping_pong", [False, True], ids=["whole", "nano-batches"])
-def test_dealt_batches_equal_one_process(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
+def test_dealt_batches_equal_one_process(
+    rank_pool: Callable[[int], RankPool], ping_pong: bool
+) -> None:
     """Documents over both copies of the model."""
     case = Case(copies=2, settings=(("ping_pong", ping_pong),))
     model, total = model_for(case, "sdpa"), 0.0

@@ -27,14 +27,18 @@ def blocks() -> list[str]:
     """The code of the page, for a machine without a GPU and for small batches."""
     text = (ROOT / "docs" / "pipelines.md").read_text()
     return [
-        block.replace('"cuda"', '"cpu"').replace("tokens_per_rank=16384", f"tokens_per_rank={TOKENS}, seed=None, device='cpu'")
+        block.replace('"cuda"', '"cpu"').replace(
+            "tokens_per_rank=16384", f"tokens_per_rank={TOKENS}, seed=None, device='cpu'"
+        )
         for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     ]
 
 
 def documents() -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    return [{"input_ids": torch.randint(40, 90, (length,), generator=generator)} for length in LENGTHS]
+    return [
+        {"input_ids": torch.randint(40, 90, (length,), generator=generator)} for length in LENGTHS
+    ]
 
 
 def trained(rank: int, case: Case, folder: str) -> dict[str, torch.Tensor]:
@@ -42,16 +46,31 @@ def trained(rank: int, case: Case, folder: str) -> dict[str, torch.Tensor]:
     configure(case)
     first, dealt = blocks()
     positions = torch.arange(case.tokens).expand(case.micro_batches, -1)
-    names: dict[str, Any] = {"torch": torch, "dist": dist, "AutoModelForCausalLM": AutoModelForCausalLM}
+    names: dict[str, Any] = {
+        "torch": torch,
+        "dist": dist,
+        "AutoModelForCausalLM": AutoModelForCausalLM,
+    }
     names["cross_entropy"] = cross_entropy
-    names |= {"copies": case.copies, "stages": case.stages, "n_microbatches": case.micro_batches, "name": folder, "losses": []}
+    names |= {
+        "copies": case.copies,
+        "stages": case.stages,
+        "n_microbatches": case.micro_batches,
+        "name": folder,
+        "losses": [],
+    }
     names |= dict.fromkeys(("input_ids", "position_ids", "shift_labels"), positions)
-    names["loss_fn"] = lambda logits, targets: cross_entropy(logits.flatten(0, 1), targets.flatten())
+    names["loss_fn"] = lambda logits, targets: cross_entropy(
+        logits.flatten(0, 1), targets.flatten()
+    )
     exec(compile(first, "docs/pipelines.md", "exec"), names)  # ours
     stage = names["stage"]
     if case.copies > 1:
-        stage.submod = DistributedDataParallel(stage.submod, process_group=names["mesh"]["dp_replicate"].get_group())
-    weights = model_for(case, "sdpa").state_dict()  # as they were before the step of the first block
+        stage.submod = DistributedDataParallel(
+            stage.submod, process_group=names["mesh"]["dp_replicate"].get_group()
+        )
+    # As they were before the step of the first block.
+    weights = model_for(case, "sdpa").state_dict()
     module = stage.submod.module if case.copies > 1 else stage.submod
     with torch.no_grad():
         for name, weight in module.model.named_parameters():
@@ -66,7 +85,9 @@ def trained_in_one_process(case: Case) -> dict[str, torch.Tensor]:
     """The same steps of the mean over the targets of all copies, with clipped gradients."""
     hf_distca.configure()
     model = model_for(case, "distca")
-    shares = hf_distca.document_shares(documents(), TOKENS * case.copies, model=model, ranks=1, seed=None, device="cpu")
+    shares = hf_distca.document_shares(
+        documents(), TOKENS * case.copies, model=model, ranks=1, seed=None, device="cpu"
+    )
     optimizer, collate = torch.optim.SGD(model.parameters(), lr=RATE), hf_distca.PackingCollator()
     for first in range(0, len(shares) - case.micro_batches + 1, case.micro_batches):
         items = [collate([shares[first + number]]) for number in range(case.micro_batches)]
@@ -83,7 +104,9 @@ def trained_in_one_process(case: Case) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("copies", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_code_of_the_page_trains_on_the_global_mean(rank_pool: Callable[[int], RankPool], tmp_path: Path, copies: int) -> None:
+def test_code_of_the_page_trains_on_the_global_mean(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path, copies: int
+) -> None:
     """The code of the page trains on the mean of the global batch."""
     case = Case(micro_batches=2, layers=2, tied=True, copies=copies)
     model_for(case, "sdpa").save_pretrained(tmp_path)

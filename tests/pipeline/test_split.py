@@ -1,4 +1,6 @@
-"""Models in stages, one after the other in one process: the same logits and gradients; what cannot be split is refused."""
+"""Models in stages, one after the other in one process: the same logits and gradients; what cannot
+be split is refused.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from tiny import build
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.families import FAMILIES
 from hf_distca.pipeline import split
-from hf_distca.pipeline.stage_models import SPLIT, ModelParts, StageModel, check_split, layers_of_stages
+from hf_distca.pipeline.stage_models import (
+    SPLIT,
+    ModelParts,
+    StageModel,
+    check_split,
+    layers_of_stages,
+)
 
 EXACT = 1e-9  # both run the same operations in the same order
 IDS = torch.randint(40, 90, (1, 24), generator=torch.Generator().manual_seed(0))
@@ -25,7 +33,9 @@ def compare(family: str) -> None:
     layers = len(ModelParts.of(whole).layers)
     logits = whole(input_ids=IDS, position_ids=POSITIONS, use_cache=False).logits
     logits.square().sum().backward()
-    gradients = {name: weight.grad for name, weight in whole.named_parameters() if weight.grad is not None}
+    gradients = {
+        name: weight.grad for name, weight in whole.named_parameters() if weight.grad is not None
+    }
     cut = [layers // 2, layers - layers // 2]
     first, second = (StageModel(build(family, "distca", torch.float64), at, cut) for at in range(2))
     left = first(IDS, position_ids=POSITIONS)
@@ -39,7 +49,10 @@ def compare(family: str) -> None:
         first.tied_weight.grad, second.tied_weight.grad = both, both.clone()
     held = [dict(stage.model.named_parameters()) for stage in (first, second)]
     assert not held[0].keys() & held[1].keys()
-    assert whole.state_dict().keys() - {"lm_head.weight"} <= held[0].keys() | held[1].keys() | dict(whole.named_buffers()).keys()
+    assert (
+        whole.state_dict().keys() - {"lm_head.weight"}
+        <= held[0].keys() | held[1].keys() | dict(whole.named_buffers()).keys()
+    )
     for name, gradient in gradients.items():
         own = next(stage[name].grad for stage in held if name in stage)
         assert (own - gradient).abs().max() <= EXACT * gradient.abs().max(), name
@@ -57,7 +70,10 @@ def test_every_proven_family_is_split_or_refused(family: str) -> None:
         compare(family)
         return
     model = build(family, "distca", torch.float64)  # whose type may be that of a part of the family
-    with pytest.raises(UnsupportedError, match=rf"\({model.config.model_type}\) cannot be split into pipeline stages"):
+    with pytest.raises(
+        UnsupportedError,
+        match=rf"\({model.config.model_type}\) cannot be split into pipeline stages",
+    ):
         check_split(model)
 
 
@@ -76,7 +92,10 @@ def test_losses_of_routers_are_refused() -> None:
 
 
 def test_other_attention_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r'has attn_implementation="sdpa".* load the model with attn_implementation="distca"'):
+    with pytest.raises(
+        ConfigError,
+        match=r'has attn_implementation="sdpa".* load the model with attn_implementation="distca"',
+    ):
         split(build("llama", "sdpa", torch.float32), Mock(ndim=1))
 
 
@@ -88,12 +107,16 @@ def test_what_is_no_model_is_refused() -> None:
 
 
 def test_layers_that_are_not_those_of_the_model_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"layers=\[2, 1\] must be at least 1 for each stage, 2 in all"):
+    with pytest.raises(
+        ConfigError, match=r"layers=\[2, 1\] must be at least 1 for each stage, 2 in all"
+    ):
         StageModel(build("llama", "distca", torch.float32), 0, [2, 1])
 
 
 def test_a_head_that_an_adapter_trains_is_the_head() -> None:
-    """peft puts a module around a head that is trained as a whole, and around an embedding, which is refused."""
+    """peft puts a module around a head that is trained as a whole, and around an embedding, which
+    is refused.
+    """
     from peft import LoraConfig
 
     model = build("llama", "distca", torch.float32)
@@ -101,7 +124,9 @@ def test_a_head_that_an_adapter_trains_is_the_head() -> None:
     assert ModelParts.of(model).after == ("model.norm", "lm_head")
     model = build("llama", "distca", torch.float32)
     model.add_adapter(LoraConfig(target_modules=["down_proj"], modules_to_save=["embed_tokens"]))
-    with pytest.raises(UnsupportedError, match=r"embed_tokens\.original_module is neither in its layers"):
+    with pytest.raises(
+        UnsupportedError, match=r"embed_tokens\.original_module is neither in its layers"
+    ):
         ModelParts.of(model)
 
 

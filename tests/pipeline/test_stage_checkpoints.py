@@ -1,4 +1,6 @@
-"""What is trained in stages is saved as one ordinary checkpoint; what is loaded in stages is this stage alone."""
+"""What is trained in stages is saved as one ordinary checkpoint; what is loaded in stages is this
+stage alone.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ RATE = 0.5
 def trained(rank: int, case: Case, folder: Path) -> None:
     """A step of SGD, and the weights saved and loaded again."""
     configure(case)
-    mesh = init_device_mesh("cpu", (case.copies, case.stages), mesh_dim_names=("dp_replicate", "pp"))
+    mesh = init_device_mesh(
+        "cpu", (case.copies, case.stages), mesh_dim_names=("dp_replicate", "pp")
+    )
     stage = split(model_for(case, "distca"), mesh["pp"])
     schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
     ids, positions, targets = stacked(case)
@@ -31,7 +35,10 @@ def trained(rank: int, case: Case, folder: Path) -> None:
     torch.optim.SGD(stage.submod.parameters(), lr=RATE).step()
     save_pretrained(stage, folder)
     again = from_pretrained(str(folder), mesh["pp"])
-    held, loaded = dict(stage.submod.model.named_parameters()), dict(again.submod.model.named_parameters())
+    held, loaded = (
+        dict(stage.submod.model.named_parameters()),
+        dict(again.submod.model.named_parameters()),
+    )
     assert held.keys() == loaded.keys()
     assert all(torch.equal(held[name], loaded[name]) for name in held)
     assert not any(tensor.is_meta for tensor in again.submod.buffers())
@@ -45,7 +52,9 @@ def compare(found: Path, case: Case) -> None:
         parts = [model(input_ids=one, use_cache=False).logits for one in ids.split(lengths, 1)]
         loss(torch.cat(parts, 1), targets).backward()
     torch.optim.SGD(model.parameters(), lr=RATE).step()
-    plain, info = AutoModelForCausalLM.from_pretrained(found, attn_implementation="sdpa", output_loading_info=True)
+    plain, info = AutoModelForCausalLM.from_pretrained(
+        found, attn_implementation="sdpa", output_loading_info=True
+    )
     assert not any(info.values())
     ids = batch(case, 1)[0]
     logits, wanted = (one(input_ids=ids).logits for one in (plain.eval(), model.eval()))
@@ -54,7 +63,9 @@ def compare(found: Path, case: Case) -> None:
     assert sorted(file.name for file in found.iterdir() if file.name.startswith(".")) == []
 
 
-def test_a_checkpoint_of_stages_is_one_of_the_model(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_a_checkpoint_of_stages_is_one_of_the_model(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path
+) -> None:
     case = Case(micro_batches=2, tied=True, layers=2)
     rank_pool(2)(trained, case, tmp_path)
     compare(tmp_path, case)
@@ -67,21 +78,35 @@ def saved(rank: int, case: Case, folder: Path, adapter: bool) -> None:
         from peft import LoraConfig
 
         model.add_adapter(LoraConfig(r=2, target_modules=["down_proj"]))
-    save_pretrained(split(model, init_device_mesh("cpu", (case.stages,), mesh_dim_names=("pp",))), folder)
+    save_pretrained(
+        split(model, init_device_mesh("cpu", (case.stages,), mesh_dim_names=("pp",))), folder
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_takes_the_place_of_another(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_a_checkpoint_takes_the_place_of_another(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path
+) -> None:
     """Of one in one file, of one in more shards, and of saves that were killed."""
     case, old = Case(layers=2), {"old": torch.zeros(1)}
-    for name in ("model.safetensors", "model-00003-of-00003.safetensors", "model-of-mine.safetensors"):
+    for name in (
+        "model.safetensors",
+        "model-00003-of-00003.safetensors",
+        "model-of-mine.safetensors",
+    ):
         save_file(old, tmp_path / name)
     (tmp_path / ".stage-1").mkdir()
     save_file(old, tmp_path / ".stage-1" / "adapter_model.safetensors")
     rank_pool(2)(saved, case, tmp_path, False)
     found = sorted(file.name for file in tmp_path.glob("*.safetensors"))
-    assert found == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model-of-mine.safetensors"]
-    plain, info = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa", output_loading_info=True)
+    assert found == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model-of-mine.safetensors",
+    ]
+    plain, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="sdpa", output_loading_info=True
+    )
     assert not any(info.values())
     wanted = model_for(case, "sdpa").state_dict()
     assert all(torch.equal(weight, wanted[name]) for name, weight in plain.state_dict().items())
@@ -97,11 +122,15 @@ def loaded(rank: int, folder: Path) -> None:
     assert stage.submod.model.config.num_hidden_layers == 4
     with pytest.raises(ConfigError, match="mesh of 2 dimensions"):
         from_pretrained(str(folder), mesh)
-    with pytest.raises(ConfigError, match=r"layers=\[1, 1, 2\] are for 3 stages, and the mesh has 2 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"layers=\[1, 1, 2\] are for 3 stages, and the mesh has 2 ranks"
+    ):
         from_pretrained(str(folder / "inner"), mesh["pp"], layers=[1, 1, 2])
 
 
-def test_stages_load_from_where_transformers_would_and_check(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_stages_load_from_where_transformers_would_and_check(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path
+) -> None:
     """Stages are loaded from where transformers would and checked."""
     model_for(Case(layers=2), "sdpa").save_pretrained(tmp_path)
     model_for(Case(layers=4), "sdpa").save_pretrained(tmp_path / "inner")
@@ -114,6 +143,11 @@ def test_a_checkpoint_of_four_stages_is_one_of_the_model(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, family: str
 ) -> None:
     # What transformers loads multiplies experts in groups, which knows no float64.
-    case = Case(family, stages=4, micro_batches=2, dtype=torch.float32 if family == "mixtral" else torch.float64)
+    case = Case(
+        family,
+        stages=4,
+        micro_batches=2,
+        dtype=torch.float32 if family == "mixtral" else torch.float64,
+    )
     rank_pool(4)(trained, case, tmp_path)
     compare(tmp_path, case)

@@ -1,4 +1,6 @@
-"""Stages that disagree, raise or sleep end in errors that name stage, tick and micro-batch, on every rank and in time."""
+"""Stages that disagree, raise or sleep end in errors that name stage, tick and micro-batch, on
+every rank and in time.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from ranks import RankPool
 
 @pytest.fixture(autouse=True)
 def _ranks_of_its_own(rank_pool: Callable[[int], RankPool]) -> Iterator[None]:
-    """A wait that ends in vain closes the connections of the world, which is the group of the stages here."""
+    """A wait that ends in vain closes the connections of the world, which is the group of the
+    stages here.
+    """
     yield
     rank_pool(2).close()
 
@@ -70,15 +74,25 @@ def failing(rank: int, culprit: int, what: str) -> tuple[str, str, float]:
 def test_stages_with_different_documents(rank_pool: Callable[[int], RankPool]) -> None:
     for name, text, seconds in rank_pool(2)(failing, 1, "disagrees"):
         assert name == "DistCADesyncError"
-        assert "ranks 0 and 1 are stages of one copy of the model and have different documents in micro-batch 1" in text
+        assert (
+            "ranks 0 and 1 are stages of one copy of the model and have different documents in"
+            " micro-batch 1" in text
+        )
         assert seconds < TIMEOUT + SLACK
 
 
 def differing(rank: int, what: str) -> tuple[str, str, float]:
-    """As `failing`, in the second step: stage 1 has micro-batches of another shape, or evaluates."""
+    """As `failing`, in the second step: stage 1 has micro-batches of another shape, or
+    evaluates.
+    """
     configure(CASE)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    schedule = Schedule(split(model_for(CASE, "distca"), mesh), CASE.micro_batches, loss_for(CASE), scale_grads=False)
+    schedule = Schedule(
+        split(model_for(CASE, "distca"), mesh),
+        CASE.micro_batches,
+        loss_for(CASE),
+        scale_grads=False,
+    )
     ids, positions, targets = stacked(CASE)
     if what == "batch":  # documents of as many tokens in either shape
         positions = (torch.arange(CASE.tokens) % (CASE.tokens // 2)).repeat(CASE.micro_batches, 1)
@@ -87,7 +101,9 @@ def differing(rank: int, what: str) -> tuple[str, str, float]:
     if rank == 1 and what == "tokens":
         ids, positions, targets = (one[:, : CASE.tokens // 2] for one in (ids, positions, targets))
     if rank == 1 and what == "batch":
-        ids, positions, targets = (one.view(2 * CASE.micro_batches, -1) for one in (ids, positions, targets))
+        ids, positions, targets = (
+            one.view(2 * CASE.micro_batches, -1) for one in (ids, positions, targets)
+        )
     started = time.monotonic()
     try:
         run(ids, position_ids=positions, target=targets)
@@ -100,12 +116,29 @@ def differing(rank: int, what: str) -> tuple[str, str, float]:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("tokens", "ranks 0 and 1 are stages of one copy of the model and have different documents in micro-batch 0"),
-        ("batch", "ranks 0 and 1 are stages of one copy of the model and have micro-batches of shapes (1, 96) and (2, 48)"),
-        ("evaluates", "in step 2, 3 micro-batches in 2 stages: the run is step on rank 0, eval on rank 1"),
+        (
+            "tokens",
+            (
+                "ranks 0 and 1 are stages of one copy of the model and have different documents in"
+                " micro-batch 0"
+            ),
+        ),
+        (
+            "batch",
+            (
+                "ranks 0 and 1 are stages of one copy of the model and have micro-batches of shapes"
+                " (1, 96) and (2, 48)"
+            ),
+        ),
+        (
+            "evaluates",
+            "in step 2, 3 micro-batches in 2 stages: the run is step on rank 0, eval on rank 1",
+        ),
     ],
 )
-def test_stages_that_differ_in_a_later_step(rank_pool: Callable[[int], RankPool], what: str, said: str) -> None:
+def test_stages_that_differ_in_a_later_step(
+    rank_pool: Callable[[int], RankPool], what: str, said: str
+) -> None:
     for name, text, seconds in rank_pool(2)(differing, what):
         assert name == "DistCADesyncError"
         assert said in text
@@ -114,10 +147,15 @@ def test_stages_that_differ_in_a_later_step(rank_pool: Callable[[int], RankPool]
 
 @pytest.mark.slow
 def test_a_stage_that_raises(rank_pool: Callable[[int], RankPool]) -> None:
-    """The third forward of stage 1 is the second one of the step: of micro-batch 1, in the third forward tick."""
+    """The third forward of stage 1 is the second one of the step: of micro-batch 1, in the third
+    forward tick.
+    """
     (_, first, _), (name, text, _) = rank_pool(2)(failing, 1, "raises")
     assert (name, text) == ("ValueError", "disturbed")
-    assert "rank 1 raised ValueError while running forward tick 3 (micro-batch 2 on stage 0, micro-batch 1 on stage 1)" in first
+    assert (
+        "rank 1 raised ValueError while running forward tick 3 (micro-batch 2 on stage 0,"
+        " micro-batch 1 on stage 1)" in first
+    )
     assert "of step 1, as stage 1" in first
 
 
@@ -126,14 +164,22 @@ def test_a_stage_that_sleeps(rank_pool: Callable[[int], RankPool]) -> None:
     (name, text, seconds), _ = rank_pool(2)(failing, 1, "sleeps")
     assert name == "DistCADesyncError"
     assert "rank 1 is silent" in text
-    assert "attention call 0 of forward tick 3 (micro-batch 2 on stage 0, micro-batch 1 on stage 1) of step 1" in text
+    assert (
+        "attention call 0 of forward tick 3 (micro-batch 2 on stage 0, micro-batch 1 on stage 1) of"
+        " step 1" in text
+    )
     assert seconds < TIMEOUT + SLACK
 
 
 def odd_one_out(rank: int, what: str) -> tuple[str, str, float]:
-    """As `failing`, with something that rank 1 has otherwise than rank 0, in its second step or from the beginning."""
+    """As `failing`, with something that rank 1 has otherwise than rank 0, in its second step or
+    from the beginning.
+    """
     settings = {"ping_pong": True} if rank == 1 and what == "ping_pong" else {}
-    case = CASE._replace(layers=3 if rank == 1 and what == "layers" else 2, settings=(*CASE.settings, *settings.items()))
+    case = CASE._replace(
+        layers=3 if rank == 1 and what == "layers" else 2,
+        settings=(*CASE.settings, *settings.items()),
+    )
     configure(case)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "pp"))
     model = model_for(case._replace(tied=what == "copies"), "distca")
@@ -148,10 +194,14 @@ def odd_one_out(rank: int, what: str) -> tuple[str, str, float]:
     more: dict[str, Any] = {}
     if what == "shares":
         documents = [{"input_ids": torch.arange(case.tokens)}] * count
-        shares = document_shares(documents, case.tokens, model=model, ranks=1, seed=None, device="cpu")
+        shares = document_shares(
+            documents, case.tokens, model=model, ranks=1, seed=None, device="cpu"
+        )
         items = [PackingCollator()([shares[number]]) for number in range(count)]
         positions = torch.cat([item["position_ids"] for item in items])
-        more = {"distca_documents": [item["distca_documents"] for item in items]} if rank == 1 else {}
+        more = (
+            {"distca_documents": [item["distca_documents"] for item in items]} if rank == 1 else {}
+        )
     if what in ("eval", "configure"):
         schedule.step(ids, position_ids=positions, target=targets)
     if what == "eval":
@@ -175,11 +225,25 @@ DIFFERENT = "ranks do not run the same in the first step: "
         ("layers", "config.num_hidden_layers is 2 on rank 0, 3 on rank 1"),
         ("micro-batches", DIFFERENT + "n_microbatches is 3 on rank 0, 2 on rank 1."),
         ("ping_pong", DIFFERENT + "ping_pong is False on rank 0, True on rank 1."),
-        ("eval", "in step 2, 3 micro-batches in 2 stages: the mode of the model is train on rank 0, eval on rank 1."),
-        ("copies", "model.embed_tokens.weight and lm_head.weight are one weight, of which ranks 0 and 1 have a copy each"),
+        (
+            "eval",
+            (
+                "in step 2, 3 micro-batches in 2 stages: the mode of the model is train on rank 0,"
+                " eval on rank 1."
+            ),
+        ),
+        (
+            "copies",
+            (
+                "model.embed_tokens.weight and lm_head.weight are one weight, of which ranks 0 and"
+                " 1 have a copy each"
+            ),
+        ),
     ],
 )
-def test_ranks_that_differ_are_told_apart_by_name(rank_pool: Callable[[int], RankPool], what: str, said: str) -> None:
+def test_ranks_that_differ_are_told_apart_by_name(
+    rank_pool: Callable[[int], RankPool], what: str, said: str
+) -> None:
     for name, text, seconds in rank_pool(2)(odd_one_out, what):
         assert name == "DistCADesyncError"
         assert said in text
@@ -189,11 +253,16 @@ def test_ranks_that_differ_are_told_apart_by_name(rank_pool: Callable[[int], Ran
 def test_shares_on_some_ranks_alone_are_told_apart(rank_pool: Callable[[int], RankPool]) -> None:
     (name, _, seconds), (other_name, text, other_seconds) = rank_pool(2)(odd_one_out, "shares")
     assert name == other_name == "DistCADesyncError"
-    assert "some ranks have shares of dealt batches in step 1, 3 micro-batches in 2 stages and others have not" in text
+    assert (
+        "some ranks have shares of dealt batches in step 1, 3 micro-batches in 2 stages and others"
+        " have not" in text
+    )
     assert max(seconds, other_seconds) < TIMEOUT + SLACK
 
 
-def test_a_rank_that_configures_again_tells_the_others_at_once(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_rank_that_configures_again_tells_the_others_at_once(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     (_, first, seconds), (name, text, _) = rank_pool(2)(odd_one_out, "configure")
     assert (name, "make the Schedule again" in text) == ("ConfigError", True)
     assert "rank 1 raised ConfigError while reading the documents of step 2" in first
@@ -207,9 +276,12 @@ def test_float16_is_refused(rank_pool: Callable[[int], RankPool]) -> None:
 
 
 def frozen(rank: int, when: str) -> tuple[str, str, float]:
-    """As `failing`, with an embedding that is tied to the head and frozen on the first stage alone."""
+    """As `failing`, with an embedding that is tied to the head and frozen on the first stage
+    alone.
+    """
     configure(CASE)
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "pp"))  # a wait in vain breaks the group of stages
+    # A wait in vain breaks the group of stages.
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "pp"))
     stage = split(model_for(CASE._replace(tied=True), "distca"), mesh["pp"])
     schedule = Schedule(stage, CASE.micro_batches, loss_for(CASE), scale_grads=False)
     ids, positions, targets = stacked(CASE)
@@ -229,7 +301,10 @@ def frozen(rank: int, when: str) -> tuple[str, str, float]:
 def test_a_tied_embedding_that_one_stage_froze(rank_pool: Callable[[int], RankPool]) -> None:
     for name, text, seconds in rank_pool(2)(frozen, "first"):
         assert name == "ConfigError"
-        assert "only one of them is trained: rank 0 (stage 0): frozen, rank 1 (stage 1): trained" in text
+        assert (
+            "only one of them is trained: rank 0 (stage 0): frozen, rank 1 (stage 1): trained"
+            in text
+        )
         assert seconds < TIMEOUT
     _, (name, text, seconds) = rank_pool(2)(frozen, "later")
     assert name == "DistCADesyncError"
@@ -238,11 +313,15 @@ def test_a_tied_embedding_that_one_stage_froze(rank_pool: Callable[[int], RankPo
 
 
 def in_vain(rank: int, store: Path, pipe: Connection) -> None:
-    """Wait for a message that the other rank does not send, in a world as `init_device_mesh` makes it: of no backend."""
+    """Wait for a message that the other rank does not send, in a world as `init_device_mesh` makes
+    it: of no backend.
+    """
     dist.init_process_group(store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
     if rank == 0:
         started = time.monotonic()
-        messages = Messages([dist.P2POp(dist.irecv, torch.empty(1), group=dist.group.WORLD, group_peer=1)])
+        messages = Messages(
+            [dist.P2POp(dist.irecv, torch.empty(1), group=dist.group.WORLD, group_peer=1)]
+        )
         with pytest.raises(RuntimeError):
             messages.wait(AttentionGroup(timeout_seconds=1.0), "waiting")
         pipe.send((dist.get_backend(), time.monotonic() - started))
@@ -271,20 +350,29 @@ def refusals(rank: int) -> None:
     stage = split(model_for(Case(layers=2), "distca"), mesh)
     for setting, why in (
         (("group_size", 1), "group_size=1.*leave it out"),
-        (("documents_span_ranks", True), "documents_span_ranks=True.*distca_documents with numbers"),
+        (
+            ("documents_span_ranks", True),
+            "documents_span_ranks=True.*distca_documents with numbers",
+        ),
     ):
         configure(Case(settings=(setting,)))
         schedule = Schedule(stage, 2, loss_for(Case()))
         with pytest.raises(UnsupportedError, match=why):
-            schedule.step(torch.zeros(2, 8, dtype=torch.long), target=torch.zeros(2, 8, dtype=torch.long))
+            schedule.step(
+                torch.zeros(2, 8, dtype=torch.long), target=torch.zeros(2, 8, dtype=torch.long)
+            )
     configure(Case())
     sharded = model_for(Case(layers=2), "distca")
     fully_shard(sharded, mesh=mesh)
-    with pytest.raises(ConfigError, match=r"DDP or FSDP have wrapped.* split it first, then wrap stage\.submod"):
+    with pytest.raises(
+        ConfigError, match=r"DDP or FSDP have wrapped.* split it first, then wrap stage\.submod"
+    ):
         split(sharded, mesh)
     with pytest.raises(ConfigError, match=r"give it the stage that hf_distca.pipeline.split made"):
         Schedule(stage.submod, 2)  # type: ignore[arg-type]
     schedule = Schedule(stage, 2, loss_for(Case()))
     hf_distca.configure()
     with pytest.raises(ConfigError, match="make the Schedule again"):
-        schedule.step(torch.zeros(2, 8, dtype=torch.long), target=torch.zeros(2, 8, dtype=torch.long))
+        schedule.step(
+            torch.zeros(2, 8, dtype=torch.long), target=torch.zeros(2, 8, dtype=torch.long)
+        )

@@ -25,8 +25,12 @@ def gradients_in_one_process(case: Case) -> dict[str, torch.Tensor]:
     """Of all steps together, each document alone."""
     model, loss = model_for(case, "sdpa"), loss_for(case)
     for tokens in TOKENS:
-        for ids, positions, targets in zip(*(tensor[:, :tokens].split(1) for tensor in stacked(case)), strict=True):
-            lengths = (positions[0] == 0).nonzero()[:, 0].diff(append=torch.tensor([tokens])).tolist()
+        for ids, positions, targets in zip(
+            *(tensor[:, :tokens].split(1) for tensor in stacked(case)), strict=True
+        ):
+            lengths = (
+                (positions[0] == 0).nonzero()[:, 0].diff(append=torch.tensor([tokens])).tolist()
+            )
             logits = [model(input_ids=one, use_cache=False).logits for one in ids.split(lengths, 1)]
             loss(torch.cat(logits, 1), targets).backward()
     return {name: weight.grad for name, weight in model.named_parameters()}
@@ -51,7 +55,9 @@ def gradients_of(stage: Stage) -> dict[str, torch.Tensor]:
 
 
 def accumulated(rank: int, case: Case, sharded: bool, evaluated: str) -> dict[str, torch.Tensor]:
-    """Gradients of steps that differ in shape, with evaluations in between, by a schedule of their own or not."""
+    """Gradients of steps that differ in shape, with evaluations in between, by a schedule of their
+    own or not.
+    """
     configure(case)
     stage = stage_of(case, sharded=sharded)
     schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
@@ -82,7 +88,9 @@ def test_gradients_outlast_other_shapes_and_evaluations(
 
 
 def messages(rank: int, case: Case) -> list[list[str]]:
-    """What was begun in the group of the stages in each of two steps: collectives, and messages between some."""
+    """What was begun in the group of the stages in each of two steps: collectives, and messages
+    between some.
+    """
     configure(case)
     mesh = init_device_mesh("cpu", (1, case.stages), mesh_dim_names=("dp_replicate", "pp"))["pp"]
     stage = split(model_for(case, "distca"), mesh)
@@ -99,7 +107,10 @@ def messages(rank: int, case: Case) -> list[list[str]]:
         found[-1].append("some")
         return trade(ops)
 
-    with patch.object(dist, "all_reduce", reducing), patch.object(dist, "batch_isend_irecv", trading):
+    with (
+        patch.object(dist, "all_reduce", reducing),
+        patch.object(dist, "batch_isend_irecv", trading),
+    ):
         for _ in range(2):
             found.append([])
             schedule.step(ids, position_ids=positions, target=targets)
@@ -123,7 +134,10 @@ def moved(rank: int, case: Case) -> dict[str, torch.Tensor]:
     assert stage.device.type == "meta"
     stage.submod.to_empty(device="cpu")
     with torch.no_grad():
-        for name, tensor in (*stage.submod.model.named_parameters(), *stage.submod.model.named_buffers()):
+        for name, tensor in (
+            *stage.submod.model.named_parameters(),
+            *stage.submod.model.named_buffers(),
+        ):
             tensor.copy_(values[name])
     schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
     ids, positions, targets = stacked(case)

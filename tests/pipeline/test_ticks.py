@@ -20,7 +20,10 @@ def test_step_has_the_ticks_of_1f1b_through_all_stages(stages: int, micro_batche
     assert len(order) == 2 * (micro_batches + stages - 1)
     assert [tick.number for tick in order] == list(range(len(order)))
     when = {
-        (tick.backward, at, stage): tick.number for tick in order for stage, at in enumerate(tick.micro_batches) if at is not None
+        (tick.backward, at, stage): tick.number
+        for tick in order
+        for stage, at in enumerate(tick.micro_batches)
+        if at is not None
     }
     assert len(when) == 2 * stages * micro_batches
     for at, stage in itertools.product(range(micro_batches), range(stages)):
@@ -59,7 +62,10 @@ def test_evaluation_has_forward_ticks_alone() -> None:
     ],
 )
 def test_calls_of_one_kind_are_made_together(stages: list[str], expected: list[str]) -> None:
-    calls = ["".join([call.kind, *("-" if own is None else str(own) for own in call.calls)]) for call in merge_calls(stages)]
+    calls = [
+        "".join([call.kind, *("-" if own is None else str(own) for own in call.calls)])
+        for call in merge_calls(stages)
+    ]
     assert calls == expected
 
 
@@ -73,7 +79,9 @@ def test_calls_of_one_kind_are_made_together(stages: list[str], expected: list[s
         ([5], 1, [1]),
     ],
 )
-def test_the_most_expensive_stage_is_as_cheap_as_can_be(costs: list[float], stages: int, expected: list[int]) -> None:
+def test_the_most_expensive_stage_is_as_cheap_as_can_be(
+    costs: list[float], stages: int, expected: list[int]
+) -> None:
     found = layers_of_stages(costs, stages)
     assert (len(found), sum(found), min(found) >= 1) == (stages, len(costs), True)
 

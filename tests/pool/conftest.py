@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def launch() -> Iterator[Callable[[int, int], Launch]]:
-    """Launches by ranks that train and servers, started when first asked for, and again after one failed."""
+    """Launches by ranks that train and servers, started when first asked for, and again after one
+    failed.
+    """
     from launches import Launch
 
     launches: dict[tuple[int, int], Launch] = {}

@@ -1,4 +1,6 @@
-"""Training in float64, as loops of one's own do it, in all the ways in which documents come to ranks."""
+"""Training in float64, as loops of one's own do it, in all the ways in which documents come to
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from typing import Any
 import datasets
 import torch
 import torch.distributed as dist
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import hf_distca
 from float64 import Float64Throughout
@@ -30,7 +39,8 @@ class Exact:
 
     Attributes:
         model: "full" attention, "windows" in half of the layers, or "sinks".
-        documents: "drawn" by each rank, "ahead" of the step, "dealt", "shared", or "spanning" ranks.
+        documents: "drawn" by each rank, "ahead" of the step, "dealt", "shared", or "spanning"
+            ranks.
         evaluated: between steps: "together", "alone" on rank 1, or not.
         changes: settings of distca.
     """
@@ -61,7 +71,9 @@ class Exact:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Sums over ranks of the losses of each micro-batch, losses in evaluation, and the weights in the end."""
+    """Sums over ranks of the losses of each micro-batch, losses in evaluation, and the weights in
+    the end.
+    """
 
     losses: list[float]
     evaluated: list[float]
@@ -104,7 +116,11 @@ def _train(rank: int, case: Exact) -> Outcome:
             model.train()
     total = torch.stack(losses)
     dist.all_reduce(total)
-    return Outcome(total.tolist(), evaluated, {name: weight.detach().clone() for name, weight in model.named_parameters()})
+    return Outcome(
+        total.tolist(),
+        evaluated,
+        {name: weight.detach().clone() for name, weight in model.named_parameters()},
+    )
 
 
 def model_for(kind: str) -> Any:
@@ -130,13 +146,21 @@ def model_for(kind: str) -> Any:
 
 
 def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """In float64, which the losses of transformers are not; in tokens of a rank, so that sums over ranks are means."""
-    known = {name: batch[name] for name in ("input_ids", "position_ids", "distca_documents") if name in batch}
+    """In float64, which the losses of transformers are not; in tokens of a rank, so that sums over
+    ranks are means.
+    """
+    known = {
+        name: batch[name]
+        for name in ("input_ids", "position_ids", "distca_documents")
+        if name in batch
+    }
     targets = batch.get("shift_labels")
     if targets is None:
         targets = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
     logits = model(**known, use_cache=False).logits[0]
-    summed = torch.nn.functional.cross_entropy(logits, targets[0], reduction="sum", ignore_index=-100)
+    summed = torch.nn.functional.cross_entropy(
+        logits, targets[0], reduction="sum", ignore_index=-100
+    )
     return summed / (TOKENS * dist.get_world_size())
 
 
@@ -145,23 +169,35 @@ def _batches(rank: int, case: Exact, model: Any) -> Iterator[dict[str, Any]]:
         return (_spanning(rank, number) for number in range(case.micro_batches))
     if case.documents != "dealt":
         return (drawn(rank, number) for number in range(case.micro_batches))
-    lengths = chain.from_iterable([150, 7, 1, 33, 90, 64, 12, 250, 5, 80] for _ in range(2 * case.micro_batches))
+    lengths = chain.from_iterable(
+        [150, 7, 1, 33, 90, 64, 12, 250, 5, 80] for _ in range(2 * case.micro_batches)
+    )
     rows = datasets.Dataset.from_dict({"input_ids": documents(*lengths)})
     config = settings(**case.changes)
     ranks = dist.get_world_size()
-    shares = hf_distca.document_shares(rows, TOKENS, model=model, ranks=ranks, dtype=torch.float64, config=config)
-    return (hf_distca.PackingCollator()([shares[number * ranks + rank]]) for number in range(case.micro_batches))
+    shares = hf_distca.document_shares(
+        rows, TOKENS, model=model, ranks=ranks, dtype=torch.float64, config=config
+    )
+    return (
+        hf_distca.PackingCollator()([shares[number * ranks + rank]])
+        for number in range(case.micro_batches)
+    )
 
 
 def drawn(rank: int, number: int) -> dict[str, Any]:
     lengths = LENGTHS[(rank + number) % len(LENGTHS)]
-    return hf_distca.PackingCollator()([{"documents": documents(*lengths, seed=10 * number + rank)}])
+    return hf_distca.PackingCollator()(
+        [{"documents": documents(*lengths, seed=10 * number + rank)}]
+    )
 
 
 def _spanning(rank: int, number: int) -> dict[str, Any]:
     """A part of one document that lies on all ranks, and on each rank a short one."""
     part = TOKENS - 16
-    long, short = documents(part * dist.get_world_size(), seed=number)[0], documents(16, seed=100 * number + rank)[0]
+    long, short = (
+        documents(part * dist.get_world_size(), seed=number)[0],
+        documents(16, seed=100 * number + rank)[0],
+    )
     here = long[rank * part : (rank + 1) * part]
     targets = [*long[rank * part + 1 :], -100][:part]
     positions = torch.cat([torch.arange(rank * part, (rank + 1) * part), torch.arange(16)])

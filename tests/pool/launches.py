@@ -1,4 +1,6 @@
-"""Launches with servers, whose ranks stay up and run one function after another: with the servers, and without them."""
+"""Launches with servers, whose ranks stay up and run one function after another: with the servers,
+and without them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ from ranks import RankPool
 
 @dataclass(frozen=True)
 class Served:
-    """What a server did since it was asked: steps that it was told, calls of a kernel, bytes sent; and what it keeps, by kind."""
+    """What a server did since it was asked: steps that it was told, calls of a kernel, bytes sent;
+    and what it keeps, by kind.
+    """
 
     steps: Counter[str]
     kernel_calls: int
@@ -59,7 +63,9 @@ class Trained:
 
 
 class Launch(RankPool):
-    """So many ranks that train and so many servers, of one launch as by torchrun; servers take part in what `pooled` runs."""
+    """So many ranks that train and so many servers, of one launch as by torchrun; servers take part
+    in what `pooled` runs.
+    """
 
     def __init__(self, trainers: int, servers: int, *, daemon: bool = True) -> None:
         self.trainers, self._written = trainers, tempfile.TemporaryDirectory()
@@ -70,7 +76,9 @@ class Launch(RankPool):
         for number in range(servers):
             ours, theirs = Pipe()
             output = Path(self._written.name, f"server_{number}.txt")
-            self._servers.append(forks.start(_be_server, trainers + number, join, theirs, output, daemon=daemon))
+            self._servers.append(
+                forks.start(_be_server, trainers + number, join, theirs, output, daemon=daemon)
+            )
             theirs.close()
             self._asked.append(ours)
         super().__init__(trainers, daemon=daemon, join=join)
@@ -128,10 +136,14 @@ def pooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
 
     def note(self: History, plan: BatchPlan) -> None:
         seconds = plan.estimated_after
-        computed.append((seconds[dist.get_world_size() :].sum(), seconds.sum()))  # of one node: servers come last
+        # Of one node: servers come last.
+        computed.append((seconds[dist.get_world_size() :].sum(), seconds.sum()))
         planned(self, plan)
 
-    with patch.object(PoolController, "notify_servers", count), patch.object(History, "record_plan", note):
+    with (
+        patch.object(PoolController, "notify_servers", count),
+        patch.object(History, "record_plan", note),
+    ):
         hf_distca.configure()
         value = function(rank, *args)
     parts, wholes = zip(*computed, strict=True) if computed else ((0.0,), (1.0,))
@@ -146,10 +158,16 @@ def unpooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
 
 
 def _join(size: int, servers: int, port: int, rank: int) -> None:
-    """Be a process of a launch of one node, as torchrun starts it: a rank that trains, or a server, which does not return."""
+    """Be a process of a launch of one node, as torchrun starts it: a rank that trains, or a server,
+    which does not return.
+    """
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
     ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    store = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     os.environ.update(sizes | ranks | store, TORCHELASTIC_RESTART_COUNT="0")
     begin(Options(servers=servers, summary=False, server_wait=300.0, spare_servers=True))
     dist.init_process_group("gloo")
@@ -193,7 +211,9 @@ def _be_server(rank: int, join: Callable[[int], None], asked: Connection, output
         join(rank)
 
 
-def _answer(server: pool_server.Server, words: JsonLineConnection, asked: Connection, steps: dict[str, Any]) -> None:
+def _answer(
+    server: pool_server.Server, words: JsonLineConnection, asked: Connection, steps: dict[str, Any]
+) -> None:
     before = Served(Counter(), 0, 0, Counter())
     while True:
         asked.recv()
@@ -203,11 +223,16 @@ def _answer(server: pool_server.Server, words: JsonLineConnection, asked: Connec
             idle = idle + 1 if steps["waits"] and not coming else 0
             time.sleep(0.01)
         told, steps["told"] = steps["told"], Counter()
-        meter, kept = server._meter, [type(known).__name__ for known in (*server._known.values(), *server._calls.values())]
+        meter, kept = (
+            server._meter,
+            [type(known).__name__ for known in (*server._known.values(), *server._calls.values())],
+        )
         counts = Served(told, meter.kernel_calls, meter.sent_bytes, Counter(kept))
         asked.send(
             replace(
-                counts, kernel_calls=meter.kernel_calls - before.kernel_calls, sent_bytes=meter.sent_bytes - before.sent_bytes
+                counts,
+                kernel_calls=meter.kernel_calls - before.kernel_calls,
+                sent_bytes=meter.sent_bytes - before.sent_bytes,
             )
         )
         before = counts

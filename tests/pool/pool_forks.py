@@ -1,4 +1,6 @@
-"""Ranks that train and servers that are started by themselves, each as a fork in a process group of its own."""
+"""Ranks that train and servers that are started by themselves, each as a fork in a process group of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,20 @@ def free_ports(count: int) -> list[int]:
 
 
 class Started:
-    """A process, what it writes, and the seconds since the epoch of what befell it: signals and faults, and its end."""
+    """A process, what it writes, and the seconds since the epoch of what befell it: signals and
+    faults, and its end.
+    """
 
-    def __init__(self, folder: Path, name: str, function: Callable[..., object], *args: Any, **changes: str) -> None:
+    def __init__(
+        self, folder: Path, name: str, function: Callable[..., object], *args: Any, **changes: str
+    ) -> None:
         self.name, self._file = name, folder / f"{name}.txt"
         self._file.touch()
         self._signals: list[float] = []
         self.end = 0.0
-        self._process: ForkServerProcess = forks.start(_in_a_group, self._file, function, args, daemon=False, **changes)
+        self._process: ForkServerProcess = forks.start(
+            _in_a_group, self._file, function, args, daemon=False, **changes
+        )
 
     @property
     def output(self) -> str:
@@ -55,7 +63,9 @@ class Started:
         deadline = time.monotonic() + seconds
         while text not in self.output:
             assert self._process.is_alive(), f"{self.name} ended without {text!r}:\n{self.output}"
-            assert time.monotonic() < deadline, f"{self.name} has no {text!r} after {seconds:g} s:\n{self.output}"
+            assert time.monotonic() < deadline, (
+                f"{self.name} has no {text!r} after {seconds:g} s:\n{self.output}"
+            )
             time.sleep(0.02)
 
     def send(self, number: signal.Signals) -> None:
@@ -87,21 +97,46 @@ class Forks:
     def __init__(self, folder: Path) -> None:
         self.folder, self.started = folder, list[Started]()
 
-    def start(self, name: str, function: Callable[..., object], *args: Any, **changes: str) -> Started:
-        self.started.append(Started(self.folder, f"{name} (process {len(self.started)})", function, *args, **changes))
+    def start(
+        self, name: str, function: Callable[..., object], *args: Any, **changes: str
+    ) -> Started:
+        self.started.append(
+            Started(
+                self.folder, f"{name} (process {len(self.started)})", function, *args, **changes
+            )
+        )
         return self.started[-1]
 
-    def server(self, port: int, *options: str, version: str | None = None, stuck_in: str | None = None) -> Started:
-        """`hf-distca serve`, of another version if one is given. A step may be named that never ends."""
-        return self.start("server", _serve, [f"--address=127.0.0.1:{port}", *options], version, stuck_in)
+    def server(
+        self, port: int, *options: str, version: str | None = None, stuck_in: str | None = None
+    ) -> Started:
+        """`hf-distca serve`, of another version if one is given. A step may be named that never
+        ends.
+        """
+        return self.start(
+            "server", _serve, [f"--address=127.0.0.1:{port}", *options], version, stuck_in
+        )
 
-    def trainers(self, world: int, ports: Sequence[int], *train: Any, **options: Any) -> list[Started]:
-        """Ranks that train under `hf-distca run`, as a launcher would start them; `train` is for `trains_with_servers.main`."""
+    def trainers(
+        self, world: int, ports: Sequence[int], *train: Any, **options: Any
+    ) -> list[Started]:
+        """Ranks that train under `hf-distca run`, as a launcher would start them; `train` is for
+        `trains_with_servers.main`.
+        """
         (port,) = free_ports(1)
-        shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        given = Options(summary=False, server_address=[f"127.0.0.1:{port}" for port in ports], **options)
+        shared = {
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        given = Options(
+            summary=False, server_address=[f"127.0.0.1:{port}" for port in ports], **options
+        )
         return [
-            self.start(f"rank{rank}", _train, given, train, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
+            self.start(
+                f"rank{rank}", _train, given, train, RANK=str(rank), LOCAL_RANK=str(rank), **shared
+            )
             for rank in range(world)
         ]
 
@@ -125,7 +160,8 @@ def killed_in_the_end(folder: Path) -> Iterator[Forks]:
 
 def _in_a_group(output: Path, function: Callable[..., object], args: tuple[Any, ...]) -> None:
     os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so do their children
+    # A shell's background jobs ignore it, and so do their children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -1,4 +1,6 @@
-"""A script that knows nothing of hf_distca, under torchrun: with a server it trains as on fewer processes without one."""
+"""A script that knows nothing of hf_distca, under torchrun: with a server it trains as on fewer
+processes without one.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,19 @@ seen = json.dumps({"world": world, "losses": losses})
 def launched(folder: Path, processes: int, *options: str) -> str:
     """What a launch printed, which ended as it should and left nothing behind."""
     (folder / "train.py").write_text(SCRIPT)
-    program = [str(Path(sys.executable).with_name("hf-distca")), "run", "--attn-implementation", "distca", *options]
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node", str(processes)]
+    program = [
+        str(Path(sys.executable).with_name("hf-distca")),
+        "run",
+        "--attn-implementation",
+        "distca",
+        *options,
+    ]
+    torchrun = [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--standalone",
+        "--nproc_per_node",
+        str(processes),
+    ]
     with (folder / "output.txt").open("wb") as output:
         process = subprocess.Popen(
             [*program, *torchrun, "train.py", str(folder)],
@@ -70,7 +83,9 @@ def launched(folder: Path, processes: int, *options: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("settings", [["--tokens-per-rank", "128"], ["--set", "ping_pong=true"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "settings", [["--tokens-per-rank", "128"], ["--set", "ping_pong=true"]], ids=" ".join
+)
 def test_a_script_under_torchrun(settings: list[str], tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("with", "without")]
     for folder in folders:
@@ -79,13 +94,19 @@ def test_a_script_under_torchrun(settings: list[str], tmp_path: Path) -> None:
     said = launched(folders[0], 3, "--servers", "1", *settings)
     launched(folders[1], 2, *settings)
     for rank in range(2):
-        ours, theirs = (json.loads((folder / f"seen_{rank}.json").read_text()) for folder in folders)
+        ours, theirs = (
+            json.loads((folder / f"seen_{rank}.json").read_text()) for folder in folders
+        )
         assert ours["world"] == theirs["world"] == [2, rank, *map(str, (rank, rank, 2, 2, rank, 2))]
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
         assert len(ours["losses"]) == 6
     files = [{str(path.relative_to(folder)) for path in folder.rglob("*")} for folder in folders]
     assert files[0] == files[1]
-    served = re.search(r"is rank 2 of 3, and serves the 2 that train\n(?:.*\n)*.*served (\d+) calls of attention in (\d+) ", said)
+    served = re.search(
+        r"is rank 2 of 3, and serves the 2 that train\n(?:.*\n)*.*served (\d+) calls of attention"
+        r" in (\d+) ",
+        said,
+    )
     assert served is not None, said
     assert int(served[2]) == 3
     assert "ended: the run is over" in said

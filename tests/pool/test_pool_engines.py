@@ -1,4 +1,6 @@
-"""Engines train with servers as they do without: losses and gradient norms in float32, under the Trainer and loops."""
+"""Engines train with servers as they do without: losses and gradient norms in float32, under the
+Trainer and loops.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from tiny_llama import LAYERS
 
 from engines import train
 
-ENGINES = ("DDP, Trainer", "FSDP2, fully_shard", "FSDP2, transformers", "FSDP2, accelerate", "ZeRO-2")
+ENGINES = (
+    "DDP, Trainer",
+    "FSDP2, fully_shard",
+    "FSDP2, transformers",
+    "FSDP2, accelerate",
+    "ZeRO-2",
+)
 WAYS = [
     {},
     {"ping_pong": True},
@@ -71,7 +79,9 @@ def check(launches: Launches, case: Case, servers: int) -> None:
         assert here.value.calls == there.value.calls == case.calls
         assert here.value.gathers == there.value.gathers
     told, calls = ours[0].told, case.calls * (1 if case.checkpointing != "off" else 2)
-    assert [told[step] for step in ("begin", "serve", "finish")] == [calls] * 3, "recomputes are not told"
+    assert [told[step] for step in ("begin", "serve", "finish")] == [calls] * 3, (
+        "recomputes are not told"
+    )
     assert ours[0].share > 0.1
     for server in launch.served():
         assert server.steps == told
@@ -80,10 +90,16 @@ def check(launches: Launches, case: Case, servers: int) -> None:
     assert calls == case.steps * case.accumulation * LAYERS * 2 * (2 if case.ping_pong else 1)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(f"{name}={value}" for name, value in way.items()) or "plain")
+@pytest.mark.parametrize(
+    "way",
+    WAYS,
+    ids=lambda way: " ".join(f"{name}={value}" for name, value in way.items()) or "plain",
+)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("trainers", "servers"), WORLDS)
-def test_engines_with_servers(launches: Launches, trainers: int, servers: int, engine: str, way: dict[str, object]) -> None:
+def test_engines_with_servers(
+    launches: Launches, trainers: int, servers: int, engine: str, way: dict[str, object]
+) -> None:
     check(launches, replace(Case(engine, precision="float32", ranks=trainers), **way), servers)
 
 

@@ -1,6 +1,8 @@
-"""How a pool of servers lives and dies: what is said, by whom, how soon, and that every process ends by itself.
+"""How a pool of servers lives and dies: what is said, by whom, how soon, and that every process
+ends by itself.
 
-The seconds of docs/pool.md are what `pytest -n 0 -rP -m "slow or not slow" tests/pool/test_pool_faults.py` prints.
+The seconds of docs/pool.md are what `pytest -n 0 -rP -m "slow or not slow"
+tests/pool/test_pool_faults.py` prints.
 """
 
 from __future__ import annotations
@@ -68,27 +70,47 @@ def test_late_server_changes_no_training(running: Forks, port: int) -> None:
 @pytest.mark.parametrize(
     ("name", "status", "what"),
     [
-        ("SIGKILL", -9, r"is silent \(dead or stuck: look at its log, and start it again before training goes on\)"),
+        (
+            "SIGKILL",
+            -9,
+            (
+                r"is silent \(dead or stuck: look at its log, and start it again before training"
+                r" goes on\)"
+            ),
+        ),
         pytest.param("SIGTERM", 143, "ended: told to by SIGTERM", marks=pytest.mark.slow),
         pytest.param(
             "SIGSTOP",
             None,
-            r"is silent \(dead or stuck: look at its log, and start it again before training goes on\)",
+            r"is silent \(dead or stuck: look at its log, and start it again before training goes"
+            r" on\)",
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_a_server_that_ends_while_others_train(name: str, status: int | None, what: str, running: Forks, port: int) -> None:
+def test_a_server_that_ends_while_others_train(
+    name: str, status: int | None, what: str, running: Forks, port: int
+) -> None:
     server = running.server(port)
     trainers = running.trainers(2, [port], ENDLESS, "", 5.0 if name == "SIGSTOP" else 40.0)
     trainers[0].wait_for("step 3")
     server.send(signal.Signals[name])
     assert ended(*trainers) == [1, 1]
-    waited = [f"DistCADesyncError: rank {rank} waited .* rank 2 \\(server at 127.0.0.1:{port}\\) {what}" for rank in range(2)]
-    told = [bool(re.search(pattern, trainer.output)) for pattern, trainer in zip(waited, trainers, strict=True)]
+    waited = [
+        f"DistCADesyncError: rank {rank} waited .* rank 2 \\(server at 127.0.0.1:{port}\\) {what}"
+        for rank in range(2)
+    ]
+    told = [
+        bool(re.search(pattern, trainer.output))
+        for pattern, trainer in zip(waited, trainers, strict=True)
+    ]
     assert any(told)
-    if not all(told):  # one rank had all from the server, and waited for the other in DDP's reduction
-        left = r"hf_distca: rank \d.* has left the attention group of ranks \(0, 1, 2\): it (waited in vain|ended: told to)"
+    # One rank had all from the server, and waited for the other in DDP's reduction.
+    if not all(told):
+        left = (
+            r"hf_distca: rank \d.* has left the attention group of ranks \(0, 1, 2\): it (waited in"
+            r" vain|ended: told to)"
+        )
         assert re.search(left, trainers[told.index(False)].output)
     if status is None:  # it goes on when nobody is there any more
         server.send(signal.SIGCONT)
@@ -103,15 +125,23 @@ def test_a_server_that_ends_while_others_train(name: str, status: int | None, wh
 @pytest.mark.parametrize(
     ("fault", "statuses", "last"),
     [
-        pytest.param("raises:0", [1, 1], "the run failed, see the log of rank 0", marks=pytest.mark.slow),
+        pytest.param(
+            "raises:0", [1, 1], "the run failed, see the log of rank 0", marks=pytest.mark.slow
+        ),
         ("raises:1", [1, 1], "the run failed, see the log of rank 0"),
         ("dies:0", [-9, 1], r"rank 0 has ended without a word, see its log \(.*\)"),
-        pytest.param("dies:1", [1, -9], "the run failed, see the log of rank 0", marks=pytest.mark.slow),
+        pytest.param(
+            "dies:1", [1, -9], "the run failed, see the log of rank 0", marks=pytest.mark.slow
+        ),
         pytest.param("exits:0", [0, 1], "the run is over", marks=pytest.mark.slow),
-        pytest.param("exits:1", [1, 0], "the run failed, see the log of rank 0", marks=pytest.mark.slow),
+        pytest.param(
+            "exits:1", [1, 0], "the run failed, see the log of rank 0", marks=pytest.mark.slow
+        ),
     ],
 )
-def test_a_rank_that_trains_ends_before_the_others(fault: str, statuses: list[int], last: str, running: Forks, port: int) -> None:
+def test_a_rank_that_trains_ends_before_the_others(
+    fault: str, statuses: list[int], last: str, running: Forks, port: int
+) -> None:
     server = running.server(port)
     trainers = running.trainers(2, [port], ENDLESS, fault)
     assert ended(*trainers) == statuses
@@ -129,7 +159,12 @@ def test_ranks_that_train_are_told_to_end(name: str, running: Forks, port: int) 
         trainer.send(signal.Signals[name])
     assert ended(*trainers) == ([-signal.SIGTERM] * 2 if name == "SIGTERM" else [1, 1])
     assert ended(server) == [1]
-    check_server(server, port, r"the run failed, see the log of rank 0|rank 0 has ended without a word, see its log \(.*\)")
+    check_server(
+        server,
+        port,
+        r"the run failed, see the log of rank 0|rank 0 has ended without a word, see its log"
+        r" \(.*\)",
+    )
 
 
 @pytest.mark.slow
@@ -145,11 +180,27 @@ def test_waiting_server_does_not_outlive_the_trainers(running: Forks, port: int)
 def test_servers_that_cannot_take_part(running: Forks) -> None:
     nobody, other, doubled, shell, taken = free_ports(5)
     refused = {
-        (nobody,): f"no server answers at 127.0.0.1:{nobody} (Connection refused). Start it with `hf-distca serve --address ",
-        (other,): f"the server at 127.0.0.1:{other} cannot take part: it runs hf-distca 9.9, and rank 0 ",
-        (doubled, doubled): f"server 127.0.0.1:{doubled} is named more than once: give each server an address of its own",
-        (shell,): f"what listens at 127.0.0.1:{shell} is no server of hf-distca, or has ended (JSONDecodeError)",
-        (taken,): f"the server at 127.0.0.1:{taken} cannot take part: it serves the ranks of another run",
+        (nobody,): (
+            f"no server answers at 127.0.0.1:{nobody} (Connection refused). Start it with"
+            " `hf-distca serve --address "
+        ),
+        (
+            other,
+        ): f"the server at 127.0.0.1:{other} cannot take part: it runs hf-distca 9.9, and rank 0 ",
+        (
+            doubled,
+            doubled,
+        ): (
+            f"server 127.0.0.1:{doubled} is named more than once: give each server an address of"
+            " its own"
+        ),
+        (shell,): (
+            f"what listens at 127.0.0.1:{shell} is no server of hf-distca, or has ended"
+            " (JSONDecodeError)"
+        ),
+        (
+            taken,
+        ): f"the server at 127.0.0.1:{taken} cannot take part: it serves the ranks of another run",
     }
     of_other_version = running.server(other, version="9.9")
     serving = running.server(taken)
@@ -186,9 +237,10 @@ def test_two_servers_at_one_address(running: Forks, port: int) -> None:
     first.wait_for("waits on cpu")
     second = running.server(port)
     assert ended(second, first) == [2, 1]
-    assert second.output == (
-        f"hf-distca: a server cannot listen at 127.0.0.1:{port}: Address already in use. Another one may be there: give each an "
-        "address of its own.\n"
+    assert (
+        second.output
+        == f"hf-distca: a server cannot listen at 127.0.0.1:{port}: Address already in use. Another"
+        " one may be there: give each an address of its own.\n"
     )
     check_server(first, port, "no ranks came within 3 s")
 
@@ -203,7 +255,10 @@ def test_a_device_that_is_not_there(running: Forks, port: int) -> None:
 def test_strangers_do_not_keep_a_server(running: Forks, port: int) -> None:
     server = running.server(port)
     server.wait_for("waits on cpu")
-    with socket.create_connection(("127.0.0.1", port)) as browser, socket.create_connection(("127.0.0.1", port)) as silent:
+    with (
+        socket.create_connection(("127.0.0.1", port)) as browser,
+        socket.create_connection(("127.0.0.1", port)) as silent,
+    ):
         browser.sendall(b"GET / HTTP/1.1\r\n\r\n")
         silent.sendall(b"\0\0\0\5ab")
         (trainer,) = running.trainers(1, [port], STEPS)
@@ -231,5 +286,8 @@ def test_training_goes_on_when_a_spare_server_is_ended(running: Forks) -> None:
     check_server(servers[1], ports[1], "training goes on without it")
     trainers[0].wait_for(f"step {max(len(losses(trainers[0])), 20) + 3} ")
     for number, port in enumerate(ports, start=2):
-        assert f"rank {number} (server at 127.0.0.1:{port}) was told to end: training goes on without it" in trainers[0].output
+        assert (
+            f"rank {number} (server at 127.0.0.1:{port}) was told to end: training goes on"
+            " without it" in trainers[0].output
+        )
     assert losses(trainers[0])[:20] == pytest.approx(losses(alone[0]), rel=1e-6)

@@ -1,4 +1,6 @@
-"""Pools of servers under real launchers and in real interpreters: who becomes what, and that nothing is left when one ends."""
+"""Pools of servers under real launchers and in real interpreters: who becomes what, and that
+nothing is left when one ends.
+"""
 
 from __future__ import annotations
 
@@ -110,14 +112,21 @@ def losses_in(output: str) -> list[float]:
     [
         "hf-distca run --servers 1 torchrun --nproc_per_node 3 train.py",
         "torchrun --nproc_per_node 3 -m hf_distca.run --servers 1 train.py",
-        "hf-distca run --servers 1 accelerate launch --config_file cpu.yaml --num_processes 3 train.py",
+        (
+            "hf-distca run --servers 1 accelerate launch --config_file cpu.yaml --num_processes 3"
+            " train.py"
+        ),
     ],
     ids=["torchrun", "module", "accelerate"],
 )
-def test_the_last_process_of_a_launch_serves(launch: str, shell: Shell, losses_alone: dict[int, list[float]]) -> None:
+def test_the_last_process_of_a_launch_serves(
+    launch: str, shell: Shell, losses_alone: dict[int, list[float]]
+) -> None:
     shutil.copy(ROOT / "configs/accelerate/cpu_2_processes.yaml", shell.folder / "cpu.yaml")
     (port,) = free_ports(1)
-    launch = launch.replace("launch ", f"launch --main_process_port {port} ").replace("_node 3", f"_node 3 --master_port {port}")
+    launch = launch.replace("launch ", f"launch --main_process_port {port} ").replace(
+        "_node 3", f"_node 3 --master_port {port}"
+    )
     status, output = shell.run(f"{launch} {STEPS}")
     assert status == 0, output
     assert losses_in(output) == pytest.approx(losses_alone[2], rel=1e-6)
@@ -126,9 +135,14 @@ def test_the_last_process_of_a_launch_serves(launch: str, shell: Shell, losses_a
     assert not shell.left
 
 
-def test_one_process_and_servers_on_their_own(shell: Shell, losses_alone: dict[int, list[float]]) -> None:
+def test_one_process_and_servers_on_their_own(
+    shell: Shell, losses_alone: dict[int, list[float]]
+) -> None:
     ports = free_ports(2)
-    servers = [shell.start(f"hf-distca serve --address 127.0.0.1:{port} --wait {LIMIT:g}") for port in ports]
+    servers = [
+        shell.start(f"hf-distca serve --address 127.0.0.1:{port} --wait {LIMIT:g}")
+        for port in ports
+    ]
     named = " ".join(f"--server-address 127.0.0.1:{port}" for port in ports)
     status, output = shell.run(f"hf-distca run {named} python train.py {STEPS}")
     assert status == 0, output
@@ -147,7 +161,10 @@ def test_one_process_and_servers_on_their_own(shell: Shell, losses_alone: dict[i
             "hf-distca run --servers 3 torchrun --nproc_per_node 3 train.py 6",
             "servers=3 of 3 processes of a node: nobody would train",
         ),
-        ("hf-distca run --servers 1 python train.py 6", "servers=1, and no launcher has started this process"),
+        (
+            "hf-distca run --servers 1 python train.py 6",
+            "servers=1, and no launcher has started this process",
+        ),
     ],
 )
 def test_servers_that_nobody_could_be(launch: str, text: str, shell: Shell) -> None:
@@ -161,11 +178,18 @@ def test_servers_that_nobody_could_be(launch: str, text: str, shell: Shell) -> N
 @pytest.mark.parametrize("fault", ["server", "launcher", "raises:1"])
 def test_a_launch_that_ends_early_leaves_nothing(fault: str, shell: Shell) -> None:
     (port,) = free_ports(1)
-    launch = f"hf-distca run --servers 1 torchrun --nproc_per_node 3 --master_port {port} train.py 1000000 "
+    launch = (
+        f"hf-distca run --servers 1 torchrun --nproc_per_node 3 --master_port {port} train.py"
+        " 1000000 "
+    )
     process, file = shell.start(launch + (fault if ":" in fault else ""))
     wait_for("fault" if ":" in fault else "step 3", file)
     if fault == "server":
-        (server,) = [pid for pid in shell.left if b"serve_launched" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        (server,) = [
+            pid
+            for pid in shell.left
+            if b"serve_launched" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
         os.kill(server, signal.SIGKILL)
     elif fault == "launcher":
         process.send_signal(signal.SIGTERM)

@@ -30,8 +30,9 @@ for _ in range(4):
 
 def test_an_example_trains_with_a_server_of_its_launch(tmp_path: Path) -> None:
     command = words_of(
-        "hf-distca run --servers 1 accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml --num_processes 3 "
-        "examples/train_with_accelerate.py"
+        "hf-distca run --servers 1 accelerate launch --config_file"
+        " configs/accelerate/cpu_2_processes.yaml --num_processes 3"
+        " examples/train_with_accelerate.py"
     )
     output = run_program([*command, *SMALL, "--output_dir", "out"], tmp_path, timeout=250)
     assert "is rank 2 of 3" in output
@@ -44,10 +45,21 @@ def test_a_server_by_itself_serves_a_run_that_names_it(tmp_path: Path) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     (tmp_path / "train.py").write_text(SCRIPT)
     serve = words_of("hf-distca serve --address 10.0.0.7:29600 --device cuda:0")
-    serve = [str(Path(sys.executable).with_name("hf-distca")), *serve[1:3], address, "--device", "cpu"]
-    train = words_of("hf-distca run --server-address 10.0.0.7:29600 --server-address 10.0.0.7:29601 accelerate launch train.py")
+    serve = [
+        str(Path(sys.executable).with_name("hf-distca")),
+        *serve[1:3],
+        address,
+        "--device",
+        "cpu",
+    ]
+    train = words_of(
+        "hf-distca run --server-address 10.0.0.7:29600 --server-address 10.0.0.7:29601 accelerate"
+        " launch train.py"
+    )
     train = [*train[:3], address, *train[6:8], "--cpu", "--num_processes", "1", train[8]]
-    with subprocess.Popen([*serve, "--wait", "200"], stderr=subprocess.PIPE, text=True, cwd=tmp_path) as server:
+    with subprocess.Popen(
+        [*serve, "--wait", "200"], stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as server:
         try:
             output = run_program(train, tmp_path, timeout=200)
             said = server.communicate(timeout=30)[1]
@@ -59,6 +71,8 @@ def test_a_server_by_itself_serves_a_run_that_names_it(tmp_path: Path) -> None:
 
 
 def test_the_doctor_tries_a_pool(tmp_path: Path) -> None:
-    command = words_of("hf-distca run --servers 1 torchrun --nproc_per_node 3 -m hf_distca.cli doctor")
+    command = words_of(
+        "hf-distca run --servers 1 torchrun --nproc_per_node 3 -m hf_distca.cli doctor"
+    )
     output = run_program(command, tmp_path, timeout=200)
     assert "3 ranks on 1 node, 3 on each, 1 of them servers" in output

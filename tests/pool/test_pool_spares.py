@@ -1,4 +1,6 @@
-"""Servers that are told to end while others train: these go on without them, and compute the same."""
+"""Servers that are told to end while others train: these go on without them, and compute the
+same.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,12 @@ class Leaving(NamedTuple):
             time.sleep(0.01)
 
 
-def train_while_servers_leave(rank: int, case: Exact, servers: dict[int, Leaving]) -> tuple[Outcome, int]:
-    """Train, and tell servers to end before the micro-batches of these numbers. Returns the size of the group in the end."""
+def train_while_servers_leave(
+    rank: int, case: Exact, servers: dict[int, Leaving]
+) -> tuple[Outcome, int]:
+    """Train, and tell servers to end before the micro-batches of these numbers. Returns the size of
+    the group in the end.
+    """
     numbers, loss_of = count(), exact_training.loss_of
 
     def leaving(model: Any, batch: Any) -> torch.Tensor:
@@ -73,7 +79,10 @@ def launch() -> Iterator[Launch]:
 )
 def test_training_goes_on_without_servers_that_leave(case: Exact, launch: Launch) -> None:
     alone = launch(unpooled, train, case)
-    first, second = (Leaving(server.pid, output) for server, output in zip(launch._servers, launch.outputs, strict=True))
+    first, second = (
+        Leaving(server.pid, output)
+        for server, output in zip(launch._servers, launch.outputs, strict=True)
+    )
     here = launch(pooled, train_while_servers_leave, case, {3: first, 6: second})
     for ours, theirs in zip(here, alone, strict=True):
         outcome, size = ours.value

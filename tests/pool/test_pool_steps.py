@@ -1,4 +1,6 @@
-"""What servers are told and what they keep: nothing of what does not concern them, and nothing of what is over."""
+"""What servers are told and what they keep: nothing of what does not concern them, and nothing of
+what is over.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def nothing_to_serve(rank: int, what: str) -> None:
     hf_distca.configure(settings())
     model = model_for("full")
     step(model, rank)
-    with patch.object(PoolController, "notify_servers", side_effect=AssertionError("servers are told")):
+    with patch.object(
+        PoolController, "notify_servers", side_effect=AssertionError("servers are told")
+    ):
         if what == "evaluation" and rank == 0:
             with torch.no_grad():
                 loss_of(model.eval(), drawn(rank, 1))
@@ -46,7 +50,9 @@ def nothing_to_serve(rank: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["evaluation", "generate"])
-def test_what_rank_0_does_alone_is_not_told(launch: Callable[[int, int], Launch], what: str) -> None:
+def test_what_rank_0_does_alone_is_not_told(
+    launch: Callable[[int, int], Launch], what: str
+) -> None:
     ours = launch(2, 1)(pooled, nothing_to_serve, what)
     assert ours[0].told["begin"] == 2 * 2 * LAYERS
 
@@ -59,7 +65,9 @@ def nothing_moves(rank: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["too little gain", "not balanced"])
-def test_layers_tell_nothing_where_nothing_moves(launch: Callable[[int, int], Launch], how: str) -> None:
+def test_layers_tell_nothing_where_nothing_moves(
+    launch: Callable[[int, int], Launch], how: str
+) -> None:
     told = launch(2, 1)(pooled, nothing_moves, how)[0].told
     assert told["use_plan"] == 1
     assert not any(told[step] for step in ATTENTION)
@@ -73,7 +81,9 @@ def drop_plans(rank: int) -> None:
         batches = [drawn(rank, 2 * number), drawn(rank, 2 * number + 1)]
         step(model, rank, number)
         plan_ahead(batches)
-        announce(batches, current_session().planner.resume_progress().pop_recent_keys(), beside=True)
+        announce(
+            batches, current_session().planner.resume_progress().pop_recent_keys(), beside=True
+        )
     del batches
     gc.collect()
     step(model, rank)
@@ -81,7 +91,9 @@ def drop_plans(rank: int) -> None:
     step(model, rank)  # the word with which the last ones are forgotten
 
 
-def test_servers_keep_nothing_of_plans_that_are_dropped(launch: Callable[[int, int], Launch]) -> None:
+def test_servers_keep_nothing_of_plans_that_are_dropped(
+    launch: Callable[[int, int], Launch],
+) -> None:
     started = launch(2, 1)
     started(pooled, drop_plans)
     (server,) = started.served()
@@ -89,10 +101,14 @@ def test_servers_keep_nothing_of_plans_that_are_dropped(launch: Callable[[int, i
 
 
 def sessions_in_turn(rank: int) -> list[float]:
-    """Settings of a callback in place of those of the process, and back, while something of both is still there."""
+    """Settings of a callback in place of those of the process, and back, while something of both is
+    still there.
+    """
     model, losses, kept = model_for("full"), list[float](), list[torch.Tensor]()
     hf_distca.configure(settings())
-    for number, config in enumerate((None, settings(ping_pong=True), None, settings(ping_pong=True, tile=16), None)):
+    for number, config in enumerate(
+        (None, settings(ping_pong=True), None, settings(ping_pong=True, tile=16), None)
+    ):
         use_session(config)
         for micro_batch in range(2):
             loss = loss_of(model, drawn(rank, 2 * number + micro_batch))
@@ -124,7 +140,10 @@ def backward_in_another_session(rank: int) -> list[torch.Tensor]:
 
 def test_a_backward_after_new_settings(launch: Callable[[int, int], Launch]) -> None:
     started = launch(2, 1)
-    theirs, ours = started(unpooled, backward_in_another_session), started(pooled, backward_in_another_session)
+    theirs, ours = (
+        started(unpooled, backward_in_another_session),
+        started(pooled, backward_in_another_session),
+    )
     for here, there in zip(ours, theirs, strict=True):
         torch.testing.assert_close(here.value, there.value, rtol=1e-12, atol=1e-14)
 
@@ -139,7 +158,10 @@ def traced(rank: int, folder: str) -> tuple[float, set[tuple[str, bool]]]:
 
 def test_a_timeline_is_recorded(launch: Callable[[int, int], Launch], tmp_path: Any) -> None:
     started = launch(2, 1)
-    theirs, ours = started(unpooled, traced, str(tmp_path / "without")), started(pooled, traced, str(tmp_path / "with"))
+    theirs, ours = (
+        started(unpooled, traced, str(tmp_path / "without")),
+        started(pooled, traced, str(tmp_path / "with")),
+    )
     for here, there in zip(ours, theirs, strict=True):
         assert here.value[0] == pytest.approx(there.value[0], rel=1e-12)
         assert here.value[1] == there.value[1]
@@ -164,11 +186,16 @@ def test_costs_are_calibrated_and_corrected(launch: Callable[[int, int], Launch]
 
 
 def run_states(rank: int) -> list[int]:
-    """How often the group of those that train was looked for, in each micro-batch of a hybrid model."""
+    """How often the group of those that train was looked for, in each micro-batch of a hybrid
+    model.
+    """
     hf_distca.configure(settings())
     model = build("nemotron_h", "distca", torch.float64)
     data = datasets.Dataset.from_dict({"input_ids": documents(150, 20, 90, 33, 60, 31)})
-    shares, counts = hf_distca.document_shares(data, 64, model=model, ranks=2, dtype=torch.float64), []
+    shares, counts = (
+        hf_distca.document_shares(data, 64, model=model, ranks=2, dtype=torch.float64),
+        [],
+    )
     for number in range(3):
         batch = hf_distca.PackingCollator()([shares[2 * number + rank]])
         with patch.object(AttentionGroup, "of", side_effect=AttentionGroup.of) as made:
@@ -186,14 +213,16 @@ def test_servers_end_with_the_trainers_and_report() -> None:
     """Servers end with the ranks that train and say what they did."""
     started = Launch(2, 1)
     try:
-        (told, *_) = (trained.told for trained in started(pooled, sessions_in_turn))
+        told, *_ = (trained.told for trained in started(pooled, sessions_in_turn))
         assert started.end() == [0]
         (said,) = started.said()
     finally:
         started.close()
     assert "is rank 2 of 3, and serves the 2 that train" in said
     done = re.search(
-        r"served (\d+) calls of attention in (\d+) micro-batches: .* s in kernels of .* ended: the run is over", said
+        r"served (\d+) calls of attention in (\d+) micro-batches: .* s in kernels of .* ended: the"
+        r" run is over",
+        said,
     )
     assert done is not None, said
     assert [int(number) for number in done.groups()] == [told["begin"], 10]

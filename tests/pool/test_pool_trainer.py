@@ -42,7 +42,9 @@ class Noted(torch.utils.data.Dataset):
 
 
 class GenerateOnRankZero(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         if args.process_index == 0:
             model.generate(torch.tensor([[1, 5, 9, 3]]), max_new_tokens=3, do_sample=False)
             model.train()
@@ -57,7 +59,9 @@ class Sharing(hf_distca.DistCATrainerMixin, Trainer):
 
 
 def make_trainer(*args: Any, **changes: Any) -> Trainer:
-    """With so large an epsilon, Adam does not make large steps of small gradients, and of their rounding."""
+    """With so large an epsilon, Adam does not make large steps of small gradients, and of their
+    rounding.
+    """
     return tiny_trainer("distca", *args, adam_epsilon=1e-2, bf16=False, **changes)
 
 
@@ -74,8 +78,19 @@ def saved(rank: int, folder: str) -> dict[str, Any]:
     trainer = make_trainer(data, folder=folder, max_steps=4, save_strategy="steps", save_steps=2)
     trainer.train()
     args, accelerator = trainer.args, trainer.accelerator
-    world = (args.world_size, args.process_index, args.local_process_index, dist.get_world_size(), dist.get_rank())
-    world += (accelerator.num_processes, accelerator.process_index, accelerator.local_process_index, args.train_batch_size)
+    world = (
+        args.world_size,
+        args.process_index,
+        args.local_process_index,
+        dist.get_world_size(),
+        dist.get_rank(),
+    )
+    world += (
+        accelerator.num_processes,
+        accelerator.process_index,
+        accelerator.local_process_index,
+        args.train_batch_size,
+    )
     return {"losses": losses(trainer), "world": world, "read": data.read}
 
 
@@ -92,7 +107,10 @@ def test_worlds_samplers_checkpoints_equal_those_alone(
         assert here.value["world"] == there.value["world"]
         assert here.value["world"][:2] == (trainers, rank)
         assert here.value["read"] == there.value["read"]
-    files = [{str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*.*")} for name in ("with", "without")]
+    files = [
+        {str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*.*")}
+        for name in ("with", "without")
+    ]
     assert files[0] == files[1]
     assert f"checkpoint-4/rng_state_{trainers - 1}.pth" in files[0]
     for name in files[0] - {RECORD_NAME}:
@@ -145,7 +163,9 @@ def evaluated(rank: int, balance_evaluation: bool, ping_pong: bool) -> dict[str,
 
 
 @pytest.mark.parametrize("balance_evaluation", in_turn([False, True], 4))
-def test_evaluation_between_steps(launch: Callable[[int, int], Launch], balance_evaluation: bool) -> None:
+def test_evaluation_between_steps(
+    launch: Callable[[int, int], Launch], balance_evaluation: bool
+) -> None:
     started = launch(2, 1)
     theirs, ours = (started(run, evaluated, balance_evaluation, True) for run in (unpooled, pooled))
     same(ours, theirs)
@@ -174,18 +194,30 @@ def test_trainers_one_after_another(
     launch: Callable[[int, int], Launch], trainers: int, servers: int, kind: type[Trainer]
 ) -> None:
     started = launch(trainers, servers)
-    theirs, ours = started(unpooled, one_after_another, kind), started(pooled, one_after_another, kind)
+    theirs, ours = (
+        started(unpooled, one_after_another, kind),
+        started(pooled, one_after_another, kind),
+    )
     same(ours, theirs)
     (server, *_) = started.served()
     assert server.kept["ServedCall"] == 0
-    assert server.kept["_UsedPlan"] + server.kept["BatchPlan"] + server.kept["PendingPlans"] <= 4 * 2
+    assert (
+        server.kept["_UsedPlan"] + server.kept["BatchPlan"] + server.kept["PendingPlans"] <= 4 * 2
+    )
 
 
 def dealt(rank: int, ping_pong: bool, workers: int) -> dict[str, Any]:
-    data = datasets.Dataset.from_dict({"input_ids": documents(200, 7, 1, 33, 90, 64, 12, 150, 5, 80)})
+    data = datasets.Dataset.from_dict(
+        {"input_ids": documents(200, 7, 1, 33, 90, 64, 12, 150, 5, 80)}
+    )
     config = settings(ping_pong=ping_pong, balance_evaluation=True)
     trainer = make_trainer(
-        data, config=config, max_steps=4, remove_unused_columns=True, eval_dataset=data, dataloader_num_workers=workers
+        data,
+        config=config,
+        max_steps=4,
+        remove_unused_columns=True,
+        eval_dataset=data,
+        dataloader_num_workers=workers,
     )
     hf_distca.deal(trainer, 96, evaluation=True)
     trainer.train()
@@ -196,7 +228,9 @@ def dealt(rank: int, ping_pong: bool, workers: int) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ping_pong", [False, True])
 @pytest.mark.parametrize(("trainers", "servers"), [(2, 1), (3, 1), (2, 2)])
-def test_dealt_documents_of_a_trainer(launch: Callable[[int, int], Launch], trainers: int, servers: int, ping_pong: bool) -> None:
+def test_dealt_documents_of_a_trainer(
+    launch: Callable[[int, int], Launch], trainers: int, servers: int, ping_pong: bool
+) -> None:
     started = launch(trainers, servers)
     theirs, ours = (started(run, dealt, ping_pong, 0) for run in (unpooled, pooled))
     same(ours, theirs)
@@ -216,7 +250,11 @@ def test_dealt_documents_that_workers_plan() -> None:
 
 def hybrid(rank: int, case: Hybrid) -> dict[str, Any]:
     run = train_hybrid(rank, case)
-    return {"losses": run.losses, "weights": run.weights, "cut": (run.spanning, run.state_exchanges, run.halves)}
+    return {
+        "losses": run.losses,
+        "weights": run.weights,
+        "cut": (run.spanning, run.state_exchanges, run.halves),
+    }
 
 
 @pytest.mark.slow
@@ -231,10 +269,14 @@ def hybrid(rank: int, case: Hybrid) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_dealt_documents_of_a_hybrid_model(launch: Callable[[int, int], Launch], case: Hybrid, servers: int) -> None:
+def test_dealt_documents_of_a_hybrid_model(
+    launch: Callable[[int, int], Launch], case: Hybrid, servers: int
+) -> None:
     started = launch(case.ranks, servers)
     theirs, ours = (started(run, hybrid, case, timeout=200.0) for run in (unpooled, pooled))
     same(ours, theirs)
     for here, there in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(here.value["weights"], there.value["weights"], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            here.value["weights"], there.value["weights"], rtol=1e-5, atol=1e-7
+        )
         assert here.value["cut"] == there.value["cut"]

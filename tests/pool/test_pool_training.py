@@ -1,4 +1,6 @@
-"""Training with servers computes what the ranks that train compute alone, and servers do a part of it."""
+"""Training with servers computes what the ranks that train compute alone, and servers do a part of
+it.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,17 @@ SLOW = [
     Exact("windows", checkpointing=True),
     Exact("sinks", changes={"ping_pong": True}),
     Exact(documents="ahead", accumulation=3, steps=3),
-    Exact(documents="ahead", checkpointing=True, accumulation=3, steps=3, changes={"ping_pong": True}),
+    Exact(
+        documents="ahead", checkpointing=True, accumulation=3, steps=3, changes={"ping_pong": True}
+    ),
     Exact(documents="dealt", checkpointing=True),
     Exact("windows", "dealt", checkpointing=True, changes={"ping_pong": True}),
     Exact(documents="shared"),
     Exact(documents="shared", checkpointing=True, changes={"ping_pong": True}),
     Exact(documents="spanning", changes={"documents_span_ranks": True}),
-    Exact(documents="spanning", changes={"documents_span_ranks": True, "max_transient_bytes": 400_000}),
+    Exact(
+        documents="spanning", changes={"documents_span_ranks": True, "max_transient_bytes": 400_000}
+    ),
     Exact(documents="dealt", changes={"max_transient_bytes": 400_000, "ping_pong": True}),
     Exact(changes={"head_groups": 1}),
     Exact(evaluated="together"),
@@ -51,7 +57,12 @@ def compare(launch: Launch, case: Exact) -> tuple[list[Trained], list[Served]]:
         assert here.value.losses == pytest.approx(there.value.losses, rel=1e-12)
         assert here.value.evaluated == pytest.approx(there.value.evaluated, rel=1e-12)
         for name, weight in there.value.weights.items():
-            torch.testing.assert_close(here.value.weights[name], weight, **close, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                here.value.weights[name],
+                weight,
+                **close,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
     assert ours[0].share > 0.05
     for server in served:
         assert server.steps == ours[0].told
@@ -60,21 +71,30 @@ def compare(launch: Launch, case: Exact) -> tuple[list[Trained], list[Served]]:
     return ours, served
 
 
-@pytest.mark.parametrize("case", in_turn(DEFAULT, 8, [Exact(documents="dealt", changes={"ping_pong": True})]), ids=str)
-def test_losses_and_weights_are_those_without_servers(launch: Callable[[int, int], Launch], case: Exact) -> None:
+@pytest.mark.parametrize(
+    "case", in_turn(DEFAULT, 8, [Exact(documents="dealt", changes={"ping_pong": True})]), ids=str
+)
+def test_losses_and_weights_are_those_without_servers(
+    launch: Callable[[int, int], Launch], case: Exact
+) -> None:
     check(launch(2, 1), case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*DEFAULT, *SLOW], ids=str)
 @pytest.mark.parametrize(("trainers", "servers"), WORLDS)
-def test_every_way_of_training(launch: Callable[[int, int], Launch], trainers: int, servers: int, case: Exact) -> None:
+def test_every_way_of_training(
+    launch: Callable[[int, int], Launch], trainers: int, servers: int, case: Exact
+) -> None:
     check(launch(trainers, servers), case)
 
 
 def check(launch: Launch, case: Exact) -> None:
     """Compare, and count that servers are told no more than they need to know."""
     ours, _ = compare(launch, case)
-    evaluated = case.steps * (case.evaluated == "together" and case.changes.get("balance_evaluation", False))
-    calls = LAYERS * case.halves * (2 * case.micro_batches + evaluated)  # forward and backward, whatever is recomputed
+    evaluated = case.steps * (
+        case.evaluated == "together" and case.changes.get("balance_evaluation", False)
+    )
+    # Forward and backward, whatever is recomputed.
+    calls = LAYERS * case.halves * (2 * case.micro_batches + evaluated)
     assert [ours[0].told[step] for step in ("begin", "serve", "finish")] == [calls] * 3

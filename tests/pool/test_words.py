@@ -1,4 +1,6 @@
-"""What arrives over a connection is bounded in time and size, and names nothing but what is known."""
+"""What arrives over a connection is bounded in time and size, and names nothing but what is
+known.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,18 @@ from hf_distca.pool.words import JsonLineConnection, read_dtype, read_step
 
 @pytest.fixture
 def connected() -> Iterator[tuple[JsonLineConnection, socket.socket]]:
-    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as client:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        socket.create_connection(listening.getsockname()) as client,
+    ):
         words = JsonLineConnection(listening.accept()[0], 1.0)
         yield words, client
         words.close()
 
 
-def test_a_word_that_trickles_in_keeps_nobody(connected: tuple[JsonLineConnection, socket.socket]) -> None:
+def test_a_word_that_trickles_in_keeps_nobody(
+    connected: tuple[JsonLineConnection, socket.socket],
+) -> None:
     words, client = connected
     ended = threading.Event()
 
@@ -42,17 +49,23 @@ def test_a_word_that_trickles_in_keeps_nobody(connected: tuple[JsonLineConnectio
     assert str(words.receive(1.0)).endswith("12"), "what came before is not lost"
 
 
-def test_a_word_has_a_bound_where_one_is_set(connected: tuple[JsonLineConnection, socket.socket]) -> None:
+def test_a_word_has_a_bound_where_one_is_set(
+    connected: tuple[JsonLineConnection, socket.socket],
+) -> None:
     words, client = connected
     client.sendall(b'["' + b"x" * 1000)
-    with pytest.raises(ValueError, match="1002 bytes came without the end of a word, which has 100 at most"):
+    with pytest.raises(
+        ValueError, match="1002 bytes came without the end of a word, which has 100 at most"
+    ):
         words.receive(1.0, 100)
     client.sendall(b'"]\n[1]\n')
     assert words.receive(1.0) == ["x" * 1000]
     assert words.receive(1.0, 100) == [1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
+)
 def test_dtypes_of_attention_are_read(dtype: torch.dtype) -> None:
     assert read_dtype(str(dtype).removeprefix("torch.")) is dtype
 
@@ -65,7 +78,17 @@ def test_other_names_of_torch_are_not_read(name: str) -> None:
 
 def test_steps_are_the_public_methods_of_a_server() -> None:
     server = Server.__new__(Server)
-    for name in ("end", "begin_session", "learn_cost", "begin_plans", "use_plan", "begin", "serve", "finish", "gather"):
+    for name in (
+        "end",
+        "begin_session",
+        "learn_cost",
+        "begin_plans",
+        "use_plan",
+        "begin",
+        "serve",
+        "finish",
+        "gather",
+    ):
         assert read_step(server, name) == getattr(server, name)
     for name in ("run", "_next", "__init__", "role", "done", "no such step"):
         with pytest.raises(ValueError, match="rank 0 named the step"):

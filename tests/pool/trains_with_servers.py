@@ -1,4 +1,6 @@
-"""A user's script that trains a tiny model: `train.py STEPS [FAULT]`, where FAULT befalls rank RANK in step 3, as in raises:1."""
+"""A user's script that trains a tiny model: `train.py STEPS [FAULT]`, where FAULT befalls rank RANK
+in step 3, as in raises:1.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ def main(steps: int, fault: str = "", waits: float = 40.0) -> None:
         if step == FAULT_STEP and befallen == str(rank):
             befall(name)
         lengths = (24, 24, 24, 24) if rank else (96,)
-        loss = model(**hf_distca.PackingCollator()([{"documents": documents(*lengths, seed=step)}]), use_cache=False).loss
+        loss = model(
+            **hf_distca.PackingCollator()([{"documents": documents(*lengths, seed=step)}]),
+            use_cache=False,
+        ).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,6 @@
-"""One document token by token, as the formulas say, in the dtype of the inputs: slow, to compare with."""
+"""One document token by token, as the formulas say, in the dtype of the inputs: slow, to compare
+with.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def scan_by_token(inputs: ScanInputs, state: torch.Tensor | None = None) -> Rule
         state: (1, H, P, N) that it starts with; None for zeros.
     """
     heads = inputs.x.shape[2]
-    write, read = (tensor.repeat_interleave(heads // tensor.shape[2], 2) for tensor in (inputs.B, inputs.C))
+    write, read = (
+        tensor.repeat_interleave(heads // tensor.shape[2], 2) for tensor in (inputs.B, inputs.C)
+    )
     state = inputs.x.new_zeros((1, *inputs.x.shape[2:], write.shape[3])) if state is None else state
     outputs = []
     for token in range(inputs.x.shape[1]):
@@ -53,4 +57,6 @@ def convolution_by_token(x_BCT: torch.Tensor, weight_CW: torch.Tensor) -> torch.
     """(B, C, T)."""
     width = weight_CW.shape[1]
     padded = torch.nn.functional.pad(x_BCT, (width - 1, 0))
-    return torch.stack([(padded[..., t : t + width] * weight_CW).sum(-1) for t in range(x_BCT.shape[2])], -1)
+    return torch.stack(
+        [(padded[..., t : t + width] * weight_CW).sum(-1) for t in range(x_BCT.shape[2])], -1
+    )

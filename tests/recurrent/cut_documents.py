@@ -1,4 +1,6 @@
-"""Layers over documents that are cut in any way, against the same layers token by token on whole documents in float64."""
+"""Layers over documents that are cut in any way, against the same layers token by token on whole
+documents in float64.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ GROUPS, HEADS, KEY, VALUE, WIDTH = 2, 4, 6, 5, 4
 
 
 def tokens_of(kind: str, document: int, length: int) -> Tensors:
-    """What a layer gets for a document, (length, ...) in float64, and the gradient of its output."""
+    """What a layer gets for a document, (length, ...) in float64, and the gradient of its
+    output.
+    """
     generator = torch.Generator().manual_seed(document)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -38,7 +42,8 @@ def tokens_of(kind: str, document: int, length: int) -> Tensors:
     if kind == "convolution":
         return {"x": normal(HEADS), "gradient": normal(HEADS)}
     if kind == "mamba2":
-        dt = softplus(normal(HEADS)) * 0.1  # a memory of tens of tokens: a state that is lost is seen
+        # A memory of tens of tokens: a state that is lost is seen.
+        dt = softplus(normal(HEADS)) * 0.1
         small = {"B": normal(GROUPS, KEY), "C": normal(GROUPS, KEY)}
         return {"x": normal(HEADS, VALUE), "dt": dt, **small, "gradient": normal(HEADS, VALUE)}
     channels, key_heads = ((KEY,), HEADS) if "channel" in kind else ((), GROUPS)
@@ -55,7 +60,9 @@ def tokens_of(kind: str, document: int, length: int) -> Tensors:
 def weights_of(kind: str) -> Tensors:
     """What is the same for all tokens."""
     if kind == "convolution":
-        return {"weight": torch.linspace(-1, 1, HEADS * WIDTH, dtype=torch.float64).view(HEADS, WIDTH)}
+        return {
+            "weight": torch.linspace(-1, 1, HEADS * WIDTH, dtype=torch.float64).view(HEADS, WIDTH)
+        }
     return {"A": -torch.linspace(0.2, 1.0, HEADS, dtype=torch.float64)} if kind == "mamba2" else {}
 
 
@@ -63,11 +70,21 @@ def whole_document(kind: str, given: Mapping[str, torch.Tensor]) -> torch.Tensor
     """The output for a document, from what `tokens_of` and `weights_of` give, by its formula."""
     if kind == "convolution":
         return convolution_by_token(given["x"].t()[None], given["weight"])[0].t()
-    row = {name: tensor if name == "A" else tensor[None] for name, tensor in given.items() if name != "gradient"}
-    return (scan_by_token(ScanInputs(**row)) if kind == "mamba2" else delta_rule_by_token(DeltaInputs(**row))).output[0]
+    row = {
+        name: tensor if name == "A" else tensor[None]
+        for name, tensor in given.items()
+        if name != "gradient"
+    }
+    return (
+        scan_by_token(ScanInputs(**row))
+        if kind == "mamba2"
+        else delta_rule_by_token(DeltaInputs(**row))
+    ).output[0]
 
 
-def kernel_by_token(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
+def kernel_by_token(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+) -> Any:
     inputs = DeltaInputs(query, key, value, options["g"], options["beta"])
     return delta_rule_by_token(inputs, options["initial_state"])
 
@@ -90,43 +107,77 @@ def cut_row(
         def convolve(x: torch.Tensor) -> torch.Tensor:
             return conv1d(x, weight[:, None], padding=WIDTH - 1, groups=HEADS)[..., : x.shape[2]]
 
-        return causal_convolution(given["x"].t()[None], kernel or convolve, WIDTH, segments, stored)[0].t()
-    row = {name: tensor if name == "A" else tensor[None] for name, tensor in given.items() if name != "gradient"}
+        return causal_convolution(
+            given["x"].t()[None], kernel or convolve, WIDTH, segments, stored
+        )[0].t()
+    row = {
+        name: tensor if name == "A" else tensor[None]
+        for name, tensor in given.items()
+        if name != "gradient"
+    }
     if kind == "mamba2":
-        return mamba2(ScanInputs(**row), segments, scan_by_document(kernel or scan_kernel_by_token), stored)[0]
-    return gated_delta_rule(DeltaInputs(**row), segments, document_by_document(kernel or kernel_by_token), stored)[0]
+        return mamba2(
+            ScanInputs(**row), segments, scan_by_document(kernel or scan_kernel_by_token), stored
+        )[0]
+    return gated_delta_rule(
+        DeltaInputs(**row), segments, document_by_document(kernel or kernel_by_token), stored
+    )[0]
 
 
 class Ran(NamedTuple):
-    """What a layer gave for some tokens: its output and the gradients of its inputs by token, those of weights, and figures."""
+    """What a layer gave for some tokens: its output and the gradients of its inputs by token, those
+    of weights, and figures.
+    """
 
     by_token: dict[str, np.ndarray]
     by_weight: dict[str, np.ndarray]
     meter: Meter
 
 
-def run(kind: str, given: Tensors, layer: Callable[[Tensors], torch.Tensor], dtype: torch.dtype, meter: Meter) -> Ran:
+def run(
+    kind: str,
+    given: Tensors,
+    layer: Callable[[Tensors], torch.Tensor],
+    dtype: torch.dtype,
+    meter: Meter,
+) -> Ran:
     """Run a layer forward and backward, its inputs in this dtype."""
-    leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in given.items() if name != "gradient"}
+    leaves = {
+        name: tensor.to(dtype).requires_grad_()
+        for name, tensor in given.items()
+        if name != "gradient"
+    }
     output = layer(leaves)
     output.backward(given["gradient"].to(output.dtype))
-    arrays = {name: leaf.grad.double().numpy() for name, leaf in leaves.items() if leaf.grad is not None}
+    arrays = {
+        name: leaf.grad.double().numpy() for name, leaf in leaves.items() if leaf.grad is not None
+    }
     by_weight = {name: arrays.pop(name) for name in weights_of(kind)}
     return Ran({"output": output.detach().double().numpy(), **arrays}, by_weight, meter)
 
 
 def expected(kind: str, layout: Layout) -> tuple[dict[int, Ran], dict[str, np.ndarray]]:
-    """Of whole documents in float64: each document's figures, and the gradients of weights over all."""
+    """Of whole documents in float64: each document's figures, and the gradients of weights over
+    all.
+    """
     documents = {}
     for document in layout.documents.tolist():
         length = int(layout.end[layout.document == document].max())
         given = tokens_of(kind, document, length) | weights_of(kind)
-        documents[document] = run(kind, given, lambda leaves: whole_document(kind, leaves), torch.float64, Meter())
-    return documents, {name: sum(ran.by_weight[name] for ran in documents.values()) for name in weights_of(kind)}
+        documents[document] = run(
+            kind, given, lambda leaves: whole_document(kind, leaves), torch.float64, Meter()
+        )
+    return documents, {
+        name: sum(ran.by_weight[name] for ran in documents.values()) for name in weights_of(kind)
+    }
 
 
-def run_rank(kind: str, placement: Placement, group: AttentionGroup, dtype: torch.dtype, **options: Any) -> Ran:
-    """One rank's part of a layer, on documents that are placed as (document, start, length) a rank."""
+def run_rank(
+    kind: str, placement: Placement, group: AttentionGroup, dtype: torch.dtype, **options: Any
+) -> Ran:
+    """One rank's part of a layer, on documents that are placed as (document, start, length) a
+    rank.
+    """
     layout = Layout.from_segments(placement)
     meter = Meter()
     segments = Segments.from_layout(layout, group, meter)
@@ -135,20 +186,29 @@ def run_rank(kind: str, placement: Placement, group: AttentionGroup, dtype: torc
         whole = tokens_of(kind, document, int(layout.end[layout.document == document].max()))
         parts.append({name: tensor[start : start + length] for name, tensor in whole.items()})
     empty = {name: tensor[:0] for name, tensor in tokens_of(kind, 0, 1).items()}
-    given = {name: torch.cat([part[name] for part in (empty, *parts)]) for name in empty} | weights_of(kind)
+    given = {
+        name: torch.cat([part[name] for part in (empty, *parts)]) for name in empty
+    } | weights_of(kind)
     return run(kind, given, lambda leaves: cut_row(kind, leaves, segments, **options), dtype, meter)
 
 
 def worst(kind: str, placement: Placement, ranks: Sequence[Ran]) -> dict[str, float]:
-    """By how much what ranks ran differs from whole documents, relative to the largest value (or 0.1, if it is smaller)."""
+    """By how much what ranks ran differs from whole documents, relative to the largest value (or
+    0.1, if it is smaller).
+    """
     layout = Layout.from_segments(placement)
     documents, weights = expected(kind, layout)
     differences: dict[str, float] = {}
     for name in next(iter(documents.values())).by_token:
         scale = max(0.1, *(float(np.abs(ran.by_token[name]).max()) for ran in documents.values()))
         for held, ran in zip(placement, ranks, strict=True):
-            rows = [documents[document].by_token[name][start : start + length] for document, start, length in held]
-            difference = np.abs(np.concatenate(rows) - ran.by_token[name]).max() / scale if rows else 0.0
+            rows = [
+                documents[document].by_token[name][start : start + length]
+                for document, start, length in held
+            ]
+            difference = (
+                np.abs(np.concatenate(rows) - ran.by_token[name]).max() / scale if rows else 0.0
+            )
             differences[name] = max(differences.get(name, 0.0), float(difference))
     for name, gradient in weights.items():
         total = sum(ran.by_weight[name] for ran in ranks)
@@ -171,9 +231,14 @@ class ThreadChannel:
     def begin_backward(self) -> None:
         self.began = True
 
-    def start(self, received: Any, sent: Any, receive_bytes: Any, send_bytes: Any, name: str) -> Any:
+    def start(
+        self, received: Any, sent: Any, receive_bytes: Any, send_bytes: Any, name: str
+    ) -> Any:
         starts = np.cumsum([0, *send_bytes.values()])
-        messages = {target: sent[a : a + n] for (target, n), a in zip(send_bytes.items(), starts, strict=False)}
+        messages = {
+            target: sent[a : a + n]
+            for (target, n), a in zip(send_bytes.items(), starts, strict=False)
+        }
         self.world.boxes[self.rank] = (f"{self.name} {self.began}", messages)
         self.world.barrier.wait()
         boxes = dict(self.world.boxes)
@@ -214,12 +279,16 @@ class ThreadWorld:
                 self.barrier.abort()
                 results[rank] = error
 
-        threads = [threading.Thread(target=of_rank, args=(rank,), daemon=True) for rank in range(self.size)]
+        threads = [
+            threading.Thread(target=of_rank, args=(rank,), daemon=True) for rank in range(self.size)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(120)
         errors = [result for result in results.values() if isinstance(result, BaseException)]
-        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        for error in sorted(
+            errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)
+        ):
             raise error
         return [results[rank] for rank in range(self.size)]

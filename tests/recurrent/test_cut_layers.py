@@ -1,4 +1,6 @@
-"""Recurrent layers over cut documents: outputs and all gradients are those of whole documents, token by token in float64."""
+"""Recurrent layers over cut documents: outputs and all gradients are those of whole documents,
+token by token in float64.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ import cut_documents
 import numpy as np
 import pytest
 import torch
-from cut_documents import KINDS, Placement, Ran, ThreadWorld, cut_row, run_rank, tokens_of, weights_of, worst
+from cut_documents import (
+    KINDS,
+    Placement,
+    Ran,
+    ThreadWorld,
+    cut_row,
+    run_rank,
+    tokens_of,
+    weights_of,
+    worst,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
@@ -27,8 +39,9 @@ from hf_distca.schedule.layout import Layout
 from ranks import RankPool
 from turns import in_turn
 
-# Head and tail of documents on one rank, pieces of one token and shorter than the kernel of the convolution, whole documents,
-# neighbours that are one segment, one document back where it came from, and a rank without tokens.
+# Head and tail of documents on one rank, pieces of one token and shorter than the kernel of the
+# convolution, whole documents, neighbours that are one segment, one document back where it came
+# from, and a rank without tokens.
 ODD = [
     [(0, 0, 20), (2, 0, 1), (4, 20, 1), (0, 40, 15)],
     [(1, 0, 7), (0, 20, 1), (0, 22, 18), (5, 2, 1), (5, 3, 1)],
@@ -38,8 +51,12 @@ ODD = [
 EXACT = {torch.float64: 1e-13, torch.float32: 3e-6}
 
 
-def threads(kind: str, placement: Placement, dtype: torch.dtype = torch.float64, **options: Any) -> list[Ran]:
-    return ThreadWorld(len(placement)).run(lambda group: run_rank(kind, placement, group, dtype, **options))
+def threads(
+    kind: str, placement: Placement, dtype: torch.dtype = torch.float64, **options: Any
+) -> list[Ran]:
+    return ThreadWorld(len(placement)).run(
+        lambda group: run_rank(kind, placement, group, dtype, **options)
+    )
 
 
 def assert_exact(kind: str, placement: Placement, ranks: list[Ran], dtype: torch.dtype) -> None:
@@ -73,11 +90,15 @@ def test_every_rank_gets_gradients_and_sums_are_the_same_again(kind: str) -> Non
     assert_exact(kind, ODD, ranks, torch.float32)
     for one, other in zip(ranks, again, strict=True):
         arrays, others = one.by_token | one.by_weight, other.by_token | other.by_weight
-        assert set(arrays) == {"output", *tokens_of(kind, 0, 1), *weights_of(kind)} - {"gradient"}, "as on a rank with tokens"
+        assert set(arrays) == {"output", *tokens_of(kind, 0, 1), *weights_of(kind)} - {
+            "gradient"
+        }, "as on a rank with tokens"
         assert all(np.array_equal(arrays[name], others[name]) for name in arrays)
 
 
-def of_rank(rank: int, kind: str, placement: Placement, dtype: torch.dtype, kernel: str | None = None) -> Ran:
+def of_rank(
+    rank: int, kind: str, placement: Placement, dtype: torch.dtype, kernel: str | None = None
+) -> Ran:
     if rank >= len(placement):
         return Ran({}, {}, Meter())
     group = AttentionGroup.of(timeout_seconds=60) if len(placement) > 1 else AttentionGroup()
@@ -86,7 +107,9 @@ def of_rank(rank: int, kind: str, placement: Placement, dtype: torch.dtype, kern
 
 
 def transformers_kernel(kind: str) -> Callable[..., Any]:
-    """What models run without packages of kernels; chunks are short, so that segments have several."""
+    """What models run without packages of kernels; chunks are short, so that segments have
+    several.
+    """
     from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
     from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
@@ -115,8 +138,12 @@ def cut_over(ranks: int, seed: int) -> list[list[tuple[int, int, int]]]:
 
 
 @pytest.mark.parametrize(("kind", "ranks"), in_turn(itertools.product(KINDS, (1, 2, 3)), 4))
-def test_processes_with_the_kernels_of_transformers(rank_pool: Callable[[int], RankPool], kind: str, ranks: int) -> None:
-    """In float32, as transformers computes states: to its rounding, which the same kernels have on whole documents."""
+def test_processes_with_the_kernels_of_transformers(
+    rank_pool: Callable[[int], RankPool], kind: str, ranks: int
+) -> None:
+    """In float32, as transformers computes states: to its rounding, which the same kernels have on
+    whole documents.
+    """
     kernel = None if kind == "convolution" else kind
     for seed in range(2):
         placement = cut_over(ranks, seed)
@@ -127,7 +154,10 @@ def test_processes_with_the_kernels_of_transformers(rank_pool: Callable[[int], R
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_differs_as_it_does_on_whole_documents(kind: str) -> None:
     placement = cut_over(3, 5)
-    lengths = np.bincount([row[0] for rank in placement for row in rank], [row[2] for rank in placement for row in rank])
+    lengths = np.bincount(
+        [row[0] for rank in placement for row in rank],
+        [row[2] for rank in placement for row in rank],
+    )
     whole = [[(document, 0, int(length)) for document, length in enumerate(lengths)]]
     options = {} if kind == "convolution" else {"kernel": transformers_kernel(kind)}
     cut = worst(kind, placement, threads(kind, placement, torch.bfloat16, **options))
@@ -146,21 +176,29 @@ def test_documents_on_one_rank_each_exchange_nothing(kind: str) -> None:
 
 def bytes_sent(kind: str, placement: Placement) -> list[int]:
     ranks = threads(kind, placement, torch.float32)
-    assert {ran.meter.state_exchanges for ran in ranks} == {2}, "forward and backward, on every rank"
+    assert {ran.meter.state_exchanges for ran in ranks} == {2}, (
+        "forward and backward, on every rank"
+    )
     return [ran.meter.state_bytes // 2 for ran in ranks if ran.meter.state_bytes % 2 == 0]
 
 
 def test_bytes_are_those_of_the_summaries_that_a_rank_needs() -> None:
-    """A first segment has no transition, a last one no summary. Backward sends as much as forward, the other way."""
+    """A first segment has no transition, a last one no summary. Backward sends as much as forward,
+    the other way.
+    """
     in_order = [[(0, 0, 30)], [(0, 30, 30)], [(0, 60, 30)]]
     heads, key, value = 4, 6, 5
     bias, transition, decay = 4 * heads * key * value, 4 * heads * key * key, 4 * heads
     both_ways = [2 * bias, bias + transition, 0]  # sent in forward
     back = [0, bias, bias + bias + transition]
-    assert bytes_sent("delta rule", in_order) == [(a + b) // 2 for a, b in zip(both_ways, back, strict=True)]
+    assert bytes_sent("delta rule", in_order) == [
+        (a + b) // 2 for a, b in zip(both_ways, back, strict=True)
+    ]
     both_ways = [2 * bias, bias + decay, 0]
     back = [0, bias, bias + bias + decay]
-    assert bytes_sent("mamba2", in_order) == [(a + b) // 2 for a, b in zip(both_ways, back, strict=True)]
+    assert bytes_sent("mamba2", in_order) == [
+        (a + b) // 2 for a, b in zip(both_ways, back, strict=True)
+    ]
     rows = 4 * heads * 3
     assert bytes_sent("convolution", in_order) == [rows // 2, rows, rows // 2]
 
@@ -174,13 +212,19 @@ def test_bytes_are_those_of_the_summaries_that_a_rank_needs() -> None:
         ("convolution", convolution, "_gather_halo"),
     ],
 )
-def test_a_state_that_is_lost_is_seen(kind: str, room: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_is_lost_is_seen(
+    kind: str, room: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A control of the tests above: without what comes before a segment they fail by far."""
     real = getattr(room, name)
 
     def forgetful(*args: Any) -> Any:
         found = real(*args)
-        return {index: 0 * state for index, state in found.items()} if isinstance(found, dict) else 0 * found
+        return (
+            {index: 0 * state for index, state in found.items()}
+            if isinstance(found, dict)
+            else 0 * found
+        )
 
     monkeypatch.setattr(room, name, forgetful)
     differences = worst(kind, ODD, threads(kind, ODD))
@@ -191,7 +235,9 @@ def test_a_transition_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     real = carryover.compute_starting_states
     for room in (delta_rule, state_space):
         monkeypatch.setattr(
-            room, "compute_starting_states", lambda segments, carried, _: real(segments, carried, lambda _, state: state)
+            room,
+            "compute_starting_states",
+            lambda segments, carried, _: real(segments, carried, lambda _, state: state),
         )
     for kind in KINDS[:3]:
         assert max(worst(kind, ODD, threads(kind, ODD)).values()) > 0.01
@@ -199,12 +245,17 @@ def test_a_transition_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_recompute_exchanges_nothing_if_what_came_was_kept(kind: str, use_reentrant: bool) -> None:
+def test_a_recompute_exchanges_nothing_if_what_came_was_kept(
+    kind: str, use_reentrant: bool
+) -> None:
     def work(group: AttentionGroup, kept: bool) -> tuple[int, dict[str, torch.Tensor]]:
         meter, module, store = Meter(), torch.nn.Identity(), OutputStore()
         segments = Segments.from_layout(Layout.from_segments(ODD), group, meter)
         count = segments.offsets[-1]
-        leaves = {name: tensor.requires_grad_() for name, tensor in tokens_of(kind, group.rank, count).items()} | weights_of(kind)
+        leaves = {
+            name: tensor.requires_grad_()
+            for name, tensor in tokens_of(kind, group.rank, count).items()
+        } | weights_of(kind)
 
         def layer(*tensors: torch.Tensor) -> torch.Tensor:
             stored = store.of(module, tensors) if kept else None
@@ -213,7 +264,9 @@ def test_a_recompute_exchanges_nothing_if_what_came_was_kept(kind: str, use_reen
         output = checkpoint(layer, *leaves.values(), use_reentrant=use_reentrant)
         output.sum().backward()
         assert not store.by_layer, "backward has dropped it"
-        return meter.state_exchanges, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+        return meter.state_exchanges, {
+            name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None
+        }
 
     for kept, exchanges in ((True, 2), (False, 3)):
         ranks = ThreadWorld(4).run(lambda group, kept=kept: work(group, kept))
@@ -242,12 +295,18 @@ def test_autocast_is_not_for_states(kind: str, monkeypatch: pytest.MonkeyPatch) 
 def test_whole_documents_are_one_call_of_the_rule() -> None:
     calls = []
 
-    def rule(inputs: delta_rule.DeltaInputs, lengths: Any, states: Any, *, final_states: bool) -> delta_rule.RuleOutputs:
+    def rule(
+        inputs: delta_rule.DeltaInputs, lengths: Any, states: Any, *, final_states: bool
+    ) -> delta_rule.RuleOutputs:
         calls.append((list(lengths), states, final_states))
         return delta_rule.RuleOutputs(inputs.value, None)
 
-    inputs = delta_rule.DeltaInputs(*(torch.ones(1, 9, *shape) for shape in ((2, 3), (2, 3), (4, 5), (4,), (4,))))
-    assert torch.equal(delta_rule.gated_delta_rule(inputs, Segments.packed([4, 1, 4]), rule), inputs.value)
+    inputs = delta_rule.DeltaInputs(
+        *(torch.ones(1, 9, *shape) for shape in ((2, 3), (2, 3), (4, 5), (4,), (4,)))
+    )
+    assert torch.equal(
+        delta_rule.gated_delta_rule(inputs, Segments.packed([4, 1, 4]), rule), inputs.value
+    )
     assert calls == [([4, 1, 4], None, False)]
 
 
@@ -258,7 +317,9 @@ def test_segments_are_those_of_a_layout_that_is_split_by_heads() -> None:
         group = AttentionGroup((0, 1, 2, 3), rank)
         whole, parts = Segments.from_layout(layout, group), Segments.from_layout(split, group)
         assert (whole.here, whole.cut, whole.exchanges) == (parts.here, parts.cut, parts.exchanges)
-    assert len(Segments.from_layout(layout, AttentionGroup((0, 1, 2, 3), 1)).here) == 4, "neighbours are one segment"
+    assert len(Segments.from_layout(layout, AttentionGroup((0, 1, 2, 3), 1)).here) == 4, (
+        "neighbours are one segment"
+    )
 
 
 def test_wrong_inputs_are_named() -> None:
@@ -269,7 +330,10 @@ def test_wrong_inputs_are_named() -> None:
         Segments.from_layout(replace(layout, context=np.array([0, 1])), AttentionGroup((0, 1), 0))
     for shape in ((1, 3, 9), (2, 3, 8)):
         with pytest.raises(
-            LayoutError, match=rf"shape \({shape[0]}, 3, {shape[2]}\), and the segments of this rank have 8 tokens"
+            LayoutError,
+            match=(
+                rf"shape \({shape[0]}, 3, {shape[2]}\), and the segments of this rank have 8 tokens"
+            ),
         ):
             convolution.causal_convolution(torch.ones(shape), torch.relu, 4, Segments.packed([8]))
 
@@ -287,6 +351,9 @@ def test_a_rank_that_does_not_come_ends_the_wait(rank_pool: Callable[[int], Rank
     pool = rank_pool(2)
     try:
         message = pool(one_stays_away, timeout=60)[0]
-        assert "waiting for the states in forward of exchange 0 of recurrent layers in a micro-batch" in message
+        assert (
+            "waiting for the states in forward of exchange 0 of recurrent layers in a micro-batch"
+            in message
+        )
     finally:
         pool.close()

@@ -7,7 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "hybrid_models.md").read_text(encoding="utf-8")
-SOURCES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "src" / "hf_distca" / "recurrent").glob("*.py")}
+SOURCES = {
+    path.name: path.read_text(encoding="utf-8")
+    for path in (ROOT / "src" / "hf_distca" / "recurrent").glob("*.py")
+}
 
 
 def test_every_name_is_in_the_sources() -> None:
@@ -16,7 +19,9 @@ def test_every_name_is_in_the_sources() -> None:
     assert {"RowNeeds", "DeltaRule", "Segments.inner_segments"} <= set(names)
     text = "".join(SOURCES.values())
     for name in names:
-        assert name == "recurrent" or all(re.search(rf"\b{word}\b", text) for word in name.split(".")), name
+        assert name == "recurrent" or all(
+            re.search(rf"\b{word}\b", text) for word in name.split(".")
+        ), name
 
 
 def test_every_file_is_there() -> None:
@@ -27,5 +32,9 @@ def test_every_file_is_there() -> None:
 def test_the_sources_have_the_steps_of_the_page() -> None:
     steps = re.findall(r"^(\d)\. \*\*", PAGE, flags=re.MULTILINE)
     for name in ("delta_rule.py", "state_space.py"):
-        numbers = [number for found in re.findall(r"# ([\d, ]+)\. ", SOURCES[name]) for number in found.split(", ")]
+        numbers = [
+            number
+            for found in re.findall(r"# ([\d, ]+)\. ", SOURCES[name])
+            for number in found.split(", ")
+        ]
         assert numbers == steps, name

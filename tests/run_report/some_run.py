@@ -10,7 +10,17 @@ import numpy as np
 
 from hf_distca.agreement.history import BalanceTotals
 from hf_distca.config import DistCAConfig
-from hf_distca.run_report.rows import RECORD_NAME, PerRank, PlanPart, PlanRow, Row, RunRow, StepsRow, WarningRow, write_row
+from hf_distca.run_report.rows import (
+    RECORD_NAME,
+    PerRank,
+    PlanPart,
+    PlanRow,
+    Row,
+    RunRow,
+    StepsRow,
+    WarningRow,
+    write_row,
+)
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
@@ -24,7 +34,9 @@ def plan_of(lengths: list[list[int]]) -> Plan:
 
 
 def documents(ranks: int, step: int) -> list[list[int]]:
-    """The last rank has one long document, the others many short ones; later steps are more uneven."""
+    """The last rank has one long document, the others many short ones; later steps are more
+    uneven.
+    """
     short = 2 ** max(6, 11 - step)
     return [[short] * (8192 // short)] * (ranks - 1) + [[8192]]
 
@@ -32,10 +44,17 @@ def documents(ranks: int, step: int) -> list[list[int]]:
 def plan_row(step: int, ranks: int = 4) -> PlanRow:
     plan = plan_of(documents(ranks, step))
     seconds = COST.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
-    before, after = (np.bincount(side, seconds, minlength=ranks) for side in (plan.home, plan.server))
+    before, after = (
+        np.bincount(side, seconds, minlength=ranks) for side in (plan.home, plan.server)
+    )
     tokens = plan.layout.query_tokens
     sent = tokens * 100
-    per_rank = PerRank(*(column.tolist() for column in (tokens, before, after, before * 1.1, after * 1.1, sent, sent // 4)))
+    per_rank = PerRank(
+        *(
+            column.tolist()
+            for column in (tokens, before, after, before * 1.1, after * 1.1, sent, sent // 4)
+        )
+    )
     return PlanRow(step, step, per_rank, [PlanPart(json.loads(plan.to_json()), seconds.tolist())])
 
 
@@ -96,5 +115,10 @@ def write_trace(folder: Path, rank: int, travelled: float, waited: float) -> Non
     """Seconds of one exchange and of the wait for it."""
     folder.mkdir(exist_ok=True)
     spans = [("dispatch", travelled), ("wait", waited), ("server", 1.0)]
-    events = [{"ph": "X", "name": name, "ts": 0.0, "dur": seconds * 1e6, "pid": rank} for name, seconds in spans]
-    (folder / f"rank_{rank}.json").write_text(json.dumps({"traceEvents": [{"ph": "M", "name": "process_name"}, *events]}))
+    events = [
+        {"ph": "X", "name": name, "ts": 0.0, "dur": seconds * 1e6, "pid": rank}
+        for name, seconds in spans
+    ]
+    (folder / f"rank_{rank}.json").write_text(
+        json.dumps({"traceEvents": [{"ph": "M", "name": "process_name"}, *events]})
+    )

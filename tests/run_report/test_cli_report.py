@@ -53,7 +53,9 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, options: tuple[str, .
     one_line(run("report", tmp_path / "none", *options), "is no folder with _distca_run.jsonl")
     one_line(run("report", tmp_path, *options), "is no folder with _distca_run.jsonl")
     folder = write_record(tmp_path / "run", some_rows())
-    one_line(run("report", folder, "--step", 9, *options), "Plans of these steps were kept: 1, 2, 3, 4.")
+    one_line(
+        run("report", folder, "--step", 9, *options), "Plans of these steps were kept: 1, 2, 3, 4."
+    )
     (folder / "_distca_run.jsonl").write_text("{\n")
     one_line(run("report", folder, *options), "is not JSON")
 
@@ -67,14 +69,23 @@ def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
     ("words", "page"),
     [
         (words_of("hf-distca report outputs/finetune_long_documents"), "report.html"),
-        (words_of("hf-distca report outputs/finetune_long_documents --step 4 --output step_4.html"), "step_4.html"),
+        (
+            words_of(
+                "hf-distca report outputs/finetune_long_documents --step 4 --output step_4.html"
+            ),
+            "step_4.html",
+        ),
         (words_of("hf-distca report outputs/finetune_long_documents --json"), None),
     ],
 )
-def test_the_commands_of_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], page: str | None) -> None:
+def test_the_commands_of_the_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], page: str | None
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
     write_record(tmp_path / "outputs" / "finetune_long_documents", some_rows())
     result = run(*words[1:])
     assert result.exit_code == 0, result.output
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ([] if page is None else [page])
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == (
+        [] if page is None else [page]
+    )

@@ -30,7 +30,8 @@ def figures(folder: Path, step: int | None = None) -> Figures:
 
 def test_rows_are_read_as_they_were_written() -> None:
     for row in some_rows():
-        assert read_row(write_row(row), "row") == row or isinstance(row, PlanRow | StepsRow)  # those are rounded
+        # Those are rounded.
+        assert read_row(write_row(row), "row") == row or isinstance(row, PlanRow | StepsRow)
         assert write_row(read_row(write_row(row), "row") or RUN) == write_row(row)
     assert read_row('{"row": "of a newer version"}', "row") is None
 
@@ -39,12 +40,19 @@ def test_sums_over_the_run(tmp_path: Path) -> None:
     rows = [row for row in some_rows() if isinstance(row, StepsRow)]
     found = figures(write_record(tmp_path / "run", some_rows()))
     tally = sum((BalanceTotals(**row.tally) for row in rows), BalanceTotals())  # type: ignore[arg-type]
-    assert found.total["imbalance_measured_before"] == pytest.approx(tally.measured_before / tally.measured_mean, rel=1e-4)
+    assert found.total["imbalance_measured_before"] == pytest.approx(
+        tally.measured_before / tally.measured_mean, rel=1e-4
+    )
     assert found.total["slowest_seconds_after"] == pytest.approx(tally.measured_after, rel=1e-4)
     assert found.total["moved_micro_batches"] == found.total["micro_batches"] == 4
     assert [row["step"] for row in found.steps] == [1, 2, 3, 4]
-    np.testing.assert_allclose(found.per_rank.sent_bytes, np.sum([row.per_rank.sent_bytes for row in rows], axis=0))
-    assert f" The slowest rank had {tally.measured_before / tally.measured_mean:.2f} times the mean" in found.verdict
+    np.testing.assert_allclose(
+        found.per_rank.sent_bytes, np.sum([row.per_rank.sent_bytes for row in rows], axis=0)
+    )
+    assert (
+        f" The slowest rank had {tally.measured_before / tally.measured_mean:.2f} times the mean"
+        in found.verdict
+    )
     assert found.name == "run"
     assert found.warnings == ["step 2: something <b>to act on</b>"]
     assert found.run["run"]["kernels"] == "cpu"
@@ -53,12 +61,17 @@ def test_sums_over_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [None, 2])
 def test_the_pieces_of_a_plan(tmp_path: Path, step: int | None) -> None:
-    """Pieces add up to the tokens and seconds of ranks and documents; without a step, the most uneven micro-batch is drawn."""
+    """Pieces add up to the tokens and seconds of ranks and documents; without a step, the most
+    uneven micro-batch is drawn.
+    """
     plan = figures(write_record(tmp_path, some_rows()), step).plan
     assert plan is not None
     assert plan.step == (step or 4)
     row = plan_row(plan.step)
-    for pieces, seconds in ((plan.before, row.per_rank.estimated_before), (plan.after, row.per_rank.estimated_after)):
+    for pieces, seconds in (
+        (plan.before, row.per_rank.estimated_before),
+        (plan.after, row.per_rank.estimated_after),
+    ):
         found = np.bincount([piece.rank for piece in pieces], [piece.seconds for piece in pieces])
         np.testing.assert_allclose(found, seconds, rtol=1e-3)
         assert sum(piece.tokens for piece in pieces) == 4 * 8192
@@ -73,7 +86,14 @@ def test_speeds_that_are_none_are_refused(tmp_path: Path, speeds: list[Any]) -> 
     row = plan_row(1)
     text = write_row(replace(row, parts=[replace(row.parts[0], speeds=[1.0] * 4)]))
     (tmp_path / RECORD_NAME).write_text(
-        "".join([write_row(RUN), "\n", text.replace('"speeds":[1.0,1.0,1.0,1.0]', f'"speeds":{json.dumps(speeds)}'), "\n"])
+        "".join(
+            [
+                write_row(RUN),
+                "\n",
+                text.replace('"speeds":[1.0,1.0,1.0,1.0]', f'"speeds":{json.dumps(speeds)}'),
+                "\n",
+            ]
+        )
         + write_row(steps_row(row))
         + "\n"
     )
@@ -83,7 +103,10 @@ def test_speeds_that_are_none_are_refused(tmp_path: Path, speeds: list[Any]) -> 
 
 def test_a_resumed_run_counts_steps_once(tmp_path: Path) -> None:
     """Steps 3 and 4 ran, and ran again from a checkpoint of step 2."""
-    again = [replace(RUN, step=2), *(row for step in (3, 4, 5) for row in (plan_row(step), steps_row(plan_row(step))))]
+    again = [
+        replace(RUN, step=2),
+        *(row for step in (3, 4, 5) for row in (plan_row(step), steps_row(plan_row(step)))),
+    ]
     found = figures(write_record(tmp_path, [*some_rows(), *again]))
     assert [row["step"] for row in found.steps] == [1, 2, 3, 4, 5]
     assert found.total["micro_batches"] == 5
@@ -92,7 +115,9 @@ def test_a_resumed_run_counts_steps_once(tmp_path: Path) -> None:
 
 
 def test_what_training_ends_with_has_no_loss(tmp_path: Path) -> None:
-    found = figures(write_record(tmp_path, [*some_rows(), replace(steps_row(plan_row(5)), loss=None)]))
+    found = figures(
+        write_record(tmp_path, [*some_rows(), replace(steps_row(plan_row(5)), loss=None)])
+    )
     assert [row["micro_batches"] for row in found.steps] == [1] * 5
     assert ["loss" in row for row in found.steps] == [True] * 4 + [False]
 
@@ -107,7 +132,11 @@ def test_timelines_say_what_was_hidden(tmp_path: Path) -> None:
     """The newest ones, wherever in the folder they lie."""
     folder = write_record(tmp_path / "run", some_rows())
     (folder / "traces").mkdir()
-    for age, place, waited in ((60, folder / "timeline", 0.0), (0, folder / "traces" / "third", 0.05), (90, folder, 0.1)):
+    for age, place, waited in (
+        (60, folder / "timeline", 0.0),
+        (0, folder / "traces" / "third", 0.05),
+        (90, folder, 0.1),
+    ):
         for rank in (0, 1):
             write_trace(place, rank, 0.2, waited * (rank + 1))
             written = time.time() - age
@@ -144,17 +173,47 @@ def test_a_run_that_moves_nothing_says_so(tmp_path: Path) -> None:
         ({RECORD_NAME: '{"row": NaN}\n'}, None, "is not JSON"),
         ({RECORD_NAME: "[]\n"}, None, "line 1 of"),
         ({RECORD_NAME: '{"row": "run"}\n'}, None, "is no row of a record"),
-        ({RECORD_NAME: '{"row": "steps", "step": 1, "tally": {}, "per_rank": 3}\n'}, None, "is no row of a record"),
-        ({RECORD_NAME: '{"row": "steps", "step": 1, "tally": {}, "per_rank": {"tokens": [1]}}\n'}, None, "is no row of a record"),
-        ({RECORD_NAME: '{"row": "plan", "step": 1, "micro_batch": 1, "per_rank": {}, "parts": 3}\n'}, None, "is no row"),
-        ({"record": "good"}, 9, "Plans of these steps were kept: 1, 2, 3, 4. DistCACallback(record="),
+        (
+            {RECORD_NAME: '{"row": "steps", "step": 1, "tally": {}, "per_rank": 3}\n'},
+            None,
+            "is no row of a record",
+        ),
+        (
+            {
+                RECORD_NAME: (
+                    '{"row": "steps", "step": 1, "tally": {}, "per_rank": {"tokens": [1]}}\n'
+                )
+            },
+            None,
+            "is no row of a record",
+        ),
+        (
+            {
+                RECORD_NAME: (
+                    '{"row": "plan", "step": 1, "micro_batch": 1, "per_rank": {}, "parts": 3}\n'
+                )
+            },
+            None,
+            "is no row",
+        ),
+        (
+            {"record": "good"},
+            9,
+            "Plans of these steps were kept: 1, 2, 3, 4. DistCACallback(record=",
+        ),
         ({"record": "no plans"}, 9, "Plans of these steps were kept: none. DistCACallback(record="),
         ({"record": "good", "rank_0.json": "{"}, None, "rank_0.json is not JSON"),
-        ({"record": "good", "rank_0.json": '{"traceEvents": [{}]}'}, None, "rank_0.json is no timeline of hf_distca"),
+        (
+            {"record": "good", "rank_0.json": '{"traceEvents": [{}]}'},
+            None,
+            "rank_0.json is no timeline of hf_distca",
+        ),
         ({"record": "bad plan"}, None, "is no record of a run: "),
     ],
 )
-def test_what_no_page_can_be_made_of(tmp_path: Path, files: dict[str, str], step: int | None, message: str) -> None:
+def test_what_no_page_can_be_made_of(
+    tmp_path: Path, files: dict[str, str], step: int | None, message: str
+) -> None:
     for name, text in files.items():
         if name == "record" and text == "good":
             write_record(tmp_path, some_rows())
@@ -162,7 +221,14 @@ def test_what_no_page_can_be_made_of(tmp_path: Path, files: dict[str, str], step
             write_record(tmp_path, [RUN, steps_row(plan_row(1))])
         elif name == "record":
             plan = plan_row(1)
-            write_record(tmp_path, [RUN, replace(plan, parts=[replace(plan.parts[0], seconds=[1.0])]), steps_row(plan)])
+            write_record(
+                tmp_path,
+                [
+                    RUN,
+                    replace(plan, parts=[replace(plan.parts[0], seconds=[1.0])]),
+                    steps_row(plan),
+                ],
+            )
         else:
             (tmp_path / name).write_text(text)
     with pytest.raises(ReportError) as error:
@@ -173,7 +239,13 @@ def test_what_no_page_can_be_made_of(tmp_path: Path, files: dict[str, str], step
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     if at:
         yield at
-    items = value.items() if isinstance(value, dict) else list(enumerate(value))[:6] if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else list(enumerate(value))[:6]
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield from places(inner, (*at, key))
 
@@ -181,7 +253,9 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_a_record_with_anything_in_it_is_read_or_refused(tmp_path: Path, seed: int) -> None:
-    """One place of it is left out or holds something else: no other exception, and figures of which pictures can be drawn."""
+    """One place of it is left out or holds something else: no other exception, and figures of which
+    pictures can be drawn.
+    """
     rng = random.Random(seed)
     record = write_record(tmp_path, some_rows()) / RECORD_NAME
     lines, refused = record.read_text().splitlines(), 0
@@ -191,7 +265,9 @@ def test_a_record_with_anything_in_it_is_read_or_refused(tmp_path: Path, seed: i
         row = json.loads(lines[number])
         *outer, last = rng.choice(list(places(row)))
         inner = functools.reduce(lambda value, key: value[key], outer, row)
-        inner[last] = rng.choice([None, -1, 0, 10**30, 1e308, float("nan"), "x", [], {}, [1], True, [[1]], {"a": 1}])
+        inner[last] = rng.choice(
+            [None, -1, 0, 10**30, 1e308, float("nan"), "x", [], {}, [1], True, [[1]], {"a": 1}]
+        )
         changed[number] = json.dumps(row)
         record.write_text("\n".join(changed) + "\n")
         try:
@@ -204,7 +280,10 @@ def test_a_record_with_anything_in_it_is_read_or_refused(tmp_path: Path, seed: i
 def test_paths_that_are_no_folders(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name in ("none", "file"):
-        with pytest.raises(ReportError, match=f"{name} is no folder with {RECORD_NAME}. .* give the output_dir of that run"):
+        with pytest.raises(
+            ReportError,
+            match=f"{name} is no folder with {RECORD_NAME}. .* give the output_dir of that run",
+        ):
             figures(tmp_path / name)
 
 
@@ -214,4 +293,6 @@ def test_step_takes_the_time_until_the_next_one_begins(tmp_path: Path) -> None:
     elapsed = [row.tally["elapsed_seconds"] for row in rows]
     found = figures(write_record(tmp_path, [RUN, *rows[:2], replace(RUN, step=1), *rows[1:]]))
     assert found.total["step_seconds"] == pytest.approx(sum(elapsed) / 3, rel=1e-4)
-    assert found.verdict.startswith(f"A step took {sum(elapsed) / 3:.3g} s, of which rank 0 spent 33% in attention.")
+    assert found.verdict.startswith(
+        f"A step took {sum(elapsed) / 3:.3g} s, of which rank 0 spent 33% in attention."
+    )

@@ -1,6 +1,8 @@
-"""The page as a browser shows it: what can be read and seen on it, in both colour schemes, on a desktop and on a phone.
+"""The page as a browser shows it: what can be read and seen on it, in both colour schemes, on a
+desktop and on a phone.
 
-It needs the playwright package and a Chromium: `apt-get install chromium`, Chrome, or `playwright install chromium`.
+It needs the playwright package and a Chromium: `apt-get install chromium`, Chrome, or `playwright
+install chromium`.
 """
 
 from __future__ import annotations
@@ -46,10 +48,14 @@ def browser() -> Iterator[Any]:
     with playwright_api.sync_playwright() as playwright:
         executable = next((path for name in BROWSERS if (path := shutil.which(name))), None)
         try:
-            # As root, which containers are, Chromium starts without its sandbox only. The page is our own.
+            # As root, which containers are, Chromium starts without its sandbox only. The page is
+            # our own.
             browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         except playwright_api.Error as error:
-            pytest.skip(f"no Chromium: apt-get install chromium, or playwright install chromium ({str(error)[:200]})")
+            pytest.skip(
+                "no Chromium: apt-get install chromium, or playwright install chromium"
+                f" ({str(error)[:200]})"
+            )
         yield browser
         browser.close()
 
@@ -63,12 +69,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Figures:
 
 
 @contextmanager
-def shown(browser: Any, figures: Figures, folder: Path, size: str = "desktop", scheme: str = "light") -> Iterator[Any]:
-    """The page in a window; nothing may be said on the console, nothing may fail, and nothing may be asked for."""
+def shown(
+    browser: Any, figures: Figures, folder: Path, size: str = "desktop", scheme: str = "light"
+) -> Iterator[Any]:
+    """The page in a window; nothing may be said on the console, nothing may fail, and nothing may
+    be asked for.
+    """
     path = folder / "report.html"
     path.write_text(render(figures), encoding="utf-8")
     width, height = SIZES[size]
-    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce")
+    context = browser.new_context(
+        viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce"
+    )
     page, said, asked = context.new_page(), [], []
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
@@ -81,7 +93,9 @@ def shown(browser: Any, figures: Figures, folder: Path, size: str = "desktop", s
 
 
 @pytest.mark.parametrize(("size", "scheme"), VIEWS)
-def test_what_can_be_read(browser: Any, found: Figures, tmp_path: Path, size: str, scheme: str) -> None:
+def test_what_can_be_read(
+    browser: Any, found: Figures, tmp_path: Path, size: str, scheme: str
+) -> None:
     with shown(browser, found, tmp_path, size, scheme) as page:
         text = page.inner_text("body")
         for words in (
@@ -103,13 +117,17 @@ def test_what_can_be_read(browser: Any, found: Figures, tmp_path: Path, size: st
 
 
 @pytest.mark.parametrize(("size", "scheme"), VIEWS)
-def test_marks_are_as_large_as_their_figures(browser: Any, found: Figures, tmp_path: Path, size: str, scheme: str) -> None:
+def test_marks_are_as_large_as_their_figures(
+    browser: Any, found: Figures, tmp_path: Path, size: str, scheme: str
+) -> None:
     """Every figure has its mark, and bars are in proportion, by the pixels that they take."""
     assert found.plan is not None
     with shown(browser, found, tmp_path, size, scheme) as page:
         widths = "all => all.map(e => e.getBoundingClientRect().width)"
         bars = np.array(page.eval_on_selector_all("#ranks .rank rect", widths))
-        figures = np.array([found.per_rank.measured_before, found.per_rank.measured_after]).T.ravel()
+        figures = np.array(
+            [found.per_rank.measured_before, found.per_rank.measured_after]
+        ).T.ravel()
         np.testing.assert_allclose(bars / bars.max(), figures / figures.max(), atol=0.01)
         # Both sides have one scale: the longest row becomes shorter.
         whole = page.eval_on_selector("#plan .rank svg", "e => e.getBoundingClientRect().width")
@@ -123,7 +141,9 @@ def test_marks_are_as_large_as_their_figures(browser: Any, found: Figures, tmp_p
 
 @pytest.mark.parametrize(("size", "scheme"), VIEWS)
 @pytest.mark.parametrize("ranks", [4, 512])
-def test_nothing_lies_beside_the_page(browser: Any, found: Figures, tmp_path: Path, size: str, scheme: str, ranks: int) -> None:
+def test_nothing_lies_beside_the_page(
+    browser: Any, found: Figures, tmp_path: Path, size: str, scheme: str, ranks: int
+) -> None:
     """No horizontal scrolling, and no text of a chart outside it or over another one's."""
     if ranks != 4:
         found = collect(RunFolder.read(write_record(tmp_path / "run", some_rows(ranks, steps=2))))
@@ -131,36 +151,37 @@ def test_nothing_lies_beside_the_page(browser: Any, found: Figures, tmp_path: Pa
         assert page.evaluate("document.documentElement.scrollWidth") == SIZES[size][0]
         page.click("summary")
         assert page.evaluate("document.documentElement.scrollWidth") == SIZES[size][0]
-        hidden = page.evaluate("(e => e.scrollWidth - e.clientWidth)(document.querySelector('.by-rank'))")
+        hidden = page.evaluate(
+            "(e => e.scrollWidth - e.clientWidth)(document.querySelector('.by-rank'))"
+        )
         assert hidden <= 0, "the table of ranks is cut off"
-        outside = page.evaluate(
-            """() => [...document.querySelectorAll("figure")].flatMap(plot => {
+        outside = page.evaluate("""() => [...document.querySelectorAll("figure")].flatMap(plot => {
                 const frame = plot.getBoundingClientRect();
                 const isOutside = box => box.left < frame.left - 1 || box.right > frame.right + 1;
                 return [...plot.querySelectorAll("text")]
                     .map(e => [e.textContent, e.getBoundingClientRect()])
                     .filter(([, box]) => box.width && isOutside(box))
                     .map(([text]) => text)
-            })"""
-        )
+            })""")
         assert outside == []
-        overlapping = page.evaluate(
-            """() => {
+        overlapping = page.evaluate("""() => {
                 const figures = [...document.querySelectorAll("figure")];
                 const boxes = figures.map(e => e.getBoundingClientRect());
                 const crosses = (a, b) => a.left < b.right - 1 && b.left < a.right - 1;
                 const isOver = (a, b) => a.top < b.bottom - 1 && b.top < a.bottom - 1;
                 return boxes.flatMap((a, i) => boxes.slice(i + 1).filter(b =>
                     crosses(a, b) && isOver(a, b))).length
-            }"""
-        )
+            }""")
         assert overlapping == 0
 
 
 def luminance(colour: str) -> float:
     """Relative luminance of WCAG 2.2."""
     numbers = [float(number) / 255 for number in colour[colour.index("(") + 1 : -1].split(",")[:3]]
-    linear = [number / 12.92 if number <= 0.04045 else ((number + 0.055) / 1.055) ** 2.4 for number in numbers]
+    linear = [
+        number / 12.92 if number <= 0.04045 else ((number + 0.055) / 1.055) ** 2.4
+        for number in numbers
+    ]
     return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
 
 
@@ -177,13 +198,21 @@ def test_contrast(browser: Any, found: Figures, tmp_path: Path, scheme: str) -> 
         page.click("summary")
         seen = page.evaluate(CONTRAST, texts)
         assert len(seen) > 100
-        low = [(text, colour, behind) for colour, behind, text in seen if contrast(colour, behind) < 4.5]
+        low = [
+            (text, colour, behind)
+            for colour, behind, text in seen
+            if contrast(colour, behind) < 4.5
+        ]
         assert low == []
         assert (luminance(seen[0][1]) < 0.05) == (scheme == "dark")
         bars = [row for row in page.evaluate(CONTRAST, ".rank rect") if row[0].startswith("rgb")]
         assert len(bars) > 20
         assert [row for row in bars if contrast(row[0], row[1]) < 3] == []
         labels = {row[0] for row in page.evaluate(CONTRAST, "#plan .rank text")}
-        pieces = {row[0] for row in page.evaluate(CONTRAST, "#plan .rank rect") if row[0].startswith("rgb")}
+        pieces = {
+            row[0]
+            for row in page.evaluate(CONTRAST, "#plan .rank rect")
+            if row[0].startswith("rgb")
+        }
         assert labels
         assert min(contrast(label, piece) for label in labels for piece in pieces) >= 4.5

@@ -41,7 +41,9 @@ def test_pieces_of_a_plan_lie_one_behind_the_other(tmp_path: Path) -> None:
     seconds = plan_row(4).per_rank
     longest = max(seconds.estimated_before)
     sides = by_name(figures(tmp_path))["plan"].sides.values()
-    for side, expected in zip(sides, (seconds.estimated_before, seconds.estimated_after), strict=True):
+    for side, expected in zip(
+        sides, (seconds.estimated_before, seconds.estimated_after), strict=True
+    ):
         for rank, (bars,) in side.items():
             ends = np.cumsum([bar.length for bar in bars])
             np.testing.assert_allclose([bar.start for bar in bars], [0.0, *ends[:-1]], atol=1e-9)
@@ -57,7 +59,9 @@ def test_pieces_of_a_plan_lie_one_behind_the_other(tmp_path: Path) -> None:
 def test_bytes_to_other_nodes_are_shown_if_there_are_nodes(tmp_path: Path) -> None:
     found = figures(tmp_path)
     assert found.total["between_nodes_mb_per_layer"] > 0
-    alone = {name: value for name, value in found.total.items() if name != "between_nodes_mb_per_layer"}
+    alone = {
+        name: value for name, value in found.total.items() if name != "between_nodes_mb_per_layer"
+    }
     for total, shown in ((found.total, True), (alone, False)):
         page = render(replace(found, total=total))
         assert ("MB of these to other nodes, busiest rank" in page) == shown
@@ -81,7 +85,11 @@ class References(HTMLParser):
         self.found: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+        self.found += [
+            value or ""
+            for name, value in attrs
+            if name in ("src", "href", "srcset", "data", "action")
+        ]
 
 
 def test_the_page_is_one_file(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ def some_relays(random_: random.Random, plan: Plan) -> Relays | None:
     """Any relays that a plan may have, for some of its documents."""
     needs: dict[int, dict[int, int]] = {}
     sources: dict[int, set[int]] = {}
-    for document, _, end, source, server in zip(*(column.tolist() for column in plan.list_key_transfers()), strict=True):
+    for document, _, end, source, server in zip(
+        *(column.tolist() for column in plan.list_key_transfers()), strict=True
+    ):
         needs.setdefault(document, {})[server] = max(needs.get(document, {}).get(server, 0), end)
         sources.setdefault(document, set()).add(source)
     rows = []
@@ -21,7 +23,9 @@ def some_relays(random_: random.Random, plan: Plan) -> Relays | None:
         if len(sources[document]) == 1:
             need[min(sources[document])] = plan.layout.longest  # it holds them all
         shared = sorted(need.values())[-2] if len(need) > 1 else 0
-        able = sorted(random_.sample(sorted(need), random_.randint(1, len(need))), key=lambda rank: need[rank])
+        able = sorted(
+            random_.sample(sorted(need), random_.randint(1, len(need))), key=lambda rank: need[rank]
+        )
         start = 0
         for rank in able:
             end = min(random_.randint(start, max(start, shared)), need[rank], shared)

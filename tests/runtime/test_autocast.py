@@ -17,7 +17,8 @@ from hf_distca.schedule.plan import Plan
 
 TOKENS, DIM = 96, 16
 CPU = torch.device("cpu")
-# Relative, of o, lse, dq, dk and dv. With autocast in the kernels, those of bfloat16 are up to ten times as large.
+# Relative, of o, lse, dq, dk and dv. With autocast in the kernels, those of bfloat16 are up to ten
+# times as large.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 LSE_BOUND = 2e-6
 
@@ -33,7 +34,9 @@ LSE_BOUND = 2e-6
     ],
     ids=["cpu", "cpu, window", "reference", "reference, window and softcap"],
 )
-def test_kernels_under_autocast_are_as_exact_as_without(name: str, scores: Scores, dtype: torch.dtype) -> None:
+def test_kernels_under_autocast_are_as_exact_as_without(
+    name: str, scores: Scores, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(0)
     # The scale of scores of trained models: their log-sum-exps are far from 0.
     q, k, v, do = (3 * torch.randn(TOKENS, 2, DIM, generator=generator).to(dtype) for _ in range(4))
@@ -49,7 +52,11 @@ def test_kernels_under_autocast_are_as_exact_as_without(name: str, scores: Score
     )
     with torch.autocast("cpu", torch.bfloat16):
         o = core_attention(Inputs(*leaves), call)
-        saved = next(tensor for tensor in o.grad_fn.saved_tensors if tensor is not None and tensor.shape == o.shape[:2])
+        saved = next(
+            tensor
+            for tensor in o.grad_fn.saved_tensors
+            if tensor is not None and tensor.shape == o.shape[:2]
+        )
         grads = torch.autograd.grad(o, leaves, do)
     assert o.dtype == dtype
     for found, want in zip((o.detach(), *grads), (expected_o.detach(), *expected), strict=True):

@@ -1,4 +1,6 @@
-"""How many calls lie between the attention function and the first kernel in a layer whose plan is there."""
+"""How many calls lie between the attention function and the first kernel in a layer whose plan is
+there.
+"""
 
 from __future__ import annotations
 

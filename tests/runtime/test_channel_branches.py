@@ -1,6 +1,8 @@
-"""The two ways of a message that a CPU does not take by itself: untagged, as over NCCL, and through copies, as a GPU's over gloo.
+"""The two ways of a message that a CPU does not take by itself: untagged, as over NCCL, and through
+copies, as a GPU's over gloo.
 
-gloo has the operation that is used over NCCL, so the branch runs; and tensors of a CPU can be copied as those of a GPU are.
+gloo has the operation that is used over NCCL, so the branch runs; and tensors of a CPU can be
+copied as those of a GPU are.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Works:
         self.exchanges: list[tuple[list[int], list[int]]] = []
         self.tagged = self.waits = self.under_way = self.most_under_way = 0
 
-    def start(self, received: Any, sent: Any, arriving: Any = None, leaving: Any = None, **options: Any) -> Any:
+    def start(
+        self, received: Any, sent: Any, arriving: Any = None, leaving: Any = None, **options: Any
+    ) -> Any:
         if arriving is None:  # ranks gather what they plan by
             return ALL_TO_ALL(received, sent, **options)
         assert options.pop("async_op") is True
@@ -91,7 +95,9 @@ BRANCHES = {"as it is": as_it_is, "untagged": untagged, "staged": staged}
 
 def gradients(rank: int, way: dict[str, Any], checkpointing: bool) -> list[torch.Tensor]:
     """Of a model of two layers, the output first."""
-    hf_distca.configure(settings(cost_model=CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4)), **way))
+    hf_distca.configure(
+        settings(cost_model=CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4)), **way)
+    )
     model = tiny_llama("distca")
     if checkpointing:
         checkpoint_layers(model, use_reentrant=False)
@@ -100,7 +106,10 @@ def gradients(rank: int, way: dict[str, Any], checkpointing: bool) -> list[torch
     ids = torch.randint(2, 61, positions.shape, generator=torch.Generator().manual_seed(rank))
     out = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     out.logsumexp(-1).sum().backward()
-    return [out.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+    return [
+        out.detach(),
+        *(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
+    ]
 
 
 def compared(rank: int, name: str, checkpointing: bool) -> dict[str, Any]:
@@ -112,12 +121,20 @@ def compared(rank: int, name: str, checkpointing: bool) -> dict[str, Any]:
         counts[branch] = meter.dispatches + meter.returns
         if branch == "untagged":
             found = vars(works)
-    equal = [all(map(torch.equal, results["as it is"], results[branch])) for branch in ("untagged", "staged")]
+    equal = [
+        all(map(torch.equal, results["as it is"], results[branch]))
+        for branch in ("untagged", "staged")
+    ]
     return {**found, "equal": equal, "counts": counts}
 
 
-@pytest.mark.parametrize(("name", "checkpointing"), [("plain", False), ("ping-pong", True), ("ping-pong in waves", False)])
-def test_models_compute_the_same_to_the_last_bit(rank_pool: Callable[[int], RankPool], name: str, checkpointing: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [("plain", False), ("ping-pong", True), ("ping-pong in waves", False)],
+)
+def test_models_compute_the_same_to_the_last_bit(
+    rank_pool: Callable[[int], RankPool], name: str, checkpointing: bool
+) -> None:
     found = rank_pool(2)(compared, name, checkpointing)
     for one in found:
         assert one["equal"] == [True, True]
@@ -127,13 +144,17 @@ def test_models_compute_the_same_to_the_last_bit(rank_pool: Callable[[int], Rank
         if name == "ping-pong":
             assert one["most_under_way"] > 1, "messages of both nano-batches are under way at once"
     # What one rank sends is what the other awaits, exchange by exchange.
-    for (arriving, leaving), (other_arriving, other_leaving) in zip(*(one["exchanges"] for one in found), strict=True):
+    for (arriving, leaving), (other_arriving, other_leaving) in zip(
+        *(one["exchanges"] for one in found), strict=True
+    ):
         assert (arriving[1], leaving[1]) == (other_leaving[0], other_arriving[0])
         assert (arriving[0], leaving[0]) == (0, 0)
 
 
 def staged_exchange(rank: int) -> list[list[int]]:
-    """What the receiver has before it waits and after, where the sender changes its tensor after the start."""
+    """What the receiver has before it waits and after, where the sender changes its tensor after
+    the start.
+    """
     with staged():
         group = AttentionGroup.of(timeout_seconds=30)
         assert group.data is not None
@@ -149,6 +170,8 @@ def staged_exchange(rank: int) -> list[list[int]]:
         return [before, received.unique().tolist()]
 
 
-def test_staged_messages_hold_their_start_and_land_at_the_wait(rank_pool: Callable[[int], RankPool]) -> None:
+def test_staged_messages_hold_their_start_and_land_at_the_wait(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     """Staged messages hold what was there at the start and land when waited for."""
     assert rank_pool(2)(staged_exchange) == [[[99], [11]], [[99], [10]]]

@@ -33,7 +33,9 @@ HEADS, KEY_HEADS, DIM, VALUE_DIM = 4, 2, 16, 16
 TILE = 8
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, scores: Scores) -> torch.Tensor:
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, scores: Scores
+) -> torch.Tensor:
     """One whole document, (T, heads, dim), by definition."""
     rep = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(rep, 1), v.repeat_interleave(rep, 1)
@@ -52,8 +54,15 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor 
 def document_tensors(document: int, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """q, k, v and dO of a document, the same on every rank."""
     generator = torch.Generator().manual_seed(document)
-    shapes = [(length, HEADS, DIM), (length, KEY_HEADS, DIM), (length, KEY_HEADS, VALUE_DIM), (length, HEADS, VALUE_DIM)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    shapes = [
+        (length, HEADS, DIM),
+        (length, KEY_HEADS, DIM),
+        (length, KEY_HEADS, VALUE_DIM),
+        (length, HEADS, VALUE_DIM),
+    ]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
 
 
 def run_plan(
@@ -69,16 +78,19 @@ def run_plan(
     split: list[int] | None = None,
     head_groups: int = 1,
 ) -> tuple[float, torch.Tensor, list[int]]:
-    """Run a plan forward and backward, in waves if there is a bound of transient bytes, with relays if some are given.
+    """Run a plan forward and backward, in waves if there is a bound of transient bytes, with relays
+    if some are given.
 
-    With a list of documents to be split in `KEY_HEADS` head groups, tasks are those of the split layout. Waves may split
-    others in `head_groups`.
+    With a list of documents to be split in `KEY_HEADS` head groups, tasks are those of the split
+    layout. Waves may split others in `head_groups`.
 
-    Returns the largest error of o, dq, dk, dv over this rank's tokens, the gradient of the sinks minus what this rank's tokens
-    should give, and the counts of exchanges.
+    Returns the largest error of o, dq, dk, dv over this rank's tokens, the gradient of the sinks
+    minus what this rank's tokens should give, and the counts of exchanges.
     """
     layout = Layout.from_segments(ranks, context)
-    layout = layout if split is None else layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
+    layout = (
+        layout if split is None else layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
+    )
     plan = Plan.from_tasks(layout, tasks, scores.window)
     plan = replace(plan, relays=relays)
     group = AttentionGroup.of(timeout_seconds=60)
@@ -86,13 +98,18 @@ def run_plan(
     for row in ranks:
         for document, start, length in row:
             lengths[document] = max(lengths.get(document, 0), start + length)
-    inputs = {document: document_tensors(document, length, dtype) for document, length in lengths.items()}
+    inputs = {
+        document: document_tensors(document, length, dtype) for document, length in lengths.items()
+    }
     for row, count in zip(ranks, context, strict=True):
         for document, start, length in row[:count]:  # nobody computes the queries of context
             inputs[document][3][start : start + length] = 0.0
     empty = document_tensors(0, 0, dtype)
     query_rows = ranks[rank][context[rank] :]
-    mine = [[inputs[d][i][a : a + n] for d, a, n in (ranks[rank] if i in (1, 2) else query_rows)] for i in range(4)]
+    mine = [
+        [inputs[d][i][a : a + n] for d, a, n in (ranks[rank] if i in (1, 2) else query_rows)]
+        for i in range(4)
+    ]
     q, k, v, do = (torch.cat([empty[i], *mine[i]]) for i in range(4))
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     sink = torch.linspace(-1, 2, HEADS, dtype=dtype).requires_grad_() if with_sink else None
@@ -100,7 +117,9 @@ def run_plan(
     kernel = select_kernel("auto", Case(q.device, dtype, DIM, VALUE_DIM, scores))
     shape = AttentionShape(HEADS, KEY_HEADS, DIM, VALUE_DIM, q.element_size())
     route = Route.build(plan, rank, Waves.of(plan, shape, TILE, bound, head_groups))
-    out = core_attention(Inputs(*leaves, sink_H=sink), Call(route, group, AttentionServer(kernel, scores, meter)))
+    out = core_attention(
+        Inputs(*leaves, sink_H=sink), Call(route, group, AttentionServer(kernel, scores, meter))
+    )
     out.backward(do)
 
     worst, before = 0.0, sum(length for *_, length in ranks[rank][: context[rank]])
@@ -112,7 +131,12 @@ def run_plan(
         reference = dense(*whole, exact_sink, scores)
         reference.backward(inputs[document][3].double(), retain_graph=True)
         expected = [reference.detach(), *(t.grad for t in whole)]
-        found = [(out.detach(), query_at), (leaves[0].grad, query_at), (leaves[1].grad, key_at), (leaves[2].grad, key_at)]
+        found = [
+            (out.detach(), query_at),
+            (leaves[0].grad, query_at),
+            (leaves[1].grad, key_at),
+            (leaves[2].grad, key_at),
+        ]
         for (got, at), want in zip(found, expected, strict=True):
             if at < 0:
                 continue
@@ -127,39 +151,59 @@ def run_plan(
 
 
 def random_case(random_: random.Random, world: int) -> tuple[Segments, list[int], Tasks]:
-    """A layout with documents cut and scattered at will, some of it context, and a plan that sends slices anywhere."""
+    """A layout with documents cut and scattered at will, some of it context, and a plan that sends
+    slices anywhere.
+    """
     ranks: Segments = [[] for _ in range(world)]
     tasks: Tasks = []
     lonely = random_.randrange(world) if random_.random() < 0.3 and world > 1 else None
     hosts = [r for r in range(world) if r != lonely]
     for document in range(random_.randint(0, 5)):
         length = random_.choice([1, 2, 7, 33, random_.randint(1, 70)])
-        cuts = sorted({0, length, *(random_.randint(1, length) for _ in range(random_.choice([0, 0, 1, 3])))})
+        cuts = sorted(
+            {0, length, *(random_.randint(1, length) for _ in range(random_.choice([0, 0, 1, 3])))}
+        )
         for start, end in itertools.pairwise(cuts):
             home = random_.choice(hosts)
             ranks[home].append((document, start, end - start))
-            inner = sorted({start, end, *(random_.randint(start, end) for _ in range(random_.choice([0, 0, 1, 2])))})
+            inner = sorted(
+                {
+                    start,
+                    end,
+                    *(random_.randint(start, end) for _ in range(random_.choice([0, 0, 1, 2]))),
+                }
+            )
             for a, b in itertools.pairwise(inner):
                 server = random_.choice([home, random_.randrange(world)])
                 tasks.append(CATask(document, a, b, home, server))
     for row in ranks:
         random_.shuffle(row)
     context = [random_.choice([0, 0, random_.randint(0, len(row))]) for row in ranks]
-    unread = {segment[:2] for row, count in zip(ranks, context, strict=True) for segment in row[:count]}
+    unread = {
+        segment[:2] for row, count in zip(ranks, context, strict=True) for segment in row[:count]
+    }
     inside = {(d, a + i): (d, a) for row in ranks for d, a, n in row for i in range(n)}
-    return ranks, context, [task for task in tasks if inside[task.document, task.start] not in unread]
+    return (
+        ranks,
+        context,
+        [task for task in tasks if inside[task.document, task.start] not in unread],
+    )
 
 
 def whole_tasks(ranks: Segments) -> Tasks:
     """A task for each segment, at home."""
     return [
-        CATask(document, start, start + length, rank, rank) for rank, row in enumerate(ranks) for document, start, length in row
+        CATask(document, start, start + length, rank, rank)
+        for rank, row in enumerate(ranks)
+        for document, start, length in row
     ]
 
 
 def split_case(random_: random.Random, world: int, tasks: Tasks) -> tuple[list[int], Tasks]:
     """Some documents to split by heads, and tasks in which each head group goes its own way."""
-    split = [document for document in sorted({task.document for task in tasks}) if random_.random() < 0.6]
+    split = [
+        document for document in sorted({task.document for task in tasks}) if random_.random() < 0.6
+    ]
     found = []
     for task in tasks:
         number = task.document * (KEY_HEADS + 1)
@@ -172,7 +216,9 @@ def split_case(random_: random.Random, world: int, tasks: Tasks) -> tuple[list[i
     return split, found
 
 
-def run_untagged(rank: int, *arguments: Any, **options: Any) -> tuple[float, torch.Tensor, list[int]]:
+def run_untagged(
+    rank: int, *arguments: Any, **options: Any
+) -> tuple[float, torch.Tensor, list[int]]:
     """As `run_plan`, over a channel without tags: the branch of NCCL, which gloo can run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Channel, "is_gloo", property(lambda channel: False))
@@ -180,39 +226,64 @@ def run_untagged(rank: int, *arguments: Any, **options: Any) -> tuple[float, tor
 
 
 @pytest.mark.parametrize("bound", [None, 10_000])
-def test_plans_are_exact_without_tags(rank_pool: Callable[[int], RankPool], bound: int | None) -> None:
+def test_plans_are_exact_without_tags(
+    rank_pool: Callable[[int], RankPool], bound: int | None
+) -> None:
     pool = rank_pool(2)
     for seed in range(20):
         ranks, context, tasks = random_case(random.Random(seed), 2)
         scores = Scores(DIM**-0.5, (None, 9)[seed % 2])
         results = pool(run_untagged, ranks, context, tasks, torch.float64, scores, True, bound)
         assert max(error for error, *_ in results) < 1e-9, (ranks, context, tasks)
-        assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (ranks, context, tasks)
+        assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (
+            ranks,
+            context,
+            tasks,
+        )
 
 
-def recomputed(rank: int, tasks: Tasks, kept: bool, reentrant: bool) -> tuple[list[int], int, list[float]]:
-    """Counts of a checkpointed layer: its calls, recalls, dispatches and returns; and the largest error of its gradients."""
+def recomputed(
+    rank: int, tasks: Tasks, kept: bool, reentrant: bool
+) -> tuple[list[int], int, list[float]]:
+    """Counts of a checkpointed layer: its calls, recalls, dispatches and returns; and the largest
+    error of its gradients.
+    """
     plan = Plan.from_tasks(Layout.from_lengths([[40], [24]]), tasks)
-    group, meter, store, layer = AttentionGroup.of(timeout_seconds=60), Meter(), OutputStore(), torch.nn.Identity()
+    group, meter, store, layer = (
+        AttentionGroup.of(timeout_seconds=60),
+        Meter(),
+        OutputStore(),
+        torch.nn.Identity(),
+    )
     if group.data is not None:
         place = f"layer 0, kept {kept}, reentrant {reentrant}, moved {plan.moved}"
         group = replace(group, data=group.data.at(place, 2))
     server = AttentionServer(
-        select_kernel("auto", Case(torch.device("cpu"), torch.float64, DIM, DIM, Scores(1.0))), Scores(1.0), meter
+        select_kernel("auto", Case(torch.device("cpu"), torch.float64, DIM, DIM, Scores(1.0))),
+        Scores(1.0),
+        meter,
     )
     q, k, v, do = document_tensors(rank, (40, 24)[rank], torch.float64)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
 
     def forward(*inputs: torch.Tensor) -> torch.Tensor:
         return core_attention(
-            Inputs(*inputs), Call(Route.build(plan, rank), group, server, store.of(layer, inputs) if kept else None)
+            Inputs(*inputs),
+            Call(Route.build(plan, rank), group, server, store.of(layer, inputs) if kept else None),
         )
 
     checkpoint(forward, *leaves, use_reentrant=reentrant).backward(do)
     whole = [t.clone().requires_grad_() for t in (q, k, v)]
     dense(*whole, None, Scores(1.0)).backward(do)
-    errors = [float((leaf.grad - exact.grad).abs().max()) for leaf, exact in zip(leaves, whole, strict=True)]
-    return [meter.calls, meter.recalls, meter.dispatches, meter.returns], len(store.by_layer), errors
+    errors = [
+        float((leaf.grad - exact.grad).abs().max())
+        for leaf, exact in zip(leaves, whole, strict=True)
+    ]
+    return (
+        [meter.calls, meter.recalls, meter.dispatches, meter.returns],
+        len(store.by_layer),
+        errors,
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -229,12 +300,15 @@ def test_a_recompute_that_finds_its_outputs_is_no_call(
             assert max(errors) < 1e-9
 
 
-# Of three ranks, which differ from two and four in their number alone, the slow tests make some, too.
+# Of three ranks, which differ from two and four in their number alone, the slow tests make some,
+# too.
 WORLDS = [2, pytest.param(3, marks=pytest.mark.slow), 4]
 
 
 @pytest.mark.parametrize("world", [1, *WORLDS])
-def test_random_layouts_and_plans_are_exact(rank_pool: Callable[[int], RankPool], world: int) -> None:
+def test_random_layouts_and_plans_are_exact(
+    rank_pool: Callable[[int], RankPool], world: int
+) -> None:
     pool = rank_pool(world)
 
     @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -244,18 +318,34 @@ def test_random_layouts_and_plans_are_exact(rank_pool: Callable[[int], RankPool]
         st.sampled_from([None, None, 3.0]),
         st.booleans(),
     )
-    def check(random_: random.Random, window: int | None, softcap: float | None, with_sink: bool) -> None:
+    def check(
+        random_: random.Random, window: int | None, softcap: float | None, with_sink: bool
+    ) -> None:
         ranks, context, tasks = random_case(random_, world)
-        results = pool(run_plan, ranks, context, tasks, torch.float64, Scores(DIM**-0.5, window, softcap), with_sink)
+        results = pool(
+            run_plan,
+            ranks,
+            context,
+            tasks,
+            torch.float64,
+            Scores(DIM**-0.5, window, softcap),
+            with_sink,
+        )
         assert max(error for error, *_ in results) < 1e-9, (ranks, context, tasks)
-        assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (ranks, context, tasks)
+        assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (
+            ranks,
+            context,
+            tasks,
+        )
         assert len({tuple(counts) for *_, counts in results}) == 1
 
     check()
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_documents_split_by_heads_are_exact(rank_pool: Callable[[int], RankPool], world: int) -> None:
+def test_documents_split_by_heads_are_exact(
+    rank_pool: Callable[[int], RankPool], world: int
+) -> None:
     pool = rank_pool(world)
 
     @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
@@ -264,9 +354,15 @@ def test_documents_split_by_heads_are_exact(rank_pool: Callable[[int], RankPool]
         ranks, _, _ = random_case(random_, world)
         split, tasks = split_case(random_, world, whole_tasks(ranks))
         scores = Scores(DIM**-0.5)
-        results = pool(run_plan, ranks, [0] * world, tasks, torch.float64, scores, with_sink, None, None, split)
+        results = pool(
+            run_plan, ranks, [0] * world, tasks, torch.float64, scores, with_sink, None, None, split
+        )
         assert max(error for error, *_ in results) < 1e-9, (ranks, split, tasks)
-        assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (ranks, split, tasks)
+        assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (
+            ranks,
+            split,
+            tasks,
+        )
         assert len({tuple(counts) for *_, counts in results}) == 1
 
     check()

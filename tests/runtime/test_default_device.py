@@ -1,4 +1,6 @@
-"""Where tensors are made: a user may have called `torch.set_default_device("cuda")`. Here "meta", where no number can be read."""
+"""Where tensors are made: a user may have called `torch.set_default_device("cuda")`. Here "meta",
+where no number can be read.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ TASKS = [(0, 0, 32, 0, 0), (0, 32, 64, 0, 1), (1, 0, 20, 1, 1), (2, 0, 18, 1, 1)
 
 
 def made(path: Path) -> Iterator[ast.Call]:
-    """Where a file makes a tensor by a function of torch that follows the default device, also by `partial`."""
+    """Where a file makes a tensor by a function of torch that follows the default device, also by
+    `partial`.
+    """
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
             function = node.args[0] if getattr(node.func, "id", None) == "partial" else node.func
@@ -48,7 +52,11 @@ def made(path: Path) -> Iterator[ast.Call]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_tensors_are_made_on_a_device_that_is_named(path: Path) -> None:
     named = [(call, {keyword.arg for keyword in call.keywords}) for call in made(path)]
-    assert not [f"line {call.lineno}: {ast.unparse(call)}" for call, words in named if not words & {"device", None}]
+    assert not [
+        f"line {call.lineno}: {ast.unparse(call)}"
+        for call, words in named
+        if not words & {"device", None}
+    ]
 
 
 def test_what_makes_tensors_is_found() -> None:
@@ -60,18 +68,29 @@ def step(rank: int, window: int | None, device: str | None) -> list[object]:
     """All that ranks say to each other, and a layer forward and backward, on the CPU."""
     generator = torch.Generator().manual_seed(rank)
     tokens = sum(length for *_, length in ROWS[rank])
-    q, k, v, do = (torch.randn(tokens, heads, DIM, generator=generator) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS))
+    q, k, v, do = (
+        torch.randn(tokens, heads, DIM, generator=generator)
+        for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
+    )
     leaves = [x.requires_grad_() for x in (q, k, v)]
     _make_block_mask.cache_clear()
     torch.set_default_device(device)
     try:
         group = AttentionGroup.create(timeout_seconds=30)
         numbers = [np.arange(length) for length in (3, 150 + rank, 150 + 400 * rank)]
-        gathered = [[row.tolist() for row in group.gather(one, doing="gathering")] for one in numbers]
-        meeting = group.gather_async(numbers[0] + rank, doing="meeting", on_arrival=lambda rows: None)
+        gathered = [
+            [row.tolist() for row in group.gather(one, doing="gathering")] for one in numbers
+        ]
+        meeting = group.gather_async(
+            numbers[0] + rank, doing="meeting", on_arrival=lambda rows: None
+        )
         meeting.wait()
-        traded = group.all_to_all(torch.tensor([rank, rank], device="cpu"), [1, 1], [1, 1], doing="trading")
-        plan = Plan.from_tasks(Layout.from_segments(ROWS, [0, 0]), [CATask(*task) for task in TASKS], window)
+        traded = group.all_to_all(
+            torch.tensor([rank, rank], device="cpu"), [1, 1], [1, 1], doing="trading"
+        )
+        plan = Plan.from_tasks(
+            Layout.from_segments(ROWS, [0, 0]), [CATask(*task) for task in TASKS], window
+        )
         shape = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 4)
         server = AttentionServer(CpuKernel(), Scores(0.2, window), Meter())
         route = Route.build(plan, rank, Waves.of(plan, shape, 8, None))
@@ -80,7 +99,12 @@ def step(rank: int, window: int | None, device: str | None) -> list[object]:
     finally:
         torch.set_default_device(None)
     rows = [row.tolist() for row in meeting.rows]
-    return [gathered, rows, traded.tolist(), *(x.detach().numpy() for x in (out, *(leaf.grad for leaf in leaves)))]
+    return [
+        gathered,
+        rows,
+        traded.tolist(),
+        *(x.detach().numpy() for x in (out, *(leaf.grad for leaf in leaves))),
+    ]
 
 
 @pytest.mark.parametrize("window", [None, 7])

@@ -16,8 +16,12 @@ from ranks import RankPool
 
 
 def counts(world: int) -> list[list[int]]:
-    """Rows from rank (first index) to rank (second): uneven, with zeros, and nothing at all from the last rank."""
-    return [[(3 * a + 5 * b) % 4 if a < world - 1 else 0 for b in range(world)] for a in range(world)]
+    """Rows from rank (first index) to rank (second): uneven, with zeros, and nothing at all from
+    the last rank.
+    """
+    return [
+        [(3 * a + 5 * b) % 4 if a < world - 1 else 0 for b in range(world)] for a in range(world)
+    ]
 
 
 def payload(rank: int, to: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -28,7 +32,8 @@ def send_and_return(rank: int, world: int) -> None:
     group = AttentionGroup.create(timeout_seconds=30)
     table = counts(world)
     send, receive = tuple(table[rank]), tuple(row[rank] for row in table)
-    kinds = [(torch.float32, 3), (torch.bfloat16, 5), (torch.float64, 1)]  # 5 bfloat16 fill no 16 bytes: padding is needed
+    # 5 bfloat16 fill no 16 bytes: padding is needed.
+    kinds = [(torch.float32, 3), (torch.bfloat16, 5), (torch.float64, 1)]
     parts = []
     for dtype, width in kinds:
         ordered = torch.cat([payload(rank, to, rows, width, dtype) for to, rows in enumerate(send)])
@@ -36,18 +41,32 @@ def send_and_return(rank: int, world: int) -> None:
         own = torch.empty_like(ordered)
         own[shuffled] = ordered
         to = (rank for rank, rows in enumerate(send) for _ in range(rows))
-        runs = tuple(RowRun(rank, start, 1) for rank, start in zip(to, shuffled.tolist(), strict=True))
-        parts.append(MessagePart(own, Rows(runs, {rank: rows for rank, rows in enumerate(receive) if rows})))
+        runs = tuple(
+            RowRun(rank, start, 1) for rank, start in zip(to, shuffled.tolist(), strict=True)
+        )
+        parts.append(
+            MessagePart(own, Rows(runs, {rank: rows for rank, rows in enumerate(receive) if rows}))
+        )
     first, second = launch(group.data, parts), launch(group.data, parts)  # two may be under way
     for pending in (first, second):
-        received = [torch.cat([part.tensor[:0], *came]) for part, came in zip(parts, pending.sections(), strict=True)]
+        received = [
+            torch.cat([part.tensor[:0], *came])
+            for part, came in zip(parts, pending.sections(), strict=True)
+        ]
         for got, (dtype, width) in zip(received, kinds, strict=True):
-            expected = torch.cat([payload(source, rank, rows, width, dtype) for source, rows in enumerate(receive)])
+            expected = torch.cat(
+                [payload(source, rank, rows, width, dtype) for source, rows in enumerate(receive)]
+            )
             assert torch.equal(got, expected)
-    back = launch(group.data, [MessagePart(t, part.rows.way_back) for t, part in zip(received, parts, strict=True)]).sections()
+    back = launch(
+        group.data,
+        [MessagePart(t, part.rows.way_back) for t, part in zip(received, parts, strict=True)],
+    ).sections()
     for sections, part in zip(back, parts, strict=True):
         sent = [part.tensor[run.start : run.start + run.rows] for run in part.rows.runs]
-        assert torch.equal(torch.cat([part.tensor[:0], *sections]), torch.cat([part.tensor[:0], *sent]))
+        assert torch.equal(
+            torch.cat([part.tensor[:0], *sections]), torch.cat([part.tensor[:0], *sent])
+        )
 
 
 def staged_send_and_return(rank: int, world: int) -> None:
@@ -65,12 +84,16 @@ def untagged_send_and_return(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_uneven_and_empty_messages_travel_as_one_all_to_all(rank_pool: Callable[[int], RankPool], world: int) -> None:
+def test_uneven_and_empty_messages_travel_as_one_all_to_all(
+    rank_pool: Callable[[int], RankPool], world: int
+) -> None:
     rank_pool(world)(untagged_send_and_return, world)
 
 
 def checksums(rank: int, skipped: list[int]) -> list[int]:
-    """Of launches in three layers of one micro-batch, of which this rank skips one, by number of layers; -1 for none."""
+    """Of launches in three layers of one micro-batch, of which this rank skips one, by number of
+    layers; -1 for none.
+    """
     group = AttentionGroup.create(timeout_seconds=30)
     assert group.data is not None
     found = [group.data.checksum]
@@ -83,7 +106,9 @@ def checksums(rank: int, skipped: list[int]) -> list[int]:
     return found
 
 
-def test_checksums_tell_layers_apart_that_messages_do_not(rank_pool: Callable[[int], RankPool]) -> None:
+def test_checksums_tell_layers_apart_that_messages_do_not(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     pool = rank_pool(2)
     one, other = pool(checksums, [1, 2])
     assert one[:2] == other[:2]
@@ -95,7 +120,9 @@ def test_checksums_tell_layers_apart_that_messages_do_not(rank_pool: Callable[[i
 
 
 def directions(rank: int) -> list[str]:
-    """What is waited for in a backward that follows a forward, and in one that follows a recompute, which launches nothing."""
+    """What is waited for in a backward that follows a forward, and in one that follows a recompute,
+    which launches nothing.
+    """
     group = AttentionGroup.create(timeout_seconds=30)
     assert group.data is not None
     nothing, found = torch.empty(0, dtype=torch.uint8), []
@@ -104,21 +131,29 @@ def directions(rank: int) -> list[str]:
         for _ in range(launched):
             channel.start(nothing, nothing, {}, {})
         channel.begin_backward()
-        found += [channel.start(nothing, nothing, {}, {}, name).doing for name in ("dispatch", "return")]
+        found += [
+            channel.start(nothing, nothing, {}, {}, name).doing for name in ("dispatch", "return")
+        ]
     return found
 
 
-def test_exchanges_of_backward_are_named_so_after_a_recompute(rank_pool: Callable[[int], RankPool]) -> None:
+def test_exchanges_of_backward_are_named_so_after_a_recompute(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     expected = [f"waiting for the {kind} in backward of layer 1" for kind in ("dispatch", "return")]
     assert rank_pool(2)(directions) == [2 * expected] * 2
 
 
-def test_messages_of_another_device_go_through_the_host(rank_pool: Callable[[int], RankPool]) -> None:
+def test_messages_of_another_device_go_through_the_host(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     rank_pool(2)(staged_send_and_return, 2)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_uneven_rows_of_several_dtypes_travel_there_and_back(rank_pool: Callable[[int], RankPool], world: int) -> None:
+def test_uneven_rows_of_several_dtypes_travel_there_and_back(
+    rank_pool: Callable[[int], RankPool], world: int
+) -> None:
     rank_pool(world)(send_and_return, world)
 
 
@@ -136,7 +171,9 @@ def gather_rows(rank: int) -> None:
     group = AttentionGroup.create(timeout_seconds=30)
     for lengths in ([0, 0], [3, 0], [512, 1], [513, 2000]):
         rows = group.gather(np.arange(lengths[rank]) + rank, doing="testing")
-        assert [row.tolist() for row in rows] == [list(range(r, r + n)) for r, n in enumerate(lengths)]
+        assert [row.tolist() for row in rows] == [
+            list(range(r, r + n)) for r, n in enumerate(lengths)
+        ]
 
 
 def test_gather_takes_rows_of_any_length(rank_pool: Callable[[int], RankPool]) -> None:
@@ -146,10 +183,16 @@ def test_gather_takes_rows_of_any_length(rank_pool: Callable[[int], RankPool]) -
 def subgroup(rank: int) -> tuple[tuple[int, ...], int, list[list[int]]]:
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = AttentionGroup.create(pairs[rank % 2], timeout_seconds=30)
-    return group.ranks, group.rank, [row.tolist() for row in group.gather(np.array([rank]), doing="testing")]
+    return (
+        group.ranks,
+        group.rank,
+        [row.tolist() for row in group.gather(np.array([rank]), doing="testing")],
+    )
 
 
-def test_ranks_with_the_same_tensor_parallel_coordinate(rank_pool: Callable[[int], RankPool]) -> None:
+def test_ranks_with_the_same_tensor_parallel_coordinate(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     results = rank_pool(4)(subgroup)
     assert results == [((r % 2, r % 2 + 2), r // 2, [[r % 2], [r % 2 + 2]]) for r in range(4)]
 
@@ -163,7 +206,10 @@ def gather_or_fail(group: AttentionGroup) -> None:
 
 def reused(rank: int) -> list[bool]:
     group = AttentionGroup.of(timeout_seconds=30)
-    same = [AttentionGroup.of(timeout_seconds=30) is group, AttentionGroup.of(timeout_seconds=31) is group]
+    same = [
+        AttentionGroup.of(timeout_seconds=30) is group,
+        AttentionGroup.of(timeout_seconds=31) is group,
+    ]
     with pytest.raises(DistCADesyncError if rank else ValueError):
         gather_or_fail(group)
     after = AttentionGroup.of(timeout_seconds=30)
@@ -179,7 +225,9 @@ def test_a_group_is_made_again_only_if_a_rank_has_left_it() -> None:
         pool.close()
 
 
-def exchanges_or_raises(rank: int, table: list[list[int]], starts: list[float | None], culprit: int) -> tuple[str, float]:
+def exchanges_or_raises(
+    rank: int, table: list[list[int]], starts: list[float | None], culprit: int
+) -> tuple[str, float]:
     group = AttentionGroup.create(timeout_seconds=20)
     assert group.data is not None
     sizes, start = dict(enumerate(table[rank])), starts[rank]
@@ -208,14 +256,18 @@ LARGE = 2**28  # bytes, which take about 0.1 s
     ("table", "starts", "culprit"),
     [
         ([[0, LARGE], [LARGE, 0]], [0, 0], 1),
-        # Rank 2 hears of rank 1 through rank 0 only, which finds that rank 1 has left when it waits,
+        # Rank 2 hears of rank 1 through rank 0 only, which finds that rank 1 has left when it
+        # waits,
         ([[0, 9, LARGE], [9, 0, 0], [LARGE, 0, 0]], [0, None, 0], 1),
         # and rank 1 of rank 2, when rank 0 has started to send to rank 1 and turns to rank 2.
         ([[0, LARGE, 9], [LARGE, 0, 0], [9, 0, 0]], [0.3, 0.2, None], 2),
     ],
 )
 def test_rank_that_raises_during_messages_keeps_nobody_waiting(
-    rank_pool: Callable[[int], RankPool], table: list[list[int]], starts: list[float | None], culprit: int
+    rank_pool: Callable[[int], RankPool],
+    table: list[list[int]],
+    starts: list[float | None],
+    culprit: int,
 ) -> None:
     """Nobody waits long when a rank raises while messages travel."""
     results = rank_pool(len(table))(exchanges_or_raises, table, starts, culprit)

@@ -1,4 +1,6 @@
-"""A layer on a GPU that is not there: devices and dtypes of what travels, is pooled, served and summed; no copy to the host."""
+"""A layer on a GPU that is not there: devices and dtypes of what travels, is pooled, served and
+summed; no copy to the host.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Peers:
         for message, sizes in ((received, receive_bytes), (sent, send_bytes)):
             assert (message.device, message.dtype) == (CUDA, torch.uint8)
             assert message.shape == (sum(sizes.values()),)
-            assert all(size % 16 == 0 for size in sizes.values()), "what follows would not be aligned"
+            assert all(size % 16 == 0 for size in sizes.values()), (
+                "what follows would not be aligned"
+            )
         self.messages.append((sum(receive_bytes.values()), sum(send_bytes.values())))
         return self
 
@@ -73,12 +77,19 @@ def leaves(tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.empty(shape, dtype=dtype, device=CUDA) for shape in shapes]
 
 
-TASKS = [CATask(*one) for one in ((0, 0, 300, 0, 0), (0, 300, 500, 0, 1), (1, 0, 77, 1, 0), (2, 0, 123, 1, 1))]
+TASKS = [
+    CATask(*one)
+    for one in ((0, 0, 300, 0, 0), (0, 300, 500, 0, 1), (1, 0, 77, 1, 0), (2, 0, 123, 1, 1))
+]
 SPANNING = [CATask(*one) for one in ((0, 0, 100, 0, 0), (0, 400, 500, 0, 1), (0, 100, 400, 1, 1))]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("dtype", "bound", "spans"), [(torch.bfloat16, None, False), (torch.float16, 200_000, True)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "bound", "spans"),
+    [(torch.bfloat16, None, False), (torch.float16, 200_000, True)],
+    ids=str,
+)
 def test_a_layer_stays_on_the_gpu(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rank: int, bound: int | None, spans: bool
 ) -> None:
@@ -88,7 +99,9 @@ def test_a_layer_stays_on_the_gpu(
         else Layout.from_lengths([[500], [77, 123]])
     )
     plan = Plan.from_tasks(layout, SPANNING if spans else TASKS)
-    route = Route.build(plan, rank, Waves.of(plan, AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 2), 128, bound))
+    route = Route.build(
+        plan, rank, Waves.of(plan, AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 2), 128, bound)
+    )
     tokens = int(layout.query_tokens[rank])
     gpu, meter, peers, trace, tape = Device(), Meter(), Peers(), Trace(), Tape()
     monkeypatch.setattr(module, "_apply", tape.apply)
@@ -113,32 +126,57 @@ def test_a_layer_stays_on_the_gpu(
         assert mode.operations > 20
         assert meter.dispatches == meter.returns == 2 * 2 * len(route.waves)
         assert len(peers.messages) == meter.dispatches + meter.returns
-        assert not meter.is_finished, "its kernels are timed by events of the device, which has not worked yet"
+        assert not meter.is_finished, (
+            "its kernels are timed by events of the device, which has not worked yet"
+        )
         assert gpu.waits == [], "neither the meter nor the trace waits"
         gpu.finish()
         assert meter.is_finished
-        assert {span.name for span in trace.spans} >= {"dispatch", "return", "wait", "pack", "server", "unpack"}
+        assert {span.name for span in trace.spans} >= {
+            "dispatch",
+            "return",
+            "wait",
+            "pack",
+            "server",
+            "unpack",
+        }
 
 
 def test_the_attention_function_stays_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a model's layout of q, k and v to its layout of outputs, with padding: two layers of one micro-batch."""
+    """From a model's layout of q, k and v to its layout of outputs, with padding: two layers of one
+    micro-batch.
+    """
     monkeypatch.setattr(kernels, "mismatch_reason", lambda *case: None)
     hf_distca.configure(hf_distca.DistCAConfig(kernel="cuda"))
     layer_of_model, gpu, tape = torch.nn.Linear(1, 1).train(), Device(), Tape()
     monkeypatch.setattr(module, "_apply", tape.apply)
     made: dict[str, Any] = {"dtype": torch.bfloat16, "device": CUDA}
     with fake_cuda() as pinned, gpu.installed():
-        q, k, v = (torch.empty(2, heads, 50, DIM, **made) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+        q, k, v = (
+            torch.empty(2, heads, 50, DIM, **made) for heads in (HEADS, KEY_HEADS, KEY_HEADS)
+        )
         handle = AttentionHandle(2, 50)
-        arguments = {"distca_documents": PackedDocuments((60, 40)), "scaling": 0.1, "sliding_window": 13}
+        arguments = {
+            "distca_documents": PackedDocuments((60, 40)),
+            "scaling": 0.1,
+            "sliding_window": 13,
+        }
 
         def layer() -> None:
             out, _ = distca_attention(layer_of_model, q, k, v, handle, **arguments)  # type: ignore[arg-type]
-            assert (tuple(out.shape), out.dtype, out.device) == ((2, 50, HEADS, DIM), torch.bfloat16, CUDA)
+            assert (tuple(out.shape), out.dtype, out.device) == (
+                (2, 50, HEADS, DIM),
+                torch.bfloat16,
+                CUDA,
+            )
             ((_, *grads, _, _, _),) = tape.backward(out.flatten(0, 1))
             for x, grad in zip((q, k, v), grads, strict=True):
                 assert grad is not None
-                assert (grad.shape, grad.dtype, grad.device) == ((100, x.shape[1], DIM), torch.bfloat16, CUDA)
+                assert (grad.shape, grad.dtype, grad.device) == (
+                    (100, x.shape[1], DIM),
+                    torch.bfloat16,
+                    CUDA,
+                )
 
         layer()
         first = len(pinned)
@@ -161,38 +199,61 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if (name := function.overloadpacket.__name__) != "device":
             self.names.append(name)
         return function(*args, **(kwargs or {}))
 
 
 def test_a_layer_alone_launches_what_plain_attention_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain varlen attention has three transposes, four views and the kernel; log-sum-exps are transposed besides."""
+    """Plain varlen attention has three transposes, four views and the kernel; log-sum-exps are
+    transposed besides.
+    """
     monkeypatch.setattr(kernels, "mismatch_reason", lambda *case: None)
     hf_distca.configure(hf_distca.DistCAConfig(kernel="cuda"))
     layer_of_model, gpu, tape = torch.nn.Linear(1, 1).train(), Device(), Tape()
     monkeypatch.setattr(module, "_apply", tape.apply)
     shape = {"dtype": torch.bfloat16, "device": CUDA}
     with fake_cuda(), gpu.installed():
-        states = [torch.empty(1, 100, heads, DIM, **shape).transpose(1, 2) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]  # type: ignore[call-overload]
+        states = [
+            torch.empty(1, 100, heads, DIM, **shape).transpose(1, 2)
+            for heads in (HEADS, KEY_HEADS, KEY_HEADS)
+        ]  # type: ignore[call-overload]
         gradient = torch.empty(100, HEADS, DIM, **shape)  # type: ignore[call-overload]
 
         def layer(handle: AttentionHandle) -> tuple[list[str], list[str]]:
             with Launches() as forward:
-                distca_attention(layer_of_model, *states, handle, distca_documents=PackedDocuments((60, 40)), scaling=0.1)
+                distca_attention(
+                    layer_of_model,
+                    *states,
+                    handle,
+                    distca_documents=PackedDocuments((60, 40)),
+                    scaling=0.1,
+                )
             with Launches() as backward:
                 tape.backward(gradient)
-            return [name for name in forward.names if name != "detach"], backward.names  # of outputs that a recompute may need
+            # Of outputs that a recompute may need.
+            return [name for name in forward.names if name != "detach"], backward.names
 
         gpu.launch(1.0)
         handle = AttentionHandle(1, 100)
         first, _ = layer(handle)
-        assert first.count("_to_copy") == 1, "rows and keys of whole documents end at the same places"
+        assert first.count("_to_copy") == 1, (
+            "rows and keys of whole documents end at the same places"
+        )
         forward, backward = layer(handle)
-        assert sorted(forward) == ["_flash_attention_forward", "permute", *["transpose"] * 3, *["view"] * 4]
+        assert sorted(forward) == [
+            "_flash_attention_forward",
+            "permute",
+            *["transpose"] * 3,
+            *["view"] * 4,
+        ]
         assert sorted(backward) == ["_flash_attention_backward", "permute"]
-        assert (gpu.events, current_session().meter.kernel_calls) == (0, 4), "nobody has asked for times"
+        assert (gpu.events, current_session().meter.kernel_calls) == (0, 4), (
+            "nobody has asked for times"
+        )
         hf_distca.metrics()
         layer(AttentionHandle(1, 100))
         assert gpu.events == 4

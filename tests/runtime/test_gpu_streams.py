@@ -1,8 +1,9 @@
-"""In which order the streams of a GPU get work, and that no two of them touch the same memory at once. No GPU is there.
+"""In which order the streams of a GPU get work, and that no two of them touch the same memory at
+once. No GPU is there.
 
-Each of these changes of the source makes a test here fail: `Pending.sections` without its wait; `side_stream` without
-`wait_stream`; `forward_keys` without `side_stream`, or without keeping what the first hop sends; own tasks
-launched behind the dispatch's wait.
+Each of these changes of the source makes a test here fail: `Pending.sections` without its wait;
+`side_stream` without `wait_stream`; `forward_keys` without `side_stream`, or without keeping what
+the first hop sends; own tasks launched behind the dispatch's wait.
 """
 
 from __future__ import annotations
@@ -40,9 +41,17 @@ from turns import in_turn
 
 pytestmark = needs_cpu_build
 HEADS, KEY_HEADS, DIM = 4, 2, 64
-# Rank 0 has a document of which the others serve slices; rank 1 has one, too, a slice of which rank 0 serves.
+# Rank 0 has a document of which the others serve slices; rank 1 has one, too, a slice of which rank
+# 0 serves.
 LAYOUT = Layout.from_lengths([[600], [200], [100]])
-TASKS = [(0, 0, 300, 0, 0), (0, 300, 450, 0, 1), (0, 450, 600, 0, 2), (1, 0, 100, 1, 1), (1, 100, 200, 1, 0), (2, 0, 100, 2, 2)]
+TASKS = [
+    (0, 0, 300, 0, 0),
+    (0, 300, 450, 0, 1),
+    (0, 450, 600, 0, 2),
+    (1, 0, 100, 1, 1),
+    (1, 100, 200, 1, 0),
+    (2, 0, 100, 2, 2),
+]
 PLAN = Plan.from_tasks(LAYOUT, [CATask(*task) for task in TASKS])
 # Rank 2 has the first keys of the document from rank 1.
 RELAYED = replace(PLAN, relays=Relays(*np.array([[0, 0, 400, 1]]).T))
@@ -123,7 +132,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Streams, Tapes]]:
         yield streams, tapes
 
 
-def half(streams: Streams, link: Link, plan: Plan, rank: int, nano: str = "", bound: int | None = None) -> Callable[..., Any]:
+def half(
+    streams: Streams, link: Link, plan: Plan, rank: int, nano: str = "", bound: int | None = None
+) -> Callable[..., Any]:
     """A layer on new tensors: gives its call and its output."""
     route = Route.build(plan, rank, Waves.of(plan, SHAPE, 128, bound))
     group = AttentionGroup((0, 1, 2), rank, data=link)  # type: ignore[arg-type]
@@ -133,7 +144,9 @@ def half(streams: Streams, link: Link, plan: Plan, rank: int, nano: str = "", bo
 
     def run(stored: Any = None) -> tuple[Call, torch.Tensor]:
         call = Call(route, group, server, stored)
-        return call, core_attention(Inputs(*(torch.empty(s, dtype=torch.bfloat16, device=CUDA) for s in tuple(sizes))), call)
+        return call, core_attention(
+            Inputs(*(torch.empty(s, dtype=torch.bfloat16, device=CUDA) for s in tuple(sizes))), call
+        )
 
     sizes = list(shapes)
     return run
@@ -143,7 +156,14 @@ def backward(tapes: Tapes, *results: tuple[Call, torch.Tensor]) -> None:
     tapes.backward({call: torch.empty_like(out) for call, out in results})
 
 
-SERIAL = ["launch dispatch", "own tasks", "wait dispatch", "arrived tasks", "launch return", "wait return"]
+SERIAL = [
+    "launch dispatch",
+    "own tasks",
+    "wait dispatch",
+    "arrived tasks",
+    "launch return",
+    "wait return",
+]
 WAYS: dict[str, tuple[Plan, int | None, list[str]]] = {
     "serial": (PLAN, None, SERIAL),
     "waves": (PLAN, 250_000, []),
@@ -151,25 +171,41 @@ WAYS: dict[str, tuple[Plan, int | None, list[str]]] = {
         RELAYED,
         None,
         # Another stream waits for the dispatch and launches what relays pass on.
-        ["launch dispatch", "own tasks", "wait relays' dispatch", "arrived tasks", "launch return", "wait return"],
+        [
+            "launch dispatch",
+            "own tasks",
+            "wait relays' dispatch",
+            "arrived tasks",
+            "launch return",
+            "wait return",
+        ],
     ),
 }
 
 
 def check_order(given: list[str], way: str, expected: list[str]) -> None:
-    assert given.index("own tasks") < min(place for place, what in enumerate(given) if what.startswith("wait")), given
+    assert given.index("own tasks") < min(
+        place for place, what in enumerate(given) if what.startswith("wait")
+    ), given
     assert given[0] == "launch dispatch"
     if way == "waves":
         waves = given.count("arrived tasks")
         assert waves > 1
-        assert given == SERIAL[:5] + (["wait return", "launch dispatch", *SERIAL[2:5]] * (waves - 1)) + SERIAL[5:]
+        assert (
+            given
+            == SERIAL[:5]
+            + (["wait return", "launch dispatch", *SERIAL[2:5]] * (waves - 1))
+            + SERIAL[5:]
+        )
     else:
         assert given == expected
 
 
 @pytest.mark.parametrize("rank", in_turn([0, 1, 2], 3))
 @pytest.mark.parametrize("way", WAYS)
-def test_own_tasks_are_launched_before_anything_is_waited_for(monkeypatch: pytest.MonkeyPatch, way: str, rank: int) -> None:
+def test_own_tasks_are_launched_before_anything_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, way: str, rank: int
+) -> None:
     plan, bound, expected = WAYS[way]
     with gpu(monkeypatch) as (streams, tapes):
         run = half(streams, Link(streams), plan, rank, bound=bound)
@@ -182,7 +218,12 @@ def test_own_tasks_are_launched_before_anything_is_waited_for(monkeypatch: pytes
             check_order(forward, way, expected)
             back = [what for stream, what in streams.log if stream == COMPUTE]
             if way == "relays":  # their sums are on the way home
-                assert back == [*expected[:4], "launch return to relays", "wait return to relays", *SERIAL[4:]]
+                assert back == [
+                    *expected[:4],
+                    "launch return to relays",
+                    "wait return to relays",
+                    *SERIAL[4:],
+                ]
             else:
                 check_order(back, way, expected)
             del result
@@ -209,7 +250,9 @@ def test_a_recompute_gives_the_gpu_nothing_to_wait_for(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("rank", in_turn([0, 1, 2], 3))
 @pytest.mark.parametrize("plan", [PLAN, RELAYED], ids=["plain", "relays"])
-def test_nano_batches_launch_before_the_other_one_waits(monkeypatch: pytest.MonkeyPatch, plan: Plan, rank: int) -> None:
+def test_nano_batches_launch_before_the_other_one_waits(
+    monkeypatch: pytest.MonkeyPatch, plan: Plan, rank: int
+) -> None:
     with gpu(monkeypatch) as (streams, tapes):
         link = Link(streams)
         first, second = (half(streams, link, plan, rank, f" of {nano}") for nano in "AB")
@@ -223,8 +266,13 @@ def test_nano_batches_launch_before_the_other_one_waits(monkeypatch: pytest.Monk
             for order, (early, late) in ((given, "AB"), (back, "BA")):
                 assert order[:3] == ["launch dispatch", "launch dispatch", f"own tasks of {early}"]
                 # What the first one returns travels while the second one computes.
-                assert order.index(f"arrived tasks of {early}") < order.index(f"own tasks of {late}")
-                assert "wait return" not in order[: order.index(f"own tasks of {late}")] or plan is RELAYED
+                assert order.index(f"arrived tasks of {early}") < order.index(
+                    f"own tasks of {late}"
+                )
+                assert (
+                    "wait return" not in order[: order.index(f"own tasks of {late}")]
+                    or plan is RELAYED
+                )
             del results
     assert streams.races == []
 
@@ -254,13 +302,20 @@ def test_what_may_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr("gpu_streams.Flight.wait", lambda flight: None)
 
     def not_kept(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(Pending, "earlier_transfer", property(lambda pending: None, lambda pending, value: None), raising=False)
+        patch.setattr(
+            Pending,
+            "earlier_transfer",
+            property(lambda pending: None, lambda pending, value: None),
+            raising=False,
+        )
 
     def without_order(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.cuda.Stream, "wait_stream", lambda stream, other: None)
 
     assert any("reads what link may be using" in race for race in raced(without_waits, PLAN))
-    assert any("memory that was freed what link may be using" in race for race in raced(not_kept, RELAYED))
+    assert any(
+        "memory that was freed what link may be using" in race for race in raced(not_kept, RELAYED)
+    )
     assert any("may be using" in race for race in raced(without_order, RELAYED))
 
 
@@ -280,7 +335,9 @@ def test_flash_attention_3_leaves_room_for_messages_under_way() -> None:
             group = AttentionGroup((0, 1, 2), 0, data=Link(streams))  # type: ignore[arg-type]
             call = Call(route, group, Server(CUDA_KERNEL, Scores(DIM**-0.5), Meter()))
             shapes = ((600, heads, DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
-            out = core_attention(Inputs(*(torch.empty(s, dtype=torch.bfloat16, device=CUDA) for s in shapes)), call)
+            out = core_attention(
+                Inputs(*(torch.empty(s, dtype=torch.bfloat16, device=CUDA) for s in shapes)), call
+            )
             backward(tapes, (call, out))
             assert found == expected * 2
             found.clear()

@@ -55,37 +55,62 @@ def gathered(rank: int, lengths: list[int]) -> int:
     return (bytes_received() - before) // 10
 
 
-@pytest.mark.parametrize("lengths", [[SHORT, LONG, SHORT, SHORT], [LONG, LONG - 300, LONG - 9, LONG], [0, LONG, 1, 5 * LONG]])
-def test_rows_are_not_padded_to_the_longest(rank_pool: Callable[[int], RankPool], lengths: list[int]) -> None:
+@pytest.mark.parametrize(
+    "lengths",
+    [[SHORT, LONG, SHORT, SHORT], [LONG, LONG - 300, LONG - 9, LONG], [0, LONG, 1, 5 * LONG]],
+)
+def test_rows_are_not_padded_to_the_longest(
+    rank_pool: Callable[[int], RankPool], lengths: list[int]
+) -> None:
     received = rank_pool(4)(gathered, lengths)
     # 129 numbers of each of three ranks, and what is left; gloo adds about 50 bytes to a message.
-    assert 3000 < max(received) <= 8 * (3 * 129 + sum(max(length - 128, 0) for length in lengths)) + 2000
+    assert (
+        3000
+        < max(received)
+        <= 8 * (3 * 129 + sum(max(length - 128, 0) for length in lengths)) + 2000
+    )
 
 
 @pytest.mark.parametrize("lengths", [[128, 129], [129, 0], [128, 128], [127, 4096], [0, 0]])
-def test_rows_about_as_long_as_the_first_step(rank_pool: Callable[[int], RankPool], lengths: list[int]) -> None:
+def test_rows_about_as_long_as_the_first_step(
+    rank_pool: Callable[[int], RankPool], lengths: list[int]
+) -> None:
     rank_pool(2)(gathered, lengths)
 
 
 def compared(rank: int) -> list[bool]:
-    group, ends = AttentionGroup.of(timeout_seconds=30), [np.iinfo(np.int64).min, np.iinfo(np.int64).max]
+    group, ends = (
+        AttentionGroup.of(timeout_seconds=30),
+        [np.iinfo(np.int64).min, np.iinfo(np.int64).max],
+    )
     sizes = []
 
-    def all_reduce(tensor: torch.Tensor, original: Callable[..., Any] = dist.all_reduce, **options: Any) -> None:
+    def all_reduce(
+        tensor: torch.Tensor, original: Callable[..., Any] = dist.all_reduce, **options: Any
+    ) -> None:
         sizes.append(tensor.numel())
         original(tensor, **options)
 
     with patch.object(dist, "all_reduce", all_reduce):
         same = [
             group.all_equal(np.array(numbers), doing="testing")
-            for numbers in ([7], [rank], [0, *ends], [7, 0, 7 - (rank == 1)], [ends[rank % 2]], [-rank // 3, 0])
+            for numbers in (
+                [7],
+                [rank],
+                [0, *ends],
+                [7, 0, 7 - (rank == 1)],
+                [ends[rank % 2]],
+                [-rank // 3, 0],
+            )
         ]
     assert sizes == [2, 2, 6, 6, 2, 4]  # one collective each, however many ranks there are
     return same
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_numbers_are_compared_in_one_collective(rank_pool: Callable[[int], RankPool], world: int) -> None:
+def test_numbers_are_compared_in_one_collective(
+    rank_pool: Callable[[int], RankPool], world: int
+) -> None:
     assert rank_pool(world)(compared) == [[True, False, True, False, False, False]] * world
 
 
@@ -119,7 +144,9 @@ class CountedStore:
         return getattr(self.store, name)
 
     def link(self) -> Any:
-        return SimpleNamespace(name=lambda: "no gloo", get_group_store=lambda: self, abort=lambda: None)
+        return SimpleNamespace(
+            name=lambda: "no gloo", get_group_store=lambda: self, abort=lambda: None
+        )
 
 
 def gives_up(monitor: FailureMonitor) -> str:
@@ -148,10 +175,13 @@ class LateStore(CountedStore):
 
 
 def test_no_word_is_read_once_a_rank_has_given_up() -> None:
-    """Its thread would come back from the store while the interpreter ends, which aborts the process."""
+    """Its thread would come back from the store while the interpreter ends, which aborts the
+    process.
+    """
     store = LateStore()
     for _ in range(3):
-        gives_up(FailureMonitor((0, 1), 1, 3.0, (store.link(),)))  # 0.3 s for the words of the other
+        # 0.3 s for the words of the other.
+        gives_up(FailureMonitor((0, 1), 1, 3.0, (store.link(),)))
         before = store.calls.total()
         time.sleep(0.3)
         assert store.calls.total() == before
@@ -163,8 +193,11 @@ def test_every_word_is_read_once() -> None:
         FailureMonitor(ranks, rank, 0.0, (store.link(),)).give_up(f"thing {rank}", RuntimeError())
     store.calls.clear()
     message = gives_up(FailureMonitor(ranks, 39, 20.0, (store.link(),)))
-    assert all(f"rank {100 + rank} waited in vain while thing {rank};" in message for rank in range(38))
-    assert sum(store.calls.values()) == 3 + 2 * 40  # counts, writes, counts again; then two for each word
+    assert all(
+        f"rank {100 + rank} waited in vain while thing {rank};" in message for rank in range(38)
+    )
+    # counts, writes, counts again; then two for each word.
+    assert sum(store.calls.values()) == 3 + 2 * 40
 
 
 def test_a_rank_that_counted_and_did_not_write_hides_no_other() -> None:
@@ -177,14 +210,21 @@ def test_a_rank_that_counted_and_did_not_write_hides_no_other() -> None:
 
 
 def cannot_connect(rank: int) -> str:
-    with patch.dict(os.environ, GLOO_SOCKET_IFNAME="none"), pytest.raises(DistCADesyncError) as caught:
+    with (
+        patch.dict(os.environ, GLOO_SOCKET_IFNAME="none"),
+        pytest.raises(DistCADesyncError) as caught,
+    ):
         AttentionGroup.create(timeout_seconds=10)
     return str(caught.value)
 
 
-def test_ranks_that_cannot_connect_are_told_of_the_interface(rank_pool: Callable[[int], RankPool]) -> None:
+def test_ranks_that_cannot_connect_are_told_of_the_interface(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     for message in rank_pool(2)(cannot_connect):
-        assert "set GLOO_SOCKET_IFNAME to the interface over which nodes reach each other" in message
+        assert (
+            "set GLOO_SOCKET_IFNAME to the interface over which nodes reach each other" in message
+        )
 
 
 class SilentStore(CountedStore):
@@ -196,7 +236,8 @@ class SilentStore(CountedStore):
 
 def test_a_store_that_no_longer_answers_keeps_nobody_waiting() -> None:
     """TCP would wait a quarter of an hour."""
-    watches = [FailureMonitor((0, 1), 1, 3.0, (SilentStore().link(),)) for _ in range(2)]  # 0.3 s for the words of others
+    # 0.3 s for the words of others.
+    watches = [FailureMonitor((0, 1), 1, 3.0, (SilentStore().link(),)) for _ in range(2)]
     started = time.monotonic()
     assert "rank 0 is silent" in gives_up(watches[0])
     assert watches[1].leave_after_others(), "nobody can know"
@@ -220,20 +261,24 @@ def test_breaking_connections_does_not_walk_the_ranks(rank_pool: Callable[[int],
     assert rank_pool(4)(receives_of_breaking)[0] == 2  # one for each of two communicators
 
 
-# NCCL makes the communicator of a subset from that of a world which is bound to a device, and all ranks of the world take part.
-# This stand-in is gloo that does the same.
+# NCCL makes the communicator of a subset from that of a world which is bound to a device, and all
+# ranks of the world take part. This stand-in is gloo that does the same.
 SPLITTING = "splitting"
 
 
 def splitting_communicator(options: Any, _: object) -> Any:
     if dist.GroupMember.WORLD.bound_device_id is not None:
         dist.all_reduce(torch.zeros(1))
-    return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, timedelta(seconds=5))
+    return dist.ProcessGroupGloo(
+        options.store, options.group_rank, options.group_size, timedelta(seconds=5)
+    )
 
 
 def register_splitting() -> None:
     if not hasattr(dist.Backend, SPLITTING.upper()):
-        dist.Backend.register_backend(SPLITTING, splitting_communicator, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(
+            SPLITTING, splitting_communicator, extended_api=True, devices=["cpu", "cuda"]
+        )
 
 
 @contextmanager
@@ -254,7 +299,9 @@ def token(source: int, destination: int) -> None:
 
 
 def stages(rank: int, members: str) -> list[int]:
-    """Ranks 2 and 3 make their group after 0 and 1 have used theirs, as stages of a pipeline do that wait for activations."""
+    """Ranks 2 and 3 make their group after 0 and 1 have used theirs, as stages of a pipeline do
+    that wait for activations.
+    """
     ranks = (0, 1) if rank < 2 else (2, 3)
     register_splitting()
     groups = [dist.new_group(ranks, backend=SPLITTING) for ranks in ((0, 1), (2, 3))]
@@ -268,7 +315,10 @@ def stages(rank: int, members: str) -> list[int]:
             group = AttentionGroup.create(given, timeout_seconds=10)
             rows = group.gather(np.array([rank]), doing="testing")
         assert dist.GroupMember.WORLD.bound_device_id == torch.device("cuda", 0)
-        sent, received = torch.full((2,), rank, dtype=torch.uint8), torch.empty(2, dtype=torch.uint8)
+        sent, received = (
+            torch.full((2,), rank, dtype=torch.uint8),
+            torch.empty(2, dtype=torch.uint8),
+        )
         assert group.data is not None
         group.data.start(received, sent, {0: 1, 1: 1}, {0: 1, 1: 1}).wait()
     assert received.tolist() == list(ranks)
@@ -292,13 +342,19 @@ def beside_other_groups(rank: int) -> list[list[int]]:
     return [row.tolist() for row in group.gather(np.array([rank]), doing="testing")]
 
 
-def test_members_may_be_in_different_numbers_of_groups(rank_pool: Callable[[int], RankPool]) -> None:
+def test_members_may_be_in_different_numbers_of_groups(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     assert rank_pool(3)(beside_other_groups) == [[[0], [1], [2]]] * 3
 
 
 def unsorted(rank: int) -> tuple[tuple[int, ...], int, list[list[int]]]:
     group = AttentionGroup.create(Members((2, 0, 1), "gloo"), timeout_seconds=30)
-    return group.ranks, group.rank, [row.tolist() for row in group.gather(np.array([10 * rank]), doing="testing")]
+    return (
+        group.ranks,
+        group.rank,
+        [row.tolist() for row in group.gather(np.array([10 * rank]), doing="testing")],
+    )
 
 
 def test_ranks_of_a_group_are_in_order(rank_pool: Callable[[int], RankPool]) -> None:
@@ -318,15 +374,21 @@ def fails_late(rank: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_all_ranks_agree_that_a_group_is_made_again(rank_pool: Callable[[int], RankPool], world: int) -> None:
+def test_all_ranks_agree_that_a_group_is_made_again(
+    rank_pool: Callable[[int], RankPool], world: int
+) -> None:
     assert rank_pool(world)(fails_late) == [[True, False, True]] * world
 
 
 def goes_on(rank: int) -> float:
-    """Seconds until a rank has its group, where the other one is late with the last step of making it."""
+    """Seconds until a rank has its group, where the other one is late with the last step of making
+    it.
+    """
     make = group_module.make_communicator
 
-    def late(ranks: tuple[int, ...], backend: str, timeout: timedelta, purpose: str) -> dist.ProcessGroup:
+    def late(
+        ranks: tuple[int, ...], backend: str, timeout: timedelta, purpose: str
+    ) -> dist.ProcessGroup:
         made = make(ranks, backend, timeout, purpose)
         if rank == 1 and purpose == "distca-control":
             time.sleep(0.5)
@@ -338,8 +400,12 @@ def goes_on(rank: int) -> float:
     return time.monotonic() - started
 
 
-def test_no_rank_goes_on_before_all_have_made_the_group(rank_pool: Callable[[int], RankPool]) -> None:
-    """One that did, and failed at once, would break its connections while others still connect to it."""
+def test_no_rank_goes_on_before_all_have_made_the_group(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
+    """One that did, and failed at once, would break its connections while others still connect to
+    it.
+    """
     assert min(rank_pool(2)(goes_on)) >= 0.4
 
 
@@ -352,7 +418,9 @@ def nobody_else_asks(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_asks_alone_whether_the_group_stands_says_so(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_rank_that_asks_alone_whether_the_group_stands_says_so(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     message = rank_pool(2)(nobody_else_asks)[0]
     assert "while making the attention group again, and not all came" in message
 
@@ -368,12 +436,18 @@ def test_ranks_wait_as_long_as_their_world_does(rank_pool: Callable[[int], RankP
 
 
 def served_meanwhile(rank: int, port: int) -> float:
-    """Seconds that the store takes for a request while another thread waits for what a rank says that says nothing."""
+    """Seconds that the store takes for a request while another thread waits for what a rank says
+    that says nothing.
+    """
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=True)
-    link: Any = SimpleNamespace(name=lambda: "no gloo", get_group_store=lambda: store, abort=lambda: None)
+    link: Any = SimpleNamespace(
+        name=lambda: "no gloo", get_group_store=lambda: store, abort=lambda: None
+    )
     seconds = 0.0
     if rank == 1:
-        thread = Thread(target=FailureMonitor((0, 1), 1, 3.0, (link,)).gather_text, args=("here",), daemon=True)
+        thread = Thread(
+            target=FailureMonitor((0, 1), 1, 3.0, (link,)).gather_text, args=("here",), daemon=True
+        )
         thread.start()
         time.sleep(0.3)
         started = time.monotonic()

@@ -1,4 +1,6 @@
-"""Plans in half precision: errors against float64 are at most one and a half times those of torch's attention in that dtype."""
+"""Plans in half precision: errors against float64 are at most one and a half times those of torch's
+attention in that dtype.
+"""
 
 from __future__ import annotations
 
@@ -43,21 +45,43 @@ Errors = list[tuple[float, float]]  # of o, dq, dk and dv: sums of squares, of a
 
 
 def errors(
-    rank: int, ranks: Segments, tasks: Tasks, split: list[int] | None, dtype: torch.dtype, window: int | None, bound: int | None
+    rank: int,
+    ranks: Segments,
+    tasks: Tasks,
+    split: list[int] | None,
+    dtype: torch.dtype,
+    window: int | None,
+    bound: int | None,
 ) -> Errors:
-    """Errors over this rank's tokens, if a plan runs forward and backward, in waves if there is a bound of transient bytes."""
-    scores, shape = Scores(DIM**-0.5, window), AttentionShape(HEADS, KEY_HEADS, DIM, DIM, dtype.itemsize)
+    """Errors over this rank's tokens, if a plan runs forward and backward, in waves if there is a
+    bound of transient bytes.
+    """
+    scores, shape = (
+        Scores(DIM**-0.5, window),
+        AttentionShape(HEADS, KEY_HEADS, DIM, DIM, dtype.itemsize),
+    )
     layout = Layout.from_segments(ranks, [0] * len(ranks))
-    layout = layout if split is None else layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
+    layout = (
+        layout if split is None else layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
+    )
     plan = Plan.from_tasks(layout, tasks, window)
     ends = sorted((document, start + length) for row in ranks for document, start, length in row)
-    inputs = {document: document_tensors(document, end, dtype) for document, end in dict(ends).items()}
+    inputs = {
+        document: document_tensors(document, end, dtype) for document, end in dict(ends).items()
+    }
     empty = document_tensors(0, 0, dtype)
-    rows = [torch.cat([empty[i], *(inputs[d][i][a : a + n] for d, a, n in ranks[rank])]) for i in range(4)]
+    rows = [
+        torch.cat([empty[i], *(inputs[d][i][a : a + n] for d, a, n in ranks[rank])])
+        for i in range(4)
+    ]
     leaves = [tensor.requires_grad_() for tensor in rows[:3]]
-    server = AttentionServer(select_kernel("auto", Case(leaves[0].device, dtype, DIM, DIM, scores)), scores, Meter())
+    server = AttentionServer(
+        select_kernel("auto", Case(leaves[0].device, dtype, DIM, DIM, scores)), scores, Meter()
+    )
     route = Route.build(plan, rank, Waves.of(plan, shape, TILE, bound, 1))
-    out = core_attention(Inputs(*leaves), Call(route, AttentionGroup.of(timeout_seconds=60), server))
+    out = core_attention(
+        Inputs(*leaves), Call(route, AttentionGroup.of(timeout_seconds=60), server)
+    )
     out.backward(rows[3])
     found = [out.detach(), *(leaf.grad for leaf in leaves)]
     squares, at = np.zeros((4, 2)), 0
@@ -75,7 +99,9 @@ def slices(random_: random.Random, world: int, ranks: Segments) -> Tasks:
     """Tasks of every document, cut and sent at will."""
     found = []
     for task in whole_tasks(ranks):
-        cuts = sorted({*task[1:3], *(random_.randint(*task[1:3]) for _ in range(random_.choice([0, 1, 2])))})
+        cuts = sorted(
+            {*task[1:3], *(random_.randint(*task[1:3]) for _ in range(random_.choice([0, 1, 2])))}
+        )
         for start, end in itertools.pairwise(cuts):
             server = random_.choice([task.home, random_.randrange(world)])
             found.append(task._replace(start=start, end=end, server=server))
@@ -95,7 +121,9 @@ def plainly(inputs: list[torch.Tensor], scores: Scores) -> list[torch.Tensor]:
     heads_first = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]
     visible = torch.ones(len(q), len(q)).tril().bool()
     visible &= torch.ones(len(q), len(q)).triu(1 - (scores.window or len(q))).bool()
-    out = scaled_dot_product_attention(*heads_first, attn_mask=visible, scale=scores.scale, enable_gqa=True)[0].transpose(0, 1)
+    out = scaled_dot_product_attention(
+        *heads_first, attn_mask=visible, scale=scores.scale, enable_gqa=True
+    )[0].transpose(0, 1)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), do)]
 
 
@@ -111,7 +139,13 @@ def test_random_plans_round_as_torch_does(rank_pool: Callable[[int], RankPool], 
         st.sampled_from([None, None, 10_000]),
         st.booleans(),
     )
-    def check(random_: random.Random, dtype: torch.dtype, window: int | None, bound: int | None, by_heads: bool) -> None:
+    def check(
+        random_: random.Random,
+        dtype: torch.dtype,
+        window: int | None,
+        bound: int | None,
+        by_heads: bool,
+    ) -> None:
         ranks, _, _ = random_case(random_, world)
         ranks[0].append((99, 0, 96))  # errors of a token or two may be none at all
         split, tasks = None, slices(random_, world, ranks)

@@ -1,4 +1,6 @@
-"""Outputs that are kept for a recompute live only where one can come: a model takes no more memory than under sdpa."""
+"""Outputs that are kept for a recompute live only where one can come: a model takes no more memory
+than under sdpa.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def offloading() -> AbstractContextManager[None]:
     return saved_tensors_hooks(Moved, Moved.back)
 
 
-def offloaded_checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
+def offloaded_checkpoint(
+    function: Callable[..., Any], *args: Any, use_reentrant: bool, **kwargs: Any
+) -> Any:
     with offloading():
         return checkpoint(partial(function, **kwargs), *args, use_reentrant=use_reentrant)
 
@@ -67,10 +71,14 @@ def trained_whole(model: LlamaForCausalLM) -> None:
 def offloaded(model: LlamaForCausalLM, *, use_reentrant: bool) -> None:
     model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
     for layer in model.model.layers:
-        layer._gradient_checkpointing_func = partial(offloaded_checkpoint, use_reentrant=use_reentrant)
+        layer._gradient_checkpointing_func = partial(
+            offloaded_checkpoint, use_reentrant=use_reentrant
+        )
 
 
-def live_bytes(implementation: str, switch: Callable[[LlamaForCausalLM], None], moved: bool) -> tuple[int, int, list[float]]:
+def live_bytes(
+    implementation: str, switch: Callable[[LlamaForCausalLM], None], moved: bool
+) -> tuple[int, int, list[float]]:
     """Bytes alive after a forward, the most of them during it, and the norms of the gradients."""
     model = llama(implementation)
     switch(model)
@@ -90,14 +98,20 @@ def live_bytes(implementation: str, switch: Callable[[LlamaForCausalLM], None], 
         [
             pytest.param(all_but_the_last_frozen, False, id="frozen"),
             pytest.param(trained_whole, True, id="offloading hooks"),
-            pytest.param(partial(offloaded, use_reentrant=False), False, id="offloaded checkpoints"),
-            pytest.param(partial(offloaded, use_reentrant=True), False, id="offloaded checkpoints, reentrant"),
+            pytest.param(
+                partial(offloaded, use_reentrant=False), False, id="offloaded checkpoints"
+            ),
+            pytest.param(
+                partial(offloaded, use_reentrant=True), False, id="offloaded checkpoints, reentrant"
+            ),
             pytest.param(trained_whole, False, id="nothing"),
         ],
         5,
     ),
 )
-def test_a_forward_leaves_as_much_as_under_sdpa(switch: Callable[[LlamaForCausalLM], None], moved: bool) -> None:
+def test_a_forward_leaves_as_much_as_under_sdpa(
+    switch: Callable[[LlamaForCausalLM], None], moved: bool
+) -> None:
     hf_distca.configure()
     alive, peak, norms = live_bytes("distca", switch, moved)
     expected_alive, expected_peak, expected_norms = live_bytes("sdpa", switch, moved)

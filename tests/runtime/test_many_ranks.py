@@ -1,8 +1,10 @@
-"""Core attention of 64 and 512 ranks in one process, with real values: plans of the scheduler itself against whole documents.
+"""Core attention of 64 and 512 ranks in one process, with real values: plans of the scheduler
+itself against whole documents.
 
-Each rank is a thread, and messages go through memory. What a rank sends another has to be as long as what that one awaits,
-exchange by exchange, and every rank launches the same exchanges in the same order. Ranks that are threads share an interpreter,
-so this shows nothing of processes that start, die or wait for each other; tests with gloo do.
+Each rank is a thread, and messages go through memory. What a rank sends another has to be as long
+as what that one awaits, exchange by exchange, and every rank launches the same exchanges in the
+same order. Ranks that are threads share an interpreter, so this shows nothing of processes that
+start, die or wait for each other; tests with gloo do.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ TILE, LONG, SECONDS = 16, 1024, 120.0
 class Post:
     """Messages of all ranks by exchange and sender: the bytes, and how many of them go to whom."""
 
-    sent: dict[int, dict[int, tuple[torch.Tensor, Mapping[int, int]]]] = field(default_factory=lambda: defaultdict(dict))
+    sent: dict[int, dict[int, tuple[torch.Tensor, Mapping[int, int]]]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
     names: dict[int, set[str | None]] = field(default_factory=lambda: defaultdict(set))
     arrival: Condition = field(default_factory=Condition)
 
@@ -91,7 +95,9 @@ class Letter:
         post, place = self.mailbox.post, 0
         senders = [rank for rank, size in self.receive_bytes.items() if size]
         with post.arrival:
-            assert post.arrival.wait_for(lambda: all(rank in post.sent[self.number] for rank in senders), SECONDS)
+            assert post.arrival.wait_for(
+                lambda: all(rank in post.sent[self.number] for rank in senders), SECONDS
+            )
         for rank in senders:
             message, send_bytes = post.sent[self.number][rank]
             first = sum(size for to, size in send_bytes.items() if to < self.mailbox.rank)
@@ -114,16 +120,27 @@ class World:
     def rows(self, rank: int, part: int, given: dict[int, list[torch.Tensor]]) -> torch.Tensor:
         """A rank's rows of q, k, v, dO, or of what was computed, of all its documents."""
         segments = slice(self.layout.offsets[rank], self.layout.offsets[rank + 1])
-        columns = (column[segments].tolist() for column in (self.layout.document, self.layout.start, self.layout.end))
-        pieces = [given[number][part][start:end] for number, start, end in zip(*columns, strict=True)]
+        columns = (
+            column[segments].tolist()
+            for column in (self.layout.document, self.layout.start, self.layout.end)
+        )
+        pieces = [
+            given[number][part][start:end] for number, start, end in zip(*columns, strict=True)
+        ]
         return torch.cat([document_tensors(0, 0, torch.float64)[part], *pieces])
 
     def computed(self, rank: int) -> list[torch.Tensor]:
         """o, dq, dk and dv of a rank's tokens."""
         leaves = [self.rows(rank, part, self.documents).requires_grad_() for part in range(3)]
         kernel = select_kernel("auto", Case(leaves[0].device, torch.float64, DIM, DIM, SCORES))
-        group = AttentionGroup(tuple(range(self.layout.world_size)), rank, data=Mailbox(self.post, rank))  # type: ignore[arg-type]
-        call = Call(Route.build(self.plan, rank, self.waves), group, AttentionServer(kernel, SCORES, Meter()))
+        group = AttentionGroup(
+            tuple(range(self.layout.world_size)), rank, data=Mailbox(self.post, rank)
+        )  # type: ignore[arg-type]
+        call = Call(
+            Route.build(self.plan, rank, self.waves),
+            group,
+            AttentionServer(kernel, SCORES, Meter()),
+        )
         out = core_attention(Inputs(*leaves), call)
         out.backward(self.rows(rank, 3, self.documents))
         return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
@@ -141,14 +158,18 @@ def expected(documents: dict[int, list[torch.Tensor]]) -> dict[int, list[torch.T
 
 
 def world_of(ranks: int, way: str) -> World:
-    """Every 32nd rank has one long document, the others short ones; or the same documents are dealt over ranks."""
+    """Every 32nd rank has one long document, the others short ones; or the same documents are dealt
+    over ranks.
+    """
     lengths = [[LONG] if rank % 32 == 0 else [40, 17, 7] for rank in range(ranks)]
     layout = Layout.from_lengths(lengths)
     cost = replace(CostModel.of_pairs(SHAPE), tile=TILE, exchange_bytes_per_second=1e11)
     if way == "dealt":
         flat = np.array([length for row in lengths for length in row])
         layout = deal(flat, ranks, layout.query_tokens.tolist(), cost)
-    plan = balance(layout, cost, DistCAConfig(tile=TILE, head_groups=KEY_HEADS if way == "head groups" else 1))
+    plan = balance(
+        layout, cost, DistCAConfig(tile=TILE, head_groups=KEY_HEADS if way == "head groups" else 1)
+    )
     waves = None
     if way == "waves":
         plan = replace(plan, relays=None)
@@ -158,7 +179,10 @@ def world_of(ranks: int, way: str) -> World:
     assert (plan.layout.groups > 1) == (way == "head groups")
     sizes = np.zeros(int(layout.documents.max()) + 1, dtype=np.int64)
     np.maximum.at(sizes, layout.document, layout.end)
-    documents = {int(number): document_tensors(int(number), int(sizes[number]), torch.float64) for number in layout.documents}
+    documents = {
+        int(number): document_tensors(int(number), int(sizes[number]), torch.float64)
+        for number in layout.documents
+    }
     return World(layout, plan, waves, documents)
 
 
@@ -185,4 +209,6 @@ def test_plans_of_many_ranks_are_exact(ranks: int, way: str) -> None:
     for rank, (o_THV, *grads) in enumerate(found):
         for part, tensor in enumerate((*grads, o_THV)):
             assert float((tensor - world.rows(rank, part, whole)).abs().sum()) < 1e-9, (rank, part)
-    assert {len(names) for names in world.post.names.values()} == {1}, "every rank launches the same exchanges"
+    assert {len(names) for names in world.post.names.values()} == {1}, (
+        "every rank launches the same exchanges"
+    )

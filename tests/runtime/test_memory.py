@@ -1,4 +1,6 @@
-"""What lives when: kept for backward, transient within a call, and left behind by calls that end early. Bytes are counted."""
+"""What lives when: kept for backward, transient within a call, and left behind by calls that end
+early. Bytes are counted.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +55,13 @@ class Call:
     def __init__(self, plan: Plan, rank: int, dtype: torch.dtype, bound: int | None) -> None:
         self.live, self.meter = LiveBytes(), Meter()
         scores = Scores(DIM**-0.5, plan.window)
-        self.kernel = OutsideKernel(select_kernel("auto", Case(torch.device("cpu"), dtype, DIM, DIM, scores)), self.live)
+        self.kernel = OutsideKernel(
+            select_kernel("auto", Case(torch.device("cpu"), dtype, DIM, DIM, scores)), self.live
+        )
         self.waves = Waves.of(plan, shape_of(dtype), 16, bound)
         group = AttentionGroup.of(timeout_seconds=60)
-        if group.data is not None:  # a place of its own: calls that ended early have left messages in the others
+        # A place of its own: calls that ended early have left messages in the others.
+        if group.data is not None:
             group = replace(group, data=group.data.at(f"call {next(_CALLS)}", 2 * self.waves.count))
         self.arguments = {
             "route": Route.build(plan, rank, self.waves),
@@ -66,7 +71,9 @@ class Call:
         rows, context = int(plan.layout.query_tokens[rank]), int(plan.layout.context_tokens[rank])
         generator = torch.Generator().manual_seed(rank)
         shapes = [(rows, HEADS, DIM), *[(context + rows, KEY_HEADS, DIM)] * 2, (rows, HEADS, DIM)]
-        *self.leaves, self.do = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
+        *self.leaves, self.do = (
+            torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes
+        )
         for leaf in self.leaves:
             leaf.requires_grad_()
 
@@ -104,11 +111,15 @@ def measure(rank: int, plan: Plan, dtype: torch.dtype, bound: int | None) -> dic
 
 def balanced(lengths: list[list[int]], bound: int | None = None) -> Plan:
     config = DistCAConfig(tile=16, max_transient_bytes=bound)
-    return balance(Layout.from_lengths(lengths), CostModel.of_pairs(shape_of(torch.float32)), config)
+    return balance(
+        Layout.from_lengths(lengths), CostModel.of_pairs(shape_of(torch.float32)), config
+    )
 
 
 @pytest.mark.parametrize("world", in_turn([2, 4], 2))
-def test_kept_memory_is_balanced_and_the_rest_bounded(rank_pool: Callable[[int], RankPool], world: int) -> None:
+def test_kept_memory_is_balanced_and_the_rest_bounded(
+    rank_pool: Callable[[int], RankPool], world: int
+) -> None:
     """What is kept is as balanced as tokens and the rest is bounded."""
     pool = rank_pool(world)
     local = pool(measure, Plan.local(Layout.from_lengths(SKEWED[world])), torch.float32, None)
@@ -128,17 +139,25 @@ def test_kept_memory_is_balanced_and_the_rest_bounded(rank_pool: Callable[[int],
 
 
 @pytest.mark.parametrize("dtype", in_turn([torch.float32, torch.bfloat16], 2), ids=str)
-def test_no_plan_takes_more_than_its_waves_say(rank_pool: Callable[[int], RankPool], dtype: torch.dtype) -> None:
+def test_no_plan_takes_more_than_its_waves_say(
+    rank_pool: Callable[[int], RankPool], dtype: torch.dtype
+) -> None:
     pool = rank_pool(3)
 
     @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(st.randoms(use_true_random=False), st.sampled_from([None, None, 9, 40]), st.sampled_from([5_000, 10_000, 10**9]))
+    @given(
+        st.randoms(use_true_random=False),
+        st.sampled_from([None, None, 9, 40]),
+        st.sampled_from([5_000, 10_000, 10**9]),
+    )
     def check(random_: Any, window: int | None, bound: int) -> None:
         ranks, context, tasks = random_case(random_, 3)
         plan = Plan.from_tasks(Layout.from_segments(ranks, context), tasks, window)
         for result in pool(measure, plan, dtype, bound):
             # Sections of messages are padded to 16 bytes.
-            assert not plan.moved or result["transient"] <= result["estimate"] + 12 * 16 * 3 + SMALL, (
+            assert (
+                not plan.moved or result["transient"] <= result["estimate"] + 12 * 16 * 3 + SMALL
+            ), (
                 ranks,
                 context,
                 tasks,
@@ -148,7 +167,9 @@ def test_no_plan_takes_more_than_its_waves_say(rank_pool: Callable[[int], RankPo
     check()
 
 
-def test_many_slices_of_a_document_take_one_copy_of_its_prefix(rank_pool: Callable[[int], RankPool]) -> None:
+def test_many_slices_of_a_document_take_one_copy_of_its_prefix(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     layout = Layout.from_lengths([[640], [640]])
     cuts = range(0, 641, 64)
     alternating = [CATask(0, a, a + 64, 0, 1 if a % 128 else 0) for a in cuts[:-1]]
@@ -159,21 +180,32 @@ def test_many_slices_of_a_document_take_one_copy_of_its_prefix(rank_pool: Callab
         results.append(rank_pool(2)(measure, plan, torch.float32, None))
     for many, one in zip(*results, strict=True):
         assert many["sent"] == one["sent"]
-        assert many["transient"] <= one["transient"] + 320 * HEADS * DIM * 4  # rows that do not lie in one run are copied
+        # Rows that do not lie in one run are copied.
+        assert many["transient"] <= one["transient"] + 320 * HEADS * DIM * 4
 
 
 def bfloat16_sums(rank: int, plan: Plan) -> float:
     """Largest error of dk and dv over the largest of them."""
     rounded, exact = Call(plan, rank, torch.bfloat16, None), Call(plan, rank, torch.float64, None)
     with torch.no_grad():
-        for leaf, source in zip([*exact.leaves, exact.do], [*rounded.leaves, rounded.do], strict=True):
+        for leaf, source in zip(
+            [*exact.leaves, exact.do], [*rounded.leaves, rounded.do], strict=True
+        ):
             leaf.copy_(source)
     pairs = zip(rounded.grads(rounded.forward())[1:], exact.grads(exact.forward())[1:], strict=True)
-    return max((((got.double() - want).norm() / want.norm()).item() for got, want in pairs if want.numel()), default=0.0)
+    return max(
+        (
+            ((got.double() - want).norm() / want.norm()).item()
+            for got, want in pairs
+            if want.numel()
+        ),
+        default=0.0,
+    )
 
 
 def test_gradients_of_copies_are_summed_in_float32(rank_pool: Callable[[int], RankPool]) -> None:
-    # Each slice on another rank than the one before: every key has a copy on all ranks, in several waves' worth of slices.
+    # Each slice on another rank than the one before: every key has a copy on all ranks, in several
+    # waves' worth of slices.
     tasks = [CATask(0, a, a + 32, 0, (a // 32) % 4) for a in range(0, 1024, 32)]
     layout = Layout.from_lengths([[1024], [], [], []])
     error = rank_pool(4)(bfloat16_sums, Plan.from_tasks(layout, tasks))
@@ -197,7 +229,9 @@ def leaks(rank: int, plan: Plan, bound: int | None) -> None:
             for got, want in zip(grads, expected, strict=True):
                 torch.testing.assert_close(got, want)
             del got, grads
-            assert call.live.settle(kept + SMALL) <= kept + SMALL, "backward leaves nothing beside the graph"
+            assert call.live.settle(kept + SMALL) <= kept + SMALL, (
+                "backward leaves nothing beside the graph"
+            )
 
 
 class Broken:
@@ -229,7 +263,9 @@ def failures(rank: int, plan: Plan, bound: int | None) -> int:
     calls = call.waves.count + 1  # of the kernel, in each direction: local tasks and each wave
     with call.live:
         for number in range(1, 2 * calls + 1):
-            call.arguments["server"] = AttentionServer(Broken(call.kernel, number), server.scores, Meter())
+            call.arguments["server"] = AttentionServer(
+                Broken(call.kernel, number), server.scores, Meter()
+            )
             out, before = None, 0
             try:
                 out = call.forward()
@@ -249,7 +285,9 @@ def failures(rank: int, plan: Plan, bound: int | None) -> int:
     return calls
 
 
-@pytest.mark.parametrize("bound", [pytest.param(None, marks=pytest.mark.slow), 60_000], ids=["one wave", "waves"])
+@pytest.mark.parametrize(
+    "bound", [pytest.param(None, marks=pytest.mark.slow), 60_000], ids=["one wave", "waves"]
+)
 @pytest.mark.parametrize("function", [leaks, pytest.param(failures, marks=pytest.mark.slow)])
 def test_calls_that_end_early_leave_nothing(
     rank_pool: Callable[[int], RankPool], function: Callable[..., Any], bound: int | None

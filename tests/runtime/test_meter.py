@@ -82,8 +82,12 @@ def test_events_do_not_pile_up_where_nobody_reads(device: Device) -> None:
     assert whole.seconds == 200 * 8 * 0.5
 
 
-def test_events_are_bounded_where_the_device_does_not_keep_up(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host waits for the oldest call alone, with the device busy for all others; no second is lost."""
+def test_events_are_bounded_where_the_device_does_not_keep_up(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits for the oldest call alone, with the device busy for all others; no second is
+    lost.
+    """
     monkeypatch.setattr(meters, "_MOST_RUNNING", 10)
     whole = Meter()
     run(Meter(whole), device, *[0.5] * 100)
@@ -102,7 +106,12 @@ def test_exchanges_are_timed_beside_kernels(device: Device) -> None:
     run(part, device, 2.0)
     assert (part.exchange_seconds, part.is_finished) == (0.0, False)
     device.finish()
-    assert (part.exchange_seconds, part.seconds, whole.exchange_seconds, whole.seconds) == (3.0, 2.0, 3.0, 2.0)
+    assert (part.exchange_seconds, part.seconds, whole.exchange_seconds, whole.seconds) == (
+        3.0,
+        2.0,
+        3.0,
+        2.0,
+    )
     assert part.is_finished
     assert device.waits == []
 

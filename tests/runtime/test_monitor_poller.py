@@ -43,7 +43,9 @@ class NcclLink:
 
 
 def watches(ranks: int) -> tuple[list[FailureMonitor], list[NcclLink]]:
-    store = dist.PrefixStore("a group", dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    store = dist.PrefixStore(
+        "a group", dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    )
     links = [NcclLink(store) for _ in range(ranks)]
     every = tuple(range(ranks))
     return [FailureMonitor(every, rank, 1.0, (link,)) for rank, link in enumerate(links)], links  # type: ignore[arg-type]
@@ -54,15 +56,17 @@ def raises(monitor: FailureMonitor) -> None:
         raise MemoryError("no room")
 
 
-def test_first_word_is_shown_once_and_wakes_waiters_over_nccl(capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_word_is_shown_once_and_wakes_waiters_over_nccl(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The first word is shown once and wakes who waits over NCCL."""
     (first, second, third), links = watches(3)
     assert [monitor.poll() for monitor in (first, second, third)] == [True] * 3
     raises(second)
     assert [monitor.poll() for monitor in (first, second, third)] == [False] * 3
     line = (
-        "hf_distca: rank 1 has left the attention group of ranks (0, 1, 2): it raised MemoryError while computing layer 3 of "
-        "micro-batch 7: no room\n"
+        "hf_distca: rank 1 has left the attention group of ranks (0, 1, 2): it raised MemoryError"
+        " while computing layer 3 of micro-batch 7: no room\n"
     )
     assert capsys.readouterr().err == 2 * line
     assert [link.aborted for link in links] == [1, 1, 1]
@@ -85,7 +89,9 @@ def test_a_word_goes_before_a_farewell(capsys: pytest.CaptureFixture[str]) -> No
     assert "rank 1 has left" in capsys.readouterr().err
 
 
-def test_failure_found_by_a_thread_is_shown_and_wakes_its_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_found_by_a_thread_is_shown_and_wakes_its_rank(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """What is found behind the back of a rank is shown and wakes it."""
     (first, _), links = watches(2)
     first.abort_with(DistCADesyncError("ranks have different numbers of plans"))
@@ -102,15 +108,20 @@ class Lost:
         raise RuntimeError("Connection closed by peer\nand more")
 
 
-def test_ranks_absent_from_a_rendezvous_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_absent_from_a_rendezvous_are_named_at_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Ranks that do not come to a meeting are told of at once over NCCL."""
     (first, _), links = watches(2)
-    meeting = Rendezvous(torch.zeros(2, 1, dtype=torch.int64), Lost(), lambda rows: None, first, "comparing shares")  # type: ignore[arg-type]
+    meeting = Rendezvous(
+        torch.zeros(2, 1, dtype=torch.int64), Lost(), lambda rows: None, first, "comparing shares"
+    )  # type: ignore[arg-type]
     wait_until(lambda: links[0].aborted)
     with pytest.raises(DistCADesyncError, match="while comparing shares, and not all came"):
         meeting.wait()
     assert (
-        "hf_distca: not all of ranks (0, 1) came while comparing shares (Connection closed by peer)\n" in capsys.readouterr().err
+        "hf_distca: not all of ranks (0, 1) came while comparing shares (Connection closed by"
+        " peer)\n" in capsys.readouterr().err
     )
 
 
@@ -142,9 +153,10 @@ def test_a_rank_that_waits_elsewhere_shows_why_others_left() -> None:
         try:
             shown = folder / "stderr of rank 0"
             wait_until(lambda: shown.exists() and "hf_distca: " in shown.read_text())
-            assert shown.read_text() == (
-                "hf_distca: rank 1 has left the attention group of ranks (0, 1): it raised ZeroDivisionError while computing "
-                "layer 0 of micro-batch 1: 1 / 0\n"
+            assert (
+                shown.read_text()
+                == "hf_distca: rank 1 has left the attention group of ranks (0, 1): it raised"
+                " ZeroDivisionError while computing layer 0 of micro-batch 1: 1 / 0\n"
             )
             assert processes[1].is_alive(), "shown at once, not when the other process has ended"
         finally:

@@ -1,8 +1,10 @@
-"""That no layer makes the host wait: nothing between q, k, v and their gradients reads a tensor, on any way that rows can take.
+"""That no layer makes the host wait: nothing between q, k, v and their gradients reads a tensor, on
+any way that rows can take.
 
-The mode is around `core_attention` and its backward: packing, both exchanges, the server with its pools, the kernel's own host
-code, sums of gradients. Plans and routes were made before, once for all layers. What is inside the operation of a kernel is the
-device's, and so is not looked at; tests of kernels on a GPU are in tests/kernels/test_cuda_kernels.py.
+The mode is around `core_attention` and its backward: packing, both exchanges, the server with its
+pools, the kernel's own host code, sums of gradients. Plans and routes were made before, once for
+all layers. What is inside the operation of a kernel is the device's, and so is not looked at; tests
+of kernels on a GPU are in tests/kernels/test_cuda_kernels.py.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Op:
 
     def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
         q_THD = pools.q_THD
-        return Outputs(torch.zeros_like(q_THD), q_THD.new_zeros(q_THD.shape[:2], dtype=torch.float32))
+        return Outputs(
+            torch.zeros_like(q_THD), q_THD.new_zeros(q_THD.shape[:2], dtype=torch.float32)
+        )
 
     def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
         return Grads(*map(torch.zeros_like, pools.operands))
@@ -69,7 +73,8 @@ def kernel_of(name: str, scores: Scores) -> Kernel:
     )
 
 
-# Rows of (document, start, length) by rank; tokens of context; tasks of (document, start, end, home, server).
+# Rows of (document, start, length) by rank; tokens of context; tasks of (document, start, end,
+# home, server).
 WHOLE = [[(0, 0, 64)], [(1, 0, 20), (2, 0, 12)]]
 MOVED = [(0, 0, 32, 0, 0), (0, 32, 48, 0, 1), (0, 48, 64, 0, 1), (1, 0, 20, 1, 1), (2, 0, 12, 1, 0)]
 LAYOUTS: dict[str, tuple[Any, list[int], Any]] = {
@@ -90,27 +95,56 @@ LAYOUTS: dict[str, tuple[Any, list[int], Any]] = {
 
 
 def layer(
-    rank: int, layout: str, name: str, scores: Scores, *, bound: int | None, reentrant: bool | None, traced: bool
+    rank: int,
+    layout: str,
+    name: str,
+    scores: Scores,
+    *,
+    bound: int | None,
+    reentrant: bool | None,
+    traced: bool,
 ) -> tuple[int, int]:
-    """A layer forward and backward with everything that reads forbidden. Returns operations and exchanges."""
+    """A layer forward and backward with everything that reads forbidden. Returns operations and
+    exchanges.
+    """
     rows, context, tasks = LAYOUTS[layout]
-    plan = Plan.from_tasks(Layout.from_segments(rows, context), [CATask(*task) for task in tasks], scores.window)
+    plan = Plan.from_tasks(
+        Layout.from_segments(rows, context), [CATask(*task) for task in tasks], scores.window
+    )
     route = Route.build(plan, rank, Waves.of(plan, SHAPE, 8, bound))
-    group, meter, module, store = AttentionGroup.of(timeout_seconds=60), Meter(), torch.nn.Identity(), OutputStore()
-    server = AttentionServer(kernel_of(name, scores), scores, Trace().meter(meter, 0, 1) if traced else meter)
+    group, meter, module, store = (
+        AttentionGroup.of(timeout_seconds=60),
+        Meter(),
+        torch.nn.Identity(),
+        OutputStore(),
+    )
+    server = AttentionServer(
+        kernel_of(name, scores), scores, Trace().meter(meter, 0, 1) if traced else meter
+    )
     keys = sum(length for *_, length in rows[rank])
     before = sum(length for *_, length in rows[rank][: context[rank]])
     q = torch.randn(keys - before, HEADS, DIM, requires_grad=True)
     k, v = (torch.randn(keys - before, KEY_HEADS, DIM, requires_grad=True) for _ in range(2))
     sink = torch.zeros(HEADS, requires_grad=True)
-    given = tuple(torch.randn(before, KEY_HEADS, DIM, requires_grad=True) for _ in range(2)) if before else ()
+    given = (
+        tuple(torch.randn(before, KEY_HEADS, DIM, requires_grad=True) for _ in range(2))
+        if before
+        else ()
+    )
 
     def attend(*leaves: torch.Tensor) -> torch.Tensor:
         inputs = Inputs(*leaves, sink, *given)
-        return core_attention(inputs, Call(route, group, server, None if reentrant is None else store.of(module, inputs)))
+        return core_attention(
+            inputs,
+            Call(route, group, server, None if reentrant is None else store.of(module, inputs)),
+        )
 
     with NoHostSyncs() as mode:
-        out = attend(q, k, v) if reentrant is None else checkpoint(attend, q, k, v, use_reentrant=reentrant)
+        out = (
+            attend(q, k, v)
+            if reentrant is None
+            else checkpoint(attend, q, k, v, use_reentrant=reentrant)
+        )
         out.backward(torch.ones_like(out))
     return mode.operations, meter.dispatches + meter.returns
 
@@ -132,9 +166,21 @@ def every_case(rank: int) -> list[tuple[int, int]]:
     results = []
     for traced, (layout, name, scores, bound, reentrant) in enumerate(CASES):
         try:
-            results.append(layer(rank, layout, name, scores, bound=bound, reentrant=reentrant, traced=bool(traced % 2)))
+            results.append(
+                layer(
+                    rank,
+                    layout,
+                    name,
+                    scores,
+                    bound=bound,
+                    reentrant=reentrant,
+                    traced=bool(traced % 2),
+                )
+            )
         except Exception as error:
-            raise AssertionError(f"{layout}, {name}, {scores}, {bound}, {reentrant}: {error}") from error
+            raise AssertionError(
+                f"{layout}, {name}, {scores}, {bound}, {reentrant}: {error}"
+            ) from error
     return results
 
 
@@ -149,14 +195,18 @@ def test_no_layer_reads_a_tensor(rank_pool: Callable[[int], RankPool]) -> None:
 
 def caught(rank: int) -> str:
     try:
-        layer(rank, "nothing moved", "reading", Scores(0.25), bound=None, reentrant=None, traced=False)
+        layer(
+            rank, "nothing moved", "reading", Scores(0.25), bound=None, reentrant=None, traced=False
+        )
     except HostSyncError as error:
         return str(error)
     return ""
 
 
 def test_a_kernel_that_reads_is_found(rank_pool: Callable[[int], RankPool]) -> None:
-    assert rank_pool(2)(caught) == ["aten._local_scalar_dense.default reads a tensor on the host"] * 2
+    assert (
+        rank_pool(2)(caught) == ["aten._local_scalar_dense.default reads a tensor on the host"] * 2
+    )
 
 
 def x() -> torch.Tensor:
@@ -255,7 +305,12 @@ def test_host_tensors_may_be_read_where_device_tensors_are_named() -> None:
     with NoHostSyncs(of=[device]):
         assert host.sum().item() == 15
         assert host.tolist() == list(range(6))
-        views = device.view(2, 3)[1], (device + host).exp(), torch.cat([host, device]), host.clone().copy_(device)
+        views = (
+            device.view(2, 3)[1],
+            (device + host).exp(),
+            torch.cat([host, device]),
+            host.clone().copy_(device),
+        )
         for computed in views:
             with pytest.raises(HostSyncError):
                 computed.sum().item()

@@ -1,4 +1,6 @@
-"""Nodes are found, from what launchers set and from host names, and found to be the same on all ranks."""
+"""Nodes are found, from what launchers set and from host names, and found to be the same on all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def found(rank: int, nodes: list[int], members: tuple[int, ...]) -> tuple[int | 
         with patch.dict(os.environ, GROUP_RANK=str(nodes[rank]), LOCAL_WORLD_SIZE="2"):
             if rank not in members:
                 return None, []
-            return AttentionGroup.create(Members(members, "gloo"), timeout_seconds=30).per_node, said
+            return AttentionGroup.create(
+                Members(members, "gloo"), timeout_seconds=30
+            ).per_node, said
     finally:
         log.removeHandler(handler)
 
@@ -85,12 +89,17 @@ def test_ranks_of_a_group_find_their_nodes(
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 0, 1], [0, 1, 0, 1]], ids=["uneven", "interleaved"])
-def test_other_orders_of_nodes_are_one_level_which_is_said_once(rank_pool: Callable[[int], RankPool], nodes: list[int]) -> None:
+def test_other_orders_of_nodes_are_one_level_which_is_said_once(
+    rank_pool: Callable[[int], RankPool], nodes: list[int]
+) -> None:
     (first, said), *others = rank_pool(4)(found, nodes, (0, 1, 2, 3))
     assert first is None
     assert others == [(None, [])] * 3
     assert len(said) == 1
-    assert "4 ranks share attention on 2 nodes, not equally many on each or not one node after another" in said[0]
+    assert (
+        "4 ranks share attention on 2 nodes, not equally many on each or not one node after another"
+        in said[0]
+    )
 
 
 def in_parts(rank: int, size: int) -> tuple[tuple[int, ...], int]:
@@ -100,10 +109,15 @@ def in_parts(rank: int, size: int) -> tuple[tuple[int, ...], int]:
 
 
 @pytest.mark.parametrize(
-    ("size", "expected"), [(1, [(0,), (1,), (2,), (3,)]), (2, [(0, 1)] * 2 + [(2, 3)] * 2), (4, [(0, 1, 2, 3)] * 4)]
+    ("size", "expected"),
+    [(1, [(0,), (1,), (2,), (3,)]), (2, [(0, 1)] * 2 + [(2, 3)] * 2), (4, [(0, 1, 2, 3)] * 4)],
 )
-def test_ranks_are_cut_into_groups(rank_pool: Callable[[int], RankPool], size: int, expected: list[tuple[int, ...]]) -> None:
-    assert rank_pool(4)(in_parts, size) == [(ranks, ranks.index(rank)) for rank, ranks in enumerate(expected)]
+def test_ranks_are_cut_into_groups(
+    rank_pool: Callable[[int], RankPool], size: int, expected: list[tuple[int, ...]]
+) -> None:
+    assert rank_pool(4)(in_parts, size) == [
+        (ranks, ranks.index(rank)) for rank, ranks in enumerate(expected)
+    ]
 
 
 def refused(rank: int) -> str:
@@ -113,11 +127,14 @@ def refused(rank: int) -> str:
 
 
 def test_groups_are_equally_large(rank_pool: Callable[[int], RankPool]) -> None:
-    assert all("group_size=3 does not divide the 4 ranks" in message for message in rank_pool(4)(refused))
+    assert all(
+        "group_size=3 does not divide the 4 ranks" in message for message in rank_pool(4)(refused)
+    )
 
 
 @pytest.mark.parametrize(
-    ("launched", "ranks", "expected"), [("8", 64, 8), ("8", 4, 4), ("8", 12, None), ("2", 2, 2), (None, 8, None), ("x", 8, None)]
+    ("launched", "ranks", "expected"),
+    [("8", 64, 8), ("8", 4, 4), ("8", 12, None), ("2", 2, 2), (None, 8, None), ("x", 8, None)],
 )
 def test_what_a_launcher_says_of_nodes(
     monkeypatch: pytest.MonkeyPatch, launched: str | None, ranks: int, expected: int | None

@@ -33,7 +33,8 @@ class Copies(TorchDispatchMode):
         (torch.float32, 3, 1, torch.int32),
         (torch.bfloat16, 3, 0, torch.int16),
         (torch.uint8, 5, 1, torch.uint8),
-        (torch.float64, 1, 0, torch.int64),  # a row of one word, which a reshape would leave where it lies
+        # A row of one word, which a reshape would leave where it lies.
+        (torch.float64, 1, 0, torch.int64),
     ],
     ids=str,
 )

@@ -12,7 +12,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import forks
-from hf_distca.runtime.pingpong import find_checkpointed_parts, run_nano_batches, yield_to_other_nano_batch
+from hf_distca.runtime.pingpong import (
+    find_checkpointed_parts,
+    run_nano_batches,
+    yield_to_other_nano_batch,
+)
 
 VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
 
@@ -30,9 +34,17 @@ def walker(name: str, steps: int, seen: list[str]) -> Callable[[], str]:
 @pytest.mark.parametrize(("first", "second"), [(0, 0), (2, 2), (3, 1), (1, 3)])
 def test_halves_take_turns(first: int, second: int) -> None:
     seen: list[str] = []
-    assert run_nano_batches(walker("a", first, seen), walker("b", second, seen), "cpu") == ("a", "b")
+    assert run_nano_batches(walker("a", first, seen), walker("b", second, seen), "cpu") == (
+        "a",
+        "b",
+    )
     turns = max(first, second)
-    expected = [f"{name}{n}" for n in range(turns) for name, steps in (("a", first), ("b", second)) if n < steps]
+    expected = [
+        f"{name}{n}"
+        for n in range(turns)
+        for name, steps in (("a", first), ("b", second))
+        if n < steps
+    ]
     assert seen == expected
 
 
@@ -54,7 +66,11 @@ def test_each_half_has_its_modes_and_the_callers_context() -> None:
         return [*modes, *seen()]
 
     def seen() -> list[bool]:
-        return [torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()]
+        return [
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_cache_enabled(),
+        ]
 
     expected = ["the caller's", False, True, False, True, False, True]
     assert run_nano_batches(half, half, "cpu") == (expected, expected)
@@ -62,11 +78,15 @@ def test_each_half_has_its_modes_and_the_callers_context() -> None:
 
 
 def test_each_half_has_its_own_hooks_on_saved_tensors() -> None:
-    """As activation checkpointing sets them, nested and around attention; those of the caller are under them all the time."""
+    """As activation checkpointing sets them, nested and around attention; those of the caller are
+    under them all the time.
+    """
     packed: list[str] = []
 
     def hooks(name: str) -> Any:
-        return torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(name) or t, lambda t: t)
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda t: packed.append(name) or t, lambda t: t
+        )
 
     def save() -> None:
         torch.ones((), requires_grad=True).exp()
@@ -144,13 +164,19 @@ def test_halves_may_checkpoint_between_their_turns(reentrant: bool) -> None:
 
 def test_parts_of_a_layer_that_checkpoint() -> None:
     layer = torch.nn.Module()
-    layer.attention, layer.mlp, layer.norm = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    layer.attention, layer.mlp, layer.norm = (
+        torch.nn.Linear(2, 2),
+        torch.nn.Linear(2, 2),
+        torch.nn.Linear(2, 2),
+    )
     assert find_checkpointed_parts(layer) == []
     layer.attention = checkpoint_wrapper(layer.attention)
     by_hooks(layer.mlp)
     assert find_checkpointed_parts(layer) == [layer.attention, layer.mlp]
     assert find_checkpointed_parts(layer.mlp) == []
-    assert find_checkpointed_parts(torch.nn.Sequential(checkpoint_wrapper(layer))[0]._checkpoint_wrapped_module) == [
+    assert find_checkpointed_parts(
+        torch.nn.Sequential(checkpoint_wrapper(layer))[0]._checkpoint_wrapped_module
+    ) == [
         layer.attention,
         layer.mlp,
     ]
@@ -182,7 +208,9 @@ def test_an_error_in_one_half_unwinds_the_other(failing: int) -> None:
 
 
 def fail_beside_a_checkpoint(failing: int, inside: bool) -> None:
-    """One half raises while the other waits where activations are checkpointed, both inside the caller's hooks or not."""
+    """One half raises while the other waits where activations are checkpointed, both inside the
+    caller's hooks or not.
+    """
 
     def attention(x: torch.Tensor) -> torch.Tensor:
         y = x.exp()
@@ -200,19 +228,27 @@ def fail_beside_a_checkpoint(failing: int, inside: bool) -> None:
         return run
 
     packed: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t) if inside else nullcontext():
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t)
+        if inside
+        else nullcontext()
+    ):
         with pytest.raises(ZeroDivisionError):
             run_nano_batches(half(0), half(1), "cpu")
         before = len(packed)
         torch.ones((), requires_grad=True).exp()
-        assert len(packed) == before + int(inside), "the hooks of the caller are in force again, and no others"
+        assert len(packed) == before + int(inside), (
+            "the hooks of the caller are in force again, and no others"
+        )
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("inside", [False, True])
 def test_an_error_beside_a_checkpoint(failing: int, inside: bool) -> None:
-    """In a process of its own: a context that takes hooks off a stack that is not its own may end the process."""
+    """In a process of its own: a context that takes hooks off a stack that is not its own may end
+    the process.
+    """
     process = forks.start(fail_beside_a_checkpoint, failing, inside)
     process.join(60)
     assert process.exitcode == 0

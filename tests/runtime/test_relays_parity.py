@@ -48,7 +48,17 @@ def test_random_relays_are_exact(rank_pool: Callable[[int], RankPool], world: in
     relayed = 0
     for seed in range(12 if world > 2 else 4):
         ranks, context, tasks, plan = relayed_case(random.Random(seed), world)
-        results = pool(run_plan, ranks, context, tasks, torch.float64, Scores(DIM**-0.5), True, None, plan.relays)
+        results = pool(
+            run_plan,
+            ranks,
+            context,
+            tasks,
+            torch.float64,
+            Scores(DIM**-0.5),
+            True,
+            None,
+            plan.relays,
+        )
         assert max(error for error, *_ in results) < 1e-9, (seed, plan.relays)
         assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, seed
         more = plan.relays is not None
@@ -68,7 +78,18 @@ def test_relays_of_head_groups_are_exact(rank_pool: Callable[[int], RankPool], w
         layout = Layout.from_segments(ranks)
         layout = layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
         relays = some_relays(random_, Plan.from_tasks(layout, tasks))
-        results = pool(run_plan, ranks, [0] * world, tasks, torch.float64, Scores(DIM**-0.5), False, None, relays, split)
+        results = pool(
+            run_plan,
+            ranks,
+            [0] * world,
+            tasks,
+            torch.float64,
+            Scores(DIM**-0.5),
+            False,
+            None,
+            relays,
+            split,
+        )
         assert max(error for error, *_ in results) < 1e-9, (seed, relays)
         relayed += relays is not None
     assert relayed
@@ -76,7 +97,9 @@ def test_relays_of_head_groups_are_exact(rank_pool: Callable[[int], RankPool], w
 
 @settings(max_examples=75, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(2, 6))
-def test_relayed_routes_fit_together_and_send_the_planned_load(random_: random.Random, world: int) -> None:
+def test_relayed_routes_fit_together_and_send_the_planned_load(
+    random_: random.Random, world: int
+) -> None:
     """Routes with relays fit together and send what the load says."""
     *_, plan = relayed_case(random_, world)
     if plan.relays is None:
@@ -94,7 +117,9 @@ def test_relayed_routes_fit_together_and_send_the_planned_load(random_: random.R
     sent_to = np.zeros((world, world), dtype=int)
     np.add.at(sent_to, (whom.source, whom.server), whom.end - whom.start)
     for rank, wave in enumerate(waves):
-        assert sent_to[rank].tolist() == [wave.keys.send.get(r, 0) + wave.passing.keys.send.get(r, 0) for r in range(world)]
+        assert sent_to[rank].tolist() == [
+            wave.keys.send.get(r, 0) + wave.passing.keys.send.get(r, 0) for r in range(world)
+        ]
     plain = PlanLoad(replace(plan, relays=None), COST).key_tokens
     assert received == plain[1].tolist(), "nobody receives more"
 
@@ -102,5 +127,15 @@ def test_relayed_routes_fit_together_and_send_the_planned_load(random_: random.R
 def test_relays_are_exact_without_tags(rank_pool: Callable[[int], RankPool]) -> None:
     for seed in range(6):
         ranks, context, tasks, plan = relayed_case(random.Random(seed), 3)
-        results = rank_pool(3)(run_untagged, ranks, context, tasks, torch.float64, Scores(DIM**-0.5), True, None, plan.relays)
+        results = rank_pool(3)(
+            run_untagged,
+            ranks,
+            context,
+            tasks,
+            torch.float64,
+            Scores(DIM**-0.5),
+            True,
+            None,
+            plan.relays,
+        )
         assert max(error for error, *_ in results) < 1e-9, seed

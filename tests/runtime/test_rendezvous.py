@@ -24,7 +24,9 @@ LATE = 0.5
 
 
 def attend(rank: int) -> tuple[float, bool, list[list[int]], list[list[int]]]:
-    """Seconds until a rank goes on, whether the meeting was over then, the rows, and what was gathered meanwhile."""
+    """Seconds until a rank goes on, whether the meeting was over then, the rows, and what was
+    gathered meanwhile.
+    """
     group = AttentionGroup.create(timeout_seconds=20)
     group.gather(np.zeros(1, dtype=np.int64), doing="beginning together")
     if rank == 1:
@@ -59,7 +61,9 @@ def disagree(rank: int) -> tuple[str, str, float]:
     received, peer = torch.empty(8, dtype=torch.uint8), 1 - rank
     found: list[Any] = []
     with pytest.raises(DistCADesyncError) as caught:
-        group.data.at(f"something of rank {rank}", 1).start(received, received.clone(), {peer: 8}, {peer: 8}).wait()
+        group.data.at(f"something of rank {rank}", 1).start(
+            received, received.clone(), {peer: 8}, {peer: 8}
+        ).wait()
     found.append(str(caught.value))
     with pytest.raises(DistCADesyncError) as caught:
         group.raise_pending()
@@ -76,7 +80,9 @@ def test_a_rank_is_woken_where_it_waits_in_vain(rank_pool: Callable[[int], RankP
 
 
 class NcclData:
-    """A communicator over which nothing arrives; waits for it end when it is aborted, as over NCCL."""
+    """A communicator over which nothing arrives; waits for it end when it is aborted, as over
+    NCCL.
+    """
 
     def __init__(self) -> None:
         self.aborted = Event()
@@ -97,14 +103,18 @@ class NcclData:
 
 
 def disagree_over_nccl(rank: int, host_waits_for_gpu: bool) -> tuple[str, str]:
-    """The error of a rank that waits over NCCL while the ranks turn out to disagree, and what it showed before."""
+    """The error of a rank that waits over NCCL while the ranks turn out to disagree, and what it
+    showed before.
+    """
     group, data, shown = AttentionGroup.create(timeout_seconds=60), NcclData(), StringIO()
     watch = group.monitor
     watch._links = (data, group.control)
     channel = Channel(data, watch, 60).at("layer 3 of micro-batch 7", 2)  # type: ignore[arg-type]
 
     def agree(rows: Sequence[IntArray]) -> None:
-        raise DistCADesyncError(f"rank 0 was in step {int(rows[0][0])}, rank 1 in step {int(rows[1][0])}")
+        raise DistCADesyncError(
+            f"rank 0 was in step {int(rows[0][0])}, rank 1 in step {int(rows[1][0])}"
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stderr", shown)
@@ -122,7 +132,9 @@ def disagree_over_nccl(rank: int, host_waits_for_gpu: bool) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("host_waits_for_gpu", [False, True])
-def test_a_rank_is_woken_over_nccl_and_says_who_was_where(rank_pool: Callable[[int], RankPool], host_waits_for_gpu: bool) -> None:
+def test_a_rank_is_woken_over_nccl_and_says_who_was_where(
+    rank_pool: Callable[[int], RankPool], host_waits_for_gpu: bool
+) -> None:
     for error, shown in rank_pool(2)(disagree_over_nccl, host_waits_for_gpu):
         assert error == "rank 0 was in step 4, rank 1 in step 5"
         assert f"hf_distca: {error}\n" in shown
@@ -152,6 +164,8 @@ def crash_in_a_group(rank: int) -> list[str]:
     return crash(RuntimeError("a bug"), AttentionGroup.create(timeout_seconds=20))
 
 
-def test_crashed_comparison_is_not_reported_as_a_missing_rank(rank_pool: Callable[[int], RankPool]) -> None:
+def test_crashed_comparison_is_not_reported_as_a_missing_rank(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     """A comparison that crashes is not a rank that did not come."""
     assert rank_pool(2)(crash_in_a_group) == [["a bug"] * 2] * 2

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from some_relays import some_relays
-from test_core_attention import DIM, HEADS, KEY_HEADS, TILE, VALUE_DIM, random_case, split_case, whole_tasks
+from test_core_attention import (
+    DIM,
+    HEADS,
+    KEY_HEADS,
+    TILE,
+    VALUE_DIM,
+    random_case,
+    split_case,
+    whole_tasks,
+)
 
 from hf_distca.kernels import TaskBatch
 from hf_distca.runtime import messages as runtime
@@ -33,42 +42,68 @@ def test_what_is_sent_is_received(random_: random.Random, world: int) -> None:
         for a, sender in enumerate(routes):
             assert a not in getattr(sender.waves[0], rows).send, "a rank sends itself nothing"
             for b, receiver in enumerate(routes):
-                assert getattr(sender.waves[0], rows).send.get(b) == getattr(receiver.waves[0], rows).receive.get(a)
+                assert getattr(sender.waves[0], rows).send.get(b) == getattr(
+                    receiver.waves[0], rows
+                ).receive.get(a)
     held = int(plan.layout.query_tokens.sum())
-    assert sum(sum(r.local_tasks.query_length) + sum(r.waves[0].arrived.query_length) for r in routes) == held
+    assert (
+        sum(sum(r.local_tasks.query_length) + sum(r.waves[0].arrived.query_length) for r in routes)
+        == held
+    )
     for wave in (route.waves[0] for route in routes):
         tasks = wave.arrived
         assert all(k >= q >= 1 for q, k in zip(tasks.query_length, tasks.key_length, strict=True))
         assert all(
-            a + n <= sum(piece.rows for piece in wave.pool.pieces) for a, n in zip(tasks.key_start, tasks.key_length, strict=True)
+            a + n <= sum(piece.rows for piece in wave.pool.pieces)
+            for a, n in zip(tasks.key_start, tasks.key_length, strict=True)
         )
 
 
 def test_slices_of_one_document_share_one_copy_of_its_prefix() -> None:
     layout = Layout.from_lengths([[100], []])
-    tasks = [CATask(0, a, b, 0, s) for a, b, s in ((0, 20, 0), (20, 40, 1), (40, 60, 0), (60, 80, 1), (80, 100, 0))]
+    tasks = [
+        CATask(0, a, b, 0, s)
+        for a, b, s in ((0, 20, 0), (20, 40, 1), (40, 60, 0), (60, 80, 1), (80, 100, 0))
+    ]
     wave = Route.build(Plan.from_tasks(layout, tasks), 1).waves[0]
-    assert (sum(piece.rows for piece in wave.pool.pieces), sum(wave.keys.receive.values())) == (80, 80)
+    assert (sum(piece.rows for piece in wave.pool.pieces), sum(wave.keys.receive.values())) == (
+        80,
+        80,
+    )
     assert (wave.arrived.key_start, wave.arrived.key_length) == ((0, 0), (40, 80))
     assert wave.is_single_message, "rows of one source are used as they come"
 
 
 @pytest.mark.parametrize("lengths", [[], [7], [5, 1, 7]])
 @pytest.mark.parametrize("window", [None, 3])
-def test_the_route_alone_is_that_of_the_plan_that_moves_nothing(lengths: list[int], window: int | None) -> None:
-    alone, planned = Route.for_whole_documents(lengths), Route.build(Plan.local(Layout.from_lengths([lengths]), window), 0)
+def test_the_route_alone_is_that_of_the_plan_that_moves_nothing(
+    lengths: list[int], window: int | None
+) -> None:
+    alone, planned = (
+        Route.for_whole_documents(lengths),
+        Route.build(Plan.local(Layout.from_lengths([lengths]), window), 0),
+    )
     columns = ("query_start", "query_length", "key_start", "key_length")
     for column in columns:
-        assert list(getattr(alone.local_tasks, column)) == list(getattr(planned.local_tasks, column))
+        assert list(getattr(alone.local_tasks, column)) == list(
+            getattr(planned.local_tasks, column)
+        )
         assert not getattr(alone.waves[0].arrived, column)
-    assert (alone.exchanges, alone.groups, alone.local_wave) == (planned.exchanges, planned.groups, planned.local_wave)
+    assert (alone.exchanges, alone.groups, alone.local_wave) == (
+        planned.exchanges,
+        planned.groups,
+        planned.local_wave,
+    )
 
 
 def test_neighbouring_tasks_become_one() -> None:
     layout = Layout.from_lengths([[100], []])
     tasks = [CATask(0, 0, 40, 0, 0), CATask(0, 40, 70, 0, 1), CATask(0, 70, 100, 0, 1)]
     route = Route.build(Plan.from_tasks(layout, tasks), 1)
-    assert (route.waves[0].arrived.query_length, route.waves[0].arrived.key_length) == ((60,), (100,))
+    assert (route.waves[0].arrived.query_length, route.waves[0].arrived.key_length) == (
+        (60,),
+        (100,),
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -85,20 +120,33 @@ Rows = npt.NDArray[np.int64]
 
 
 def own_rows(layout: Layout, rank: int, context: bool) -> Rows:
-    """(document, position, head group) of the rows of a rank, of its queries or with `context` of its keys."""
+    """(document, position, head group) of the rows of a rank, of its queries or with `context` of
+    its keys.
+    """
     rows: list[tuple[int, int, int]] = []
     for at, segment in enumerate(layout.list_segments(rank)):
-        document, group = divmod(segment.document, layout.groups + 1) if layout.groups > 1 else (segment.document, 0)
+        document, group = (
+            divmod(segment.document, layout.groups + 1)
+            if layout.groups > 1
+            else (segment.document, 0)
+        )
         if group > 1 or (not context and at < layout.context[rank]):
             continue
-        rows += [(document, p, g) for p in range(segment.start, segment.end) for g in range(layout.groups)]
+        rows += [
+            (document, p, g)
+            for p in range(segment.start, segment.end)
+            for g in range(layout.groups)
+        ]
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
 def exchanged(rows: list[runtime.Rows], own: list[Rows]) -> list[list[Rows]]:
     """What every rank gets of the others, one section for each that sends any."""
     sent = [
-        {to: np.concatenate([cut(own[a], *run[1:]) for run in runs]) for to, runs in one.runs_by_rank.items()}
+        {
+            to: np.concatenate([cut(own[a], *run[1:]) for run in runs])
+            for to, runs in one.runs_by_rank.items()
+        }
         for a, one in enumerate(rows)
     ]
     for rank, one in enumerate(rows):
@@ -111,29 +159,55 @@ def cut(rows: Rows, start: int, count: int, step: int = 1) -> Rows:
 
 
 def pooled(pieces: Iterable[PoolRun], own: Rows, sections: list[Rows]) -> Rows:
-    parts = [cut(own if piece.section is None else sections[piece.section], *piece[1:]) for piece in pieces]
+    parts = [
+        cut(own if piece.section is None else sections[piece.section], *piece[1:])
+        for piece in pieces
+    ]
     return np.concatenate([own[:0], *parts])
 
 
 def check_wave(plan: Plan, waves: list[Wave], queries: list[Rows], keys: list[Rows]) -> list[Rows]:
-    """That every task finds its keys on its server, and every key comes once; the query rows that servers compute."""
-    came, got = exchanged([w.queries for w in waves], queries), exchanged([w.keys for w in waves], keys)
+    """That every task finds its keys on its server, and every key comes once; the query rows that
+    servers compute.
+    """
+    came, got = (
+        exchanged([w.queries for w in waves], queries),
+        exchanged([w.keys for w in waves], keys),
+    )
     if waves[0].passing is not None:
-        passed = [pooled(w.passing.pieces, own, sections) for w, own, sections in zip(waves, keys, got, strict=True)]
+        passed = [
+            pooled(w.passing.pieces, own, sections)
+            for w, own, sections in zip(waves, keys, got, strict=True)
+        ]
         more = exchanged([w.passing.keys for w in waves], passed)
         got = [first + second for first, second in zip(got, more, strict=True)]
     computed = []
     for rank, wave in enumerate(waves):
-        query = np.concatenate([queries[rank][:0], *(cut(queries[rank], *run[1:]) for run in wave.own_queries), *came[rank]])
-        pool = pooled(wave.pool.pieces, keys[rank], got[rank])
-        assert len({tuple(row) for row in pool.tolist()}) == len(pool) == sum(piece.rows for piece in wave.pool.pieces), (
-            "no key comes twice"
+        query = np.concatenate(
+            [
+                queries[rank][:0],
+                *(cut(queries[rank], *run[1:]) for run in wave.own_queries),
+                *came[rank],
+            ]
         )
+        pool = pooled(wave.pool.pieces, keys[rank], got[rank])
+        assert (
+            len({tuple(row) for row in pool.tolist()})
+            == len(pool)
+            == sum(piece.rows for piece in wave.pool.pieces)
+        ), "no key comes twice"
         computed.append(query)
         check_batch(plan, wave.arrived, query, pool)
         back = [pool[run.start : run.start + run.rows] for run in wave.pool.way_back.runs]
-        back += [] if wave.passing is None else [cut(pool, *run[1:3]) for run in wave.passing.way_back.runs]
-        assert np.concatenate([pool[:0], *back]).tolist() == np.concatenate([pool[:0], *got[rank]]).tolist()
+        back += (
+            []
+            if wave.passing is None
+            else [cut(pool, *run[1:3]) for run in wave.passing.way_back.runs]
+        )
+        assert (
+            np.concatenate([pool[:0], *back]).tolist()
+            == np.concatenate([pool[:0], *got[rank]]).tolist()
+        )
         if wave.passing is not None:
             parts = [cut(pool, *run[1:]) for run in wave.passing.rows]
             assert np.concatenate([pool[:0], *parts]).tolist() == passed[rank].tolist()
@@ -141,11 +215,17 @@ def check_wave(plan: Plan, waves: list[Wave], queries: list[Rows], keys: list[Ro
 
 
 def check_batch(plan: Plan, tasks: TaskBatch, query: Rows, pool: Rows) -> None:
-    for q, rows, k, count in zip(tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True):
+    for q, rows, k, count in zip(
+        tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True
+    ):
         (document, last, group), first = query[q + rows - 1], query[q, 1]
-        assert query[q : q + rows].tolist() == [[document, p, group] for p in range(first, last + 1)]
+        assert query[q : q + rows].tolist() == [
+            [document, p, group] for p in range(first, last + 1)
+        ]
         begin = 0 if plan.window is None else max(0, first - plan.window + 1)
-        assert pool[k : k + count].tolist() == [[document, p, group] for p in range(begin, last + 1)]
+        assert pool[k : k + count].tolist() == [
+            [document, p, group] for p in range(begin, last + 1)
+        ]
 
 
 @settings(max_examples=100, deadline=None)
@@ -155,7 +235,9 @@ def check_batch(plan: Plan, tasks: TaskBatch, query: Rows, pool: Rows) -> None:
     st.sampled_from([None, 1, 9, 40, "relays", "relays", "groups", "groups"]),
     st.sampled_from([None, 5_000, 60_000]),
 )
-def test_every_task_finds_its_keys(random_: random.Random, world: int, kind: int | str | None, bound: int | None) -> None:
+def test_every_task_finds_its_keys(
+    random_: random.Random, world: int, kind: int | str | None, bound: int | None
+) -> None:
     """Rows travel as numbers: windows, relays, head groups, waves."""
     ranks, context, tasks = random_case(random_, world)
     layout = Layout.from_segments(ranks, context if kind != "groups" else ())
@@ -168,7 +250,9 @@ def test_every_task_finds_its_keys(random_: random.Random, world: int, kind: int
         waves = Waves(plan.with_relays(some_relays(random_, plan)), waves.number)
     plan, layout = waves.plan, waves.plan.layout
     routes = [Route.build(plan, rank, waves) for rank in range(world)]
-    queries, keys = ([own_rows(layout, rank, context) for rank in range(world)] for context in (False, True))
+    queries, keys = (
+        [own_rows(layout, rank, context) for rank in range(world)] for context in (False, True)
+    )
     computed = [[] for _ in range(world)]
     for each in zip(*(route.waves for route in routes), strict=True):
         for found, rows in zip(computed, check_wave(plan, list(each), queries, keys), strict=True):
@@ -178,12 +262,19 @@ def test_every_task_finds_its_keys(random_: random.Random, world: int, kind: int
             kept = [cut(queries[rank], *run[1:]) for run in route.local_wave.own_queries]
             computed[rank] += np.concatenate(kept).tolist()
             check_batch(
-                plan, route.local_wave.arrived, np.concatenate(kept), pooled(route.local_wave.pool.pieces, keys[rank], [])
+                plan,
+                route.local_wave.arrived,
+                np.concatenate(kept),
+                pooled(route.local_wave.pool.pieces, keys[rank], []),
             )
         for group in range(layout.groups):
             own = queries[rank][group :: layout.groups], keys[rank][group :: layout.groups]
             check_batch(plan, route.local_tasks, *own)
-            for start, rows in zip(route.local_tasks.query_start, route.local_tasks.query_length, strict=True):
+            for start, rows in zip(
+                route.local_tasks.query_start, route.local_tasks.query_length, strict=True
+            ):
                 computed[rank] += own[0][start : start + rows].tolist()
     whole = [row for rows in queries for row in rows.tolist()]
-    assert sorted(row for rows in computed for row in rows) == sorted(whole), "every query is computed once"
+    assert sorted(row for rows in computed for row in rows) == sorted(whole), (
+        "every query is computed once"
+    )

@@ -1,13 +1,19 @@
-"""Gradients are the same to the last bit, whenever messages come, whatever fresh memory holds and however inputs lie.
+"""Gradients are the same to the last bit, whenever messages come, whatever fresh memory holds and
+however inputs lie.
 
-Two layers on random plans, and upstream gradients that are random: the gradient of a sum is one number everywhere, and rows that
-change places are not seen. What each condition finds was tried by changes of the source, each of which makes a test here fail:
+Two layers on random plans, and upstream gradients that are random: the gradient of a sum is one
+number everywhere, and rows that change places are not seen. What each condition finds was tried by
+changes of the source, each of which makes a test here fail:
 
-- late: a wait that is left out (`Transfer.wait` returns at once; `Call.collect` uses what has not come), a buffer that is used
-  again while its message may still travel (`launch` packs into memory of the exchange before).
-- jitter: sums in the order of arrival (`add_rows` takes sections in any order), which three ranks show and two cannot.
-- poisoned: a buffer of which not all is written, or that is summed into without zeros (`KeyRelay.add_copies` with `new_empty`).
-- strided: rows that are taken to lie one after another (`core_attention`, or `_begin_backward`, without `contiguous`).
+- late: a wait that is left out (`Transfer.wait` returns at once; `Call.collect` uses what has not
+  come), a buffer that is used again while its message may still travel (`launch` packs into memory
+  of the exchange before).
+- jitter: sums in the order of arrival (`add_rows` takes sections in any order), which three ranks
+  show and two cannot.
+- poisoned: a buffer of which not all is written, or that is summed into without zeros
+  (`KeyRelay.add_copies` with `new_empty`).
+- strided: rows that are taken to lie one after another (`core_attention`, or `_begin_backward`,
+  without `contiguous`).
 """
 
 from __future__ import annotations
@@ -43,7 +49,15 @@ from hf_distca.schedule.waves import Waves
 from ranks import RankPool
 from turns import in_turn
 
-WAYS = ("plain", "waves", "relays", "head groups", "waves of head groups", "ping-pong", "ping-pong with relays")
+WAYS = (
+    "plain",
+    "waves",
+    "relays",
+    "head groups",
+    "waves of head groups",
+    "ping-pong",
+    "ping-pong with relays",
+)
 SCORES = Scores(DIM**-0.5)
 SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 4)
 WAVE_BYTES = 10_000  # of a wave
@@ -51,7 +65,9 @@ REPEATS = 4
 
 
 def some_plan(random_: random.Random, way: str, world: int) -> tuple[Plan, Waves | None]:
-    """A plan that moves something, without context: with relays, head groups or waves, as the way says."""
+    """A plan that moves something, without context: with relays, head groups or waves, as the way
+    says.
+    """
     while True:
         ranks, context, tasks = random_case(random_, world)
         if any(context):
@@ -65,7 +81,9 @@ def some_plan(random_: random.Random, way: str, world: int) -> tuple[Plan, Waves
         if "relays" in way:
             plan = replace(plan, relays=some_relays(random_, plan))
         elif "waves" in way:
-            waves = Waves.of(plan, SHAPE, TILE, WAVE_BYTES, KEY_HEADS if "head groups" in way else 1)
+            waves = Waves.of(
+                plan, SHAPE, TILE, WAVE_BYTES, KEY_HEADS if "head groups" in way else 1
+            )
         if (
             plan.moved
             and ("relays" not in way or plan.relays is not None)
@@ -84,7 +102,13 @@ class Poisoned(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
+        if func.overloadpacket.__name__ in (
+            "empty",
+            "empty_like",
+            "empty_strided",
+            "new_empty",
+            "new_empty_strided",
+        ):
             if result.numel():
                 result.untyped_storage().fill_(255)
             self.filled += 1
@@ -118,9 +142,11 @@ def jitter(rank: int, repeat: int) -> Iterator[None]:
 
 
 class LateWork:
-    """Messages that are read from the sender, and written at the receiver, as late as can be: when they are waited for.
+    """Messages that are read from the sender, and written at the receiver, as late as can be: when
+    they are waited for.
 
-    Ranks launch and wait in the same order, so each wait finds the other ranks' messages of the same exchange.
+    Ranks launch and wait in the same order, so each wait finds the other ranks' messages of the
+    same exchange.
     """
 
     def __init__(self, exchange: Callable[[], object]) -> None:
@@ -132,16 +158,26 @@ class LateWork:
 
 @contextmanager
 def late() -> Iterator[None]:
-    """Until an exchange is waited for, what it receives is NaN, and what it sends is read afterwards only."""
+    """Until an exchange is waited for, what it receives is NaN, and what it sends is read
+    afterwards only.
+    """
 
     def start(
-        channel: Channel, transfer: Transfer, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
+        channel: Channel,
+        transfer: Transfer,
+        receive_bytes: Mapping[int, int],
+        send_bytes: Mapping[int, int],
     ) -> Iterator[LateWork]:
         group = channel.process_group
-        arriving, leaving = ([sizes.get(rank, 0) for rank in range(group.size())] for sizes in (receive_bytes, send_bytes))
+        arriving, leaving = (
+            [sizes.get(rank, 0) for rank in range(group.size())]
+            for sizes in (receive_bytes, send_bytes)
+        )
         transfer.received.fill_(255)
         received, sent = transfer.received, transfer.sent
-        yield LateWork(lambda: dist.all_to_all_single(received, sent, arriving, leaving, group=group))
+        yield LateWork(
+            lambda: dist.all_to_all_single(received, sent, arriving, leaving, group=group)
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Channel, "is_gloo", property(lambda channel: False))
@@ -160,10 +196,14 @@ class Stack:
     def __init__(self, rank: int, world: int, way: str, seed: int) -> None:
         random_ = random.Random(seed)
         self.rank, self.group = rank, AttentionGroup.of(timeout_seconds=60)
-        self.plans = [some_plan(random_, way, world) for _ in range(1 + way.startswith("ping-pong"))]
+        self.plans = [
+            some_plan(random_, way, world) for _ in range(1 + way.startswith("ping-pong"))
+        ]
         self.seed = seed
 
-    def computed(self, lay_out: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> list[torch.Tensor]:
+    def computed(
+        self, lay_out: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+    ) -> list[torch.Tensor]:
         """Outputs, and gradients of what the layers are given."""
         random_ = torch.Generator().manual_seed(100 * self.seed + self.rank)
         kernel = select_kernel("auto", Case(torch.device("cpu"), torch.float32, DIM, DIM, SCORES))
@@ -191,7 +231,10 @@ class Stack:
             first, second = halves
             outs = list(run_nano_batches(lambda: layers(*first), lambda: layers(*second), "cpu"))
         torch.autograd.backward(outs, upstream)
-        return [*(out.detach() for out in outs), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+        return [
+            *(out.detach() for out in outs),
+            *(leaf.grad for leaf in leaves if leaf.grad is not None),
+        ]
 
 
 def differing(rank: int, world: int, way: str, seeds: range) -> list[str]:
@@ -201,17 +244,30 @@ def differing(rank: int, world: int, way: str, seeds: range) -> list[str]:
         stack = Stack(rank, world, way, seed)
         expected = stack.computed(torch.Tensor.contiguous)
         assert all(bool(x.isfinite().all()) for x in expected)
-        conditions: dict[str, Any] = {f"jitter {repeat}": jitter(rank, repeat) for repeat in range(REPEATS)}
-        conditions |= {"late": late(), "poisoned": poisoned(), "as given": nullcontext(), "strided": nullcontext()}
+        conditions: dict[str, Any] = {
+            f"jitter {repeat}": jitter(rank, repeat) for repeat in range(REPEATS)
+        }
+        conditions |= {
+            "late": late(),
+            "poisoned": poisoned(),
+            "as given": nullcontext(),
+            "strided": nullcontext(),
+        }
         for name, condition in conditions.items():
             with condition:
-                lay_out = {"as given": lambda x: x, "strided": strided}.get(name, torch.Tensor.contiguous)
+                lay_out = {"as given": lambda x: x, "strided": strided}.get(
+                    name, torch.Tensor.contiguous
+                )
                 results = stack.computed(lay_out)
             if not all(itertools.starmap(torch.equal, zip(expected, results, strict=True))):
                 found.append(f"seed {seed}: {name}")
     return found
 
 
-@pytest.mark.parametrize(("world", "way"), in_turn(itertools.product((2, 3), WAYS), 99, [(3, "relays")]))
-def test_gradients_are_the_same_to_the_last_bit(rank_pool: Callable[[int], RankPool], world: int, way: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "way"), in_turn(itertools.product((2, 3), WAYS), 99, [(3, "relays")])
+)
+def test_gradients_are_the_same_to_the_last_bit(
+    rank_pool: Callable[[int], RankPool], world: int, way: str
+) -> None:
     assert rank_pool(world)(differing, world, way, range(3)) == [[]] * world

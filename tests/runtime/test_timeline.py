@@ -24,7 +24,9 @@ def device() -> Iterator[Device]:
 
 
 def recorded(device: Device) -> Trace:
-    """A layer of two halves: server of A, 1 s of its linear layers and 2 s of the next layer's; messages of B behind both."""
+    """A layer of two halves: server of A, 1 s of its linear layers and 2 s of the next layer's;
+    messages of B behind both.
+    """
     trace = Trace()
     first, second = (trace.meter(Meter(), half, half) for half in (1, 2))
 

@@ -1,4 +1,6 @@
-"""Limits of waits, tags of messages, names of communicators and looks at the store, where a rank alone is not what counts."""
+"""Limits of waits, tags of messages, names of communicators and looks at the store, where a rank
+alone is not what counts.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,15 @@ SECONDS = 1.0
 
 
 def exchange_late(rank: int) -> tuple[list[int], bool]:
-    """Rank 0 launches, is busy for longer than ranks wait, and waits then; rank 1 comes a little later."""
+    """Rank 0 launches, is busy for longer than ranks wait, and waits then; rank 1 comes a little
+    later.
+    """
     group = AttentionGroup.create(timeout_seconds=SECONDS)
     assert group.data is not None
-    received, sent = torch.zeros(2, dtype=torch.uint8), torch.full((2,), rank + 1, dtype=torch.uint8)
+    received, sent = (
+        torch.zeros(2, dtype=torch.uint8),
+        torch.full((2,), rank + 1, dtype=torch.uint8),
+    )
     one = {1 - rank: 2}
     if rank:
         time.sleep(1.6 * SECONDS)
@@ -38,19 +45,28 @@ def exchange_late(rank: int) -> tuple[list[int], bool]:
 
 
 def make_again(rank: int) -> int:
-    """A communicator that rank 0 made and rank 1 did not, for it failed there; and then the next one. Who is in that one?"""
+    """A communicator that rank 0 made and rank 1 did not, for it failed there; and then the next
+    one. Who is in that one?
+    """
     tried: list[str] = []
 
     def made(_: Any, __: Any, ___: Any, name: str, ____: Any) -> Any:
         tried.append(name)
-        dist.barrier()  # rank 0 has begun before rank 1 fails: else it would begin with the next name, and fail, too
+        # Rank 0 has begun before rank 1 fails: else it would begin with the next name, and fail,
+        # too.
+        dist.barrier()
         if rank:
             raise RuntimeError("lost connection")
 
     def make() -> dist.ProcessGroup:
-        return members.make_communicator((0, 1), "gloo", timedelta(seconds=3 * SECONDS), "distca-control")
+        return members.make_communicator(
+            (0, 1), "gloo", timedelta(seconds=3 * SECONDS), "distca-control"
+        )
 
-    with patch.object(members, "group_of_members", made), pytest.raises(RuntimeError) if rank else nullcontext():
+    with (
+        patch.object(members, "group_of_members", made),
+        pytest.raises(RuntimeError) if rank else nullcontext(),
+    ):
         make()
     dist.barrier()
     taken = members.names_of_groups()
@@ -61,16 +77,22 @@ def make_again(rank: int) -> int:
     return int(number)
 
 
-def test_a_wait_is_as_long_as_it_may_be_however_late_it_begins(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_wait_is_as_long_as_it_may_be_however_late_it_begins(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     assert rank_pool(2)(exchange_late, timeout=30.0) == [([2, 2], True), ([1, 1], True)]
 
 
-def test_ranks_take_a_new_name_where_some_failed_to_make_a_group(rank_pool: Callable[[int], RankPool]) -> None:
+def test_ranks_take_a_new_name_where_some_failed_to_make_a_group(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     assert rank_pool(2)(make_again, timeout=30.0) == [3, 3]
 
 
 @pytest.mark.parametrize("checksum", [0, 2**31 - 2, 2**31 - 1, 2**32 - 1])
-def test_no_message_has_the_tag_that_breaks_connections(monkeypatch: pytest.MonkeyPatch, checksum: int) -> None:
+def test_no_message_has_the_tag_that_breaks_connections(
+    monkeypatch: pytest.MonkeyPatch, checksum: int
+) -> None:
     tags: list[int] = []
 
     def launch(_: Any, transfer: Any, *__: Any) -> list[Any]:
@@ -85,7 +107,10 @@ def test_no_message_has_the_tag_that_breaks_connections(monkeypatch: pytest.Monk
     assert 0 <= tags[0] < BREAK_TAG
 
 
-@pytest.mark.parametrize(("ranks", "world", "seconds"), [(2, 2, 0.25), (512, 4096, 2.0), (1024, 1024, 0.5), (2, None, 0.25)])
+@pytest.mark.parametrize(
+    ("ranks", "world", "seconds"),
+    [(2, 2, 0.25), (512, 4096, 2.0), (1024, 1024, 0.5), (2, None, 0.25)],
+)
 def test_all_ranks_of_a_world_look_at_one_store(
     monkeypatch: pytest.MonkeyPatch, ranks: int, world: int | None, seconds: float
 ) -> None:

@@ -1,4 +1,6 @@
-"""Random layouts: documents of all lengths, whole, in consecutive parts, or head and tail; some with context. Random plans."""
+"""Random layouts: documents of all lengths, whole, in consecutive parts, or head and tail; some
+with context. Random plans.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ Rows = list[list[tuple[int, int, int]]]
 
 
 def deal(world_size: int, documents: list[tuple[int, int, int, str]]) -> Layout:
-    """Deal (length, first rank, parts, way) rows; the parts of a document go to consecutive ranks."""
+    """Deal (length, first rank, parts, way) rows; the parts of a document go to consecutive
+    ranks.
+    """
     ranks: Rows = [[] for _ in range(world_size)]
     for number, (length, first, parts, way) in enumerate(documents):
         count = 2 * parts if way == "head and tail" else parts
@@ -38,7 +42,9 @@ def layouts(draw: st.DrawFn, *, longest: int = 20_000, ranks: int = 9) -> Layout
     layout = deal(world_size, draw(st.lists(document, max_size=24)))
     if not draw(st.booleans()):
         return layout
-    ranks = [[tuple(segment) for segment in layout.list_segments(rank)] for rank in range(world_size)]
+    ranks = [
+        [tuple(segment) for segment in layout.list_segments(rank)] for rank in range(world_size)
+    ]
     return Layout.from_segments(ranks, [draw(st.integers(0, min(2, len(rank)))) for rank in ranks])
 
 
@@ -52,6 +58,14 @@ def plans(draw: st.DrawFn) -> Plan:
             cuts = draw(st.sets(st.integers(segment.start, segment.end), max_size=3))
             bounds = sorted({segment.start, segment.end} | cuts)
             for start, end in itertools.pairwise(bounds):
-                tasks.append((segment.document, start, end, rank, draw(st.integers(0, layout.world_size - 1))))
+                tasks.append(
+                    (
+                        segment.document,
+                        start,
+                        end,
+                        rank,
+                        draw(st.integers(0, layout.world_size - 1)),
+                    )
+                )
     window = draw(st.one_of(st.none(), st.integers(1, 12), st.integers(1, 80)))
     return Plan.from_tasks(layout, draw(st.permutations(tasks)), window)

@@ -1,4 +1,6 @@
-"""Plans and shares of them do not depend on whether anything is compiled, nor on what was compiled before a change."""
+"""Plans and shares of them do not depend on whether anything is compiled, nor on what was compiled
+before a change.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ import pytest
 
 import hf_distca
 
-# Plans and layouts that pass through every compiled function: windows, bounds, head groups, relays, nodes, speeds, dealing.
+# Plans and layouts that pass through every compiled function: windows, bounds, head groups, relays,
+# nodes, speeds, dealing.
 CODE = """
 import hashlib, json, random, sys
 if sys.argv[1] == "interpreted":
@@ -35,17 +38,18 @@ layout = Layout.from_lengths([[2**17], [2**16, 2**16], [2**15] * 4, *[[4096] * 3
 lengths = [2**18, 2**17, *[40000] * 9, *[3000] * 180, *[517] * 400]
 lengths.append(-sum(lengths) % 16 + 16)
 tokens = sum(lengths) // 16
+windowed = replace(cost, window=16384)
 plans = [
     balance(layout, cost, DistCAConfig()),
     balance(layout, cost, DistCAConfig(ping_pong=True)),
     balance(layout, cost, DistCAConfig(ping_pong=True, head_groups=1)),
     balance(layout, cost, DistCAConfig(max_transient_bytes=2**31)),
-    balance(layout, replace(cost, window=16384), DistCAConfig(ping_pong=True)),
-    balance(layout, replace(cost, window=16384), DistCAConfig(max_transient_bytes=2**30)),
+    balance(layout, windowed, DistCAConfig(ping_pong=True)),
+    balance(layout, windowed, DistCAConfig(max_transient_bytes=2**30)),
     balance(layout, cost, DistCAConfig(), Ranks(per_node=4)),
     balance(layout, cost, DistCAConfig(), Ranks(speeds=(0.5, *[1.0] * 14, 1.5))),
     balance(deal(lengths, 16, tokens, cost), cost, DistCAConfig()),
-    balance(deal(lengths, 16, tokens, replace(cost, window=16384)), replace(cost, window=16384), DistCAConfig()),
+    balance(deal(lengths, 16, tokens, windowed), windowed, DistCAConfig()),
 ]
 # Small layouts of all kinds: interpreted, a row beyond a column is an error, compiled it is not.
 random_ = random.Random(0)
@@ -59,15 +63,23 @@ for _ in range(150):
             at += length
     window = random_.choice((None, None, None, 800))
     config = DistCAConfig(
-        ping_pong=random_.random() < 0.5, min_gain=0.0, tolerance=random_.choice((0.0, 0.05)), tile=random_.choice((1, 128))
+        ping_pong=random_.random() < 0.5,
+        min_gain=0.0,
+        tolerance=random_.choice((0.0, 0.05)),
+        tile=random_.choice((1, 128)),
     )
     per_node = random_.choice([None, *(size for size in (2, 3, 4) if ranks % size == 0)])
     speeds = random_.choice((None, tuple(random_.choice((0.5, 1.0, 1.3)) for _ in range(ranks))))
-    plans.append(balance(Layout.from_segments(rows[:ranks]), replace(cost, window=window), config, Ranks(speeds, per_node)))
+    layout = Layout.from_segments(rows[:ranks])
+    plans.append(balance(layout, replace(cost, window=window), config, Ranks(speeds, per_node)))
 assert sum(plan.relays is not None for plan in plans[-150:]) > 10
 assert sum(plan.layout.groups > 1 for plan in plans[-150:]) > 10
 assert all((plan.home != plan.server).any() for plan in plans[:8])
-shares = [compute_share(Waves(plan, plan.start * 0), rank) for plan in plans for rank in range(plan.layout.world_size)]
+shares = [
+    compute_share(Waves(plan, plan.start * 0), rank)
+    for plan in plans
+    for rank in range(plan.layout.world_size)
+]
 for plan in plans[-60:]:
     waves = Waves.of(plan, shape, 128, 2**27, 4)
     shares += [compute_share(waves, rank) for rank in range(plan.layout.world_size)]
@@ -82,7 +94,13 @@ LONG_AGO = 1_577_836_800
 def digests(how: str) -> list[str]:
     source = Path(hf_distca.__file__).parents[1]
     command = [sys.executable, "-c", CODE, how]
-    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(source)}, capture_output=True, text=True, timeout=240)
+    run = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert run.returncode == 0, run.stderr
     found: list[str] = json.loads(run.stdout)
     return found
@@ -100,7 +118,14 @@ def run_in(folder: Path, code: str, **environment: str) -> subprocess.CompletedP
     """Run Python code in a folder, where numba keeps things as `environment` says."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=folder, env=inherited | environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 # Calls the loop of moves without any ranks, so that it returns what there is in the end.
@@ -117,7 +142,8 @@ group = np.zeros((0, 5)), np.zeros(5), np.zeros(2, np.int64), np.zeros(0), np.ze
 loads = moves.RankLoads(*ranks, *group, 0, seconds, seconds, 0)
 ledger = moves.Ledger(np.zeros((0, 4), np.int64), np.zeros((0, 3), np.int64), rows)
 for _ in range(2):
-    print(moves.make_moves(pieces, moves.MarginalCosts(marginal, marginal), loads, ledger, (rows, 0)))
+    costs = moves.MarginalCosts(marginal, marginal)
+    print(moves.make_moves(pieces, costs, loads, ledger, (rows, 0)))
 """
 
 
@@ -134,7 +160,9 @@ def loop(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_what_was_compiled_of_other_sources_is_not_used(tmp_path: Path, loop: Path, elsewhere: bool) -> None:
+def test_what_was_compiled_of_other_sources_is_not_used(
+    tmp_path: Path, loop: Path, elsewhere: bool
+) -> None:
     """A change of the same size and time counts, as `cp -p` and unpacked archives make it."""
     pytest.importorskip("numba")
     environment = {"NUMBA_CACHE_DIR": str(tmp_path / "kept")} if elsewhere else {}
@@ -149,7 +177,9 @@ def test_what_was_compiled_of_other_sources_is_not_used(tmp_path: Path, loop: Pa
     os.utime(source, (LONG_AGO, LONG_AGO))
     assert called() == ["1", "1"]
     assert list(tmp_path.rglob("*.nbi"))
-    source.write_text(source.read_text().replace("    return count + 1\n", "    return count + 9\n"))
+    source.write_text(
+        source.read_text().replace("    return count + 1\n", "    return count + 9\n")
+    )
     os.utime(source, (LONG_AGO, LONG_AGO))
     assert called() == ["9", "9"]
 

@@ -11,13 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, MarginalCost, count_causal_pairs, fit_coefficients
+from hf_distca.schedule.cost import (
+    AttentionShape,
+    CostModel,
+    KernelCost,
+    MarginalCost,
+    count_causal_pairs,
+    fit_coefficients,
+)
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.moves import estimate_slice_seconds
 from hf_distca.schedule.plan import Plan
 
-SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+SHAPE = AttentionShape(
+    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
+)
 CUDA = CostModel.analytic(SHAPE, device_type="cuda")
 PASSES = replace(CUDA, name="rows move again", backward=replace(CUDA.backward, row_passes=1.75))
 MODELS = [CostModel.of_pairs(SHAPE), CostModel.analytic(SHAPE, device_type="cpu"), CUDA, PASSES]
@@ -37,13 +46,28 @@ def test_a_window_counts_what_a_banded_mask_shows(start: int, rows: int, window:
 
     cost = replace(CostModel.analytic(SHAPE, tile=1), window=window)
     forward, backward = cost.count_work(rows, start + rows)[:, 0]
-    assert forward.tolist() == [1, rows * (SHAPE.query_bytes + SHAPE.output_bytes), SHAPE.pair_flops * band.sum()]
-    # q, o and do are read and dq is written; of every query head, k and v are read, dk and dv written, and read to be summed.
+    assert forward.tolist() == [
+        1,
+        rows * (SHAPE.query_bytes + SHAPE.output_bytes),
+        SHAPE.pair_flops * band.sum(),
+    ]
+    # q, o and do are read and dq is written; of every query head, k and v are read, dk and dv
+    # written, and read to be summed.
     read, width = np.count_nonzero(band.any(axis=0)), 32 * 128 * 2
-    assert backward.tolist() == [1, width * (4 * rows + 6 * read), 2.5 * SHAPE.pair_flops * band.sum()]
-    alone = replace(cost, shape=replace(SHAPE, key_value_heads=32)).count_work(rows, start + rows)[1, 0, 1]
-    assert alone == width * 4 * (rows + read), "gradients of keys that no heads share are written once"
-    assert replace(PASSES, tile=1, window=window).count_work(rows, start + rows)[1, 0, 1] == width * (7 * rows + 6 * read)
+    assert backward.tolist() == [
+        1,
+        width * (4 * rows + 6 * read),
+        2.5 * SHAPE.pair_flops * band.sum(),
+    ]
+    alone = replace(cost, shape=replace(SHAPE, key_value_heads=32)).count_work(rows, start + rows)[
+        1, 0, 1
+    ]
+    assert alone == width * 4 * (rows + read), (
+        "gradients of keys that no heads share are written once"
+    )
+    assert replace(PASSES, tile=1, window=window).count_work(rows, start + rows)[
+        1, 0, 1
+    ] == width * (7 * rows + 6 * read)
 
 
 @given(st.integers(0, 20), st.integers(1, 300))
@@ -51,7 +75,10 @@ def test_whole_tiles_are_computed(tiles_before: int, rows: int) -> None:
     tile, start = 16, 16 * tiles_before
     query, key = np.arange(start, start + rows)[:, None], np.arange(start + rows + tile)[None, :]
     computed = int((key // tile <= query // tile).sum())
-    flops = CostModel.analytic(SHAPE, tile=tile).count_work(rows, start + rows)[0, 0, 2] / SHAPE.pair_flops
+    flops = (
+        CostModel.analytic(SHAPE, tile=tile).count_work(rows, start + rows)[0, 0, 2]
+        / SHAPE.pair_flops
+    )
     if rows % tile == 0:
         assert flops == computed
     else:
@@ -60,7 +87,9 @@ def test_whole_tiles_are_computed(tiles_before: int, rows: int) -> None:
 
 @given(st.integers(0, 10**9), st.integers(1, 10**6))
 def test_a_window_as_long_as_the_document_is_none(start: int, rows: int) -> None:
-    assert count_causal_pairs(rows, start + rows, start + rows) == count_causal_pairs(rows, start + rows)
+    assert count_causal_pairs(rows, start + rows, start + rows) == count_causal_pairs(
+        rows, start + rows
+    )
 
 
 @pytest.mark.parametrize("window", [0, -1])
@@ -71,19 +100,29 @@ def test_windows_that_are_none(window: int) -> None:
 
 def test_pairs_model_costs_a_second_per_2_to_the_30() -> None:
     rows, keys = np.array([7, 4096, 2**15]), np.array([7, 9000, 2**17])
-    assert MODELS[0].estimate_seconds(rows, keys) == pytest.approx(count_causal_pairs(rows, keys) / 2**30)
+    assert MODELS[0].estimate_seconds(rows, keys) == pytest.approx(
+        count_causal_pairs(rows, keys) / 2**30
+    )
     assert MODELS[0].key_seconds == 0
 
 
 def test_bytes_of_a_moved_token() -> None:
-    assert (SHAPE.query_bytes, SHAPE.output_bytes, SHAPE.key_value_bytes, SHAPE.lse_bytes) == (8192, 8192, 4096, 128)
+    assert (SHAPE.query_bytes, SHAPE.output_bytes, SHAPE.key_value_bytes, SHAPE.lse_bytes) == (
+        8192,
+        8192,
+        4096,
+        128,
+    )
     assert SHAPE.moved_query_bytes == 3 * 8192 + 3 * 8192 + 2 * 128
     assert SHAPE.moved_key_bytes == 3 * 4096
 
 
 @pytest.mark.parametrize("truth", [(3e-5, 5e9, 3e10), (0.0, 2e12, 4e14)])
 def test_fit_recovers_coefficients(truth: tuple[float, float, float]) -> None:
-    rows, keys = np.array([1, 64, 128, 512, 4096, 128, 8192]), np.array([64, 64, 4096, 512, 4096, 65536, 65536])
+    rows, keys = (
+        np.array([1, 64, 128, 512, 4096, 128, 8192]),
+        np.array([64, 64, 4096, 512, 4096, 65536, 65536]),
+    )
     counts = CostModel.analytic(SHAPE).count_work(rows, keys)[1]
     seconds = counts @ np.array([truth[0], 1 / truth[1], 1 / truth[2]])
     fitted = KernelCost.fit(counts, seconds)
@@ -94,7 +133,9 @@ def test_fit_recovers_coefficients(truth: tuple[float, float, float]) -> None:
 
 def test_fit_is_never_negative() -> None:
     generator = np.random.default_rng(0)
-    counts = CostModel.analytic(SHAPE).count_work(generator.integers(1, 5000, 20), np.full(20, 5000))[0]
+    counts = CostModel.analytic(SHAPE).count_work(
+        generator.integers(1, 5000, 20), np.full(20, 5000)
+    )[0]
     fitted = KernelCost.fit(counts, generator.random(20) + 0.1)
     assert fitted.task_seconds >= 0
     assert fitted.bytes_per_second > 0
@@ -103,7 +144,9 @@ def test_fit_is_never_negative() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_coefficients_fit_better(seed: int) -> None:
-    """Of three, the best are those of some columns alone: without bounds, and not negative by themselves."""
+    """Of three, the best are those of some columns alone: without bounds, and not negative by
+    themselves.
+    """
     generator = np.random.default_rng(seed)
     counts = generator.random((12, 3)) ** 3 * [1.0, 1e9, 1e13]
     seconds = np.abs(counts @ (generator.normal(0.3, 1, 3) / [1e4, 1e13, 1e16])) + 1e-6
@@ -113,12 +156,16 @@ def test_no_coefficients_fit_better(seed: int) -> None:
         some = np.linalg.lstsq(scaled[:, columns] / sizes, np.ones(12), rcond=None)[0]
         if some.min() >= 0:
             errors.append(np.square(scaled[:, columns] / sizes @ some - 1).sum())
-    assert np.square(scaled @ fit_coefficients(counts, seconds) - 1).sum() == pytest.approx(min(errors))
+    assert np.square(scaled @ fit_coefficients(counts, seconds) - 1).sum() == pytest.approx(
+        min(errors)
+    )
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 @given(start=st.integers(0, 10**5), rows=st.integers(1, 10**4), more=st.integers(1, 10**4))
-def test_more_rows_and_more_keys_never_cost_less(model: CostModel, start: int, rows: int, more: int) -> None:
+def test_more_rows_and_more_keys_never_cost_less(
+    model: CostModel, start: int, rows: int, more: int
+) -> None:
     for window in (None, 1, 3000):
         cost = replace(model, window=window)
         base = cost.estimate_seconds(rows, start + rows) * (1 - 1e-12)
@@ -139,7 +186,9 @@ def test_slivers_are_slow() -> None:
 
 
 def test_a_long_document_costs_more_than_as_many_short_tokens() -> None:
-    seconds = PlanLoad(Plan.local(Layout.from_lengths([[65536], [4096] * 16, []])), CostModel.of_pairs(SHAPE)).compute_seconds
+    seconds = PlanLoad(
+        Plan.local(Layout.from_lengths([[65536], [4096] * 16, []])), CostModel.of_pairs(SHAPE)
+    ).compute_seconds
     assert seconds[0] / seconds[1] == pytest.approx(16, rel=1e-3)
     assert seconds[2] == 0
 
@@ -156,12 +205,18 @@ def test_shapes_that_are_none(values: tuple[int, int, int, int, int]) -> None:
         AttentionShape(*values)
 
 
-@pytest.mark.parametrize("model", [*MODELS, replace(MODELS[1], window=300)], ids=lambda model: f"{model.name}, {model.window}")
+@pytest.mark.parametrize(
+    "model",
+    [*MODELS, replace(MODELS[1], window=300)],
+    ids=lambda model: f"{model.name}, {model.window}",
+)
 def test_json_keeps_a_model(model: CostModel) -> None:
     read = CostModel.from_json(model.to_json())
     assert read == model
     assert read.name == model.name
-    assert (read.estimate_seconds([1, 500], [1, 900]) == model.estimate_seconds([1, 500], [1, 900])).all()
+    assert (
+        read.estimate_seconds([1, 500], [1, 900]) == model.estimate_seconds([1, 500], [1, 900])
+    ).all()
 
 
 @pytest.mark.parametrize(
@@ -190,10 +245,12 @@ def test_json_that_is_no_model(change: Callable[[dict[str, Any]], object]) -> No
 def test_call_takes_at_least_its_launch_beside_its_tasks() -> None:
     """A call takes something besides its tasks and no less than its launch."""
     kernel = KernelCost(0.0, 1e12, 1e14, call_seconds=1e-5, least_seconds=5e-5)
-    assert kernel.add_call_overhead([0.0, 1e-5, 1e-4]).tolist() == pytest.approx([0.0, 5e-5, 1.1e-4])
+    assert kernel.add_call_overhead([0.0, 1e-5, 1e-4]).tolist() == pytest.approx(
+        [0.0, 5e-5, 1.1e-4]
+    )
     assert kernel.add_call_overhead([1e-5, 1e-3], 3).tolist() == pytest.approx([1.5e-4, 1.03e-3])
     model = replace(CostModel.analytic(SHAPE), forward=kernel)
     assert CostModel.from_json(model.to_json()) == model
-    assert model.estimate_seconds(512, 512) == replace(model, forward=KernelCost(0.0, 1e12, 1e14)).estimate_seconds(512, 512), (
-        "plans leave it out"
-    )
+    assert model.estimate_seconds(512, 512) == replace(
+        model, forward=KernelCost(0.0, 1e12, 1e14)
+    ).estimate_seconds(512, 512), "plans leave it out"

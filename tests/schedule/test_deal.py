@@ -1,4 +1,6 @@
-"""Dealt global batches: what holds for any documents, and how early the slowest rank of some ends."""
+"""Dealt global batches: what holds for any documents, and how early the slowest rank of some
+ends.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +28,40 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from turns import in_turn
 
-SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+SHAPE = AttentionShape(
+    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
+)
 CUDA = CostModel.analytic(SHAPE, device_type="cuda")
 PAIRS = CostModel.of_pairs(SHAPE)
-MODELS = [CUDA, PAIRS, CostModel.analytic(SHAPE, device_type="cpu"), replace(CUDA, window=100), replace(PAIRS, window=4096)]
+MODELS = [
+    CUDA,
+    PAIRS,
+    CostModel.analytic(SHAPE, device_type="cpu"),
+    replace(CUDA, window=100),
+    replace(PAIRS, window=4096),
+]
 PLACEMENTS = Path(__file__).parents[2] / "benchmarks" / "placements"
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[int], int, int]:
     """Lengths of documents, ranks, and tokens of each rank: any cut of all tokens."""
-    ranks, tokens = draw(st.integers(1, 9)), draw(st.one_of(st.integers(1, 50), st.integers(1, 20_000)))
+    ranks, tokens = (
+        draw(st.integers(1, 9)),
+        draw(st.one_of(st.integers(1, 50), st.integers(1, 20_000))),
+    )
     total = ranks * tokens
-    cuts = draw(st.sets(st.one_of(st.integers(0, total), st.integers(0, min(total, 300))), max_size=40))
+    cuts = draw(
+        st.sets(st.one_of(st.integers(0, total), st.integers(0, min(total, 300))), max_size=40)
+    )
     bounds = sorted({0, total} | cuts)
     return draw(st.permutations([b - a for a, b in itertools.pairwise(bounds)])), ranks, tokens
 
 
 def check(layout: Layout, lengths: list[int], tokens: list[int]) -> None:
-    """Tokens equal to the token, and every document there in full. That it is covered once, a layout checks."""
+    """Tokens equal to the token, and every document there in full. That it is covered once, a
+    layout checks.
+    """
     assert layout.query_tokens.tolist() == tokens
     held = np.bincount(layout.document, weights=layout.length, minlength=len(lengths))
     assert all(held[document] == lengths[document] for document in set(layout.document.tolist()))
@@ -53,12 +70,18 @@ def check(layout: Layout, lengths: list[int], tokens: list[int]) -> None:
 @pytest.mark.parametrize("window", [65536, 262144, 2**63 - 1])
 @pytest.mark.parametrize("cost", [CUDA, PAIRS], ids=lambda cost: cost.name)
 def test_a_window_as_long_as_all_documents_is_none(cost: CostModel, window: int) -> None:
-    """Dealt with one, no document would be left to servers, and exchanges would count as if keys were few."""
+    """Dealt with one, no document would be left to servers, and exchanges would count as if keys
+    were few.
+    """
     lengths = [65536, 30000, 20000, 15536, *[1000] * 65, 536]
     for found, wanted in zip(
-        _dealt_both_ways(lengths, replace(cost, window=window)), _dealt_both_ways(lengths, cost), strict=True
+        _dealt_both_ways(lengths, replace(cost, window=window)),
+        _dealt_both_ways(lengths, cost),
+        strict=True,
     ):
-        assert [found.list_segments(rank) for rank in range(8)] == [wanted.list_segments(rank) for rank in range(8)]
+        assert [found.list_segments(rank) for rank in range(8)] == [
+            wanted.list_segments(rank) for rank in range(8)
+        ]
 
 
 def _dealt_both_ways(lengths: list[int], cost: CostModel) -> list[Layout]:
@@ -68,7 +91,9 @@ def _dealt_both_ways(lengths: list[int], cost: CostModel) -> list[Layout]:
 
 @settings(max_examples=150)
 @given(batches(), st.sampled_from(MODELS), st.booleans(), st.sampled_from([1, 16, 128]))
-def test_any_documents(batch: tuple[list[int], int, int], cost: CostModel, overlapped: bool, tile: int) -> None:
+def test_any_documents(
+    batch: tuple[list[int], int, int], cost: CostModel, overlapped: bool, tile: int
+) -> None:
     lengths, ranks, tokens = batch
     layout = deal(lengths, ranks, tokens, cost, tile=tile, overlapped=overlapped)
     check(layout, lengths, [tokens] * ranks)
@@ -104,9 +129,16 @@ def test_halves_have_equal_tokens_where_documents_allow(tokens: int) -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "tokens"),
-    [([500, 300, 200], [900, 100]), ([700, 200, 100], [100, 50, 850]), ([1000], [999, 1]), ([3] * 333 + [1], [601, 201, 198])],
+    [
+        ([500, 300, 200], [900, 100]),
+        ([700, 200, 100], [100, 50, 850]),
+        ([1000], [999, 1]),
+        ([3] * 333 + [1], [601, 201, 198]),
+    ],
 )
-def test_unequal_ranks_have_their_tokens_in_both_halves(lengths: list[int], tokens: list[int]) -> None:
+def test_unequal_ranks_have_their_tokens_in_both_halves(
+    lengths: list[int], tokens: list[int]
+) -> None:
     """Ranks with unequal tokens have theirs in both halves together."""
     first, second = deal_nano_batches(lengths, len(tokens), tokens, CUDA)
     assert (first.query_tokens + second.query_tokens).tolist() == tokens
@@ -162,7 +194,8 @@ def test_fewer_documents_span_nodes(per_node: int) -> None:
         check(layout, lengths, [tokens] * ranks)
         within += crossing(layout, per_node)
         free += crossing(deal(lengths, ranks, tokens, CUDA), per_node)
-    # Of 10 batches; without nodes, documents that fit nowhere whole are cut at the borders of ranks one after another.
+    # Of 10 batches; without nodes, documents that fit nowhere whole are cut at the borders of ranks
+    # one after another.
     assert within <= {2: 120, 4: 50, 8: 16}[per_node]
     assert within < free
 
@@ -173,11 +206,18 @@ def test_any_documents_in_nodes(batch: tuple[list[int], int, int], cost: CostMod
     lengths, nodes, tokens = batch
     check(deal(lengths, nodes, tokens, cost, ranks_per_node=1, tile=16), lengths, [tokens] * nodes)
     if tokens % 3 == 0:
-        check(deal(lengths, 3 * nodes, tokens // 3, cost, ranks_per_node=3, tile=16), lengths, [tokens // 3] * 3 * nodes)
+        check(
+            deal(lengths, 3 * nodes, tokens // 3, cost, ranks_per_node=3, tile=16),
+            lengths,
+            [tokens // 3] * 3 * nodes,
+        )
 
 
 def crossing(layout: Layout, per_node: int) -> int:
-    pairs = {(d, r // per_node) for d, r in zip(layout.document.tolist(), layout.rank.tolist(), strict=True)}
+    pairs = {
+        (d, r // per_node)
+        for d, r in zip(layout.document.tolist(), layout.rank.tolist(), strict=True)
+    }
     return len(pairs) - len({document for document, _ in pairs})
 
 
@@ -205,7 +245,8 @@ def slowest(plan: Plan, *, overlapped: bool = False) -> float:
     return load.slowest_seconds / float(load.compute_seconds.mean())
 
 
-# What the same documents need at least depends on the keys of the longest: bounds are a few percent above what was reached.
+# What the same documents need at least depends on the keys of the longest: bounds are a few percent
+# above what was reached.
 SETS: dict[str, tuple[Callable[[np.random.Generator], float], int, int, float, float]] = {
     "lognormal": (lambda rng: rng.lognormal(7.5, 1.5), 64, 131072, 1.2, 1.05),
     "lognormal, few ranks": (lambda rng: rng.lognormal(7.5, 1.5), 4, 65536, 1.25, 1.05),
@@ -225,10 +266,15 @@ def test_slowest_rank(name: str) -> None:
         lengths = fill(draw, ranks * tokens, seed=seed)
         assert slowest(balance(deal(lengths, ranks, tokens, CUDA), CUDA, DistCAConfig())) <= serial
         layout = deal(lengths, ranks, tokens, CUDA, overlapped=True)
-        assert slowest(balance(layout, CUDA, DistCAConfig(ping_pong=True)), overlapped=True) <= overlapped
+        assert (
+            slowest(balance(layout, CUDA, DistCAConfig(ping_pong=True)), overlapped=True)
+            <= overlapped
+        )
 
 
-@pytest.mark.parametrize(("ranks", "tokens", "bound"), [(8, 65536, 1.06), (512, 65536, 1.06), (2, 8192, 1.25)])
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "bound"), [(8, 65536, 1.06), (512, 65536, 1.06), (2, 8192, 1.25)]
+)
 def test_a_single_document_over_all_ranks(ranks: int, tokens: int, bound: float) -> None:
     layout = deal([ranks * tokens], ranks, tokens, CUDA)
     assert slowest(Plan.local(layout)) <= bound
@@ -244,13 +290,21 @@ def test_one_huge_document_among_short_ones() -> None:
 
 def test_attention_that_costs_nothing() -> None:
     free = KernelCost(0.0, np.inf, np.inf)
-    check(deal([5000, *[100] * 30, 192], 2, 4096, CostModel(SHAPE, free, free, np.inf)), [5000, *[100] * 30, 192], [4096] * 2)
+    check(
+        deal([5000, *[100] * 30, 192], 2, 4096, CostModel(SHAPE, free, free, np.inf)),
+        [5000, *[100] * 30, 192],
+        [4096] * 2,
+    )
 
 
 @pytest.mark.parametrize("function", [deal, deal_nano_batches])
-def test_documents_of_more_than_two_to_the_32_tokens_are_refused(function: Callable[..., object]) -> None:
+def test_documents_of_more_than_two_to_the_32_tokens_are_refused(
+    function: Callable[..., object],
+) -> None:
     lengths = [2**32 + 1, 2**32 - 1]
-    with pytest.raises(LayoutError, match=r"document 0 has length 4294967297: .*the limit is 2\*\*32"):
+    with pytest.raises(
+        LayoutError, match=r"document 0 has length 4294967297: .*the limit is 2\*\*32"
+    ):
         function(lengths, 2, 2**32, CUDA)
 
 
@@ -264,19 +318,31 @@ def test_dealing_again_is_the_same() -> None:
     one, other = (Plan.local(deal(lengths, 32, 16384, CUDA)) for _ in range(2))
     assert one.digest == other.digest
     # The order of the documents is not what decides: only their numbers change.
-    assert sorted(deal(lengths[::-1], 32, 16384, CUDA).length.tolist()) == sorted(one.layout.length.tolist())
+    assert sorted(deal(lengths[::-1], 32, 16384, CUDA).length.tolist()) == sorted(
+        one.layout.length.tolist()
+    )
 
 
 def test_documents_given_as_any_integers() -> None:
     lengths = [5000, 3000, 192]
-    digests = {Plan.local(deal(kind, 2, 4096, CUDA)).digest for kind in (lengths, np.array(lengths, np.int32))}  # type: ignore[list-item]
+    digests = {
+        Plan.local(deal(kind, 2, 4096, CUDA)).digest
+        for kind in (lengths, np.array(lengths, np.int32))
+    }  # type: ignore[list-item]
     assert len(digests) == 1
 
 
 @pytest.mark.parametrize(
     ("lengths", "ranks", "tokens", "options", "error", "message"),
     [
-        ([100, 29], 2, 64, {}, LayoutError, "2 documents have 129 tokens, 2 ranks with 64 tokens each have 128"),
+        (
+            [100, 29],
+            2,
+            64,
+            {},
+            LayoutError,
+            "2 documents have 129 tokens, 2 ranks with 64 tokens each have 128",
+        ),
         ([], 2, 64, {}, LayoutError, "0 documents have 0 tokens"),
         ([128, 0], 2, 64, {}, LayoutError, "document 1 has length 0"),
         ([129, -1], 2, 64, {}, LayoutError, "document 1 has length -1"),
@@ -293,7 +359,12 @@ def test_documents_given_as_any_integers() -> None:
     ],
 )
 def test_what_cannot_be_dealt(
-    lengths: list[int], ranks: int, tokens: int, options: dict[str, int], error: type[Exception], message: str
+    lengths: list[int],
+    ranks: int,
+    tokens: int,
+    options: dict[str, int],
+    error: type[Exception],
+    message: str,
 ) -> None:
     for function in (deal, deal_nano_batches):
         with pytest.raises(error, match=re.escape(message)):
@@ -302,7 +373,9 @@ def test_what_cannot_be_dealt(
 
 @settings(max_examples=30)
 @given(batches(), st.sampled_from(MODELS), st.booleans())
-def test_a_plan_is_never_later_than_moving_nothing(batch: tuple[list[int], int, int], cost: CostModel, overlapped: bool) -> None:
+def test_a_plan_is_never_later_than_moving_nothing(
+    batch: tuple[list[int], int, int], cost: CostModel, overlapped: bool
+) -> None:
     lengths, ranks, tokens = batch
     config = DistCAConfig(ping_pong=overlapped, tile=16)
     layout = deal(lengths, ranks, tokens, cost, tile=16, overlapped=overlapped)
@@ -325,9 +398,12 @@ MANY_KEYS = CostModel.analytic(replace(SHAPE, key_value_heads=32), device_type="
 def test_documents_that_cost_more_exchange_than_compute(
     tokens: int, per_node: int | None, serial: float, overlapped: float
 ) -> None:
-    # Whether servers should compute them decides by up to a factor of three, either way. From one batch to the next, the slowest
-    # rank differs by a fifth, so the mean of several is held.
-    batches = [fill(lambda rng: min(rng.lognormal(7.5, 1.5), 49152), 64 * tokens, seed=seed) for seed in range(2, 6)]
+    # Whether servers should compute them decides by up to a factor of three, either way. From one
+    # batch to the next, the slowest rank differs by a fifth, so the mean of several is held.
+    batches = [
+        fill(lambda rng: min(rng.lognormal(7.5, 1.5), 49152), 64 * tokens, seed=seed)
+        for seed in range(2, 6)
+    ]
     ranks, slowest = Ranks(per_node=per_node), []
     for lengths in batches:
         layout = deal(lengths, 64, tokens, MANY_KEYS, ranks_per_node=per_node)
@@ -338,7 +414,10 @@ def test_documents_that_cost_more_exchange_than_compute(
     for half in deal_nano_batches(batches[0], 64, tokens, MANY_KEYS, ranks_per_node=per_node):
         plan = balance(half, MANY_KEYS, DistCAConfig(ping_pong=True), ranks)
         load = PlanLoad(plan, MANY_KEYS, overlapped=True, ranks=ranks)
-        sum_of_halves, mean = sum_of_halves + load.slowest_seconds, mean + load.compute_seconds.mean()
+        sum_of_halves, mean = (
+            sum_of_halves + load.slowest_seconds,
+            mean + load.compute_seconds.mean(),
+        )
     assert sum_of_halves <= overlapped * mean
 
 
@@ -365,7 +444,9 @@ def test_documents_of_real_placements() -> None:
         check(layout, lengths, [tokens] * ranks)
         serial.append(slowest(balance(layout, CUDA, DistCAConfig())))
         layout = deal(lengths, ranks, tokens, CUDA, overlapped=True)
-        overlapped.append(slowest(balance(layout, CUDA, DistCAConfig(ping_pong=True)), overlapped=True))
+        overlapped.append(
+            slowest(balance(layout, CUDA, DistCAConfig(ping_pong=True)), overlapped=True)
+        )
     assert len(serial) == 9
     assert np.median(serial) <= 1.1
     assert max(serial) <= 1.26

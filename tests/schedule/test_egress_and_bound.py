@@ -16,7 +16,9 @@ from hf_distca.schedule.load import PlanLoad, compute_imbalance, summarize_plan
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import TransientBytes, Waves
 
-SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+SHAPE = AttentionShape(
+    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
+)
 CUDA = CostModel.analytic(SHAPE, device_type="cuda")
 PAIRS = CostModel.of_pairs(SHAPE)
 EACH = TransientBytes.of(SHAPE)
@@ -28,10 +30,13 @@ def interleaved(documents: int, length: int, ranks: int) -> Layout:
     """Documents that lie head and tail over all ranks."""
     part = length // (2 * ranks)
     places = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
-    return Layout.from_segments([[(d, p * part, part) for d in range(documents) for p in pair] for pair in places])
+    return Layout.from_segments(
+        [[(d, p * part, part) for d in range(documents) for p in pair] for pair in places]
+    )
 
 
-# Layouts, windows and bounds: keys of a window that nearly fill the bound, and rows of a long document.
+# Layouts, windows and bounds: keys of a window that nearly fill the bound, and rows of a long
+# document.
 MANY_WAVES = [
     (interleaved(2, 2**21, 2), 4096, 2**26),
     (interleaved(1, 2**22, 4), None, LEAST),
@@ -40,12 +45,15 @@ MANY_WAVES = [
 
 @pytest.mark.parametrize("ranks", [64, 512])
 @pytest.mark.parametrize(("longest", "slowest"), [(2**18, 0.3), (2**20, 0.15)])
-def test_one_long_document_is_not_sent_to_everyone(ranks: int, longest: int, slowest: float) -> None:
+def test_one_long_document_is_not_sent_to_everyone(
+    ranks: int, longest: int, slowest: float
+) -> None:
     layout = Layout.from_lengths([[longest], *([[8192] * (longest // 65536)] * (ranks - 1))])
     # A bound, as large as it may be, rules relays out.
     plan = balance(layout, CUDA, DistCAConfig(max_transient_bytes=2**50, head_groups=1))
     summary = summarize_plan(plan, CUDA)
-    # Sent to all ranks, its keys take longer than the attention that is saved; to a few, home and servers end early.
+    # Sent to all ranks, its keys take longer than the attention that is saved; to a few, home and
+    # servers end early.
     assert summary["slowest_seconds_after"] < slowest * summary["slowest_seconds_before"]
     assert summary["moved_tasks"] < 32
     # With relays nobody sends its keys much more than once, and they may go to more.
@@ -68,7 +76,9 @@ def test_moved_slices_fit_the_bound(window: int | None) -> None:
     assert waves.bytes is not None
     assert waves.bytes.max() <= bound
     assert waves.count == Waves.of(plan, SHAPE, config.tile, bound).count
-    before, after = (summarize_plan(p, cost) for p in (balance(layout, cost, DistCAConfig(balance=False)), plan))
+    before, after = (
+        summarize_plan(p, cost) for p in (balance(layout, cost, DistCAConfig(balance=False)), plan)
+    )
     assert after["seconds_imbalance_after"] < before["seconds_imbalance_after"]
 
 
@@ -80,7 +90,9 @@ def test_documents_that_do_not_fit_are_split_by_heads_first() -> None:
     assert heads.plan.layout.groups == 4
     assert heads.bytes is not None
     assert heads.bytes.max() <= bound
-    whole, by_rows, by_heads = (PlanLoad(plan, CUDA, waves).exchange_bytes[0].sum() for waves in (None, rows, heads))
+    whole, by_rows, by_heads = (
+        PlanLoad(plan, CUDA, waves).exchange_bytes[0].sum() for waves in (None, rows, heads)
+    )
     # Rows that travel by themselves get their keys again and again, heads have their own.
     assert by_heads == whole
     assert by_rows > 1.9 * whole
@@ -96,19 +108,27 @@ def test_keys_beyond_the_bound_do_not_make_tiles_waves() -> None:
     waves = Waves.of(Plan.local(layout), SHAPE, 128, LEAST, 1)
     assert waves.count <= 8
     assert waves.bytes is not None
-    assert waves.bytes.max() <= 2.01 * 65536 * TransientBytes.of(SHAPE).key + 65536 * TransientBytes.of(SHAPE).sent_key
+    assert (
+        waves.bytes.max()
+        <= 2.01 * 65536 * TransientBytes.of(SHAPE).key + 65536 * TransientBytes.of(SHAPE).sent_key
+    )
 
 
 @pytest.mark.parametrize("lengths", [[[65536], [4096] * 16], [[4096], [4096]]])
 def test_a_bound_that_no_row_fits_is_refused(lengths: list[list[int]]) -> None:
     layout = Layout.from_lengths(lengths)
     assert balance(layout, PAIRS, DistCAConfig(max_transient_bytes=LEAST)).window is None
-    with pytest.raises(ConfigError, match=rf"max_transient_bytes={LEAST - 1} .* {LEAST} bytes .*query_heads=32.* or None"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"max_transient_bytes={LEAST - 1} .* {LEAST} bytes .*query_heads=32.* or None",
+    ):
         balance(layout, PAIRS, DistCAConfig(max_transient_bytes=LEAST - 1))
 
 
 @pytest.mark.parametrize(("layout", "window", "bound"), MANY_WAVES)
-def test_many_waves_take_little_time_and_are_well_filled(layout: Layout, window: int | None, bound: int) -> None:
+def test_many_waves_take_little_time_and_are_well_filled(
+    layout: Layout, window: int | None, bound: int
+) -> None:
     plan = Plan.local(layout, window)
     begin = time.process_time()
     waves = Waves.of(plan, SHAPE, 128, bound, 8)
@@ -122,7 +142,9 @@ def test_many_waves_take_little_time_and_are_well_filled(layout: Layout, window:
 
 
 def test_a_bounded_plan_of_many_ranks_takes_little_time() -> None:
-    layout = Layout.from_lengths([[2**17, 2**16] if rank % 8 == 0 else [4096] * 32 for rank in range(64)])
+    layout = Layout.from_lengths(
+        [[2**17, 2**16] if rank % 8 == 0 else [4096] * 32 for rank in range(64)]
+    )
     plan = balance(layout, CUDA, DistCAConfig(ping_pong=True))
     begin = time.process_time()
     waves = Waves.of(plan, SHAPE, 128, 2**26, 8)
@@ -146,7 +168,9 @@ def test_a_bound_is_a_positive_number_of_bytes() -> None:
 def test_documents_on_all_ranks_get_few_waves_fast() -> None:
     """Servers take turns, and not all waves are looked at for each unit."""
     ranks = 64
-    layout = Layout.from_segments([[(document, rank * 512, 512) for document in range(ranks)] for rank in range(ranks)])
+    layout = Layout.from_segments(
+        [[(document, rank * 512, 512) for document in range(ranks)] for rank in range(ranks)]
+    )
     started = time.process_time()
     waves = Waves.of(Plan.local(layout), CUDA.shape, 128, 2**26, 8)
     seconds = time.process_time() - started

@@ -21,7 +21,9 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, compute_imbalance
 from hf_distca.schedule.plan import Plan
 
-SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+SHAPE = AttentionShape(
+    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
+)
 CUDA = CostModel.analytic(SHAPE, device_type="cuda")
 FAST = replace(CUDA, exchange_bytes_per_second=3e11)  # exchanges are hidden behind compute
 
@@ -51,16 +53,27 @@ def test_a_split_layout_is_the_same_tokens(layout: Layout) -> None:
     split = layout.split_heads(np.isin(layout.documents, documents), 3)
     assert split.query_tokens.tolist() == layout.query_tokens.tolist()
     assert split.longest == layout.longest
-    where = dict(zip(zip(layout.document, layout.start, layout.rank, strict=True), layout.token, strict=True))
+    where = dict(
+        zip(zip(layout.document, layout.start, layout.rank, strict=True), layout.token, strict=True)
+    )
     numbers = split.restore_numbers(split.document)
-    for document, start, rank, token in zip(numbers, split.start, split.rank, split.token, strict=True):
+    for document, start, rank, token in zip(
+        numbers, split.start, split.rank, split.token, strict=True
+    ):
         assert where[document, start, rank] == token
     count = np.where(np.isin(layout.document, documents), 3, 1)
     assert len(split.document) == count.sum()
     weight = split.compute_head_fractions(split.document)
-    assert np.bincount(split.rank, split.length * weight, split.world_size) == pytest.approx(layout.query_tokens)
-    # What ranks compute, with no cost of a task, and what they exchange if nothing is moved, is the same.
-    free = replace(CUDA, forward=replace(CUDA.forward, task_seconds=0.0), backward=replace(CUDA.backward, task_seconds=0.0))
+    assert np.bincount(split.rank, split.length * weight, split.world_size) == pytest.approx(
+        layout.query_tokens
+    )
+    # What ranks compute, with no cost of a task, and what they exchange if nothing is moved, is the
+    # same.
+    free = replace(
+        CUDA,
+        forward=replace(CUDA.forward, task_seconds=0.0),
+        backward=replace(CUDA.backward, task_seconds=0.0),
+    )
     one, other = (PlanLoad(Plan.local(each), free) for each in (layout, split))
     for name in ("compute_seconds", "exchange_seconds", "pairs"):
         assert getattr(one, name) == pytest.approx(getattr(other, name))
@@ -80,7 +93,9 @@ def test_a_plan_in_json_has_its_head_groups() -> None:
 @pytest.mark.parametrize("ranks", [8, 16, 64])
 def test_far_fewer_bytes_for_the_same_balance(ranks: int) -> None:
     layout = long_and_short(ranks)
-    whole, split = (PlanLoad(balance(layout, FAST, config), FAST, overlapped=True) for config in (WHOLE, SPLIT))
+    whole, split = (
+        PlanLoad(balance(layout, FAST, config), FAST, overlapped=True) for config in (WHOLE, SPLIT)
+    )
     assert split.exchange_bytes[0].sum() <= 0.65 * whole.exchange_bytes[0].sum()
     assert split.slowest_seconds <= 1.01 * whole.slowest_seconds
     assert compute_imbalance(split.compute_seconds) <= 1.01
@@ -108,7 +123,12 @@ def test_only_documents_that_are_moved_are_split() -> None:
     ],
 )
 def test_how_many_groups(shape: AttentionShape, config: DistCAConfig, groups: int) -> None:
-    assert balance(long_and_short(8), CostModel.analytic(shape, device_type="cuda"), config).layout.groups == groups
+    assert (
+        balance(
+            long_and_short(8), CostModel.analytic(shape, device_type="cuda"), config
+        ).layout.groups
+        == groups
+    )
 
 
 def test_more_groups_where_the_keys_of_four_travel_too_long() -> None:
@@ -120,9 +140,13 @@ def test_more_groups_where_the_keys_of_four_travel_too_long() -> None:
 
 
 def test_windows_and_context_are_not_split() -> None:
-    windowed = balance(long_and_short(8), replace(CUDA, window=4096), DistCAConfig(ping_pong=True, min_gain=0.0))
+    windowed = balance(
+        long_and_short(8), replace(CUDA, window=4096), DistCAConfig(ping_pong=True, min_gain=0.0)
+    )
     assert windowed.layout.groups == 1
-    context = Layout.from_segments([[(0, 0, 32768)], [(0, 0 + 32768, 32768)], [(1, 0, 512)], [(2, 0, 512)]], [0, 0, 1, 0])
+    context = Layout.from_segments(
+        [[(0, 0, 32768)], [(0, 0 + 32768, 32768)], [(1, 0, 512)], [(2, 0, 512)]], [0, 0, 1, 0]
+    )
     assert balance(context, CUDA, SPLIT).layout.groups == 1
     with pytest.raises(LayoutError, match="cannot be split"):
         context.split_heads(np.array([True, False, False]), 2)
@@ -150,7 +174,11 @@ def test_routes_send_what_the_load_says(ping_pong: bool) -> None:
         assert sum(wave.queries.receive.values()) / groups == load.query_tokens[1][rank]
         passed = sum(wave.passing.keys.send.values()) if wave.passing else 0
         assert (sum(wave.keys.send.values()) + passed) / groups == load.key_tokens[0][rank]
-        here = route.local_tasks.rows * groups + wave.arrived.rows + (route.local_wave.arrived.rows if route.local_wave else 0)
+        here = (
+            route.local_tasks.rows * groups
+            + wave.arrived.rows
+            + (route.local_wave.arrived.rows if route.local_wave else 0)
+        )
         rows = plan.end - plan.start
         mine = plan.server == rank
         assert here == (rows * plan.heads * groups)[mine].sum()

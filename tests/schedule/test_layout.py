@@ -71,8 +71,12 @@ def test_tokens_of_a_rank_are_its_segments_one_after_another(layout: Layout) -> 
         context = int(layout.context[rank])
         assert layout.context_tokens[rank] == sum(lengths[:context])
         assert layout.query_tokens[rank] == sum(lengths[context:])
-    ranks_of = {d: set(layout.rank[layout.document == d].tolist()) for d in layout.document.tolist()}
-    assert set(layout.documents[layout.has_many_ranks].tolist()) == {d for d, ranks in ranks_of.items() if len(ranks) > 1}
+    ranks_of = {
+        d: set(layout.rank[layout.document == d].tolist()) for d in layout.document.tolist()
+    }
+    assert set(layout.documents[layout.has_many_ranks].tolist()) == {
+        d for d, ranks in ranks_of.items() if len(ranks) > 1
+    }
 
 
 @pytest.mark.parametrize(
@@ -85,7 +89,9 @@ def test_tokens_of_a_rank_are_its_segments_one_after_another(layout: Layout) -> 
         ([[(0, 0, 4)], [(0, 3, 2)]], r"starts at 3 where position 4 is next"),
     ],
 )
-def test_segments_must_cover_documents(ranks: list[list[tuple[int, int, int]]], message: str) -> None:
+def test_segments_must_cover_documents(
+    ranks: list[list[tuple[int, int, int]]], message: str
+) -> None:
     with pytest.raises(LayoutError, match=message):
         Layout.from_segments(ranks)
 
@@ -100,7 +106,9 @@ def test_columns_must_agree() -> None:
 def test_offsets_begin_with_0(offsets: list[int]) -> None:
     """Segments before the first rank's would be on no rank, and their tokens computed by none."""
     two = np.arange(2)
-    with pytest.raises(LayoutError, match=re.escape(f"offsets {offsets}: they begin with 0 and never fall")):
+    with pytest.raises(
+        LayoutError, match=re.escape(f"offsets {offsets}: they begin with 0 and never fall")
+    ):
         Layout(two, 0 * two, two + 1, np.array(offsets, dtype=np.int64))
 
 

@@ -1,4 +1,6 @@
-"""Nodes first: dealing to nodes and then inside each, and plans that are never slower than node by node or as one group."""
+"""Nodes first: dealing to nodes and then inside each, and plans that are never slower than node by
+node or as one group.
+"""
 
 from __future__ import annotations
 
@@ -20,35 +22,54 @@ from hf_distca.schedule.plan import CATask, Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.simulate.document_lengths import distribution
 
-SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+SHAPE = AttentionShape(
+    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
+)
 CUDA = CostModel.analytic(SHAPE, device_type="cuda")
 NODES = Ranks(per_node=8)
 
 
 @st.composite
 def nodes(draw: st.DrawFn) -> tuple[list[list[int]], int]:
-    """Lengths of the documents of each rank, none of which lies on two, and how many ranks are a node, of two or more."""
+    """Lengths of the documents of each rank, none of which lies on two, and how many ranks are a
+    node, of two or more.
+    """
     size, count = draw(st.integers(1, 4)), draw(st.integers(2, 4))
     length = st.one_of(st.integers(1, 300), st.integers(1000, 60_000))
-    ranks = draw(st.lists(st.lists(length, max_size=6), min_size=size * count, max_size=size * count))
+    ranks = draw(
+        st.lists(st.lists(length, max_size=6), min_size=size * count, max_size=size * count)
+    )
     return ranks, size
 
 
 def slowest(plan: Plan, cost: CostModel, config: DistCAConfig, size: int) -> float:
-    return PlanLoad(plan, cost, overlapped=config.ping_pong, ranks=Ranks(per_node=size)).slowest_seconds
+    return PlanLoad(
+        plan, cost, overlapped=config.ping_pong, ranks=Ranks(per_node=size)
+    ).slowest_seconds
 
 
 def node_by_node(ranks: list[list[int]], size: int, cost: CostModel, config: DistCAConfig) -> Plan:
     """Each node planned by itself, as if there were no others."""
     tasks, first = [], 0
     for node in range(0, len(ranks), size):
-        plan = balance(Layout.from_lengths(ranks[node : node + size]), cost, config, Ranks(per_node=size), allow_relays=False)
-        tasks += [CATask(t.document + first, t.start, t.end, t.home + node, t.server + node) for t in plan.tasks]
+        plan = balance(
+            Layout.from_lengths(ranks[node : node + size]),
+            cost,
+            config,
+            Ranks(per_node=size),
+            allow_relays=False,
+        )
+        tasks += [
+            CATask(t.document + first, t.start, t.end, t.home + node, t.server + node)
+            for t in plan.tasks
+        ]
         first += sum(map(len, ranks[node : node + size]))
     return Plan.from_tasks(Layout.from_lengths(ranks), tasks)
 
 
-@given(nodes(), st.booleans(), st.sampled_from([1e9, 4e9, 4e10, 3e11]), st.sampled_from([1, 10, 100]))
+@given(
+    nodes(), st.booleans(), st.sampled_from([1e9, 4e9, 4e10, 3e11]), st.sampled_from([1, 10, 100])
+)
 @settings(max_examples=60)
 def test_no_plan_of_nodes_or_of_one_group_ends_earlier(
     case: tuple[list[list[int]], int], ping_pong: bool, rate: float, times: int
@@ -57,8 +78,12 @@ def test_no_plan_of_nodes_or_of_one_group_ends_earlier(
     cost = replace(CUDA, exchange_bytes_per_second=rate, node_bytes_per_second=rate * times)
     config = DistCAConfig(ping_pong=ping_pong, head_groups=1, min_gain=0.0, tolerance=0.0)
     layout = Layout.from_lengths(ranks)
-    found = slowest(balance(layout, cost, config, Ranks(per_node=size), allow_relays=False), cost, config, size)
-    one_group = balance(layout, replace(cost, node_bytes_per_second=None), config, allow_relays=False)
+    found = slowest(
+        balance(layout, cost, config, Ranks(per_node=size), allow_relays=False), cost, config, size
+    )
+    one_group = balance(
+        layout, replace(cost, node_bytes_per_second=None), config, allow_relays=False
+    )
     # At a tolerance of 0, the least of all estimates is taken.
     for other in (one_group, node_by_node(ranks, size, cost, config)):
         assert found <= slowest(other, cost, config, size)
@@ -70,7 +95,9 @@ def drawn(name: str, longest: int, ranks: int, tokens: int) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["pretrain", "prolong"])
 @pytest.mark.parametrize(("tokens", "most"), [(65536, 1.035), (32768, 1.085)])
-def test_documents_that_fit_nodes_need_no_exchange_between_them(name: str, tokens: int, most: float) -> None:
+def test_documents_that_fit_nodes_need_no_exchange_between_them(
+    name: str, tokens: int, most: float
+) -> None:
     lengths = drawn(name, 65536, 64, tokens)
     layout = deal(lengths, 64, tokens, CUDA, ranks_per_node=8)
     assert layout.query_tokens.tolist() == [tokens] * 64
@@ -83,11 +110,18 @@ def test_documents_that_fit_nodes_need_no_exchange_between_them(name: str, token
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_dealing_that_knows_of_nodes_is_no_slower(longest: int, overlapped: bool) -> None:
     config = DistCAConfig(ping_pong=overlapped)
-    within = 1 + config.tolerance + 1e-4  # ranks that end so near each other are even, but for a few rows
+    # Ranks that end so near each other are even, but for a few rows.
+    within = 1 + config.tolerance + 1e-4
     for name in ("pretrain", "prolong"):
         lengths = drawn(name, longest, 64, 32768)
-        blind, known = (deal(lengths, 64, 32768, CUDA, ranks_per_node=size, overlapped=overlapped) for size in (None, 8))
-        ends = [slowest(balance(layout, CUDA, config, NODES), CUDA, config, 8) for layout in (blind, known)]
+        blind, known = (
+            deal(lengths, 64, 32768, CUDA, ranks_per_node=size, overlapped=overlapped)
+            for size in (None, 8)
+        )
+        ends = [
+            slowest(balance(layout, CUDA, config, NODES), CUDA, config, 8)
+            for layout in (blind, known)
+        ]
         assert ends[1] <= within * ends[0]
 
 
@@ -103,10 +137,15 @@ def test_nano_batches_stay_in_their_nodes() -> None:
 
 
 def test_work_crosses_nodes_only_where_a_node_has_too_much() -> None:
-    """Long documents on one node of four: the others get their part of it, and then share it inside."""
+    """Long documents on one node of four: the others get their part of it, and then share it
+    inside.
+    """
     numbers = itertools.count()
     layout = Layout.from_segments(
-        [[(next(numbers), 0, n) for n in ([65536] if rank in (0, 1) else [4096] * 16)] for rank in range(16)]
+        [
+            [(next(numbers), 0, n) for n in ([65536] if rank in (0, 1) else [4096] * 16)]
+            for rank in range(16)
+        ]
     )
     ranks = Ranks(per_node=4)
     plan = balance(layout, CUDA, DistCAConfig(), ranks)

@@ -36,14 +36,26 @@ def keys_by_hand(plan: Plan) -> set[tuple[int, int, int, int]]:
 def test_key_transfers_are_what_the_tasks_need(plan: Plan) -> None:
     needed = keys_by_hand(plan)
     rows = list(zip(*(column.tolist() for column in plan.list_key_transfers()), strict=True))
-    found = [(d, position, source, to) for d, start, end, source, to in rows for position in range(start, end)]
+    found = [
+        (d, position, source, to)
+        for d, start, end, source, to in rows
+        for position in range(start, end)
+    ]
     assert len(found) == len(set(found)), "a key is sent once per server"
-    assert rows == sorted(rows, key=lambda row: (row[4], *row[:2])), "in order of server, document and start"
-    segments = {(s.document, s.start, s.end) for r in range(plan.layout.world_size) for s in plan.layout.list_segments(r)}
+    assert rows == sorted(rows, key=lambda row: (row[4], *row[:2])), (
+        "in order of server, document and start"
+    )
+    segments = {
+        (s.document, s.start, s.end)
+        for r in range(plan.layout.world_size)
+        for s in plan.layout.list_segments(r)
+    }
     borders = {(d, end) for d, _, end in segments}
     for one, two in itertools.pairwise(rows):
         meet = (one[4], one[0], one[2]) == (two[4], two[0], two[1])
-        assert not meet or (one[0], one[2]) in borders, "runs are cut where segments end, and nowhere else"
+        assert not meet or (one[0], one[2]) in borders, (
+            "runs are cut where segments end, and nowhere else"
+        )
     assert set(found) == needed
 
 
@@ -51,7 +63,9 @@ def test_key_transfers_are_what_the_tasks_need(plan: Plan) -> None:
 def test_summary_counts_what_the_tasks_say(plan: Plan) -> None:
     summary = summarize_plan(plan, COST)
     sent = [key for key in keys_by_hand(plan) if key[2] != key[3]]
-    unplanned = [key for key in keys_by_hand(Plan.local(plan.layout, plan.window)) if key[2] != key[3]]
+    unplanned = [
+        key for key in keys_by_hand(Plan.local(plan.layout, plan.window)) if key[2] != key[3]
+    ]
     moved = [task for task in plan.tasks if task.home != task.server]
     assert summary["key_tokens_sent"] == len(sent)
     assert summary["key_tokens_sent_unplanned"] == len(unplanned)
@@ -60,7 +74,15 @@ def test_summary_counts_what_the_tasks_say(plan: Plan) -> None:
     sources = [key[2] for key in sent]
     assert summary["max_sent_key_tokens"] == max(map(sources.count, range(summary["ranks"])))
     assert json.loads(json.dumps(summary)) == summary
-    assert len({line.index(line[27:].split(" ")[0], 27) for line in format_summary(summary).splitlines()}) == 1
+    assert (
+        len(
+            {
+                line.index(line[27:].split(" ")[0], 27)
+                for line in format_summary(summary).splitlines()
+            }
+        )
+        == 1
+    )
 
 
 @given(plans())
@@ -83,15 +105,27 @@ def test_digests_tell_plans_and_layouts_apart() -> None:
     other_server = Plan.from_tasks(LAYOUT, [*TASKS[:-1], (1, 0, 3, 1, 0)])
     other_layout = Layout.from_segments([[(0, 0, 4), (0, 8, 2)], [(1, 0, 3), (0, 4, 4)]])
     windows = [Plan.from_tasks(LAYOUT, TASKS, window) for window in (3, 4)]
-    assert len({p.digest for p in (plan, other_server, Plan.from_tasks(other_layout, TASKS), *windows)}) == 5
+    assert (
+        len(
+            {p.digest for p in (plan, other_server, Plan.from_tasks(other_layout, TASKS), *windows)}
+        )
+        == 5
+    )
 
 
 def test_a_window_leaves_keys_out() -> None:
     def runs_of_first(window: int) -> list[tuple[int, ...]]:
-        rows = zip(*(column.tolist() for column in Plan.from_tasks(LAYOUT, TASKS, window).list_key_transfers()), strict=True)
+        rows = zip(
+            *(
+                column.tolist()
+                for column in Plan.from_tasks(LAYOUT, TASKS, window).list_key_transfers()
+            ),
+            strict=True,
+        )
         return [row for row in rows if 0 in row[3:]]
 
-    # Task [6, 8) on rank 0 needs 4..7 and rank 0's own tasks need 0..3 and 6..9: two tasks share keys, one run of document 0.
+    # Task [6, 8) on rank 0 needs 4..7 and rank 0's own tasks need 0..3 and 6..9: two tasks share
+    # keys, one run of document 0.
     assert runs_of_first(3) == [(0, 0, 4, 0, 0), (0, 4, 8, 1, 0), (0, 8, 10, 0, 0), (0, 2, 4, 0, 1)]
     assert runs_of_first(1) == [(0, 0, 4, 0, 0), (0, 6, 8, 1, 0), (0, 8, 10, 0, 0)]
 
@@ -112,9 +146,20 @@ def test_windows_in_json_that_are_none(window: object) -> None:
 @pytest.mark.parametrize(
     ("row", "task", "message"),
     [
-        (0, (0, 0, 4, 0, 2), r"CATask\(document=0, start=0, end=4, home=0, server=2\) names a server outside the 2 ranks"),
+        (
+            0,
+            (0, 0, 4, 0, 2),
+            (
+                r"CATask\(document=0, start=0, end=4, home=0, server=2\) names a server outside the"
+                r" 2 ranks"
+            ),
+        ),
         (0, (0, 0, 4, 0, -1), r"server=-1\) names a server outside"),
-        (0, (0, 0, 4, 1, 0), r"start=0, end=4, home=1, server=0\) does not lie in one segment of its home rank"),
+        (
+            0,
+            (0, 0, 4, 1, 0),
+            r"start=0, end=4, home=1, server=0\) does not lie in one segment of its home rank",
+        ),
         (0, (0, 0, 5, 0, 0), r"start=0, end=5, home=0, server=0\) does not lie in one segment"),
         (0, (0, -1, 4, 0, 0), r"start=-1, .*does not lie in one segment"),
         (0, (0, 4, 4, 0, 0), r"start=4, end=4, .*does not lie in one segment"),

@@ -18,22 +18,37 @@ from hf_distca.schedule.load import PlanLoad, summarize_plan
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 
-SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+SHAPE = AttentionShape(
+    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
+)
 CUDA, CPU = (CostModel.analytic(SHAPE, device_type=kind) for kind in ("cuda", "cpu"))
 ALIKE = Layout.from_segments([[(8 * rank + i, 0, 8192) for i in range(8)] for rank in range(8)])
-LONG_AND_SHORT = [[65536], [4096] * 16, [1024] * 64, [32768, 16384, 8192, 8192], [65536], [512] * 128, [65535, 1], [3, 65533]]
+LONG_AND_SHORT = [
+    [65536],
+    [4096] * 16,
+    [1024] * 64,
+    [32768, 16384, 8192, 8192],
+    [65536],
+    [512] * 128,
+    [65535, 1],
+    [3, 65533],
+]
 
 
 def mixed() -> Layout:
     numbers = iter(range(1000))
-    return Layout.from_segments([[(next(numbers), 0, length) for length in lengths] for lengths in LONG_AND_SHORT])
+    return Layout.from_segments(
+        [[(next(numbers), 0, length) for length in lengths] for lengths in LONG_AND_SHORT]
+    )
 
 
 @pytest.mark.parametrize("cost", [CPU, CUDA], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("layout", [ALIKE, mixed()], ids=["alike", "mixed"])
 @pytest.mark.parametrize("slow", [0, 1, 5])
 def test_a_slower_rank_gets_less(layout: Layout, slow: int, cost: CostModel) -> None:
-    """One of eight ranks takes 1.5 times as long: all end within 2 % of what the speeds together allow."""
+    """One of eight ranks takes 1.5 times as long: all end within 2 % of what the speeds together
+    allow.
+    """
     speeds = np.ones(8)
     speeds[slow] = 1 / 1.5
     ranks = Ranks.of(speeds)
@@ -41,8 +56,12 @@ def test_a_slower_rank_gets_less(layout: Layout, slow: int, cost: CostModel) -> 
     load = PlanLoad(plan, cost, overlapped=True, ranks=ranks)
     work = PlanLoad(Plan.local(layout), cost).compute_seconds.sum()
     assert load.slowest_seconds <= 1.02 * work / speeds.sum()
-    blind = PlanLoad(balance(layout, cost, DistCAConfig(ping_pong=True)), cost, overlapped=True, ranks=ranks)
-    assert blind.slowest_seconds >= 1.4 * work / speeds.sum(), "the plan that knows no speeds is that much slower"
+    blind = PlanLoad(
+        balance(layout, cost, DistCAConfig(ping_pong=True)), cost, overlapped=True, ranks=ranks
+    )
+    assert blind.slowest_seconds >= 1.4 * work / speeds.sum(), (
+        "the plan that knows no speeds is that much slower"
+    )
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=8, max_size=8))
@@ -72,11 +91,18 @@ def test_a_fast_rank_that_has_most_to_do_keeps_it() -> None:
 
 
 def test_a_dealt_layout_on_a_slower_rank_is_balanced_again() -> None:
-    """A layout is dealt before anyone knows who is slow; its plan then moves work away from that rank."""
+    """A layout is dealt before anyone knows who is slow; its plan then moves work away from that
+    rank.
+    """
     layout = deal([8192] * 64, 8, 65536, CUDA)
     assert not balance(layout, CUDA, DistCAConfig(ping_pong=True)).moved
     ranks = Ranks.of([1, 1, 1, 1 / 1.5, 1, 1, 1, 1])
-    load = PlanLoad(balance(layout, CUDA, DistCAConfig(ping_pong=True), ranks), CUDA, overlapped=True, ranks=ranks)
+    load = PlanLoad(
+        balance(layout, CUDA, DistCAConfig(ping_pong=True), ranks),
+        CUDA,
+        overlapped=True,
+        ranks=ranks,
+    )
     assert load.slowest_seconds <= 1.02 * load.ranks.compute_even_seconds(load.compute_seconds)
 
 

@@ -20,15 +20,22 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.reference import apply_formula, make_reference_plan
 
-SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
-MODELS = [CostModel.of_pairs(SHAPE), *(CostModel.analytic(SHAPE, device_type=device) for device in ("cpu", "cuda"))]
-# How much later the last rank of one planner may end than that of the other, and how many more bytes one may move.
-# What the reference leaves out makes a few plans slower.
+SHAPE = AttentionShape(
+    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
+)
+MODELS = [
+    CostModel.of_pairs(SHAPE),
+    *(CostModel.analytic(SHAPE, device_type=device) for device in ("cpu", "cuda")),
+]
+# How much later the last rank of one planner may end than that of the other, and how many more
+# bytes one may move. What the reference leaves out makes a few plans slower.
 SLOWER, REFERENCE_SLOWER, MORE_BYTES = 1.02, 1.03, 1.10
 
 
 def full_ranks(generator: np.random.Generator) -> Layout:
-    """Up to 16 ranks of 64K tokens, filled with documents of all lengths; some go on on the next rank."""
+    """Up to 16 ranks of 64K tokens, filled with documents of all lengths; some go on on the next
+    rank.
+    """
     ranks: list[list[tuple[int, int, int]]] = [[] for _ in range(int(generator.integers(2, 17)))]
     rank, room = 0, 65536
     for document in itertools.count():
@@ -58,12 +65,22 @@ def test_both_planners_are_about_as_good(seed: int, cost: CostModel, ping_pong: 
     assert plain <= REFERENCE_SLOWER * fast
     fast_bytes, plain_bytes = (float(load.exchange_bytes[0].sum()) for load in loads)
     assert plain_bytes <= MORE_BYTES * fast_bytes
-    assert [plan.layout.query_tokens.tolist() for plan in plans] == [layout.query_tokens.tolist()] * 2
+    assert [plan.layout.query_tokens.tolist() for plan in plans] == [
+        layout.query_tokens.tolist()
+    ] * 2
 
 
 @settings(max_examples=40)
-@given(layouts(), st.sampled_from(MODELS), st.sampled_from([0.0, 0.02, 0.2]), st.booleans(), st.sampled_from([1, 16, 128]))
-def test_any_layout(layout: Layout, cost: CostModel, min_gain: float, ping_pong: bool, tile: int) -> None:
+@given(
+    layouts(),
+    st.sampled_from(MODELS),
+    st.sampled_from([0.0, 0.02, 0.2]),
+    st.booleans(),
+    st.sampled_from([1, 16, 128]),
+)
+def test_any_layout(
+    layout: Layout, cost: CostModel, min_gain: float, ping_pong: bool, tile: int
+) -> None:
     config = DistCAConfig(tolerance=0.01, min_gain=min_gain, ping_pong=ping_pong, tile=tile)
     plan, local = make_reference_plan(layout, cost, config), Plan.local(layout)
     segment_ends = set(zip(plan.layout.document.tolist(), plan.layout.end.tolist(), strict=True))
@@ -71,7 +88,9 @@ def test_any_layout(layout: Layout, cost: CostModel, min_gain: float, ping_pong:
         cut = (task.document, task.end) not in segment_ends
         assert not cut or task.end % tile == 0, "documents are cut on tiles"
         assert not cut or task.server != following.server, "neighbours on one server are one task"
-    before, after = (PlanLoad(measured, cost, overlapped=ping_pong).slowest_seconds for measured in (local, plan))
+    before, after = (
+        PlanLoad(measured, cost, overlapped=ping_pong).slowest_seconds for measured in (local, plan)
+    )
     assert plan.digest == local.digest or after < before
     assert plan.digest == local.digest or before - after >= min_gain * before
 
@@ -87,12 +106,17 @@ def test_the_formula_is_the_cost_model() -> None:
     for cost, (start, end) in itertools.product(MODELS, [(0, 1), (100, 700), (4096, 65536)]):
         for heads in (1.0, 0.25):
             seconds = float(cost.estimate_seconds(end - start, end, heads)[0])
-            assert apply_formula(MarginalCost.of(cost, cost.tile), heads, start, end) == pytest.approx(seconds)
+            assert apply_formula(
+                MarginalCost.of(cost, cost.tile), heads, start, end
+            ) == pytest.approx(seconds)
 
 
 def test_windows_and_bounds_of_bytes_are_left_to_balance() -> None:
     cost = CostModel(SHAPE, MODELS[2].forward, MODELS[2].backward, 1e10, window=4096)
-    for refused, config in ((cost, DistCAConfig()), (MODELS[2], DistCAConfig(max_transient_bytes=2**30))):
+    for refused, config in (
+        (cost, DistCAConfig()),
+        (MODELS[2], DistCAConfig(max_transient_bytes=2**30)),
+    ):
         with pytest.raises(ConfigError, match="the reference knows no windows"):
             make_reference_plan(Layout.from_lengths([[65536], [1024]]), refused, config)
 
@@ -103,7 +127,10 @@ def test_both_planners_know_of_nodes(ping_pong: bool) -> None:
     layout = Layout.from_lengths([[65536], [4096] * 16, [8192] * 8, [32768] * 2] * 3)
     cost = CostModel.analytic(SHAPE, device_type="cuda")
     config, nodes = DistCAConfig(ping_pong=ping_pong), Ranks(per_node=4)
-    plans = make_reference_plan(layout, cost, config, per_node=4), balance(layout, cost, config, nodes)
+    plans = (
+        make_reference_plan(layout, cost, config, per_node=4),
+        balance(layout, cost, config, nodes),
+    )
     loads = [PlanLoad(plan, cost, overlapped=ping_pong, ranks=nodes) for plan in plans]
     assert not any(load.node_bytes.inter_node.any() for load in loads)
     assert loads[0].slowest_seconds <= 1.03 * loads[1].slowest_seconds

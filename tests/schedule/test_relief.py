@@ -17,7 +17,9 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import CATask, Plan
 from hf_distca.schedule.relays import add_relays
 
-SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+SHAPE = AttentionShape(
+    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
+)
 CUDA = CostModel.analytic(SHAPE, device_type="cuda")
 SLOW = replace(CUDA, exchange_bytes_per_second=1e6)
 
@@ -29,7 +31,8 @@ def shared_by(servers: int, length: int = 65536) -> Plan:
     tasks = [CATask(0, 0, cuts[0], 0, 0)]
     tasks += [CATask(0, a, b, 0, 1 + i) for i, (a, b) in enumerate(itertools.pairwise(cuts))]
     return Plan.from_tasks(
-        Layout.from_lengths([[length], *[[128]] * servers]), [*tasks, *[(1 + i, 0, 128, 1 + i, 1 + i) for i in range(servers)]]
+        Layout.from_lengths([[length], *[[128]] * servers]),
+        [*tasks, *[(1 + i, 0, 128, 1 + i, 1 + i) for i in range(servers)]],
     )
 
 
@@ -45,7 +48,10 @@ def test_the_home_sends_its_keys_about_once(servers: int, overlapped: bool) -> N
     assert after[0].max() <= 65536 * 2.1
     assert after[1].tolist() == before[1].tolist(), "nobody receives more"
     assert after[0].sum() == before[0].sum(), "and all together send as much"
-    assert load.slowest_seconds - relieved.slowest_seconds > 0.8 * (servers - 3) * 65536 * SHAPE.moved_key_bytes * 0.7 / 1e6
+    assert (
+        load.slowest_seconds - relieved.slowest_seconds
+        > 0.8 * (servers - 3) * 65536 * SHAPE.moved_key_bytes * 0.7 / 1e6
+    )
 
 
 def test_an_exchange_more_must_pay() -> None:
@@ -73,15 +79,23 @@ def test_nothing_changes_where_relays_do_not_pay(load: PlanLoad) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(plans(), st.booleans(), st.sampled_from([1e4, 1e7, 4e10]))
-def test_relays_of_any_plan_are_what_a_plan_may_have(plan: Plan, overlapped: bool, rate: float) -> None:
-    load = PlanLoad(plan, replace(CUDA, exchange_bytes_per_second=rate, exchange_seconds=0.0), overlapped=overlapped)
+def test_relays_of_any_plan_are_what_a_plan_may_have(
+    plan: Plan, overlapped: bool, rate: float
+) -> None:
+    load = PlanLoad(
+        plan,
+        replace(CUDA, exchange_bytes_per_second=rate, exchange_seconds=0.0),
+        overlapped=overlapped,
+    )
     relieved = add_relays(load)
     relays = relieved.plan.relays
     assert relieved.slowest_seconds <= load.slowest_seconds
     if relays is None:
         return
     needs: dict[tuple[int, int], int] = {}
-    for document, _, end, source, server in zip(*(column.tolist() for column in plan.list_key_transfers()), strict=True):
+    for document, _, end, source, server in zip(
+        *(column.tolist() for column in plan.list_key_transfers()), strict=True
+    ):
         needs[document, server] = max(needs.get((document, server), 0), end)
         if len(set(plan.layout.rank[plan.layout.document == document].tolist())) == 1:
             needs[document, source] = plan.layout.longest
@@ -89,6 +103,8 @@ def test_relays_of_any_plan_are_what_a_plan_may_have(plan: Plan, overlapped: boo
     for document, start, end, rank in zip(*(column.tolist() for column in relays), strict=True):
         assert last.get(document, 0) == start < end <= needs[document, rank]
         last[document] = end
-    assert len({*zip(relays.document.tolist(), relays.relay.tolist(), strict=True)}) == len(relays.relay)
+    assert len({*zip(relays.document.tolist(), relays.relay.tolist(), strict=True)}) == len(
+        relays.relay
+    )
     assert relieved.plan.digest != plan.digest
     assert np.array_equal(relieved.key_tokens[1], load.key_tokens[1])

@@ -20,9 +20,15 @@ from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
 
 PLACEMENTS = Path(__file__).parents[2] / "benchmarks" / "placements"
-SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+SHAPE = AttentionShape(
+    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
+)
 PAIRS = CostModel.of_pairs(SHAPE)
-MODELS = [PAIRS, CostModel.analytic(SHAPE, device_type="cpu"), CostModel.analytic(SHAPE, device_type="cuda")]
+MODELS = [
+    PAIRS,
+    CostModel.analytic(SHAPE, device_type="cpu"),
+    CostModel.analytic(SHAPE, device_type="cuda"),
+]
 CONFIGS = st.builds(
     DistCAConfig,
     tolerance=st.sampled_from([0.0, 0.01, 0.1]),
@@ -31,7 +37,16 @@ CONFIGS = st.builds(
     ping_pong=st.booleans(),
 )
 # What a micro-batch of long documents looks like, where tiles are fine against a fair share.
-LONG = [[65536], [4096] * 16, [1024] * 64, [32768, 16384, 8192, 8192], [65536], [512] * 128, [65535, 1], [3, 65533]]
+LONG = [
+    [65536],
+    [4096] * 16,
+    [1024] * 64,
+    [32768, 16384, 8192, 8192],
+    [65536],
+    [512] * 128,
+    [65535, 1],
+    [3, 65533],
+]
 
 
 def spanning_layout() -> Layout:
@@ -40,7 +55,9 @@ def spanning_layout() -> Layout:
     ranks = [[(0, r * part, part), (0, (7 - r) * part, part)] for r in range(4)]
     short = [[2048] * 16, [1000] * 32, [30000, 2768], []]
     number = itertools.count(1)
-    return Layout.from_segments([*ranks, *([(next(number), 0, n) for n in lengths] for lengths in short)])
+    return Layout.from_segments(
+        [*ranks, *([(next(number), 0, n) for n in lengths] for lengths in short)]
+    )
 
 
 def check_plan(plan: Plan, local: Plan, cost: CostModel, config: DistCAConfig) -> None:
@@ -52,7 +69,9 @@ def check_plan(plan: Plan, local: Plan, cost: CostModel, config: DistCAConfig) -
         assert not cut or task.end % config.tile == 0, "documents are cut on tiles"
         assert not cut or task.server != following.server, "neighbours on one server are one task"
 
-    before, after = (PlanLoad(p, cost, overlapped=config.ping_pong).slowest_seconds for p in (local, plan))
+    before, after = (
+        PlanLoad(p, cost, overlapped=config.ping_pong).slowest_seconds for p in (local, plan)
+    )
     if plan.digest != local.digest:
         assert after < before
         assert before - after >= config.min_gain * before
@@ -78,20 +97,29 @@ def test_tolerance_holds_up_to_two_tiles(layout: Layout, tolerance: float) -> No
     assert seconds.max() <= seconds.mean() * (1 + tolerance) + 2 * tile
 
 
-@pytest.mark.parametrize("layout", [Layout.from_lengths(LONG), spanning_layout()], ids=["whole", "spanning"])
+@pytest.mark.parametrize(
+    "layout", [Layout.from_lengths(LONG), spanning_layout()], ids=["whole", "spanning"]
+)
 @pytest.mark.parametrize("cost", MODELS[:2], ids=lambda cost: cost.name)
 @pytest.mark.parametrize("tolerance", [0.01, 0.05, 0.2])
-def test_no_rank_above_or_below_the_tolerance(layout: Layout, cost: CostModel, tolerance: float) -> None:
-    seconds = PlanLoad(balance(layout, cost, DistCAConfig(tolerance=tolerance)), cost).compute_seconds
+def test_no_rank_above_or_below_the_tolerance(
+    layout: Layout, cost: CostModel, tolerance: float
+) -> None:
+    seconds = PlanLoad(
+        balance(layout, cost, DistCAConfig(tolerance=tolerance)), cost
+    ).compute_seconds
     assert seconds.max() <= seconds.mean() * (1 + tolerance) * 1.001
     assert seconds.min() >= seconds.mean() * (1 - tolerance) * 0.995
 
 
 def test_what_ping_pong_hides_is_moved_for_less() -> None:
-    # With a window, a row takes longer to send than to compute, and still not longer than all the compute beside it.
+    # With a window, a row takes longer to send than to compute, and still not longer than all the
+    # compute beside it.
     cost = replace(CostModel.analytic(SHAPE, device_type="cuda"), window=8192)
     layout = Layout.from_lengths([[65536], [2048] * 32, [2048] * 32, [2048] * 32])
-    plain, halves = (balance(layout, cost, DistCAConfig(ping_pong=ping_pong)) for ping_pong in (False, True))
+    plain, halves = (
+        balance(layout, cost, DistCAConfig(ping_pong=ping_pong)) for ping_pong in (False, True)
+    )
     load = PlanLoad(halves, cost, overlapped=True)
     assert halves.moved
     assert load.slowest_seconds < PlanLoad(plain, cost, overlapped=True).slowest_seconds
@@ -100,14 +128,17 @@ def test_what_ping_pong_hides_is_moved_for_less() -> None:
 
 def test_a_wider_tolerance_moves_less() -> None:
     moved = [
-        summarize_plan(balance(Layout.from_lengths(LONG), PAIRS, DistCAConfig(tolerance=tolerance)), PAIRS)["query_tokens_moved"]
+        summarize_plan(
+            balance(Layout.from_lengths(LONG), PAIRS, DistCAConfig(tolerance=tolerance)), PAIRS
+        )["query_tokens_moved"]
         for tolerance in (0.01, 0.3)
     ]
     assert moved[1] < moved[0]
 
 
 def test_servers_that_hold_the_keys_are_preferred() -> None:
-    # Rank 1 holds the first half of the document that makes rank 0 heavy; rank 2 is emptier, but holds nothing of it.
+    # Rank 1 holds the first half of the document that makes rank 0 heavy; rank 2 is emptier, but
+    # holds nothing of it.
     layout = Layout.from_segments([[(0, 32768, 32768)], [(0, 0, 32768)], [(1, 0, 31000)]])
     plan = balance(layout, PAIRS, DistCAConfig())
     assert summarize_plan(plan, PAIRS)["pairs_imbalance_after"] <= 1.01
@@ -116,7 +147,9 @@ def test_servers_that_hold_the_keys_are_preferred() -> None:
 
 
 def test_a_whole_tail_takes_its_keys_along() -> None:
-    """Rank 0 has the tail of rank 1's document. Once all of it is gone, keys of the tail travel instead of those before it."""
+    """Rank 0 has the tail of rank 1's document. Once all of it is gone, keys of the tail travel
+    instead of those before it.
+    """
     layout = Layout.from_segments([[(0, 8192, 1024), (1, 0, 16384)], [(0, 0, 8192)], []])
 
     def keys_of_document_0(plan: Plan) -> list[list[int]]:
@@ -171,13 +204,17 @@ def test_min_gain() -> None:
 
 def test_a_slow_link_keeps_work_at_home() -> None:
     layout = Layout.from_lengths(LONG)
-    fast, slow = (CostModel(SHAPE, MODELS[2].forward, MODELS[2].backward, bytes_per_second) for bytes_per_second in (4e10, 1e7))
+    fast, slow = (
+        CostModel(SHAPE, MODELS[2].forward, MODELS[2].backward, bytes_per_second)
+        for bytes_per_second in (4e10, 1e7)
+    )
     assert balance(layout, fast, DistCAConfig()).moved
     assert not balance(layout, slow, DistCAConfig()).moved
 
 
 def test_a_coarser_plan_where_the_fine_one_does_not_pay() -> None:
-    # At 5 GB/s the exchange costs about what it gains: fewer bytes for half the gain may still win, and never lose.
+    # At 5 GB/s the exchange costs about what it gains: fewer bytes for half the gain may still win,
+    # and never lose.
     layout = Layout.from_lengths(LONG)
     for bytes_per_second in (1e9, 3e9, 5e9, 1e10):
         cost = CostModel(SHAPE, MODELS[2].forward, MODELS[2].backward, bytes_per_second, 1e-4)

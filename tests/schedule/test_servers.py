@@ -15,11 +15,15 @@ from hf_distca.schedule.ranks import Ranks
 
 COST = CostModel.of_pairs(AttentionShape(8, 4, 64, 64, 2))
 LENGTHS = st.lists(st.integers(1, 4000), min_size=1, max_size=6)
-RANKS = st.lists(st.one_of(LENGTHS, st.just([])), min_size=2, max_size=8).filter(lambda ranks: any(ranks))
+RANKS = st.lists(st.one_of(LENGTHS, st.just([])), min_size=2, max_size=8).filter(
+    lambda ranks: any(ranks)
+)
 
 
 @given(RANKS, st.lists(st.floats(0.5, 2.0), min_size=8, max_size=8))
-def test_without_serving_in_place_empty_ranks_get_slices(ranks: list[list[int]], speeds: list[float]) -> None:
+def test_without_serving_in_place_empty_ranks_get_slices(
+    ranks: list[list[int]], speeds: list[float]
+) -> None:
     """Without serving in place, only ranks without tokens get slices."""
     layout = Layout.from_lengths(ranks)
     config = DistCAConfig(serve_in_place=False, min_gain=0.0)
@@ -29,17 +33,29 @@ def test_without_serving_in_place_empty_ranks_get_slices(ranks: list[list[int]],
 
 
 def test_servers_take_what_ranks_have_above_the_mean() -> None:
-    plan = balance(Layout.from_lengths([[16384], [16384], [16384], []]), COST, DistCAConfig(serve_in_place=False))
-    seconds = np.bincount(plan.server, weights=COST.estimate_seconds(plan.end - plan.start, plan.end, plan.heads), minlength=4)
+    plan = balance(
+        Layout.from_lengths([[16384], [16384], [16384], []]),
+        COST,
+        DistCAConfig(serve_in_place=False),
+    )
+    seconds = np.bincount(
+        plan.server,
+        weights=COST.estimate_seconds(plan.end - plan.start, plan.end, plan.heads),
+        minlength=4,
+    )
     assert seconds.max() <= 1.03 * seconds.mean()
 
 
 def test_without_servers_nothing_moves_if_nobody_serves_in_place() -> None:
-    assert not balance(Layout.from_lengths([[16384], [64] * 8]), COST, DistCAConfig(serve_in_place=False)).moved
+    assert not balance(
+        Layout.from_lengths([[16384], [64] * 8]), COST, DistCAConfig(serve_in_place=False)
+    ).moved
 
 
 @given(RANKS, st.data())
-def test_a_layout_among_more_ranks_has_the_same_tokens(ranks: list[list[int]], data: st.DataObject) -> None:
+def test_a_layout_among_more_ranks_has_the_same_tokens(
+    ranks: list[list[int]], data: st.DataObject
+) -> None:
     holds = data.draw(st.permutations([True] * len(ranks) + [False] * 3))
     layout, among = Layout.from_lengths(ranks), Layout.from_lengths(ranks).place_on_holders(holds)
     holders = np.flatnonzero(holds)

@@ -1,4 +1,6 @@
-"""What ranks send and receive, counted from segments and needs, is what the runs of keys between ranks say."""
+"""What ranks send and receive, counted from segments and needs, is what the runs of keys between
+ranks say.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def check_tokens(plan: Plan) -> None:
     away = runs.source != runs.server
     tokens = ((runs.end - runs.start) * plan.layout.compute_head_fractions(runs.document))[away]
     ranks = plan.layout.world_size
-    expected = [np.bincount(rank[away], weights=tokens, minlength=ranks) for rank in (runs.source, runs.server)]
+    expected = [
+        np.bincount(rank[away], weights=tokens, minlength=ranks)
+        for rank in (runs.source, runs.server)
+    ]
     np.testing.assert_array_equal(PlanLoad(plan, CostModel.analytic(SHAPE)).key_tokens, expected)
 
 

@@ -22,7 +22,9 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.waves import Waves
 
-SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+SHAPE = AttentionShape(
+    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
+)
 CUDA = CostModel.analytic(SHAPE, device_type="cuda")
 ONE_RATE = replace(CUDA, node_bytes_per_second=None)
 # Bytes of a query and of a key are 38 and 12; 10 bytes a second between nodes, 100 inside.
@@ -33,24 +35,40 @@ QUERY, KEY = SMALL.moved_query_bytes, SMALL.moved_key_bytes
 
 
 def two_moves() -> Plan:
-    """Four ranks in two nodes. Rank 0 gives 4 rows with 16 keys to rank 1, in its node, and 2 rows with 12 keys to rank 2."""
+    """Four ranks in two nodes. Rank 0 gives 4 rows with 16 keys to rank 1, in its node, and 2 rows
+    with 12 keys to rank 2.
+    """
     layout = Layout.from_segments([[(0, 0, 16)], [], [(1, 0, 4)], []])
-    return Plan.from_tasks(layout, [(0, 0, 10, 0, 0), (0, 10, 12, 0, 2), (0, 12, 16, 0, 1), (1, 0, 4, 2, 2)])
+    return Plan.from_tasks(
+        layout, [(0, 0, 10, 0, 0), (0, 10, 12, 0, 2), (0, 12, 16, 0, 1), (1, 0, 4, 2, 2)]
+    )
 
 
 def long_and_short(nodes: int, per_node: int) -> Layout:
-    """On every node, half of the ranks hold a long document and the others short ones: nodes are even among themselves."""
+    """On every node, half of the ranks hold a long document and the others short ones: nodes are
+    even among themselves.
+    """
     numbers = itertools.count()
     ranks = range(nodes * per_node)
     return Layout.from_segments(
-        [[(next(numbers), 0, n) for n in ([65536] if rank % per_node < per_node / 2 else [2048] * 32)] for rank in ranks]
+        [
+            [
+                (next(numbers), 0, n)
+                for n in ([65536] if rank % per_node < per_node / 2 else [2048] * 32)
+            ]
+            for rank in ranks
+        ]
     )
 
 
 def test_every_peer_adds_to_the_fixed_seconds_of_an_exchange() -> None:
-    load = PlanLoad(two_moves(), replace(SLOW, exchange_seconds=1.0, peer_seconds=0.25), ranks=Ranks(per_node=2))
+    load = PlanLoad(
+        two_moves(), replace(SLOW, exchange_seconds=1.0, peer_seconds=0.25), ranks=Ranks(per_node=2)
+    )
     assert load.peer_counts.tolist() == [2, 1, 1, 0], "rank 0 sends to rank 1 and to rank 2"
-    assert (load.exchange_seconds - load.wire_seconds.max(axis=0)).tolist() == pytest.approx([6.0, 5.0, 5.0, 4.0])
+    assert (load.exchange_seconds - load.wire_seconds.max(axis=0)).tolist() == pytest.approx(
+        [6.0, 5.0, 5.0, 4.0]
+    )
     assert not PlanLoad(two_moves(), SLOW).peer_counts.any(), "not counted where they cost nothing"
 
 
@@ -67,14 +85,18 @@ def test_links_inside_and_between_carry_at_the_same_time() -> None:
     inside, between = (4 * QUERY + 16 * KEY) / 100, (2 * QUERY + 12 * KEY) / 10
     assert between > inside
     assert load.exchange_seconds.tolist() == [between, inside, between, 0]
-    slow_inside = PlanLoad(two_moves(), replace(SLOW, node_bytes_per_second=10.0), ranks=Ranks(per_node=2))
+    slow_inside = PlanLoad(
+        two_moves(), replace(SLOW, node_bytes_per_second=10.0), ranks=Ranks(per_node=2)
+    )
     assert slow_inside.exchange_seconds[0] == pytest.approx(10 * inside)
     one_level = PlanLoad(two_moves(), SLOW)
     assert one_level.exchange_seconds[0] == pytest.approx(10 * inside + between)
 
 
 def test_a_link_that_ranks_of_a_node_share() -> None:
-    """It carries for whoever has something to send: rank 0 alone is twice as fast, and rank 1 waits for the link it shares."""
+    """It carries for whoever has something to send: rank 0 alone is twice as fast, and rank 1 waits
+    for the link it shares.
+    """
     load = PlanLoad(two_moves(), replace(SLOW, ranks_per_link=2), ranks=Ranks(per_node=2))
     between = (2 * QUERY + 12 * KEY) / 10
     assert load.exchange_seconds.tolist() == [between / 2] * 4
@@ -92,7 +114,10 @@ def test_waves_count_keys_that_travel_twice() -> None:
     plan = two_moves()
     waves = Waves(plan, np.array([0, 1, 0, 0]), 2, np.zeros(4, dtype=np.int64))
     load = PlanLoad(plan, SLOW, waves, ranks=Ranks(per_node=2))
-    assert load.node_bytes.inter_node[0].sum() + load.node_bytes.intra_node[0].sum() == load.exchange_bytes[0].sum()
+    assert (
+        load.node_bytes.inter_node[0].sum() + load.node_bytes.intra_node[0].sum()
+        == load.exchange_bytes[0].sum()
+    )
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
@@ -100,17 +125,28 @@ def test_work_stays_in_nodes_that_are_even_among_themselves(ping_pong: bool) -> 
     layout, config = long_and_short(nodes=8, per_node=8), DistCAConfig(ping_pong=ping_pong)
     ranks = Ranks(per_node=8)
     blind, plan = balance(layout, CUDA, config), balance(layout, CUDA, config, ranks)
-    before, after = (PlanLoad(one, CUDA, overlapped=ping_pong, ranks=ranks) for one in (blind, plan))
+    before, after = (
+        PlanLoad(one, CUDA, overlapped=ping_pong, ranks=ranks) for one in (blind, plan)
+    )
     assert after.node_bytes.inter_node[0].sum() <= 0.02 * before.node_bytes.inter_node[0].sum()
-    assert after.slowest_seconds <= max(before.slowest_seconds, (1 + config.tolerance) * after.compute_seconds.mean())
+    assert after.slowest_seconds <= max(
+        before.slowest_seconds, (1 + config.tolerance) * after.compute_seconds.mean()
+    )
     assert after.compute_seconds.max() <= 1.02 * after.compute_seconds.mean()
 
 
 def test_nodes_that_are_not_even_share_work() -> None:
     """All long documents are on one node: the others still get their part."""
-    layout = Layout.from_segments([[(rank, 0, 65536)] if rank < 4 else [(rank, 0, 8192)] for rank in range(16)])
+    layout = Layout.from_segments(
+        [[(rank, 0, 65536)] if rank < 4 else [(rank, 0, 8192)] for rank in range(16)]
+    )
     ranks = Ranks(per_node=4)
-    load = PlanLoad(balance(layout, CUDA, DistCAConfig(ping_pong=True), ranks), CUDA, overlapped=True, ranks=ranks)
+    load = PlanLoad(
+        balance(layout, CUDA, DistCAConfig(ping_pong=True), ranks),
+        CUDA,
+        overlapped=True,
+        ranks=ranks,
+    )
     assert load.compute_seconds.max() <= 1.02 * load.compute_seconds.mean()
     assert load.node_bytes.inter_node[0].sum() > 0
 
@@ -118,20 +154,29 @@ def test_nodes_that_are_not_even_share_work() -> None:
 @given(layouts(), st.booleans(), st.sampled_from([1, 2, 3]))
 @settings(max_examples=30)
 def test_any_layout_on_nodes(layout: Layout, ping_pong: bool, per_node: int) -> None:
-    """The estimated slowest rank never ends later than with nothing moved; every rank finds the same plan."""
+    """The estimated slowest rank never ends later than with nothing moved; every rank finds the
+    same plan.
+    """
     if layout.world_size % per_node:
         return
     config, ranks = DistCAConfig(ping_pong=ping_pong, tile=16), Ranks(per_node=per_node)
     plan = balance(layout, CUDA, config, ranks)
-    before, after = (PlanLoad(one, CUDA, overlapped=ping_pong, ranks=ranks).slowest_seconds for one in (Plan.local(layout), plan))
+    before, after = (
+        PlanLoad(one, CUDA, overlapped=ping_pong, ranks=ranks).slowest_seconds
+        for one in (Plan.local(layout), plan)
+    )
     assert after <= before
     assert balance(layout, CUDA, config, ranks).digest == plan.digest
-    assert balance(layout, ONE_RATE, config, ranks).digest == balance(layout, CUDA, config).digest, "one rate: one level"
+    assert (
+        balance(layout, ONE_RATE, config, ranks).digest == balance(layout, CUDA, config).digest
+    ), "one rate: one level"
 
 
 def test_one_node_has_but_fast_links() -> None:
     layout = long_and_short(1, 8)
-    inside = PlanLoad(balance(layout, CUDA, DistCAConfig(), Ranks(per_node=8)), CUDA, ranks=Ranks(per_node=8))
+    inside = PlanLoad(
+        balance(layout, CUDA, DistCAConfig(), Ranks(per_node=8)), CUDA, ranks=Ranks(per_node=8)
+    )
     between = PlanLoad(inside.plan, CUDA)
     fixed = 4 * CUDA.exchange_seconds
     ratio = (between.exchange_seconds - fixed) / (inside.exchange_seconds - fixed)
@@ -140,7 +185,10 @@ def test_one_node_has_but_fast_links() -> None:
 
 def test_the_summary_tells_bytes_inside_from_bytes_between() -> None:
     layout, ranks = long_and_short(2, 4), Ranks(per_node=4)
-    one, two = (summarize_plan(balance(layout, CUDA, DistCAConfig(), on), CUDA, on) for on in (Ranks(), ranks))
+    one, two = (
+        summarize_plan(balance(layout, CUDA, DistCAConfig(), on), CUDA, on)
+        for on in (Ranks(), ranks)
+    )
     assert one["bytes_inside_nodes"] == 0 < one["bytes_between_nodes"]
     assert two["bytes_inside_nodes"] > 0
     assert two["max_bytes_between_nodes"] <= two["bytes_between_nodes"] < one["bytes_between_nodes"]
@@ -182,21 +230,27 @@ def test_dealt_documents_are_exchanged_inside_nodes(overlapped: bool) -> None:
     ranks, config = Ranks(per_node=8), DistCAConfig(ping_pong=overlapped)
     loads = []
     for per_node in (None, 8):
-        layout = deal(lengths, 32, sum(lengths) // 32, CUDA, ranks_per_node=per_node, overlapped=overlapped)
+        layout = deal(
+            lengths, 32, sum(lengths) // 32, CUDA, ranks_per_node=per_node, overlapped=overlapped
+        )
         plan = balance(layout, CUDA, config, Ranks(per_node=per_node))
         loads.append(PlanLoad(plan, CUDA, overlapped=overlapped, ranks=ranks))
     blind, dealt = loads
     assert dealt.node_bytes.inter_node[0].sum() <= 0.1 * blind.node_bytes.inter_node[0].sum()
-    assert dealt.slowest_seconds <= (1.005 if overlapped else 1.0) * blind.slowest_seconds  # overlapped, both are hidden
+    # overlapped, both are hidden.
+    assert dealt.slowest_seconds <= (1.005 if overlapped else 1.0) * blind.slowest_seconds
 
 
 def test_dealing_in_a_node_of_all_ranks_counts_on_its_links() -> None:
     lengths = [131072] + [4096] * 32
-    one, fast = (deal(lengths, 8, sum(lengths) // 8, CUDA, ranks_per_node=per_node) for per_node in (None, 8))
+    one, fast = (
+        deal(lengths, 8, sum(lengths) // 8, CUDA, ranks_per_node=per_node) for per_node in (None, 8)
+    )
     assert one.world_size == fast.world_size == 8
     ranks = Ranks(per_node=8)
     slowest = [
-        PlanLoad(balance(layout, CUDA, DistCAConfig(), ranks), CUDA, ranks=ranks).slowest_seconds for layout in (one, fast)
+        PlanLoad(balance(layout, CUDA, DistCAConfig(), ranks), CUDA, ranks=ranks).slowest_seconds
+        for layout in (one, fast)
     ]
     assert slowest[1] <= slowest[0]
     same = deal(lengths, 8, sum(lengths) // 8, ONE_RATE, ranks_per_node=8)

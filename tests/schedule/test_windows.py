@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import layouts
-from test_scheduler import CONFIGS, LONG, MODELS, PAIRS, PLACEMENTS, SHAPE, check_plan, spanning_layout
+from test_scheduler import (
+    CONFIGS,
+    LONG,
+    MODELS,
+    PAIRS,
+    PLACEMENTS,
+    SHAPE,
+    check_plan,
+    spanning_layout,
+)
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
@@ -22,13 +31,16 @@ from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
 
 WINDOWS = st.one_of(st.integers(1, 300), st.sampled_from([512, 1000, 4096]), st.integers(1, 20_000))
-# Kernel tiles of one row: seconds rise with every row, so that closed forms can be checked to the row.
+# Kernel tiles of one row: seconds rise with every row, so that closed forms can be checked to the
+# row.
 SMOOTH = CostModel(SHAPE, KernelCost(1e-5, 1e12, 1e13), KernelCost(2e-5, 1e12, 1e13), 1e10, tile=1)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 @given(start=st.integers(0, 10**6), rows=st.integers(1, 10**5), window=st.integers(1, 10**5))
-def test_scalar_prices_agree_with_the_model(model: CostModel, start: int, rows: int, window: int) -> None:
+def test_scalar_prices_agree_with_the_model(
+    model: CostModel, start: int, rows: int, window: int
+) -> None:
     cost = replace(model, window=window)
     seconds = estimate_slice_seconds(MarginalCost.of(cost, 128), 1.0, start, start + rows)
     assert seconds == pytest.approx(cost.estimate_seconds(rows, start + rows)[0], rel=1e-12)
@@ -53,7 +65,12 @@ def test_tails_begin_on_tiles_and_take_what_is_wanted(
     assert estimate_slice_seconds(price, 1.0, x, end) <= want * room * (1 + 1e-9) or end - x <= 128
     # No other tile comes nearer.
     before = max((x - 1) // 128 * 128, start)
-    assert model.tile > 1 or part > 1 or estimate_slice_seconds(price, 1.0, before, end) >= want * (1 - 1e-9) or x == start
+    assert (
+        model.tile > 1
+        or part > 1
+        or estimate_slice_seconds(price, 1.0, before, end) >= want * (1 - 1e-9)
+        or x == start
+    )
 
 
 @settings(max_examples=75)
@@ -80,13 +97,19 @@ def test_tolerance_holds_up_to_two_tiles(layout: Layout, tolerance: float, windo
     assert seconds.max() <= seconds.mean() * (1 + tolerance) + 2 * tile
 
 
-@pytest.mark.parametrize("layout", [Layout.from_lengths(LONG), spanning_layout()], ids=["whole", "spanning"])
+@pytest.mark.parametrize(
+    "layout", [Layout.from_lengths(LONG), spanning_layout()], ids=["whole", "spanning"]
+)
 @pytest.mark.parametrize("model", MODELS[:2], ids=lambda model: model.name)
 @pytest.mark.parametrize("window", [1024, 4096, 16384])
 @pytest.mark.parametrize("tolerance", [0.01, 0.05])
-def test_no_rank_above_or_below_the_tolerance(layout: Layout, model: CostModel, window: int, tolerance: float) -> None:
+def test_no_rank_above_or_below_the_tolerance(
+    layout: Layout, model: CostModel, window: int, tolerance: float
+) -> None:
     cost = replace(model, window=window)
-    seconds = PlanLoad(balance(layout, cost, DistCAConfig(tolerance=tolerance)), cost).compute_seconds
+    seconds = PlanLoad(
+        balance(layout, cost, DistCAConfig(tolerance=tolerance)), cost
+    ).compute_seconds
     assert seconds.max() <= seconds.mean() * (1 + tolerance) * 1.001
     assert seconds.min() >= seconds.mean() * (1 - tolerance) * 0.995
 
@@ -114,7 +137,10 @@ def test_figures_are_those_of_the_plans_window() -> None:
     layout = Layout.from_lengths(LONG)
     for window in (None, 100):
         plan = Plan.local(layout, window)
-        figures = [PlanLoad(plan, replace(PAIRS, window=other)).compute_seconds.tolist() for other in (None, 100, 4096)]
+        figures = [
+            PlanLoad(plan, replace(PAIRS, window=other)).compute_seconds.tolist()
+            for other in (None, 100, 4096)
+        ]
         assert figures[0] == figures[1] == figures[2]
         assert (PlanLoad(plan, PAIRS).pairs / 2**30).tolist() == pytest.approx(figures[0])
 
@@ -136,4 +162,6 @@ def test_real_placements(window: int) -> None:
         assert time.perf_counter() - begin < 2, "about 0.05 s on a free core"
         load = PlanLoad(plan, cost)
         # Where less than the smallest gain is to be had, the plan moves nothing.
-        assert load.pairs.max() <= np.mean(load.pairs) * (1.011 if plan.moved and (plan.home != plan.server).any() else 1.025)
+        assert load.pairs.max() <= np.mean(load.pairs) * (
+            1.011 if plan.moved and (plan.home != plan.server).any() else 1.025
+        )

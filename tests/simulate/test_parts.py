@@ -1,4 +1,6 @@
-"""Linear layers, collectives, memory, and how documents are shared, each against a count by hand."""
+"""Linear layers, collectives, memory, and how documents are shared, each against a count by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.simulate import context, loader_rules
-from hf_distca.simulate.beside_attention import gather_rate, layer_seconds, tensor_seconds, weight_exchange
+from hf_distca.simulate.beside_attention import (
+    gather_rate,
+    layer_seconds,
+    tensor_seconds,
+    weight_exchange,
+)
 from hf_distca.simulate.disaggregated import halved
 from hf_distca.simulate.hardware import find_hardware
 from hf_distca.simulate.memory import fullest, most_tokens, state_of
@@ -49,7 +56,9 @@ def test_tensor_parallelism_exchanges_hidden_states_four_times(setting: Setting)
 def test_gathering_between_nodes_uses_the_links_of_a_whole_node(setting: Setting) -> None:
     hardware = setting.hardware
     assert gather_rate(setting, 8) == hardware.gather_rate
-    assert gather_rate(replace(setting, ranks=64), 64) == pytest.approx(min(hardware.gather_rate, 8 * hardware.link_rate))
+    assert gather_rate(replace(setting, ranks=64), 64) == pytest.approx(
+        min(hardware.gather_rate, 8 * hardware.link_rate)
+    )
     assert gather_rate(replace(setting, ranks=64, tensor=8), 8) == pytest.approx(hardware.link_rate)
 
 
@@ -65,18 +74,28 @@ def test_weights_are_hidden_beside_long_computing_only(setting: Setting) -> None
 
 def test_memory_is_full_at_the_tokens_that_fill_it(setting: Setting) -> None:
     tokens = most_tokens(setting)
-    assert fullest(setting, tokens, 0.0).total <= setting.hardware.memory_bytes < fullest(setting, 1.01 * tokens, 0.0).total
-    held = {name: state_of(replace(setting, sharding=name)).total for name in ("ddp", "zero1", "fsdp")}
+    assert (
+        fullest(setting, tokens, 0.0).total
+        <= setting.hardware.memory_bytes
+        < fullest(setting, 1.01 * tokens, 0.0).total
+    )
+    held = {
+        name: state_of(replace(setting, sharding=name)).total for name in ("ddp", "zero1", "fsdp")
+    }
     assert held["ddp"] > held["zero1"] > held["fsdp"]
     assert held["ddp"] == pytest.approx(setting.model.parameters * 18)
-    lighter = [most_tokens(replace(setting, checkpointing=name)) for name in ("none", "selective", "full")]
+    lighter = [
+        most_tokens(replace(setting, checkpointing=name)) for name in ("none", "selective", "full")
+    ]
     assert lighter == sorted(lighter)
 
 
 def test_a_bin_never_gets_more_tokens_than_its_cap() -> None:
     found = loader_rules.longest_first(LENGTHS.astype(float), LENGTHS, 3, 12000)
     assert np.bincount(found, weights=LENGTHS, minlength=3).max() <= 12000
-    assert loader_rules.longest_first(np.array([3.0, 2.0, 2.0]), np.array([3, 2, 2]), 2).tolist() == [0, 1, 1]
+    assert loader_rules.longest_first(
+        np.array([3.0, 2.0, 2.0]), np.array([3, 2, 2]), 2
+    ).tolist() == [0, 1, 1]
 
 
 def test_batch_rebalance_makes_sorted_and_even_batches() -> None:
@@ -86,14 +105,22 @@ def test_batch_rebalance_makes_sorted_and_even_batches() -> None:
     order = np.argsort(-lengths, kind="stable")
     assert (np.diff(found[order]) >= 0).all()
     assert set(found.tolist()) == set(range(8))
-    costs = [sum(found == one) * (n + 0.001 * n**2) for one in range(8) for n in [float(lengths[found == one].max())]]
+    costs = [
+        sum(found == one) * (n + 0.001 * n**2)
+        for one in range(8)
+        for n in [float(lengths[found == one].max())]
+    ]
     assert max(costs) / np.mean(costs) < 1.2
 
 
 @pytest.mark.parametrize("bins", [1, 2, 3, 4])
 def test_batch_rebalance_has_no_more_runs_than_bins(bins: int) -> None:
     generator = np.random.default_rng(bins)
-    batches = [np.array([100] + [10] * 10 + [1] * 100), np.ones(1, dtype=np.int64), np.zeros(0, dtype=np.int64)]
+    batches = [
+        np.array([100] + [10] * 10 + [1] * 100),
+        np.ones(1, dtype=np.int64),
+        np.zeros(0, dtype=np.int64),
+    ]
     batches += [generator.lognormal(6, 2, 50).astype(np.int64) + 1 for _ in range(20)]
     for lengths in batches:
         assert loader_rules.batch_rebalance(lengths, bins).max(initial=0) < bins
@@ -114,17 +141,23 @@ def test_alone_a_rank_takes_the_same_however_a_row_is_cut(setting: Setting) -> N
     work = of_documents(replace(setting, ranks=1), LENGTHS, row)
     assert work.attention[:, 0] / 32 == pytest.approx(expected)
     for share in (context.shared_by_document, context.shared_by_row):
-        assert share(cost, context.SharedRows(LENGTHS, row, 1), 1)[:, 0] == pytest.approx(expected, rel=0.01)
+        assert share(cost, context.SharedRows(LENGTHS, row, 1), 1)[:, 0] == pytest.approx(
+            expected, rel=0.01
+        )
 
 
 @pytest.mark.parametrize("window", [None, 1000])
-def test_head_and_tail_of_documents_cost_what_their_tasks_do(setting: Setting, window: int | None) -> None:
+def test_head_and_tail_of_documents_cost_what_their_tasks_do(
+    setting: Setting, window: int | None
+) -> None:
     """A head and a tail of every document cost what their tasks do."""
     cost, degree = setting.cost(window), 4
     lengths = np.array([8192, 4096, 16384])
     chunks = [(n // 8, n // 8 * (at + 1)) for n in lengths.tolist() for at in range(8)]
     rows, keys = np.array(chunks).T
-    found = context.shared_by_document(cost, context.SharedRows(lengths, np.zeros(3, dtype=np.int64), 1), degree)
+    found = context.shared_by_document(
+        cost, context.SharedRows(lengths, np.zeros(3, dtype=np.int64), 1), degree
+    )
     heads_and_tails = in_calls(cost, cost.estimate_directions(rows, keys).sum(axis=1) / degree, 2)
     assert found[:, 0] == pytest.approx(heads_and_tails, rel=0.02)
 
@@ -144,10 +177,14 @@ def test_row_cut_as_one_sequence_costs_its_slowest_rank(setting: Setting) -> Non
             for chunk in range(4):
                 low, high = max(start, cuts[chunk]), min(start + n, cuts[chunk + 1])
                 if low < high:
-                    seconds[min(chunk, 3 - chunk)] += float(cost.estimate_directions(high - low, high - start)[0, 0])
+                    seconds[min(chunk, 3 - chunk)] += float(
+                        cost.estimate_directions(high - low, high - start)[0, 0]
+                    )
             start += n
         slowest.append(float(cost.forward.add_call_overhead(max(seconds))))
-    assert context.shared_by_row(cost, context.SharedRows(LENGTHS, row, 2), degree)[0].tolist() == pytest.approx(slowest)
+    assert context.shared_by_row(cost, context.SharedRows(LENGTHS, row, 2), degree)[
+        0
+    ].tolist() == pytest.approx(slowest)
 
 
 def test_context_parallel_ranks_wait_for_keys_ring_hides(setting: Setting) -> None:
@@ -160,18 +197,28 @@ def test_context_parallel_ranks_wait_for_keys_ring_hides(setting: Setting) -> No
         hardware.exchange_seconds + 7 * hardware.peer_seconds,
         2 * (2 * keys + 16384 * wide.shape.row_bytes) / hardware.copy_rate,
     )
-    assert gathered.exposed[0, 0] == pytest.approx(32 * (keys * 7 / 8 / hardware.gather_rate + fixed + copied))
+    assert gathered.exposed[0, 0] == pytest.approx(
+        32 * (keys * 7 / 8 / hardware.gather_rate + fixed + copied)
+    )
     assert ringed.exposed[0, 0] < gathered.exposed[0, 0]
     assert ringed.attention[0, 0] > gathered.attention[0, 0]
     spread = context.ulysses(wide, rows, 8)
-    assert spread.attention[0].sum() == pytest.approx(of_documents(wide, rows.length, rows.row).attention[0].sum(), rel=0.01)
+    assert spread.attention[0].sum() == pytest.approx(
+        of_documents(wide, rows.length, rows.row).attention[0].sum(), rel=0.01
+    )
 
 
 @pytest.mark.parametrize(("ranks", "away"), [(8, 0), (64, 56)])
-def test_heads_for_tokens_take_the_links_of_both_kinds(setting: Setting, ranks: int, away: int) -> None:
-    """q, k, v and o change ranks in an exchange each, over both kinds of links at once, and are put in order twice."""
+def test_heads_for_tokens_take_the_links_of_both_kinds(
+    setting: Setting, ranks: int, away: int
+) -> None:
+    """q, k, v and o change ranks in an exchange each, over both kinds of links at once, and are put
+    in order twice.
+    """
     wide = replace(setting, ranks=ranks)
-    rows = context.SharedRows(np.full(ranks // 8, 8 * 16384), np.zeros(ranks // 8, dtype=np.int64), 1)
+    rows = context.SharedRows(
+        np.full(ranks // 8, 8 * 16384), np.zeros(ranks // 8, dtype=np.int64), 1
+    )
     hardware, held = wide.hardware, 16384 * (2 * 8192 + 4096 * max(ranks / 8, 1))
     wire = held / ranks * (away / hardware.link_rate if away else 7 / hardware.node_rate)
     fixed = 4 * (hardware.exchange_seconds + (ranks - 1) * hardware.peer_seconds)
@@ -200,15 +247,31 @@ def test_messages_of_a_plan_take_what_the_scheduler_says(setting: Setting) -> No
     assert load.peer_counts.tolist() == [1, 1]
     assert work.wire.tolist() == pytest.approx(load.exchange_seconds.tolist(), rel=0.05)
     copied = of_plan(setting, plan, cost).wire - work.wire
-    assert copied.tolist() == pytest.approx((2 * load.exchange_bytes.sum(axis=0) / setting.hardware.copy_rate).tolist(), rel=0.05)
-    forward = np.bincount(plan.server, cost.estimate_directions(plan.end - plan.start, plan.end, plan.heads)[0])
-    assert work.attention[0].tolist() == pytest.approx(cost.forward.add_call_overhead(forward).tolist())
+    assert copied.tolist() == pytest.approx(
+        (2 * load.exchange_bytes.sum(axis=0) / setting.hardware.copy_rate).tolist(), rel=0.05
+    )
+    forward = np.bincount(
+        plan.server, cost.estimate_directions(plan.end - plan.start, plan.end, plan.heads)[0]
+    )
+    assert work.attention[0].tolist() == pytest.approx(
+        cost.forward.add_call_overhead(forward).tolist()
+    )
     copies = of_plan(setting, plan, cost).attention - work.attention
     rows = (
-        (plan.end - plan.start) * plan.heads * (plan.server == plan.home) * (plan.home == plan.home[plan.home != plan.server][0])
+        (plan.end - plan.start)
+        * plan.heads
+        * (plan.server == plan.home)
+        * (plan.home == plan.home[plan.home != plan.server][0])
     )
-    left = 2 * rows.sum() * (setting.shape.row_bytes + setting.shape.key_value_bytes) / setting.hardware.copy_rate
-    assert sorted(copies.sum(axis=0).tolist()) == pytest.approx([0.0, 3 * left]), "of rows that stay where others are given away"
+    left = (
+        2
+        * rows.sum()
+        * (setting.shape.row_bytes + setting.shape.key_value_bytes)
+        / setting.hardware.copy_rate
+    )
+    assert sorted(copies.sum(axis=0).tolist()) == pytest.approx([0.0, 3 * left]), (
+        "of rows that stay where others are given away"
+    )
     exposed = work.exposed.sum(axis=0)
     assert (exposed <= work.wire + 1e-12).all()
     assert exposed.max() < work.wire.max(), "the rank's own tasks run while it waits"
@@ -219,8 +282,13 @@ def test_relays_pass_keys_on_in_exchanges_of_their_own(setting: Setting) -> None
     cost = replace(setting, ranks=64).cost()
     plan = balance(layout, cost, DistCAConfig(head_groups=1))
     assert plan.relays is not None
-    slow, fast = (of_plan(setting, one, replace(cost, exchange_seconds=1.0)).wire for one in (plan, plan.with_relays(None)))
-    assert round(float(np.median(slow - fast))) == 3, "keys again in both directions, and their gradients"
+    slow, fast = (
+        of_plan(setting, one, replace(cost, exchange_seconds=1.0)).wire
+        for one in (plan, plan.with_relays(None))
+    )
+    assert round(float(np.median(slow - fast))) == 3, (
+        "keys again in both directions, and their gradients"
+    )
 
 
 def test_gathered_keys_are_kept_or_come_again(setting: Setting) -> None:
@@ -230,23 +298,34 @@ def test_gathered_keys_are_kept_or_come_again(setting: Setting) -> None:
     again = context.all_gather(wide, rows, 8, again=True)
     keys = 8 * 16384 * 4096
     added = 32 * 4 * keys / wide.hardware.copy_rate
-    taken = 32 * 2 * (keys + 16384 * wide.shape.row_bytes) / wide.hardware.copy_rate  # heads and tails are a call each
+    # Heads and tails are a call each.
+    taken = 32 * 2 * (keys + 16384 * wide.shape.row_bytes) / wide.hardware.copy_rate
     assert kept.exposed[1, 0] == pytest.approx(kept.exposed[0, 0] + added + taken), (
         "only gradients go back, those of two calls added"
     )
     assert again.exposed[1, 0] == pytest.approx(2 * kept.exposed[0, 0] + added)
-    inside = 7 * 16384 * 2 * 4096 * 2  # gradients of the others' k and v for each query head, in the kernel
-    assert (kept.received[0], kept.kept[0]) == (pytest.approx(keys * 2 + inside), pytest.approx(keys * 32))
+    # Gradients of the others' k and v for each query head, in the kernel.
+    inside = 7 * 16384 * 2 * 4096 * 2
+    assert (kept.received[0], kept.kept[0]) == (
+        pytest.approx(keys * 2 + inside),
+        pytest.approx(keys * 32),
+    )
     assert (again.received[0], again.kept[0]) == (pytest.approx(keys * 3 + inside), 0)
 
 
 def test_gathered_keys_take_the_part_of_memory_that_was_measured() -> None:
-    """Figure 3b of arXiv 2510.18121: Llama-8B, documents of 32K, 3 % of memory on 2 nodes and almost 30 % on 16."""
+    """Figure 3b of arXiv 2510.18121: Llama-8B, documents of 32K, 3 % of memory on 2 nodes and
+    almost 30 % on 16.
+    """
     parts = []
     for nodes in (2, 16):
-        tall = Setting(find_model("llama-3-8b"), find_hardware("h200"), 8 * nodes, 65536, 8, sharding="zero1")
+        tall = Setting(
+            find_model("llama-3-8b"), find_hardware("h200"), 8 * nodes, 65536, 8, sharding="zero1"
+        )
         work = context.all_gather(
-            tall, context.SharedRows(np.full(2 * nodes, 32768), np.zeros(2 * nodes, dtype=np.int64), 1), nodes
+            tall,
+            context.SharedRows(np.full(2 * nodes, 32768), np.zeros(2 * nodes, dtype=np.int64), 1),
+            nodes,
         )
         keys = 65536 * nodes * tall.shape.key_value_bytes * 32
         parts.append(keys / fullest(tall, work.tokens, work.received, work.kept).total)
@@ -261,7 +340,10 @@ def test_rows_of_wlb_leave_room_for_the_keys_that_they_keep(setting: Setting) ->
     for one in found:
         work = one.works[0]
         assert work.tokens.sum() == pytest.approx(lengths.sum())
-        assert fullest(narrow, work.tokens, work.received, work.kept).total <= narrow.hardware.memory_bytes, one.degree
+        assert (
+            fullest(narrow, work.tokens, work.received, work.kept).total
+            <= narrow.hardware.memory_bytes
+        ), one.degree
     assert len(found) > len({one.degree for one in found}), "of some degree there are both ways"
 
 
@@ -284,11 +366,18 @@ def test_halves_hold_every_query_once() -> None:
     first, second = halved(layout)
     assert (first.query_tokens + second.query_tokens).tolist() == layout.query_tokens.tolist()
     assert second.context.tolist() == [1, 0, 1, 1]
-    pairs = [PlanLoad(Plan.local(half), CostModel.analytic(LLAMA)).pairs.sum() for half in (first, second)]
-    assert sum(pairs) == pytest.approx(PlanLoad(Plan.local(layout), CostModel.analytic(LLAMA)).pairs.sum())
+    pairs = [
+        PlanLoad(Plan.local(half), CostModel.analytic(LLAMA)).pairs.sum()
+        for half in (first, second)
+    ]
+    assert sum(pairs) == pytest.approx(
+        PlanLoad(Plan.local(layout), CostModel.analytic(LLAMA)).pairs.sum()
+    )
 
 
-@pytest.mark.parametrize("lengths", [[300, 724], [400, 624], [500, 24, 500], [3000, 1000], [5000], [900], [1]])
+@pytest.mark.parametrize(
+    "lengths", [[300, 724], [400, 624], [500, 24, 500], [3000, 1000], [5000], [900], [1]]
+)
 def test_halves_are_those_of_training(lengths: list[int]) -> None:
     documents = TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).read_documents()
     _, border, _ = cut(1, sum(lengths), documents, TILE)

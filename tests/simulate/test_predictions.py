@@ -22,7 +22,12 @@ from hf_distca.simulate.models import KNOWN_MODELS, find_model
 from hf_distca.simulate.predict import Prediction, best_alternative, best_of, predict_step, simulate
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import OURS, STRATEGIES, Strategy
-from hf_distca.simulate.timelines import data_parallel, one_forward_one_backward, rank_seconds, same_phase
+from hf_distca.simulate.timelines import (
+    data_parallel,
+    one_forward_one_backward,
+    rank_seconds,
+    same_phase,
+)
 from hf_distca.simulate.work import MicroBatchWork
 from turns import in_turn
 
@@ -34,10 +39,15 @@ SINGLE = [name for name in STRATEGIES if name not in ("given-ping-pong", "dealt-
 
 
 def test_equal_documents_leave_nothing_to_gain(setting: Setting) -> None:
-    found = {one.strategy: one for one in simulate(setting, distribution("equal:2048", 16384), SINGLE, batches=1)}
+    found = {
+        one.strategy: one
+        for one in simulate(setting, distribution("equal:2048", 16384), SINGLE, batches=1)
+    }
     assert len(found) == len(SINGLE)
     for one in found.values():
-        assert one.step_seconds == pytest.approx(found["plain"].step_seconds, rel=0.02), one.strategy
+        assert one.step_seconds == pytest.approx(found["plain"].step_seconds, rel=0.02), (
+            one.strategy
+        )
         assert one.idle_share == pytest.approx(0, abs=0.02)
         assert one.exposed_seconds == 0
         assert one.attention_share == 1
@@ -80,7 +90,10 @@ def test_no_strategy_is_faster_than_the_ideal(setting: Setting, change: dict[str
     documents = distribution("prolong", 65536)
     found = simulate(arranged, documents, batches=2, seed=3)
     assert {one.strategy for one in found} >= {*OURS, "plain", "lpt", "wlb", "all-gather"}
-    ideal = [ideal_seconds(arranged, step) for step in documents.steps(arranged.tokens, arranged.micro_batches, 2, 3)]
+    ideal = [
+        ideal_seconds(arranged, step)
+        for step in documents.steps(arranged.tokens, arranged.micro_batches, 2, 3)
+    ]
     for one in found:
         assert math.isfinite(one.step_seconds)
         assert 0 <= one.idle_share < 1
@@ -93,7 +106,9 @@ def test_no_strategy_is_faster_than_the_ideal(setting: Setting, change: dict[str
 
 
 def some_setting(generator: np.random.Generator) -> Setting:
-    """Any model, devices and arrangement, of attention groups of 1 to 9 ranks: the smallest are where strategies go wrong."""
+    """Any model, devices and arrangement, of attention groups of 1 to 9 ranks: the smallest are
+    where strategies go wrong.
+    """
 
     def one_of(values: Iterable[Any]) -> Any:
         options = list(values)
@@ -101,7 +116,11 @@ def some_setting(generator: np.random.Generator) -> Setting:
 
     model = one_of(KNOWN_MODELS.values())
     if generator.random() < 0.3:
-        model = replace(model, window=int(generator.integers(1, 9000)), windowed_layers=int(generator.integers(model.layers)))
+        model = replace(
+            model,
+            window=int(generator.integers(1, 9000)),
+            windowed_layers=int(generator.integers(model.layers)),
+        )
     tensor, stages = one_of([1, 1, 2, 8]), one_of([1, 1, 2, 4])
     return Setting(
         model,
@@ -123,13 +142,21 @@ def test_no_strategy_is_faster_than_the_ideal_in_any_setting(seed: int) -> None:
     generator = np.random.default_rng(seed)
     for _ in range(8):
         arranged = some_setting(generator)
-        documents = from_list(generator.lognormal(7, generator.uniform(0.1, 2), 99).astype(int) + 1, "any", arranged.tokens)
+        documents = from_list(
+            generator.lognormal(7, generator.uniform(0.1, 2), 99).astype(int) + 1,
+            "any",
+            arranged.tokens,
+        )
         (step,) = documents.steps(arranged.tokens, arranged.micro_batches, 1, seed)
         ideal = ideal_seconds(arranged, step)
         for name, strategy in STRATEGIES.items():
             found = predict_step(arranged, step, strategy)
             if found is not None and found.attention_share > 1 - 1e-9:
-                assert found.step_seconds >= 0.999 * ideal, (name, arranged, [lengths.tolist() for lengths in step])
+                assert found.step_seconds >= 0.999 * ideal, (
+                    name,
+                    arranged,
+                    [lengths.tolist() for lengths in step],
+                )
 
 
 def test_equal_documents_are_advised_to_stay_as_they_are(setting: Setting) -> None:
@@ -138,7 +165,9 @@ def test_equal_documents_are_advised_to_stay_as_they_are(setting: Setting) -> No
     assert not found.worthwhile
     assert found.settings == ()
     assert "gains nothing" in found.text
-    assert found.text.endswith("Use packed rows: transformers' DataCollatorWithFlattening, or TRL's packing=True.")
+    assert found.text.endswith(
+        "Use packed rows: transformers' DataCollatorWithFlattening, or TRL's packing=True."
+    )
 
 
 def test_a_long_document_is_advised_to_be_dealt(setting: Setting) -> None:
@@ -150,7 +179,9 @@ def test_a_long_document_is_advised_to_be_dealt(setting: Setting) -> None:
     assert "longer than a fair share" in found.text
     assert found.other not in OURS
     ping_pong = found.ours == "dealt-ping-pong"
-    assert ("hf_distca.configure(hf_distca.DistCAConfig(ping_pong=True))" in found.settings) == ping_pong
+    assert (
+        "hf_distca.configure(hf_distca.DistCAConfig(ping_pong=True))" in found.settings
+    ) == ping_pong
     changes = f"{' --set ping_pong=true' * ping_pong} --tokens-per-rank 32768"
     assert found.settings[-2:] == (
         "hf_distca.deal(trainer, tokens_per_rank=32768)",
@@ -160,12 +191,22 @@ def test_a_long_document_is_advised_to_be_dealt(setting: Setting) -> None:
 
 def predicted(setting: Setting, **seconds: float) -> list[Prediction]:
     """Steps that take so long, each in a way that fits and keeps documents whole."""
-    steps = simulate(setting, distribution("equal:2048", 16384), [name.replace("_", "-") for name in seconds], batches=1)
-    return [replace(step, step_seconds=taken, fits=True) for step, taken in zip(steps, seconds.values(), strict=True)]
+    steps = simulate(
+        setting,
+        distribution("equal:2048", 16384),
+        [name.replace("_", "-") for name in seconds],
+        batches=1,
+    )
+    return [
+        replace(step, step_seconds=taken, fits=True)
+        for step, taken in zip(steps, seconds.values(), strict=True)
+    ]
 
 
 @pytest.mark.parametrize(("gain", "worthwhile"), [(1.03, False), (1.2, True)])
-def test_a_gain_within_the_error_is_called_that(setting: Setting, gain: float, worthwhile: bool) -> None:
+def test_a_gain_within_the_error_is_called_that(
+    setting: Setting, gain: float, worthwhile: bool
+) -> None:
     found = advise(setting, predicted(setting, plain=gain, dealt=1.0))
     assert found.worthwhile == worthwhile
     assert ("Predictions are that far off" in found.text) != worthwhile
@@ -177,30 +218,41 @@ def test_what_goes_to_other_nodes_is_said(setting: Setting) -> None:
     plain, dealt, turns = predicted(nodes, plain=1.5, dealt=1.01, dealt_ping_pong=1.0)
     sent = [plain, replace(dealt, between_bytes=1.6e9), replace(turns, between_bytes=4.8e10)]
     said = (
-        "Of hf-distca's messages, 3 GB a rank and step go to other nodes; hf-distca, dealt would take 1.0% longer and send 0.1 GB"
+        "Of hf-distca's messages, 3 GB a rank and step go to other nodes; hf-distca, dealt would"
+        " take 1.0% longer and send 0.1 GB"
     )
     assert said in advise(nodes, sent).text
     sent[1] = replace(dealt, step_seconds=1.03, between_bytes=1.6e9)
-    assert "3 GB a rank and step go to other nodes." in advise(nodes, sent).text, "slower by more than what counts as nothing"
+    assert "3 GB a rank and step go to other nodes." in advise(nodes, sent).text, (
+        "slower by more than what counts as nothing"
+    )
     assert "to other nodes" not in advise(replace(setting, ranks=8), sent).text
 
 
 def test_ways_that_no_library_has_are_not_advised(setting: Setting) -> None:
     found = advise(setting, predicted(setting, plain=1.5, ulysses=1.3, lpt=1.0, dealt=1.0))
     assert "gains nothing over loader: longest first" in found.text
-    assert "no library for Hugging Face has it; the fastest that one has, Ulysses, takes 1.3 s: 1.30 times" in found.text
+    assert (
+        "no library for Hugging Face has it; the fastest that one has, Ulysses, takes 1.3 s: 1.30"
+        " times" in found.text
+    )
     assert found.settings
     alone = advise(setting, predicted(setting, lpt=1.0, dealt=1.0))
     assert "nor another way that fits" in alone.text
     close = advise(setting, predicted(setting, batch_rebalance=1.05, lpt=1.0, dealt=1.0))
-    assert close.text.endswith('Use loader: batch_rebalance: TrainingArguments(train_sampling_strategy="batch_rebalance").')
+    assert close.text.endswith(
+        'Use loader: batch_rebalance: TrainingArguments(train_sampling_strategy="batch_rebalance").'
+    )
     assert close.settings == ()
 
 
 def test_what_the_trainer_cannot_do_is_not_advised_for_it(setting: Setting) -> None:
     staged = replace(setting, ranks=16, tensor=2)
     found = advise(staged, predicted(staged, plain=1.5, dealt=1.0))
-    assert found.settings[-1] == "shares = hf_distca.document_shares(documents, tokens_per_rank=16384, model=model)"
+    assert (
+        found.settings[-1]
+        == "shares = hf_distca.document_shares(documents, tokens_per_rank=16384, model=model)"
+    )
     assert not any("deal(" in line or "run" in line for line in found.settings)
 
 
@@ -218,15 +270,21 @@ def test_dealt_ranks_hold_equally_many_tokens(setting: Setting) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_ranks_beyond_a_group_have_documents_of_their_own(setting: Setting, ping_pong: bool) -> None:
+def test_ranks_beyond_a_group_have_documents_of_their_own(
+    setting: Setting, ping_pong: bool
+) -> None:
     """More ranks than share attention are groups with documents of their own."""
     whole = replace(setting, ranks=1024, tokens_per_rank=1024)
     lengths = np.array([32768, *[512] * 1984], dtype=np.int64)
     strategy = STRATEGIES["dealt-ping-pong" if ping_pong else "dealt"]
     (found,) = (one.works[0] for one in strategy.candidates(whole, [lengths]))
-    alone = strategy.candidates(replace(whole, ranks=512), [np.array([512] * 1024, dtype=np.int64)])[0].works[0]
+    alone = strategy.candidates(
+        replace(whole, ranks=512), [np.array([512] * 1024, dtype=np.int64)]
+    )[0].works[0]
     first, second = np.split(found.attention[1], 2)
-    assert first.sum() > 2 * second.sum(), "no rank of the other group computes a part of the long document"
+    assert first.sum() > 2 * second.sum(), (
+        "no rank of the other group computes a part of the long document"
+    )
     assert second.tolist() == alone.attention[1].tolist()
     assert (found.tokens == 1024).all()
     assert found.pairs == pytest.approx(float(count_causal_pairs(lengths, lengths).sum()))
@@ -236,13 +294,22 @@ def test_a_document_inside_a_node_travels_on_its_links(setting: Setting) -> None
     one = replace(setting, ranks=16, tokens_per_rank=8192)
     lengths = np.array([32768, *[1024] * 96], dtype=np.int64)
     strategy = STRATEGIES["dealt"]
-    within, across = (strategy.candidates(replace(one, ranks_per_node=n), [lengths])[0].works[0].wire for n in (8, 1))
+    within, across = (
+        strategy.candidates(replace(one, ranks_per_node=n), [lengths])[0].works[0].wire
+        for n in (8, 1)
+    )
     assert 0 < within.max() < 0.7 * across.max()
 
 
 def test_every_told_step_is_one(setting: Setting) -> None:
     told: list[int] = []
-    simulate(setting, distribution("equal:64", 64), ["plain", "lpt"], batches=3, told=lambda: told.append(1))
+    simulate(
+        setting,
+        distribution("equal:64", 64),
+        ["plain", "lpt"],
+        batches=3,
+        told=lambda: told.append(1),
+    )
     assert len(told) == 6
 
 
@@ -259,7 +326,9 @@ def test_assumptions_name_what_is_used(setting: Setting) -> None:
     found = dict(assumptions(setting, distribution("pretrain", 65536), ["plain"]))
     assert {"lengths", "model", "exchange", "weights", "checkpointing", "packed rows"} <= set(found)
     assert "pipeline" not in found
-    assert "pipeline" in dict(assumptions(replace(setting, stages=2), distribution("pretrain", 65536)))
+    assert "pipeline" in dict(
+        assumptions(replace(setting, stages=2), distribution("pretrain", 65536))
+    )
 
 
 def micro_batch(ranks: int, forward: float = 0.0) -> MicroBatchWork:
@@ -275,7 +344,9 @@ def pipeline(setting: Setting, stages: int) -> Setting:
 
 
 @pytest.mark.parametrize(("meeting", "seconds"), [(1, 6.0), (2, 7.0), (4, 8.0)])
-def test_exchanging_ranks_wait_for_each_other_each_direction(setting: Setting, meeting: int, seconds: float) -> None:
+def test_exchanging_ranks_wait_for_each_other_each_direction(
+    setting: Setting, meeting: int, seconds: float
+) -> None:
     """Ranks that exchange wait for each other in each direction."""
     nothing = np.zeros((2, 4))
     work = MicroBatchWork(nothing[0], nothing, nothing, nothing[0], nothing[0], 0.0, meeting)
@@ -286,7 +357,9 @@ def test_exchanging_ranks_wait_for_each_other_each_direction(setting: Setting, m
 
 
 @pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (4, 8), (4, 2)])
-def test_equal_micro_batches_leave_the_bubble_of_1f1b(setting: Setting, stages: int, count: int) -> None:
+def test_equal_micro_batches_leave_the_bubble_of_1f1b(
+    setting: Setting, stages: int, count: int
+) -> None:
     """Equal micro-batches leave the bubble of one forward, one backward."""
     arranged = pipeline(setting, stages)
     works = [micro_batch(8, 1.0)] * count
@@ -316,12 +389,16 @@ def test_simulated_pipelines_run_and_hold_what_real_stages_do(setting: Setting) 
     least = fullest(staged, staged.tokens_per_rank).total
     assert found["plain"].peak_bytes == least
     each = activation_bytes(staged) * staged.tokens_per_rank
-    assert found["dealt"].peak_bytes - least >= 3 * each, "the first of four stages holds seven micro-batches, not four"
+    assert found["dealt"].peak_bytes - least >= 3 * each, (
+        "the first of four stages holds seven micro-batches, not four"
+    )
 
 
 def test_ping_pong_hides_messages_in_stages(setting: Setting) -> None:
     staged = replace(setting, ranks=16, stages=2, micro_batches=4, sharding="zero1")
-    one_stream, in_turns = simulate(staged, distribution("prolong", 65536), ("dealt", "dealt-ping-pong"), batches=1)
+    one_stream, in_turns = simulate(
+        staged, distribution("prolong", 65536), ("dealt", "dealt-ping-pong"), batches=1
+    )
     assert in_turns.exposed_seconds < 0.5 * one_stream.exposed_seconds
     assert in_turns.step_seconds < one_stream.step_seconds
 
@@ -333,8 +410,12 @@ def test_strategies_of_which_none_can_run(setting: Setting) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[131072], [131071, 1], [65536, 65533, 3]])
-def test_a_document_may_fill_a_batch_and_a_nano_batch_be_empty(setting: Setting, lengths: list[int]) -> None:
-    found = {one.strategy: one for one in simulate(setting, from_list(lengths, "few"), OURS, batches=2)}
+def test_a_document_may_fill_a_batch_and_a_nano_batch_be_empty(
+    setting: Setting, lengths: list[int]
+) -> None:
+    found = {
+        one.strategy: one for one in simulate(setting, from_list(lengths, "few"), OURS, batches=2)
+    }
     assert set(found) == set(OURS)
     for one in found.values():
         assert math.isfinite(one.step_seconds)

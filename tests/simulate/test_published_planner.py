@@ -1,4 +1,6 @@
-"""Ways to run a step that only benchmarks compare with hf-distca: the published DistCA planner, and even ticks of stages."""
+"""Ways to run a step that only benchmarks compare with hf-distca: the published DistCA planner, and
+even ticks of stages.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,30 @@ from hf_distca.simulate.document_lengths import distribution, from_list
 from hf_distca.simulate.predict import simulate
 from hf_distca.simulate.setting import Setting
 
-even_ticks, published_planner = import_benchmark("even_ticks"), import_benchmark("published_planner")
+even_ticks, published_planner = (
+    import_benchmark("even_ticks"),
+    import_benchmark("published_planner"),
+)
 ideal_seconds = import_benchmark("ideal").ideal_seconds
 
 
 def test_attention_in_even_ticks_ends_where_linear_layers_do() -> None:
-    """Three seconds each, of 3 + 6 on three ranks; but a rank whose linear layers take longer gets next to none."""
+    """Three seconds each, of 3 + 6 on three ranks; but a rank whose linear layers take longer gets
+    next to none.
+    """
     linear = np.array([0.0, 3.0, 0.0])
     attention = even_ticks.attention_beside(linear, 6.0)
     assert attention.sum() == pytest.approx(3)
     assert linear + 2 * attention == pytest.approx(np.full(3, 3.0), abs=0.1)
-    assert even_ticks.attention_beside(np.array([0.0, 100.0, 0.0]), 6.0) == pytest.approx([1.5, 0.0, 1.5], abs=0.03)
+    assert even_ticks.attention_beside(np.array([0.0, 100.0, 0.0]), 6.0) == pytest.approx(
+        [1.5, 0.0, 1.5], abs=0.03
+    )
 
 
 def test_even_ticks_are_faster_if_messages_take_no_time(setting: Setting) -> None:
-    fast = replace(setting.hardware, node_rate=1e15, link_gbps=1e7, exchange_seconds=0.0, peer_seconds=0.0)
+    fast = replace(
+        setting.hardware, node_rate=1e15, link_gbps=1e7, exchange_seconds=0.0, peer_seconds=0.0
+    )
     staged = replace(setting, ranks=16, stages=2, micro_batches=2, sharding="zero1", hardware=fast)
     documents = distribution("prolong", 65536)
     built, even = simulate(staged, documents, ("dealt-ping-pong", even_ticks.EVEN_TICKS), batches=1)
@@ -41,7 +52,9 @@ def test_ranks_below_the_mean_are_filled_only() -> None:
     layout = deal_in_order(np.array([65536, *[2048] * 224]), 8, 65536)
     shape = AttentionShape(32, 8, 128, 128, 2)
     plan = published_planner.plan_published(layout, shape, tolerance=0.05)
-    pairs = np.bincount(plan.server, weights=count_causal_pairs(plan.end - plan.start, plan.end), minlength=8)
+    pairs = np.bincount(
+        plan.server, weights=count_causal_pairs(plan.end - plan.start, plan.end), minlength=8
+    )
     assert pairs.min() >= 0.9 * pairs.mean()
     assert pairs.max() < 1.4 * pairs.mean()
     loose = published_planner.plan_published(layout, shape, tolerance=1.0)
@@ -49,7 +62,9 @@ def test_ranks_below_the_mean_are_filled_only() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[131072], [131071, 1], [65536, 65533, 3]])
-def test_a_document_may_fill_a_batch_and_a_nano_batch_be_empty(setting: Setting, lengths: list[int]) -> None:
+def test_a_document_may_fill_a_batch_and_a_nano_batch_be_empty(
+    setting: Setting, lengths: list[int]
+) -> None:
     (step,) = simulate(setting, from_list(lengths, "few"), [published_planner.PUBLISHED], batches=2)
     assert (step.strategy, step.title) == ("published", "published DistCA planner")
     assert math.isfinite(step.step_seconds)

@@ -1,4 +1,6 @@
-"""Memory of a rank by term, and the longest document that it leaves room for; against what was measured and published."""
+"""Memory of a rank by term, and the longest document that it leaves room for; against what was
+measured and published.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from hf_distca.simulate.predict import Prediction, predict_step
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import find_strategy
 
-QWEN_SMALL = ModelShape("qwen3-0.6b", 1024, 28, 16, 8, 128, 3072, 151936, tied=True, head_norms=True)
+QWEN_SMALL = ModelShape(
+    "qwen3-0.6b", 1024, 28, 16, 8, 128, 3072, 151936, tied=True, head_norms=True
+)
 MILLION = 2**20
 
 
@@ -45,7 +49,9 @@ def test_ranks_allocate_what_was_predicted(peak_memory: ModuleType, number: int)
 
 
 def one_document(model: ModelShape, strategy: str, *, offload: bool) -> Prediction:
-    """A document of 1,048,576 tokens over 8 H100, as TRL's example trains it: no kernels of Liger, a chunked loss."""
+    """A document of 1,048,576 tokens over 8 H100, as TRL's example trains it: no kernels of Liger,
+    a chunked loss.
+    """
     changes = {**WAYS["+ chunked loss"], "offload": offload}
     setting = replace(Setting(model, find_hardware("h100"), 8, MILLION // 8), **changes)
     step = predict_step(setting, [np.array([MILLION])], find_strategy(strategy))
@@ -54,13 +60,21 @@ def one_document(model: ModelShape, strategy: str, *, offload: bool) -> Predicti
 
 
 def test_the_published_peak_of_a_million_tokens() -> None:
-    """56.2 GB of each rank: Qwen3-8B, ring attention, FSDP2, offloaded checkpoints (huggingface/trl#6846)."""
-    assert one_document(find_model("qwen3-8b"), "ring", offload=True).peak_bytes == pytest.approx(56.2e9, rel=0.05)
+    """56.2 GB of each rank: Qwen3-8B, ring attention, FSDP2, offloaded checkpoints
+    (huggingface/trl#6846).
+    """
+    assert one_document(find_model("qwen3-8b"), "ring", offload=True).peak_bytes == pytest.approx(
+        56.2e9, rel=0.05
+    )
 
 
 def test_the_published_saving_of_offloaded_checkpoints() -> None:
-    """27.9 GB without, 20.8 with: Qwen3-0.6B, a million tokens over 8 ranks (huggingface/accelerate#4175)."""
-    without, with_ = (one_document(QWEN_SMALL, "ring", offload=offload) for offload in (False, True))
+    """27.9 GB without, 20.8 with: Qwen3-0.6B, a million tokens over 8 ranks
+    (huggingface/accelerate#4175).
+    """
+    without, with_ = (
+        one_document(QWEN_SMALL, "ring", offload=offload) for offload in (False, True)
+    )
     assert without.peak_bytes - with_.peak_bytes == pytest.approx(27.9e9 - 20.8e9, rel=0.05)
     assert with_.memory.host == pytest.approx(28 * MILLION / 8 * 1024 * 2)
     assert 1 < with_.step_seconds / without.step_seconds < 1.01, "0.6 % were measured"
@@ -72,7 +86,9 @@ def test_terms_add_to_the_peak_and_are_those_of_the_fullest_rank(setting: Settin
         arranged = replace(setting, checkpointing=checkpointing)
         memory = fullest(arranged, tokens, received)
         assert memory.total == pytest.approx(sum(getattr(memory, term) for term in TERMS))
-        assert memory.total == pytest.approx(max(fullest(arranged, *pair).total for pair in zip(tokens, received, strict=True)))
+        assert memory.total == pytest.approx(
+            max(fullest(arranged, *pair).total for pair in zip(tokens, received, strict=True))
+        )
         assert memory.exchange == 2e11
 
 
@@ -80,7 +96,8 @@ def test_attention_that_is_kept_takes_memory(setting: Setting) -> None:
     """Under full checkpointing hf-distca keeps o and the log-sum-exp, others compute them again."""
     lengths = [np.full(8, 16384)]
     plain, ours = (
-        predict_step(replace(setting, checkpointing="full"), lengths, find_strategy(name)) for name in ("plain", "given")
+        predict_step(replace(setting, checkpointing="full"), lengths, find_strategy(name))
+        for name in ("plain", "given")
     )
     assert plain is not None
     assert ours is not None
@@ -89,15 +106,23 @@ def test_attention_that_is_kept_takes_memory(setting: Setting) -> None:
 
 
 def test_layers_without_attention_keep_no_outputs_of_it(setting: Setting) -> None:
-    """Of attention in a quarter of the layers a quarter waits: outputs, and without checkpointing q, k and v."""
+    """Of attention in a quarter of the layers a quarter waits: outputs, and without checkpointing
+    q, k and v.
+    """
     model, tokens = setting.model, 16384
     dense, hybrid = (
-        {way: fullest(replace(setting, model=one, checkpointing=way), tokens) for way in ("selective", "none")}
+        {
+            way: fullest(replace(setting, model=one, checkpointing=way), tokens)
+            for way in ("selective", "none")
+        }
         for one in (model, replace(model, attention_layers=model.layers // 4))
     )
     assert hybrid["selective"].outputs == pytest.approx(dense["selective"].outputs / 4)
     of_attention = (
-        setting.shape.query_bytes + setting.shape.key_value_bytes + setting.shape.output_bytes + setting.shape.lse_bytes
+        setting.shape.query_bytes
+        + setting.shape.key_value_bytes
+        + setting.shape.output_bytes
+        + setting.shape.lse_bytes
     )
     less = dense["none"].checkpoints - hybrid["none"].checkpoints
     assert less == pytest.approx(tokens * model.layers * of_attention * 3 / 4, rel=0.05)
@@ -131,18 +156,28 @@ def test_the_longest_document_fits_and_a_longer_one_does_not(model: str, hardwar
         assert step is not None
         assert not step.fits
         full = step.memory.host > setting.hardware.host_bytes
-        assert (document.limit == "host") == (full and step.peak_bytes <= setting.hardware.memory_bytes)
+        assert (document.limit == "host") == (
+            full and step.peak_bytes <= setting.hardware.memory_bytes
+        )
 
 
 def test_the_host_may_be_full_first(setting: Setting) -> None:
     small = replace(setting, hardware=replace(setting.hardware, host_bytes=1e10))
     limits = {document.way: document.limit for document in longest_documents(small)}
-    assert limits == {"checkpointing": "device", "+ chunked loss": "device", "+ offload": "host", "+ fused layers": "host"}
+    assert limits == {
+        "checkpointing": "device",
+        "+ chunked loss": "device",
+        "+ offload": "host",
+        "+ fused layers": "host",
+    }
 
 
 def test_a_model_that_does_not_fit_is_named_with_what_it_takes(setting: Setting) -> None:
     large = replace(setting, model=find_model("llama-3-70b"))
-    with pytest.raises(ConfigError, match=r"llama-3-70b on 8 h100 .* a document of 1024 tokens a rank needs .* are optimizer"):
+    with pytest.raises(
+        ConfigError,
+        match=r"llama-3-70b on 8 h100 .* a document of 1024 tokens a rank needs .* are optimizer",
+    ):
         longest_documents(large)
     some: list[LongestDocument] = longest_documents(replace(large, ranks=24))
     assert all(document.tokens for document in some)

@@ -19,7 +19,13 @@ from hf_distca.simulate.setting import Setting
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("llama-3.2-1b", 1.24), ("llama-3-8b", 8.03), ("llama-3-70b", 70.6), ("qwen3-8b", 8.19), ("mistral-7b", 7.25)],
+    [
+        ("llama-3.2-1b", 1.24),
+        ("llama-3-8b", 8.03),
+        ("llama-3-70b", 70.6),
+        ("qwen3-8b", 8.19),
+        ("mistral-7b", 7.25),
+    ],
 )
 def test_known_models_have_the_weights_that_their_names_say(name: str, billions: float) -> None:
     assert KNOWN_MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=0.01)
@@ -62,28 +68,46 @@ def test_attention_and_links_are_those_of_a_shipped_profile(
     setting: Setting, name: str, kernel: str | None, profile: str
 ) -> None:
     hardware = find_hardware(name, kernel)
-    simulated, shipped = replace(setting, hardware=hardware).cost(), Profile.load(profile).make_cost_model(setting.shape)
+    simulated, shipped = (
+        replace(setting, hardware=hardware).cost(),
+        Profile.load(profile).make_cost_model(setting.shape),
+    )
     faster = 4.8 / 3.35 if name == "h200" else 1  # its memory, than that of the GPU that was timed
-    for ours, theirs in ((simulated.forward, shipped.forward), (simulated.backward, shipped.backward)):
-        assert ours == replace(theirs, bytes_per_second=pytest.approx(faster * theirs.bytes_per_second))
+    for ours, theirs in (
+        (simulated.forward, shipped.forward),
+        (simulated.backward, shipped.backward),
+    ):
+        assert ours == replace(
+            theirs, bytes_per_second=pytest.approx(faster * theirs.bytes_per_second)
+        )
     assert simulated.exchange_bytes_per_second == pytest.approx(shipped.exchange_bytes_per_second)
     assert simulated.node_bytes_per_second == shipped.node_bytes_per_second
     assert simulated.peer_seconds == shipped.peer_seconds > 0
-    assert {"matmul", "memory", "host", "gather", "links", "attention"} == dict(hardware.sources).keys()
+    assert {"matmul", "memory", "host", "gather", "links", "attention"} == dict(
+        hardware.sources
+    ).keys()
     assert hardware.ranks_per_node == (72 if name == "gb200" else 8)
 
 
-def test_a_profile_of_a_gpu_without_rates_of_links_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_of_a_gpu_without_rates_of_links_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     alone = replace(Profile.load("h100_flash_attn_3"), between=None)
     monkeypatch.setattr(Profile, "load", lambda name: alone)
     with pytest.raises(
-        ConfigError, match=r"h100_flash_attn_3 has inside=ExchangeRates\(.*\) and between=None: of a GPU, it needs"
+        ConfigError,
+        match=(
+            r"h100_flash_attn_3 has inside=ExchangeRates\(.*\) and between=None: of a GPU, it needs"
+        ),
     ):
         find_hardware("h100", "flash_attn_3")
 
 
 def test_a_kernel_without_timings_on_a_device_is_refused() -> None:
-    with pytest.raises(ConfigError, match="flash_attn_3' has no published timings on a100: it must be one of flash_attn_2"):
+    with pytest.raises(
+        ConfigError,
+        match="flash_attn_3' has no published timings on a100: it must be one of flash_attn_2",
+    ):
         find_hardware("a100", "flash_attn_3")
 
 
@@ -111,7 +135,11 @@ def test_groups_and_nodes_are_those_of_training(
 def test_a_profile_replaces_attention_and_exchange(setting: Setting) -> None:
     measured = CostModel.analytic(setting.shape, device_type="cpu")
     found = replace(setting, profile=measured, tensor=8).cost(4096)
-    assert (found.forward, found.exchange_bytes_per_second, found.window) == (measured.forward, 1e9, 4096)
+    assert (found.forward, found.exchange_bytes_per_second, found.window) == (
+        measured.forward,
+        1e9,
+        4096,
+    )
     assert found.shape.query_heads == 4
 
 
@@ -146,7 +174,9 @@ def test_batches_have_their_exact_tokens_and_repeat(text: str) -> None:
     documents = distribution(text, 65536)
     first, again = ([n.tolist() for n in documents.batches(300_000, 3, seed=1)] for _ in range(2))
     assert first == again
-    assert first != [n.tolist() for n in documents.batches(300_000, 3, seed=2)] or text == "equal:1000"
+    assert (
+        first != [n.tolist() for n in documents.batches(300_000, 3, seed=2)] or text == "equal:1000"
+    )
     assert [sum(n) for n in first] == [300_000] * 3
     assert max(itertools.chain(*first)) <= 65536
     assert min(itertools.chain(*first)) >= 1
@@ -165,7 +195,9 @@ def test_a_step_has_the_same_work_in_any_number_of_micro_batches(text: str) -> N
 
 
 def test_a_document_longer_than_a_micro_batch() -> None:
-    with pytest.raises(LayoutError, match="a document of 9000 tokens is longer than a micro-batch of 8192"):
+    with pytest.raises(
+        LayoutError, match="a document of 9000 tokens is longer than a micro-batch of 8192"
+    ):
         list(from_list([9000], "one").steps(8192, 2, 1))
 
 
@@ -206,7 +238,17 @@ def test_a_document_longer_than_a_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["normal", "equal", "equal:0", "equal:nan", "equal:x", "lognormal:1", "lognormal:1:99", "lognormal:-1:1"]
+    "text",
+    [
+        "normal",
+        "equal",
+        "equal:0",
+        "equal:nan",
+        "equal:x",
+        "lognormal:1",
+        "lognormal:1:99",
+        "lognormal:-1:1",
+    ],
 )
 def test_distributions_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match="neither a file nor one of pretrain, prolong"):

@@ -37,9 +37,13 @@ def narrow(setting: Setting) -> Setting:
     return replace(setting, tokens_per_rank=int(DOCUMENTS.sum()) // 8, checkpointing="selective")
 
 
-def work_of(setting: Setting, lengths: IntArray, *, ping_pong: bool, counted: float = 0.0) -> MicroBatchWork:
+def work_of(
+    setting: Setting, lengths: IntArray, *, ping_pong: bool, counted: float = 0.0
+) -> MicroBatchWork:
     """Two of the devices serve."""
-    (candidate,) = pooled(partial(Devices.with_servers, Servers(2)), ping_pong, setting, [lengths], (counted,))
+    (candidate,) = pooled(
+        partial(Devices.with_servers, Servers(2)), ping_pong, setting, [lengths], (counted,)
+    )
     work: MicroBatchWork = candidate.works[0]
     return work
 
@@ -62,7 +66,9 @@ def predicted(devices: Any, setting: Setting, lengths: IntArray, *, ping_pong: b
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_trainers_hold_all_tokens_and_every_pair_is_computed(narrow: Setting, ping_pong: bool) -> None:
+def test_trainers_hold_all_tokens_and_every_pair_is_computed(
+    narrow: Setting, ping_pong: bool
+) -> None:
     work = work_of(narrow, DOCUMENTS, ping_pong=ping_pong)
     assert work.tokens[-2:].tolist() == [0, 0]
     assert work.tokens.sum() == DOCUMENTS.sum()
@@ -80,7 +86,9 @@ def test_in_one_stream_servers_end_with_the_others(narrow: Setting) -> None:
 def test_a_plan_that_counts_linear_layers_leaves_more_to_servers(narrow: Setting) -> None:
     shares = []
     for counted in COUNTED:
-        attention = work_of(narrow, DOCUMENTS, ping_pong=True, counted=counted).attention.sum(axis=0)
+        attention = work_of(narrow, DOCUMENTS, ping_pong=True, counted=counted).attention.sum(
+            axis=0
+        )
         shares.append(float(attention[-2:].sum() / attention.sum()))
     assert shares == sorted(shares)
     assert shares[0] == pytest.approx(2 / 8, rel=0.15)
@@ -101,7 +109,8 @@ def seconds_of_layer(*turns: Any) -> float:
 @pytest.mark.parametrize(
     ("turns", "seconds"),
     [
-        # A trainer with one second of linear layers, then messages, and a server with two of attention.
+        # A trainer with one second of linear layers, then messages, and a server with two of
+        # attention.
         ([turn([1.0, 0.0], [0.0, 2.0], 0.25)], 1 + 0.25 + 2 + 0.25),
         # All train: linear layers and attention follow each other, and messages hide.
         ([turn([1.0, 1.0], [2.0, 2.0], 0.25)] * 2, 6.0),
@@ -110,7 +119,8 @@ def seconds_of_layer(*turns: Any) -> float:
         # The slower of both counts, whichever it is.
         ([turn([1.0, 0.0], [0.0, 2.0], 1e-9)] * 2, 4.0),
         ([turn([3.0, 0.0], [0.0, 1.0], 1e-9)] * 2, 6.0),
-        # Messages go one after another: a server's next rows come after its last outputs have left, and nothing hides either.
+        # Messages go one after another: a server's next rows come after its last outputs have left,
+        # and nothing hides either.
         ([turn([1.0, 0.0], [0.0, 1.0], 0.25)] * 2, 2 + 0.25 + 0.25),
         ([turn([1.0, 0.0], [0.5, 1.5], 0.25)] * 2, 3 + 0.25 + 0.25),
         # With less to do, it waits anyway, and the trainer is busy all the time.
@@ -130,7 +140,9 @@ def test_in_place_layer_by_layer_is_what_sums_of_ranks_say(setting: Setting, nam
     wide = replace(setting, ranks=16, tokens_per_rank=32768, checkpointing="selective")
     (lengths,) = distribution("pretrain", 131072).batches(wide.tokens, 1)
     summed = predict_step(wide, [lengths], STRATEGIES[name])
-    followed = predicted(Devices.all_training(wide), wide, lengths, ping_pong=name.endswith("ping-pong"))
+    followed = predicted(
+        Devices.all_training(wide), wide, lengths, ping_pong=name.endswith("ping-pong")
+    )
     assert summed is not None
     # One waits for the last rank of each message, the other for the last rank of all seconds.
     assert followed.step_seconds == pytest.approx(summed.step_seconds, rel=0.025)
@@ -144,17 +156,41 @@ def test_in_place_layer_by_layer_is_what_sums_of_ranks_say(setting: Setting, nam
         (7, False, {}),
         (8, False, {"ranks": 16}),
         (4, True, {"ranks": 16}),
-        (4, False, {"ranks": 16, "tensor": 2, "ranks_per_node": 4, "sharding": "zero1", "micro_batches": 2}),
-        (2, False, {"checkpointing": "full", "model": replace(find_model("llama-3-8b"), window=2048, windowed_layers=16)}),
+        (
+            4,
+            False,
+            {
+                "ranks": 16,
+                "tensor": 2,
+                "ranks_per_node": 4,
+                "sharding": "zero1",
+                "micro_batches": 2,
+            },
+        ),
+        (
+            2,
+            False,
+            {
+                "checkpointing": "full",
+                "model": replace(find_model("llama-3-8b"), window=2048, windowed_layers=16),
+            },
+        ),
         (2, False, {"model": replace(find_model("llama-3-8b"), window=64, windowed_layers=32)}),
     ],
 )
-def test_no_pool_is_faster_than_the_ideal(setting: Setting, servers: int, each_node: bool, change: dict[str, Any]) -> None:
+def test_no_pool_is_faster_than_the_ideal(
+    setting: Setting, servers: int, each_node: bool, change: dict[str, Any]
+) -> None:
     arranged = replace(setting, **change)
     documents = distribution("prolong", 65536)
     found = simulate(arranged, documents, pools(servers, each_node=each_node), batches=2, seed=3)
     assert len(found) == 2
-    ideal = np.mean([ideal_seconds(arranged, step) for step in documents.steps(arranged.tokens, arranged.micro_batches, 2, 3)])
+    ideal = np.mean(
+        [
+            ideal_seconds(arranged, step)
+            for step in documents.steps(arranged.tokens, arranged.micro_batches, 2, 3)
+        ]
+    )
     for step in found:
         assert step.step_seconds >= 0.999 * ideal
         assert 0 < step.idle_share < 1
@@ -172,7 +208,9 @@ def test_few_documents_and_few_tokens(setting: Setting, lengths: list[int]) -> N
 
 
 def test_what_servers_do_not_train_others_do(setting: Setting) -> None:
-    """Documents without much attention: half of the devices stand still, and the others have twice the linear layers."""
+    """Documents without much attention: half of the devices stand still, and the others have twice
+    the linear layers.
+    """
     half = replace(setting, sharding="ddp")
     (step,) = simulate(half, distribution("equal:256", 256), pools(4)[:1], batches=1)
     assert step.step_seconds == pytest.approx(2 * ideal_seconds(half, [np.full(512, 256)]), rel=0.1)
@@ -190,7 +228,9 @@ def test_weights_are_sharded_over_those_that_train(setting: Setting) -> None:
 
 def test_seconds_without_work_make_a_step_longer_and_nobody_busy(setting: Setting) -> None:
     nothing, idle = np.zeros((2, 2)), np.array([[1.0, 0.0], [0.0, 5.0]])
-    work = MicroBatchWork(nothing[0], nothing, nothing, nothing[0], nothing[0], 0.0, meeting=2, idle=idle)
+    work = MicroBatchWork(
+        nothing[0], nothing, nothing, nothing[0], nothing[0], 0.0, meeting=2, idle=idle
+    )
     timeline = data_parallel(setting, [work], [np.array([[1.0, 3.0], [4.0, 1.0]])])
     assert timeline.seconds == 3 + 6
     assert timeline.busy.tolist() == [5, 4]
@@ -199,9 +239,20 @@ def test_seconds_without_work_make_a_step_longer_and_nobody_busy(setting: Settin
 def test_servers_have_nodes_of_their_own_or_places_in_each(setting: Setting) -> None:
     wide = replace(setting, ranks=32)
     assert np.flatnonzero(~Servers(8).training(wide)).tolist() == list(range(24, 32))
-    assert np.flatnonzero(~Servers(8, each_node=True).training(wide)).tolist() == [6, 7, 14, 15, 22, 23, 30, 31]
+    assert np.flatnonzero(~Servers(8, each_node=True).training(wide)).tolist() == [
+        6,
+        7,
+        14,
+        15,
+        22,
+        23,
+        30,
+        31,
+    ]
     assert np.flatnonzero(~Servers(8).training(replace(wide, tensor=8))).tolist() == [3]
-    assert np.flatnonzero(~Servers(8, each_node=True).training(replace(wide, tensor=2))).tolist() == [3, 7, 11, 15]
+    assert np.flatnonzero(
+        ~Servers(8, each_node=True).training(replace(wide, tensor=2))
+    ).tolist() == [3, 7, 11, 15]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +267,9 @@ def test_servers_have_nodes_of_their_own_or_places_in_each(setting: Setting) -> 
         (Servers(8), {"ranks": 1024}, "of at most 512 ranks"),
     ],
 )
-def test_pools_that_cannot_be_laid_out_are_refused(setting: Setting, servers: Any, change: dict[str, Any], message: str) -> None:
+def test_pools_that_cannot_be_laid_out_are_refused(
+    setting: Setting, servers: Any, change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         servers.training(replace(setting, **change))
 
@@ -232,7 +285,10 @@ def test_slow_devices_delay_steps_unless_given_fewer_tokens(setting: Setting) ->
     (lengths,) = distribution("pretrain", 8192).batches(wide.tokens, 1)
     ones, slower = np.ones(8), np.where(np.arange(8) < 4, 1.0, 0.5)
     even = predicted(Devices.all_training(wide), wide, lengths, ping_pong=True).step_seconds
-    equal, by_speed = (predicted(unlike(wide, tokens, 0.5), wide, lengths, ping_pong=True) for tokens in (ones, slower))
+    equal, by_speed = (
+        predicted(unlike(wide, tokens, 0.5), wide, lengths, ping_pong=True)
+        for tokens in (ones, slower)
+    )
     assert 0.97 * even / 0.75 < by_speed.step_seconds < 0.85 * equal.step_seconds
     linear = linear_seconds(wide, np.full(1, float(wide.tokens_per_rank))).sum()
     assert equal.step_seconds > 2 * linear, "that is what the linear layers of the slow ones take"
@@ -243,7 +299,10 @@ def test_devices_half_as_fast_take_twice_as_long(setting: Setting) -> None:
     wide = replace(setting, checkpointing="selective")
     (lengths,) = distribution("pretrain", 16384).batches(wide.tokens, 1)
     ones = np.ones(8)
-    even, slow = (predicted(Devices(ones, ones * speed, ones * speed), wide, lengths, ping_pong=True) for speed in (1.0, 0.5))
+    even, slow = (
+        predicted(Devices(ones, ones * speed, ones * speed), wide, lengths, ping_pong=True)
+        for speed in (1.0, 0.5)
+    )
     rest = optimizer_seconds(wide)
     assert even.exposed_seconds == pytest.approx(0, abs=0.01 * even.step_seconds)
     assert slow.step_seconds - slow.weight_exposed_seconds - rest == pytest.approx(

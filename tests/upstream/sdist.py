@@ -1,4 +1,6 @@
-"""transformers' shared tests, taken from its source distribution: the wheel has none, and this repository holds no copy."""
+"""transformers' shared tests, taken from its source distribution: the wheel has none, and this
+repository holds no copy.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class SdistError(Exception):
 
 
 def shared_tests(sdist: Path | None = None, *, timeout: float = 300) -> Path:
-    """The folder to import `transformers_shared_tests` from, unpacked from `sdist`, or downloaded once a version.
+    """The folder to import `transformers_shared_tests` from, unpacked from `sdist`, or downloaded
+    once a version.
 
     Raises:
         SdistError: says what is missing and how to go on.
@@ -48,18 +51,35 @@ def shared_tests(sdist: Path | None = None, *, timeout: float = 300) -> Path:
 
 
 def _download(name: str, folder: Path, timeout: float) -> Path:
-    """pip finds the archive wherever it is configured to look; it reads its metadata on the way and builds no wheel."""
+    """pip finds the archive wherever it is configured to look; it reads its metadata on the way and
+    builds no wheel.
+    """
     requirement = name.replace("-", "==", 1)
     options = ["--no-deps", "--no-binary", "transformers", "--retries", "1", "--dest", str(folder)]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", *options, requirement]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        *options,
+        requirement,
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
-        raise SdistError(f"pip did not download {requirement} within {timeout:.0f} s. Give the archive with --sdist.") from None
+        raise SdistError(
+            f"pip did not download {requirement} within {timeout:.0f} s. Give the archive with"
+            " --sdist."
+        ) from None
     archives = list(folder.glob("*.tar.gz"))
     if done.returncode or not archives:
         reason = (done.stderr.strip().splitlines() or ["no archive"])[-1]
-        raise SdistError(f"pip could not download the sdist of {requirement}: {reason} Give the archive with --sdist.")
+        raise SdistError(
+            f"pip could not download the sdist of {requirement}: {reason} Give the archive with"
+            " --sdist."
+        )
     return archives[0]
 
 
@@ -73,7 +93,9 @@ def _unpack(archive: Path, name: str, target: Path) -> Path:
                 if member is not None:
                     (package / file).write_bytes(member.read())
     except (OSError, tarfile.TarError, KeyError) as error:
-        raise SdistError(f"{archive} is not the source distribution of the installed {name}: {error}") from error
+        raise SdistError(
+            f"{archive} is not the source distribution of the installed {name}: {error}"
+        ) from error
     for file, text in STUBS.items():
         (package / file).parent.mkdir(exist_ok=True)
         (package / file).write_text(text)

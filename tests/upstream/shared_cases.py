@@ -1,8 +1,10 @@
-"""transformers' shared tests with distca as attention: one test case a family of `shared_families.FAMILIES`.
+"""transformers' shared tests with distca as attention: one test case a family of
+`shared_families.FAMILIES`.
 
-Run by `run.py`, which obtains `transformers_shared_tests` first. Attention is distca in every model that a test makes: the config
-says so, and the key "sdpa", which is what transformers falls back to when a test reloads a model or asks for it by name, stands
-for distca as well. Tests that compare "eager" and "sdpa" then compare eager and distca.
+Run by `run.py`, which obtains `transformers_shared_tests` first. Attention is distca in every model
+that a test makes: the config says so, and the key "sdpa", which is what transformers falls back to
+when a test reloads a model or asks for it by name, stands for distca as well. Tests that compare
+"eager" and "sdpa" then compare eager and distca.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ import torch
 from shared_families import FAMILIES, LEFT_OUT, LEFT_OUT_OF
 from tiny import FIRST_ORDINARY_TOKEN, VOCABULARY, class_of, tiny_config
 from tiny_sizes import SIZES
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers_shared_tests.test_modeling_common import ModelTesterMixin
 from transformers_shared_tests.test_training_mixin import TrainingTesterMixin
@@ -33,7 +40,11 @@ class Maker:
     is_training = True
     batch_size, seq_length = 8, 12
     num_hidden_layers = 2
-    vocab_size, hidden_size, num_attention_heads = VOCABULARY, SIZES["hidden_size"], SIZES["num_attention_heads"]
+    vocab_size, hidden_size, num_attention_heads = (
+        VOCABULARY,
+        SIZES["hidden_size"],
+        SIZES["num_attention_heads"],
+    )
 
     def __init__(self, model_type: str, attention: str | None) -> None:
         self.model_type, self.attention = model_type, attention
@@ -48,7 +59,9 @@ class Maker:
         config._attn_implementation = self.attention
         return config
 
-    def prepare_config_and_inputs_for_common(self) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
+    def prepare_config_and_inputs_for_common(
+        self,
+    ) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
         """Full rows, one padded on the right and one on the left."""
         ids = torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, (self.batch_size, self.seq_length))
         mask = torch.ones_like(ids)
@@ -90,8 +103,8 @@ class Family(ModelTesterMixin, TrainingTesterMixin):
 def distca_as_sdpa(model_classes: tuple[type[PreTrainedModel], ...]) -> Iterator[list[None]]:
     """Let the key "sdpa" mean distca, and yield a list that grows by one with every call of distca.
 
-    Models without sdpa (Gemma 2, gpt-oss) or with few flash attentions say so in class attributes that the tests look at; those
-    attributes say nothing of distca, so they are lifted.
+    Models without sdpa (Gemma 2, gpt-oss) or with few flash attentions say so in class attributes
+    that the tests look at; those attributes say nothing of distca, so they are lifted.
     """
     calls: list[None] = []
     functions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
@@ -103,10 +116,15 @@ def distca_as_sdpa(model_classes: tuple[type[PreTrainedModel], ...]) -> Iterator
 
     with ExitStack() as undo:
         undo.enter_context(patch.dict(functions, {"distca": counted, "sdpa": counted}))
-        undo.enter_context(patch.dict(loading._attention, {"distca": counted, "sdpa": counted}))  # else it would be refused
+        # Else it would be refused.
+        undo.enter_context(patch.dict(loading._attention, {"distca": counted, "sdpa": counted}))
         undo.enter_context(patch.dict(masks, {"sdpa": masks["distca"]}))
         for model_class in model_classes:
-            lifted = {"_supports_sdpa": True, "_supports_flash_attn": True, "_compatible_flash_implementations": None}
+            lifted = {
+                "_supports_sdpa": True,
+                "_supports_flash_attn": True,
+                "_compatible_flash_implementations": None,
+            }
             undo.enter_context(patch.multiple(model_class, **lifted))
         yield calls
 
@@ -115,10 +133,18 @@ def case(model_type: str) -> type[unittest.TestCase]:
     """The test case of a family."""
     causal_lm = class_of(model_type)
     base = MODEL_MAPPING[type(tiny_config(model_type))]
-    left_out = dict.fromkeys(LEFT_OUT | LEFT_OUT_OF.get(model_type, {}))  # a test that is None is none
+    # A test that is None is none.
+    left_out = dict.fromkeys(LEFT_OUT | LEFT_OUT_OF.get(model_type, {}))
     if unknown := [name for name in left_out if not hasattr(Family, name)]:
-        raise ValueError(f"{model_type} leaves out {', '.join(unknown)}, which transformers' tests do not have.")
-    members = {"model_type": model_type, "all_model_classes": (base, causal_lm), "__module__": __name__, **left_out}
+        raise ValueError(
+            f"{model_type} leaves out {', '.join(unknown)}, which transformers' tests do not have."
+        )
+    members = {
+        "model_type": model_type,
+        "all_model_classes": (base, causal_lm),
+        "__module__": __name__,
+        **left_out,
+    }
     return type(f"Test_{model_type}", (Family, unittest.TestCase), members)
 
 

@@ -1,4 +1,6 @@
-"""A small part of transformers' shared tests under distca; `python tests/upstream/run.py` runs all that hold."""
+"""A small part of transformers' shared tests under distca; `python tests/upstream/run.py` runs all
+that hold.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from sdist import FILES, PACKAGE, STUBS, SdistError, shared_tests
 import scripts
 from pages import words_of
 
-SAMPLE = "inference_equivalence or fp32_pad_left or fp32_pad_right or test_training_gradient_checkpointing or shift_labels"
+SAMPLE = (
+    "inference_equivalence or fp32_pad_left or fp32_pad_right or"
+    " test_training_gradient_checkpointing or shift_labels"
+)
 
 
 def archive(folder: Path, release: str) -> Path:
@@ -30,7 +35,9 @@ def archive(folder: Path, release: str) -> Path:
 @pytest.fixture
 def sdist() -> Path:
     """The folder with the real tests; the test skips where they cannot be had."""
-    pytest.importorskip("parameterized", reason='transformers\' tests need parameterized: pip install -e ".[test]"')
+    pytest.importorskip(
+        "parameterized", reason='transformers\' tests need parameterized: pip install -e ".[test]"'
+    )
     try:
         return shared_tests(timeout=60)
     except SdistError as error:
@@ -42,7 +49,9 @@ def sdist() -> Path:
 def test_sample_passes_for_dense_and_gpt_oss_like_models(tmp_path: Path) -> None:
     """A sample passes for a dense model and one with sinks, windows and experts."""
     options = ["--family", "qwen3", "--family", "gpt_oss", "--tests", SAMPLE]
-    output = scripts.run([*words_of("python tests/upstream/run.py"), *options], tmp_path, timeout=240)
+    output = scripts.run(
+        [*words_of("python tests/upstream/run.py"), *options], tmp_path, timeout=240
+    )
     rows = {words[0]: words[1:] for line in output.splitlines() if (words := line.split())}
     for family in ("qwen3", "gpt_oss"):
         passed, _, failed, called, _ = map(int, rows[family])
@@ -60,28 +69,46 @@ def test_the_options_on_the_page() -> None:
 @pytest.mark.parametrize(
     ("outcomes", "code", "text"),
     [
-        ({"llama": {"test_a": Outcome(calls=2), "test_b": Outcome("skipped", "no GPU")}}, 0, "total"),
+        (
+            {"llama": {"test_a": Outcome(calls=2), "test_b": Outcome("skipped", "no GPU")}},
+            0,
+            "total",
+        ),
         ({"llama": {"test_a": Outcome("failed", "3 != 4", calls=2)}}, 1, "llama test_a: 3 != 4"),
         ({"llama": {"test_a": Outcome()}}, 1, "llama: no test called distca"),
         ({}, 1, "total"),
     ],
 )
-def test_the_exit_code(outcomes: dict[str, dict[str, Outcome]], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_code(
+    outcomes: dict[str, dict[str, Outcome]],
+    code: int,
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert report(outcomes, parse([])) == code
     assert text in capsys.readouterr().out
 
 
-def test_unpacking_takes_the_shared_tests_and_adds_the_stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpacking_takes_the_shared_tests_and_adds_the_stubs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sdist.CACHE", tmp_path / "cache")
     release = version("transformers")
     package = shared_tests(archive(tmp_path, release)) / PACKAGE
-    assert sorted(str(f.relative_to(package)) for f in package.rglob("*.py")) == sorted([*FILES, *STUBS])
+    assert sorted(str(f.relative_to(package)) for f in package.rglob("*.py")) == sorted(
+        [*FILES, *STUBS]
+    )
     assert (package / FILES[0]).read_text() == release
     assert shared_tests() == package.parent, "a second run downloads nothing"
 
 
-def test_an_archive_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_of_another_version_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sdist.CACHE", tmp_path / "cache")
-    with pytest.raises(SdistError, match=r"transformers-0\.1\.tar\.gz is not the source distribution of the installed"):
+    with pytest.raises(
+        SdistError,
+        match=r"transformers-0\.1\.tar\.gz is not the source distribution of the installed",
+    ):
         shared_tests(archive(tmp_path, "0.1"))
     assert not list((tmp_path / "cache").iterdir())

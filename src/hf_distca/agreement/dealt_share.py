@@ -82,8 +82,13 @@ class PlanJob(NamedTuple):
 
         A plan of a whole batch hides no exchange, even if the settings have ping-pong on.
         """
-        config = replace(config, ping_pong=key.nano > 0)
-        return cls(key, cost, config, ranks.without_irrelevant_nodes(cost), holds)
+        return cls(
+            key,
+            cost,
+            replace(config, ping_pong=key.nano > 0),
+            ranks.without_irrelevant_nodes(cost),
+            holds,
+        )
 
 
 class DealtShare:

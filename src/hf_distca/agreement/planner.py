@@ -70,9 +70,10 @@ class Planner:
         self._pool_group: AttentionGroup | None = None
 
     def resume_progress(self) -> Progress:
-        """Return the progress of ranks in the current world of torch.distributed, or in the last.
+        """Return the progress of ranks in the current world of torch.distributed, or in the last
+        one.
 
-        In another world than before, it starts again. No other rank is asked.
+        In another world than before it begins anew. No other rank is asked.
         """
         world = get_current_world()
         if world is not None and world is not self._world:

@@ -36,7 +36,9 @@ class _Verbs(TyperGroup):
             return super().invoke(ctx)
         except _UsageError as error:
             where = ctx if error.ctx is None else error.ctx
-            exit_with_error(f"{error.format_message().rstrip('.')}. See {where.command_path} --help.")
+            exit_with_error(
+                f"{error.format_message().rstrip('.')}. See {where.command_path} --help."
+            )
 
 
 app = typer.Typer(
@@ -60,7 +62,10 @@ def _say_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Core attention disaggregation for Hugging Face."""
@@ -69,4 +74,6 @@ def main(
 for verb in (plan, deal, profile, simulate, advise, report, doctor, serve):
     app.command()(verb)
 # What follows the script is the script's, options included.
-app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
+app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
+    run
+)

@@ -1,5 +1,5 @@
-"""Input and output of the verbs: files, or ``-`` for standard
-input and output, and figures as JSON.
+"""Input and output of the verbs: files, or ``-`` for standard input and output, and figures as
+JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["InJson", "check_documents", "check_place", "exit_on_error", "exit_with_error", "input_name", "read", "write"]
+__all__ = [
+    "InJson",
+    "check_documents",
+    "check_place",
+    "exit_on_error",
+    "exit_with_error",
+    "input_name",
+    "read",
+    "write",
+]
 
 InJson = Annotated[bool, typer.Option("--json", help="Write everything as JSON.")]
 _STANDARD = Path("-")
@@ -33,7 +42,11 @@ def read(path: Path) -> bytes:
     from hf_distca.input_files import read_file, read_stream
 
     standard = path == _STANDARD
-    content = read_stream(sys.stdin.buffer, input_name(path), _MOST_BYTES) if standard else read_file(path, _MOST_BYTES)
+    content = (
+        read_stream(sys.stdin.buffer, input_name(path), _MOST_BYTES)
+        if standard
+        else read_file(path, _MOST_BYTES)
+    )
     return content.removeprefix(BOM_UTF8)
 
 
@@ -43,8 +56,8 @@ def check_documents(count: int, path: Path) -> None:
 
     if count > _MOST_DOCUMENTS:
         raise LayoutError(
-            f"{input_name(path)} holds {count} documents or parts of documents: at most {_MOST_DOCUMENTS} can be planned as one "
-            "micro-batch."
+            f"{input_name(path)} holds {count} documents or parts of documents: at most"
+            f" {_MOST_DOCUMENTS} can be planned as one micro-batch."
         )
 
 
@@ -59,8 +72,8 @@ def check_place(path: Path | None) -> None:
 
 
 def write(result: str, summary: str, path: Path | None) -> None:
-    """Write a result, and its summary to a stream without the
-    result: standard output, or else error.
+    """Write a result, and its summary to a stream without the result: standard output, or else
+    error.
     """
     if path is None or path == _STANDARD:
         typer.echo(result)
@@ -71,8 +84,8 @@ def write(result: str, summary: str, path: Path | None) -> None:
 
 
 def exit_with_error(message: str) -> None:
-    """Print an error in one line and exit; the middle of a long message,
-    as with contents of a file, is left out.
+    """Print an error in one line and exit; the middle of a long message, as with contents of a
+    file, is left out.
     """
     line = " ".join(message.split())
     if len(line) > _MOST_CHARACTERS:
@@ -90,9 +103,13 @@ def exit_on_error() -> Iterator[None]:
         yield
     except DistCAError as error:
         exit_with_error(str(error))
-    except BrokenPipeError:  # of `hf-distca ... | head`: who reads has seen enough, and typer ends in silence
+    except (
+        BrokenPipeError
+    ):  # of `hf-distca ... | head`: who reads has seen enough, and typer ends in silence
         raise
     except OSError as error:
         exit_with_error(f"{error.filename or 'output'}: {error.strerror or error}.")
     except RecursionError:
-        exit_with_error("the input is nested too deeply: give a list of numbers, or what --help says.")
+        exit_with_error(
+            "the input is nested too deeply: give a list of numbers, or what --help says."
+        )

@@ -1,4 +1,6 @@
-"""Document lengths that verbs read: a list in JSON, a column of a data set, or the name of a distribution."""
+"""Document lengths that verbs read: a list in JSON, a column of a data set, or the name of a
+distribution.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,18 @@ def read_lengths(path: Path) -> list[int]:
     try:
         data = json.loads(read(path).decode("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        hint = " Rows, one a line, are read by advise and simulate, from a .jsonl file." * ("Extra data" in str(error))
+        hint = " Rows, one a line, are read by advise and simulate, from a .jsonl file." * (
+            "Extra data" in str(error)
+        )
         raise LayoutError(f"{name} is not JSON: {error}.{hint}") from error
     except ValueError as error:
-        raise LayoutError(f"{name} holds a number of thousands of digits: lengths are below 2**48.") from error
+        raise LayoutError(
+            f"{name} holds a number of thousands of digits: lengths are below 2**48."
+        ) from error
     if not isinstance(data, list):
-        raise LayoutError(f"{name} must hold a list of document lengths, it holds {type(data).__name__}.")
+        raise LayoutError(
+            f"{name} must hold a list of document lengths, it holds {type(data).__name__}."
+        )
     try:
         return [require_whole_number(value) for value in data]
     except LayoutError as error:
@@ -55,8 +63,8 @@ def open_documents(text: str, column: str, longest: int | None) -> DocumentSourc
 
 
 def _count_rows(path: Path, column: str) -> list[int]:
-    """Count the tokens of each row of a file with one row a line:
-    lists are counted, numbers are lengths.
+    """Count the tokens of each row of a file with one row a line: lists are counted, numbers are
+    lengths.
     """
     from hf_distca.errors import LayoutError
     from hf_distca.input_files import check_file
@@ -71,13 +79,20 @@ def _count_rows(path: Path, column: str) -> list[int]:
             try:
                 row = json.loads(line)
                 value = row[_LENGTH if column == _TOKENS and _TOKENS not in row else column]
-                lengths.append(len(value) if isinstance(value, list) else require_whole_number(value))
+                lengths.append(
+                    len(value) if isinstance(value, list) else require_whole_number(value)
+                )
             except (KeyError, TypeError) as error:
-                has = f"only {', '.join(map(repr, row))}" if isinstance(row, dict) else f"but {row!r:.40}"
+                has = (
+                    f"only {', '.join(map(repr, row))}"
+                    if isinstance(row, dict)
+                    else f"but {row!r:.40}"
+                )
                 raise LayoutError(
-                    f"{path}, line {number}: a row must have {column!r}{f' or {_LENGTH!r}' * (column == _TOKENS)}, it has {has}. "
-                    "Name another one with --column. Of text, write the lengths to a file: json.dump("
-                    "[len(tokenizer(text).input_ids) for text in texts], file)."
+                    f"{path}, line {number}: a row must have"
+                    f" {column!r}{f' or {_LENGTH!r}' * (column == _TOKENS)}, it has {has}. Name"
+                    " another one with --column. Of text, write the lengths to a file:"
+                    " json.dump([len(tokenizer(text).input_ids) for text in texts], file)."
                 ) from error
             except ValueError as error:
                 raise LayoutError(f"{path}, line {number}: {error}") from error
@@ -85,18 +100,26 @@ def _count_rows(path: Path, column: str) -> list[int]:
 
 
 def _list_tables(folder: Path) -> list[Path]:
-    """List the files of a data set: those that it names, if `datasets` saved it,
-    because its cached files lie beside them.
+    """List the files of a data set: those that it names, if `datasets` saved it, because its cached
+    files lie beside them.
     """
     try:
-        return [folder / file["filename"] for file in json.loads(read(folder / "state.json"))["_data_files"]]
+        return [
+            folder / file["filename"]
+            for file in json.loads(read(folder / "state.json"))["_data_files"]
+        ]
     except (OSError, KeyError, TypeError, ValueError):  # another folder
-        return sorted(file for kind in _TABLES for file in folder.glob(f"*{kind}") if not file.name.startswith("cache-"))
+        return sorted(
+            file
+            for kind in _TABLES
+            for file in folder.glob(f"*{kind}")
+            if not file.name.startswith("cache-")
+        )
 
 
 def _count_column(path: Path, tables: list[Path], column: str) -> Any:
-    """Count the tokens of each document of parquet or Arrow files:
-    lists are counted, numbers are lengths.
+    """Count the tokens of each document of parquet or Arrow files: lists are counted, numbers are
+    lengths.
     """
     from hf_distca.errors import LayoutError, UnsupportedError
     from hf_distca.input_files import check_file
@@ -108,26 +131,44 @@ def _count_column(path: Path, tables: list[Path], column: str) -> Any:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise UnsupportedError(
-            f'reading {path} needs pyarrow: pip install "hf-distca[tables]", or write the lengths to a JSON file.'
+            f'reading {path} needs pyarrow: pip install "hf-distca[tables]", or write the lengths'
+            " to a JSON file."
         ) from error
     if not tables:
-        raise LayoutError(f"{path} has no {' or '.join(_TABLES)} files: name a data set saved by save_to_disk, or one such file.")
+        raise LayoutError(
+            f"{path} has no {' or '.join(_TABLES)} files: name a data set saved by save_to_disk, or"
+            " one such file."
+        )
     by_file = []
     for file in tables:
         check_file(file)  # pyarrow's own error names no file
         try:
-            table = pq.read_table(file, columns=None) if file.suffix == ".parquet" else pa.ipc.open_stream(file).read_all()
+            table = (
+                pq.read_table(file, columns=None)
+                if file.suffix == ".parquet"
+                else pa.ipc.open_stream(file).read_all()
+            )
             names = table.column_names
         except (pa.ArrowException, ValueError) as error:  # UnicodeDecodeError among them
             raise LayoutError(f"{file} cannot be read as a table: {error}.") from error
         if column not in names:
-            raise LayoutError(f"{file} has no column {column!r}, only {', '.join(map(repr, names))}: name one with --column.")
+            raise LayoutError(
+                f"{file} has no column {column!r}, only {', '.join(map(repr, names))}: name one"
+                " with --column."
+            )
         values = table.column(column)
         kind = values.type
-        if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        if (
+            pa.types.is_list(kind)
+            or pa.types.is_large_list(kind)
+            or pa.types.is_fixed_size_list(kind)
+        ):
             values = pc.list_value_length(values)
         elif not pa.types.is_integer(kind):
-            raise LayoutError(f"column {column!r} of {file} holds {kind}: it must hold lists of tokens, or their numbers.")
+            raise LayoutError(
+                f"column {column!r} of {file} holds {kind}: it must hold lists of tokens, or their"
+                " numbers."
+            )
         by_file.append(np.asarray(values.drop_null().to_numpy()).astype(np.int64))
     lengths = np.concatenate(by_file)
     return lengths[lengths != 0] if (lengths >= 0).all() else lengths

@@ -1,5 +1,5 @@
-"""Options that several verbs have, written once as the fields of a
-dataclass: `with_options` adds them to a verb.
+"""Options that several verbs have, written once as the fields of a dataclass: `with_options` adds
+them to a verb.
 """
 
 from __future__ import annotations
@@ -8,7 +8,16 @@ from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    get_type_hints,
+)
 
 import typer
 
@@ -24,7 +33,9 @@ _CostName = Literal["pairs", "cpu", "cuda"]
 _LIMIT = 2**31  # what follows counts with 64 bits
 
 
-def with_options(options: type[Options]) -> Callable[[Callable[Concatenate[Options, Own], None]], Callable[..., None]]:
+def with_options(
+    options: type[Options],
+) -> Callable[[Callable[Concatenate[Options, Own], None]], Callable[..., None]]:
     """Make a verb whose options include the fields of a dataclass, and which gets
     the filled dataclass as its first argument.
 
@@ -43,7 +54,9 @@ def with_options(options: type[Options]) -> Callable[[Callable[Concatenate[Optio
             filled = options(**{parameter.name: given.pop(parameter.name) for parameter in shared})
             verb(filled, **given)  # type: ignore[call-arg]
 
-        parameters = sorted((*shared, *special), key=lambda parameter: parameter.default is not Parameter.empty)
+        parameters = sorted(
+            (*shared, *special), key=lambda parameter: parameter.default is not Parameter.empty
+        )
         vars(command)["__signature__"] = Signature(parameters)
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
@@ -60,24 +73,45 @@ def _parameter(field: Field[Any], annotation: Any) -> Parameter:
 class Layer:
     """A layer of attention in bfloat16, and the devices and links that run it."""
 
-    cost: Annotated[_CostName, typer.Option(help="What is balanced: seconds on a device, or causal pairs.")] = "cuda"
-    tile: Annotated[int, typer.Option(help="Documents are cut at multiples of this where tokens allow.")] = 128
+    cost: Annotated[
+        _CostName, typer.Option(help="What is balanced: seconds on a device, or causal pairs.")
+    ] = "cuda"
+    tile: Annotated[
+        int, typer.Option(help="Documents are cut at multiples of this where tokens allow.")
+    ] = 128
     query_heads: Annotated[int, typer.Option(help="Query heads of a layer.")] = 32
     key_value_heads: Annotated[int, typer.Option(help="Key/value heads of a layer.")] = 8
     head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 128
-    window: Annotated[int | None, typer.Option(help="Keys that a position sees, if all layers have a sliding window.")] = None
+    window: Annotated[
+        int | None,
+        typer.Option(help="Keys that a position sees, if all layers have a sliding window."),
+    ] = None
     measured: Annotated[
         str | None,
-        typer.Option("--cost-model", help="Profile to take seconds from instead: a file, or a shipped one.", show_default=False),
+        typer.Option(
+            "--cost-model",
+            help="Profile to take seconds from instead: a file, or a shipped one.",
+            show_default=False,
+        ),
     ] = None
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of a node; its links are faster.", show_default=False)] = None
+    ranks_per_node: Annotated[
+        int | None, typer.Option(help="Ranks of a node; its links are faster.", show_default=False)
+    ] = None
     link_gigabytes: Annotated[
-        float | None, typer.Option(help="GB/s that a rank sends to other nodes.", show_default="as the cost model")
+        float | None,
+        typer.Option(
+            help="GB/s that a rank sends to other nodes.", show_default="as the cost model"
+        ),
     ] = None
     node_gigabytes: Annotated[
-        float | None, typer.Option(help="GB/s that a rank sends inside its node.", show_default="as the cost model")
+        float | None,
+        typer.Option(
+            help="GB/s that a rank sends inside its node.", show_default="as the cost model"
+        ),
     ] = None
-    ranks_per_link: Annotated[int, typer.Option(help="Ranks of a node that share a link to other nodes.")] = 1
+    ranks_per_link: Annotated[
+        int, typer.Option(help="Ranks of a node that share a link to other nodes.")
+    ] = 1
 
     @property
     def has_seconds(self) -> bool:
@@ -85,32 +119,52 @@ class Layer:
         return self.measured is not None or self.cost != "pairs"
 
     def cost_model(self) -> CostModel:
-        """Make the cost model of the measured profile, or else the built-in one
-        of `cost`, with the links of the options.
+        """Make the cost model of the measured profile, or else the built-in one of `cost`, with the
+        links of the options.
         """
         from hf_distca.errors import ConfigError
         from hf_distca.schedule.cost import AttentionShape, CostModel
         from hf_distca.schedule.profiles import Profile
 
-        for name in ("tile", "query_heads", "key_value_heads", "head_dim", "window", "ranks_per_node", "ranks_per_link"):
+        for name in (
+            "tile",
+            "query_heads",
+            "key_value_heads",
+            "head_dim",
+            "window",
+            "ranks_per_node",
+            "ranks_per_link",
+        ):
             number = getattr(self, name)
             if number is not None and number >= _LIMIT:
                 raise ConfigError(f"--{name.replace('_', '-')} {number}: the limit is 2**31.")
-        shape = AttentionShape(self.query_heads, self.key_value_heads, self.head_dim, self.head_dim, 2)
+        shape = AttentionShape(
+            self.query_heads, self.key_value_heads, self.head_dim, self.head_dim, 2
+        )
         if self.measured is not None:
             try:
                 profile = Profile.load(self.measured)
             except ConfigError as error:
-                raise ConfigError(str(error) if self.measured in str(error) else f"{self.measured}: {error}") from error
+                raise ConfigError(
+                    str(error) if self.measured in str(error) else f"{self.measured}: {error}"
+                ) from error
             model = profile.make_cost_model(shape, self.window, tile=self.tile)
         elif self.cost == "pairs":
             model = CostModel.of_pairs(shape)
         else:
             model = CostModel.analytic(shape, device_type=self.cost, tile=self.tile)
         links: dict[str, Any] = {}
-        for option, rate in (("link_gigabytes", self.link_gigabytes), ("node_gigabytes", self.node_gigabytes)):
+        for option, rate in (
+            ("link_gigabytes", self.link_gigabytes),
+            ("node_gigabytes", self.node_gigabytes),
+        ):
             if rate is not None and not 1e-9 <= rate <= 1e9:
-                raise ConfigError(f"--{option.replace('_', '-')} {rate:g}: a rate is a number from 1e-9 to 1e9 GB/s.")
+                raise ConfigError(
+                    f"--{option.replace('_', '-')} {rate:g}: a rate is a number from 1e-9 to 1e9"
+                    " GB/s."
+                )
             if rate is not None:
-                links["node_bytes_per_second" if "node" in option else "exchange_bytes_per_second"] = rate * 1e9
+                links[
+                    "node_bytes_per_second" if "node" in option else "exchange_bytes_per_second"
+                ] = rate * 1e9
         return replace(model, window=self.window, ranks_per_link=self.ranks_per_link, **links)

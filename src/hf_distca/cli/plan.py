@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_distca.cli.files import check_documents, exit_on_error, exit_with_error, input_name, read, write
+from hf_distca.cli.files import (
+    check_documents,
+    exit_on_error,
+    exit_with_error,
+    input_name,
+    read,
+    write,
+)
 from hf_distca.cli.lengths import read_lengths
 from hf_distca.cli.options import Layer, with_options
 
@@ -23,25 +30,38 @@ __all__ = ["deal", "plan"]
 
 _MOST_RANKS = 65536
 _LONG_SECONDS = 1.0
-_Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where the result goes, as JSON; else standard output.")]
+_Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Where the result goes, as JSON; else standard output."),
+]
 
 
 @with_options(Layer)
 def plan(
     layer: Layer,
     placement: Annotated[
-        Path, typer.Argument(help="JSON file with 'rank_segments' or 'lengths'; - for standard input.", show_default=False)
+        Path,
+        typer.Argument(
+            help="JSON file with 'rank_segments' or 'lengths'; - for standard input.",
+            show_default=False,
+        ),
     ],
     output: _Output = None,
-    tolerance: Annotated[float, typer.Option(help="How far a rank may lie from the mean, as a fraction.")] = 0.01,
-    min_gain: Annotated[float, typer.Option(help="Smallest gain for which anything is moved, as a fraction.")] = 0.02,
-    head_groups: Annotated[int, typer.Option(help="Most head groups of a long document; 1 plans all heads together.")] = 8,
+    tolerance: Annotated[
+        float, typer.Option(help="How far a rank may lie from the mean, as a fraction.")
+    ] = 0.01,
+    min_gain: Annotated[
+        float, typer.Option(help="Smallest gain for which anything is moved, as a fraction.")
+    ] = 0.02,
+    head_groups: Annotated[
+        int, typer.Option(help="Most head groups of a long document; 1 plans all heads together.")
+    ] = 8,
 ) -> None:
     """Plan which rank computes which attention, and write the plan as JSON.
 
-    PLACEMENT holds {"rank_segments": [[[document, start, end], ...] per rank]}, where a row may go on with the document's
-    length, or {"lengths": [[tokens of a document, ...] per rank]} where no document crosses ranks. The default shape is that
-    of Llama-3-8B in bfloat16.
+    PLACEMENT holds {"rank_segments": [[[document, start, end], ...] per rank]}, where a row may go
+    on with the document's length, or {"lengths": [[tokens of a document, ...] per rank]} where no
+    document crosses ranks. The default shape is that of Llama-3-8B in bfloat16.
     """
     from hf_distca.config import DistCAConfig
     from hf_distca.schedule.balance import balance
@@ -50,7 +70,9 @@ def plan(
     from hf_distca.schedule.ranks import Ranks
 
     with exit_on_error():
-        config = DistCAConfig(tolerance=tolerance, min_gain=min_gain, tile=layer.tile, head_groups=head_groups)
+        config = DistCAConfig(
+            tolerance=tolerance, min_gain=min_gain, tile=layer.tile, head_groups=head_groups
+        )
         model = layer.cost_model()
         ranks = Ranks(per_node=layer.ranks_per_node)
         with _announce_if_slow():
@@ -62,8 +84,13 @@ def plan(
         lines = [f"{'cost model':<26} {model.name}"]
         if layer.window is not None:
             # Without, the plan is for layers that see all: no document is longer than the window.
-            lines.append(f"{'sliding window':<26} {layer.window} keys{'' if result.window else ', as long as any document'}")
-        lines.append(format_summary(summarize_plan(result, model, ranks), seconds=layer.has_seconds))
+            lines.append(
+                f"{'sliding window':<26} {layer.window}"
+                f" keys{'' if result.window else ', as long as any document'}"
+            )
+        lines.append(
+            format_summary(summarize_plan(result, model, ranks), seconds=layer.has_seconds)
+        )
         write(result.to_json(), "\n".join(lines), output)
 
 
@@ -71,18 +98,25 @@ def plan(
 def deal(
     layer: Layer,
     lengths: Annotated[
-        Path, typer.Argument(help="JSON file with a list of lengths in tokens; - for standard input.", show_default=False)
+        Path,
+        typer.Argument(
+            help="JSON file with a list of lengths in tokens; - for standard input.",
+            show_default=False,
+        ),
     ],
     ranks: Annotated[int, typer.Option(help="Ranks to deal to, 1 to 65536.", show_default=False)],
     tokens_per_rank: Annotated[int, typer.Option(help="Tokens of each rank.", show_default=False)],
     output: _Output = None,
-    ping_pong: Annotated[bool, typer.Option("--ping-pong", help="Deal two nano-batches that share no document.")] = False,
+    ping_pong: Annotated[
+        bool, typer.Option("--ping-pong", help="Deal two nano-batches that share no document.")
+    ] = False,
 ) -> None:
-    """Deal documents to ranks, with equal tokens and about equal attention, and write the placement as JSON.
+    """Deal documents to ranks, with equal tokens and about equal attention, and write the placement
+    as JSON.
 
-    LENGTHS holds [tokens of a document, ...], RANKS times TOKENS_PER_RANK in all. The placement is what `hf-distca plan` reads;
-    with --ping-pong it also holds "first_nano_batch", the tokens that each rank has in its first half. The default shape is
-    that of Llama-3-8B in bfloat16.
+    LENGTHS holds [tokens of a document, ...], RANKS times TOKENS_PER_RANK in all. The placement is
+    what `hf-distca plan` reads; with --ping-pong it also holds "first_nano_batch", the tokens that
+    each rank has in its first half. The default shape is that of Llama-3-8B in bfloat16.
     """
     from hf_distca.config import DistCAConfig
     from hf_distca.errors import ConfigError
@@ -112,23 +146,42 @@ def deal(
                     lines.append(f"{'nano-batch':<26} {number}")
                 nodes = Ranks(per_node=layer.ranks_per_node)
                 summary = summarize_plan(balance(layout, model, config, nodes), model, nodes)
-                lines += [*_describe_layout(layout), format_summary(summary, seconds=layer.has_seconds)]
-        write(json.dumps(_make_placement(layouts, documents), separators=(",", ":")), "\n".join(lines), output)
+                lines += [
+                    *_describe_layout(layout),
+                    format_summary(summary, seconds=layer.has_seconds),
+                ]
+        write(
+            json.dumps(_make_placement(layouts, documents), separators=(",", ":")),
+            "\n".join(lines),
+            output,
+        )
 
 
 def _describe_layout(layout: Layout) -> list[str]:
     """Describe a layout."""
     tokens = layout.query_tokens
-    equal = f"{tokens.max()} on each rank" if tokens.min() == tokens.max() else f"{tokens.min()} or {tokens.max()} on a rank"
+    equal = (
+        f"{tokens.max()} on each rank"
+        if tokens.min() == tokens.max()
+        else f"{tokens.min()} or {tokens.max()} on a rank"
+    )
     documents = len(set(layout.document.tolist()))
-    return [f"{'tokens':<26} {equal}", f"{'documents':<26} {documents}, {layout.has_many_ranks.sum()} of them on several ranks"]
+    return [
+        f"{'tokens':<26} {equal}",
+        f"{'documents':<26} {documents}, {layout.has_many_ranks.sum()} of them on several ranks",
+    ]
 
 
 def _make_placement(layouts: tuple[Layout, ...], lengths: list[int]) -> dict[str, Any]:
     """Return the rows of each rank, those of its first nano-batch first."""
     ranks = range(layouts[0].world_size)
     rows = [
-        [[s.document, s.start, s.end, lengths[s.document]] for layout in layouts for s in layout.list_segments(r)] for r in ranks
+        [
+            [s.document, s.start, s.end, lengths[s.document]]
+            for layout in layouts
+            for s in layout.list_segments(r)
+        ]
+        for r in ranks
     ]
     placement: dict[str, Any] = {"rank_segments": rows}
     if len(layouts) > 1:
@@ -139,7 +192,10 @@ def _make_placement(layouts: tuple[Layout, ...], lengths: list[int]) -> dict[str
 @contextmanager
 def _announce_if_slow() -> Iterator[None]:
     """Tell a terminal what a command is doing, once that has taken more than a second."""
-    said = "planning; the first time after an installation the loop of the scheduler is compiled, which takes some seconds ..."
+    said = (
+        "planning; the first time after an installation the loop of the scheduler is compiled,"
+        " which takes some seconds ..."
+    )
     timer = Timer(_LONG_SECONDS, print, [said], {"file": sys.stderr, "flush": True})
     timer.daemon = True
     if sys.stderr.isatty():

@@ -1,4 +1,6 @@
-"""``hf-distca profile``: measured rates of this machine's attention kernel and links, for plans, training and simulation."""
+"""``hf-distca profile``: measured rates of this machine's attention kernel and links, for plans,
+training and simulation.
+"""
 
 from __future__ import annotations
 
@@ -20,36 +22,57 @@ __all__ = ["profile", "summary"]
 
 def profile(
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where the profile goes, as JSON; standard output if left out.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Where the profile goes, as JSON; standard output if left out."
+        ),
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=2, help="Start so many processes on this machine, to time exchanges over gloo.", show_default=False),
+        typer.Option(
+            min=2,
+            help="Start so many processes on this machine, to time exchanges over gloo.",
+            show_default=False,
+        ),
     ] = None,
     name: Annotated[str, typer.Option(help="What the profile is called.")] = "measured",
     dtype: Annotated[
-        list[str] | None, typer.Option(help="Dtype of q, k and v; may be repeated.", show_default="float32, bfloat16")
+        list[str] | None,
+        typer.Option(
+            help="Dtype of q, k and v; may be repeated.", show_default="float32, bfloat16"
+        ),
     ] = None,
     width: Annotated[
-        list[int] | None, typer.Option(min=1, help="Width of a head; may be repeated.", show_default="64, 128")
+        list[int] | None,
+        typer.Option(min=1, help="Width of a head; may be repeated.", show_default="64, 128"),
     ] = None,
     heads: Annotated[
         list[str] | None,
-        typer.Option(help="Query and key/value heads, as 8:2; may be repeated.", show_default="4:2, 8:1"),
+        typer.Option(
+            help="Query and key/value heads, as 8:2; may be repeated.", show_default="4:2, 8:1"
+        ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Device to time.", show_default="a GPU if there is one")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device to time.", show_default="a GPU if there is one")
+    ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of each process on a CPU.", show_default="as torch has it")
+        int | None,
+        typer.Option(
+            min=1, help="Threads of each process on a CPU.", show_default="as torch has it"
+        ),
     ] = None,
     batch_seconds: Annotated[
-        float, typer.Option(min=0.0, max=60.0, help="Batches of tasks grow until they take so long.")
+        float,
+        typer.Option(min=0.0, max=60.0, help="Batches of tasks grow until they take so long."),
     ] = 0.04,
 ) -> None:
-    """Measure a profile: rates of the attention kernel and of exchanges, with their errors on shapes kept aside.
+    """Measure a profile: rates of the attention kernel and of exchanges, with their errors on
+    shapes kept aside.
 
-    Under torchrun or accelerate launch, the ranks that were started exchange, inside a node and between nodes; with --ranks,
-    processes on this machine do; else kernels alone are timed, and exchanges are estimated by built-in figures. Give the
-    file to --cost-model of plan and deal, and to DistCAConfig(cost_model=...).
+    Under torchrun or accelerate launch, the ranks that were started exchange, inside a node and
+    between nodes; with --ranks, processes on this machine do; else kernels alone are timed, and
+    exchanges are estimated by built-in figures. Give the file to --cost-model of plan and deal, and
+    to DistCAConfig(cost_model=...).
     """
     with exit_on_error():
         from hf_distca.measure import machine_profile
@@ -66,7 +89,9 @@ def profile(
         made_by = shlex.join(["hf-distca", *sys.argv[1:]])
         what = (wanted, threads, name, made_by, say)
         measured = (
-            machine_profile.measure_on_these_ranks(*what) if ranks is None else machine_profile.measure_on_new_ranks(ranks, *what)
+            machine_profile.measure_on_these_ranks(*what)
+            if ranks is None
+            else machine_profile.measure_on_new_ranks(ranks, *what)
         )
         say.close()
         if measured is not None:
@@ -74,7 +99,9 @@ def profile(
 
 
 class _ProgressBar:
-    """A bar on standard error, which begins with the first step: until then it can be sent to the process that measures."""
+    """A bar on standard error, which begins with the first step: until then it can be sent to the
+    process that measures.
+    """
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -100,7 +127,9 @@ def _parse_heads(names: list[str]) -> tuple[tuple[int, int], ...]:
     for name in names:
         query, _, key_value = name.partition(":")
         if not (query.isdecimal() and key_value.isdecimal()):
-            raise ConfigError(f"--heads {name}: give query heads and key/value heads as two numbers, such as 8:2.")
+            raise ConfigError(
+                f"--heads {name}: give query heads and key/value heads as two numbers, such as 8:2."
+            )
         heads.append((int(query), int(key_value)))
     return tuple(heads)
 
@@ -117,7 +146,8 @@ def summary(profile: Profile) -> str:
         if link is not None:
             error = f"; median error {link.errors['exchange_median']:.1%}" if link.errors else ""
             text = (
-                f"{link.bytes_per_second / 1e9:.3g} GB/s and {link.seconds * 1e3:.3g} ms an exchange, {link.ranks} ranks{error}"
+                f"{link.bytes_per_second / 1e9:.3g} GB/s and {link.seconds * 1e3:.3g} ms an"
+                f" exchange, {link.ranks} ranks{error}"
             )
             lines.append(f"{kind:<26} {text}")
     return "\n".join(lines)

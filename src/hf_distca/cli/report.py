@@ -15,14 +15,26 @@ __all__ = ["report"]
 
 
 def report(
-    run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run with DistCACallback.", show_default=False)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the page goes.")] = Path("report.html"),
+    run_dir: Annotated[
+        Path,
+        typer.Argument(help="The output_dir of a run with DistCACallback.", show_default=False),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the page goes.")] = Path(
+        "report.html"
+    ),
     step: Annotated[
-        int | None, typer.Option(help="Step whose plan is drawn; by default that of the most uneven one.", show_default=False)
+        int | None,
+        typer.Option(
+            help="Step whose plan is drawn; by default that of the most uneven one.",
+            show_default=False,
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures behind the page instead.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the figures behind the page instead.")
+    ] = False,
 ) -> None:
-    """Make one HTML page of a run: its balance, what each rank did, a plan, settings, versions and warnings.
+    """Make one HTML page of a run: its balance, what each rank did, a plan, settings, versions and
+    warnings.
 
     The page holds all it needs and opens without a network.
     """

@@ -18,39 +18,71 @@ _option = partial(typer.Option, show_default=False)
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="A Python script, a command such as `trl`, or with -m a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="What it gets as its arguments.", show_default=False)] = None,
-    module: Annotated[bool, _option("-m", "--module", help="SCRIPT is the name of a module, as for `python -m`.")] = False,
-    config: Annotated[Path | None, _option(help="YAML or JSON file of settings and of these options.")] = None,
-    changes: Annotated[list[str] | None, _option("--set", metavar="NAME=VALUE", help="A value that overrides the file.")] = None,
-    attn_implementation: Annotated[
-        Literal["distca"] | None, _option(help="Attention of models that are loaded without naming one.")
+    script: Annotated[
+        str, typer.Argument(help="A Python script, a command such as `trl`, or with -m a module.")
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="What it gets as its arguments.", show_default=False)
     ] = None,
-    instead_of: Annotated[str | None, _option(metavar="NAME", help="Attention that distca stands in for.")] = None,
-    tokens_per_rank: Annotated[int | None, _option(min=1, help="Deal documents, so many tokens to each rank.")] = None,
-    servers: Annotated[int | None, _option(min=1, help="Let so many processes of each node be attention servers.")] = None,
+    module: Annotated[
+        bool, _option("-m", "--module", help="SCRIPT is the name of a module, as for `python -m`.")
+    ] = False,
+    config: Annotated[
+        Path | None, _option(help="YAML or JSON file of settings and of these options.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        _option("--set", metavar="NAME=VALUE", help="A value that overrides the file."),
+    ] = None,
+    attn_implementation: Annotated[
+        Literal["distca"] | None,
+        _option(help="Attention of models that are loaded without naming one."),
+    ] = None,
+    instead_of: Annotated[
+        str | None, _option(metavar="NAME", help="Attention that distca stands in for.")
+    ] = None,
+    tokens_per_rank: Annotated[
+        int | None, _option(min=1, help="Deal documents, so many tokens to each rank.")
+    ] = None,
+    servers: Annotated[
+        int | None, _option(min=1, help="Let so many processes of each node be attention servers.")
+    ] = None,
     server_address: Annotated[
-        list[str] | None, _option(metavar="HOST:PORT", help="A server that `hf-distca serve` runs; may be repeated.")
+        list[str] | None,
+        _option(metavar="HOST:PORT", help="A server that `hf-distca serve` runs; may be repeated."),
     ] = None,
     server_wait: Annotated[
-        float | None, _option(min=1.0, help="Seconds that servers may take to come.", show_default="300")
+        float | None,
+        _option(min=1.0, help="Seconds that servers may take to come.", show_default="300"),
     ] = None,
-    spare_servers: Annotated[bool | None, _option(help="Go on without a server that is told to end.")] = None,
-    summary: Annotated[bool | None, typer.Option(help="Print the balance at the end.", show_default="summary")] = None,
+    spare_servers: Annotated[
+        bool | None, _option(help="Go on without a server that is told to end.")
+    ] = None,
+    summary: Annotated[
+        bool | None, typer.Option(help="Print the balance at the end.", show_default="summary")
+    ] = None,
 ) -> None:
     """Run a training script or command that does not import hf_distca, with "distca" registered.
 
-    It holds for Python processes that the command starts, too, such as those of accelerate's launcher: trl, swift and
-    llamafactory-cli start one. Options of hf-distca stand before the script. Under a launcher of your own:
-    accelerate launch -m hf_distca.run train.py --attn_implementation distca
+    It holds for Python processes that the command starts, too, such as those of accelerate's
+    launcher: trl, swift and llamafactory-cli start one. Options of hf-distca stand before the
+    script. Under a launcher of your own: accelerate launch -m hf_distca.run train.py
+    --attn_implementation distca
     """
     from hf_distca.errors import DistCAError
     from hf_distca.run import find_command, find_module, read_options, run_command, run_module
 
     path, given = None, {"attn_implementation": attn_implementation, "instead_of": instead_of}
-    pool = {"servers": servers, "server_address": server_address, "server_wait": server_wait, "spare_servers": spare_servers}
+    pool = {
+        "servers": servers,
+        "server_address": server_address,
+        "server_wait": server_wait,
+        "spare_servers": spare_servers,
+    }
     try:
-        options = read_options(config, changes or [], **given, **pool, tokens_per_rank=tokens_per_rank, summary=summary)
+        options = read_options(
+            config, changes or [], **given, **pool, tokens_per_rank=tokens_per_rank, summary=summary
+        )
         if module:
             find_module(script)
         else:
@@ -62,7 +94,11 @@ def run(
             run_module(script, arguments or [], options)
         else:
             run_command(path, arguments or [], options)
-    except (EOFError, KeyboardInterrupt, OSError) as error:  # of the script: typer ends in silence at some of them
+    except (
+        EOFError,
+        KeyboardInterrupt,
+        OSError,
+    ) as error:  # of the script: typer ends in silence at some of them
         sys.last_value = error  # as the interpreter does
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(128 + SIGINT if isinstance(error, KeyboardInterrupt) else 1) from None

@@ -29,43 +29,69 @@ class Scale:
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Document lengths: a JSON list, - for standard input, a .jsonl or .parquet file or saved data set, or pretrain, "
-            "prolong, equal:TOKENS, lognormal:MEDIAN:SIGMA.",
+            help=(
+                "Document lengths: a JSON list, - for standard input, a .jsonl or .parquet file or"
+                " saved data set, or pretrain, prolong, equal:TOKENS, lognormal:MEDIAN:SIGMA."
+            ),
             show_default=False,
         ),
     ] = None
-    tokens_per_rank: Annotated[int, typer.Option(help="Tokens of a micro-batch on a rank, or on its tensor-parallel group.")] = (
-        65536
+    tokens_per_rank: Annotated[
+        int,
+        typer.Option(help="Tokens of a micro-batch on a rank, or on its tensor-parallel group."),
+    ] = 65536
+    model: Annotated[
+        str, typer.Option(help="A known shape by name, or a config.json or its folder.")
+    ] = "llama-3-8b"
+    hardware: Annotated[str, typer.Option(help="a100, h100, h200, b200, or gb200 for NVL72.")] = (
+        "h100"
     )
-    model: Annotated[str, typer.Option(help="A known shape by name, or a config.json or its folder.")] = "llama-3-8b"
-    hardware: Annotated[str, typer.Option(help="a100, h100, h200, b200, or gb200 for NVL72.")] = "h100"
     kernel: Annotated[
         str | None,
-        typer.Option(help="Attention kernel, as flash_attn_3 on h100.", show_default="flash_attn_2, on b200 flash_attn_4"),
+        typer.Option(
+            help="Attention kernel, as flash_attn_3 on h100.",
+            show_default="flash_attn_2, on b200 flash_attn_4",
+        ),
     ] = None
     tensor: Annotated[int, typer.Option("--tp", help="Tensor-parallel degree.")] = 1
     stages: Annotated[int, typer.Option("--pp", help="Pipeline stages.")] = 1
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1
-    ranks_per_node: Annotated[int | None, typer.Option(help="Devices of a node.", show_default="8, of gb200 72")] = None
+    ranks_per_node: Annotated[
+        int | None, typer.Option(help="Devices of a node.", show_default="8, of gb200 72")
+    ] = None
     link_gbps: Annotated[
-        float | None, typer.Option(help="Gigabits per second of a device between nodes, instead of the hardware's.")
+        float | None,
+        typer.Option(
+            help="Gigabits per second of a device between nodes, instead of the hardware's."
+        ),
     ] = None
     profile: Annotated[
         Path | None,
         typer.Option(
-            help="Rates of attention and exchange instead of the hardware's: a file of hf-distca profile, or a shipped profile."
+            help=(
+                "Rates of attention and exchange instead of the hardware's: a file of hf-distca"
+                " profile, or a shipped profile."
+            )
         ),
     ] = None
     sharding: Annotated[
         Literal["auto", "fsdp", "zero1", "ddp"],
-        typer.Option(help="How weights and optimizer are kept; auto: fsdp, with --tp or --pp zero1."),
+        typer.Option(
+            help="How weights and optimizer are kept; auto: fsdp, with --tp or --pp zero1."
+        ),
     ] = "auto"
     checkpointing: Annotated[
         Literal["auto", "none", "selective", "full"],
-        typer.Option(help="What backward repeats; auto: nothing if that fits in memory, else everything."),
+        typer.Option(
+            help="What backward repeats; auto: nothing if that fits in memory, else everything."
+        ),
     ] = "auto"
-    column: Annotated[str, typer.Option(help="Column of a data set that holds tokens, or their number.")] = "input_ids"
-    max_length: Annotated[int | None, typer.Option(help="Documents are cut off at this length.")] = None
+    column: Annotated[
+        str, typer.Option(help="Column of a data set that holds tokens, or their number.")
+    ] = "input_ids"
+    max_length: Annotated[
+        int | None, typer.Option(help="Documents are cut off at this length.")
+    ] = None
     batches: Annotated[int, typer.Option(help="Global batches to predict; figures are means.")] = 10
     seed: Annotated[int, typer.Option(help="Seed of the drawn documents.")] = 0
 
@@ -78,7 +104,9 @@ class Scale:
         device = find_hardware(self.hardware, self.kernel)
         if self.link_gbps is not None:
             device = replace(device, link_gbps=self.link_gbps)
-        by_degrees: Literal["fsdp", "zero1"] = "fsdp" if self.tensor == self.stages == 1 else "zero1"
+        by_degrees: Literal["fsdp", "zero1"] = (
+            "fsdp" if self.tensor == self.stages == 1 else "zero1"
+        )
         setting = Setting(
             _find_shape(self.model),
             device,
@@ -93,7 +121,10 @@ class Scale:
             None if self.profile is None else _read_profile(self.profile),
         )
         _ = setting.shape  # says which degrees heads do not allow
-        full = self.checkpointing == "auto" and fullest(setting, self.tokens_per_rank).total > device.memory_bytes
+        full = (
+            self.checkpointing == "auto"
+            and fullest(setting, self.tokens_per_rank).total > device.memory_bytes
+        )
         return replace(setting, checkpointing="full") if full else setting
 
     def predict(self, names: list[str]) -> tuple[Setting, DocumentSource, list[Prediction]]:
@@ -108,11 +139,23 @@ class Scale:
         from hf_distca.simulate.predict import simulate
 
         if self.lengths is None:
-            raise ConfigError("--lengths is missing: give the lengths of your documents, or a distribution such as prolong.")
-        setting, documents = self.setting(), open_documents(self.lengths, self.column, self.max_length)
+            raise ConfigError(
+                "--lengths is missing: give the lengths of your documents, or a distribution such"
+                " as prolong."
+            )
+        setting, documents = (
+            self.setting(),
+            open_documents(self.lengths, self.column, self.max_length),
+        )
         total = max(self.batches, 0) * len(names)
         with tqdm(total=total, desc="predicting", unit=" steps", delay=1.0, leave=False) as bar:
-            return setting, documents, simulate(setting, documents, names, batches=self.batches, seed=self.seed, told=bar.update)
+            return (
+                setting,
+                documents,
+                simulate(
+                    setting, documents, names, batches=self.batches, seed=self.seed, told=bar.update
+                ),
+            )
 
 
 def _find_shape(model: str) -> ModelShape:

@@ -13,14 +13,27 @@ __all__ = ["serve"]
 
 def serve(
     address: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where to listen; ranks that train name it.", show_default=False)
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where to listen; ranks that train name it.",
+            show_default=False,
+        ),
     ],
     device: Annotated[
-        str | None, typer.Option(help="What computes, such as cuda:1; by default the first GPU, or the CPU.", show_default=False)
+        str | None,
+        typer.Option(
+            help="What computes, such as cuda:1; by default the first GPU, or the CPU.",
+            show_default=False,
+        ),
     ] = None,
     wait: Annotated[
         float | None,
-        typer.Option(min=1.0, help="Seconds that ranks may take to come; by default as long as they take.", show_default=False),
+        typer.Option(
+            min=1.0,
+            help="Seconds that ranks may take to come; by default as long as they take.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Compute slices of core attention for training that names this server by --server-address.

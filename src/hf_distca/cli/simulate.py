@@ -1,5 +1,5 @@
-"""``hf-distca simulate`` and ``advise``: predicted step time, waiting
-and memory of every strategy, and advice.
+"""``hf-distca simulate`` and ``advise``: predicted step time, waiting and memory of every strategy,
+and advice.
 """
 
 from __future__ import annotations
@@ -46,15 +46,21 @@ _SHOWN = (
 def simulate(
     scale: Scale,
     strategy: Annotated[
-        list[str] | None, typer.Option(help="Strategies by name, as --json has them; all if left out.", show_default=False)
+        list[str] | None,
+        typer.Option(
+            help="Strategies by name, as --json has them; all if left out.", show_default=False
+        ),
     ] = None,
     as_json: InJson = False,
-    assumptions: Annotated[bool, typer.Option(help="Print what is assumed, and where it comes from.")] = True,
+    assumptions: Annotated[
+        bool, typer.Option(help="Print what is assumed, and where it comes from.")
+    ] = True,
 ) -> None:
-    """Predict the step time of a training run under every strategy, with the scheduler and cost model that train.
+    """Predict the step time of a training run under every strategy, with the scheduler and cost
+    model that train.
 
-    Nothing is run and no GPU is needed. Strategies are compared on the same documents: packed rows, balancing in the loader,
-    context parallelism, Ulysses, WLB-LLM, and hf-distca.
+    Nothing is run and no GPU is needed. Strategies are compared on the same documents: packed rows,
+    balancing in the loader, context parallelism, Ulysses, WLB-LLM, and hf-distca.
     """
     from hf_distca.simulate.advice import assumptions as assumed
     from hf_distca.simulate.strategies import STRATEGIES
@@ -64,13 +70,17 @@ def simulate(
         setting, documents, predictions = scale.predict(names)
         facts = assumed(setting, documents, names)
         if as_json:
-            typer.echo(json.dumps(_collect_report(setting, documents, predictions, facts, scale), indent=1))
+            typer.echo(
+                json.dumps(_collect_report(setting, documents, predictions, facts, scale), indent=1)
+            )
             return
         _show_predictions(setting, documents, predictions, scale.batches)
         if assumptions:
             typer.echo("Assumptions")
             for what, text in facts:
-                typer.echo(fill(f"{what}: {text}", _WIDTH, initial_indent="  ", subsequent_indent="    "))
+                typer.echo(
+                    fill(f"{what}: {text}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
+                )
 
 
 @with_options(Scale)
@@ -80,13 +90,17 @@ def advise(
         bool,
         typer.Option(
             "--longest",
-            help="Say instead how long a document may be, which all ranks hold together. It needs no --lengths, and "
-            "--tokens-per-rank, --checkpointing, --batches and --seed do not count.",
+            help=(
+                "Say instead how long a document may be, which all ranks hold together. It needs no"
+                " --lengths, and "
+                "--tokens-per-rank, --checkpointing, --batches and --seed do not count."
+            ),
         ),
     ] = False,
     as_json: InJson = False,
 ) -> None:
-    """Say what hf-distca would gain on your documents over the best alternative, or that it would gain nothing.
+    """Say what hf-distca would gain on your documents over the best alternative, or that it would
+    gain nothing.
 
     The figures are predictions: `hf-distca simulate` with the same options prints what they assume.
     """
@@ -101,7 +115,9 @@ def advise(
         setting, documents, predictions = scale.predict(list(STRATEGIES))
         advice = advised(setting, predictions)
         if as_json:
-            everything = _collect_report(setting, documents, predictions, assumptions(setting, documents), scale)
+            everything = _collect_report(
+                setting, documents, predictions, assumptions(setting, documents), scale
+            )
             typer.echo(json.dumps({"advice": asdict(advice), **everything}, indent=1))
             return
         typer.echo(fill(advice.text, _WIDTH) + "\n")
@@ -121,8 +137,17 @@ def _advise_longest(scale: Scale, as_json: bool) -> None:
             _show_longest(setting, documents)
             return
         named = {"model": setting.model.name, "hardware": setting.hardware.name}
-        named |= {name: getattr(setting, name) for name in _SHOWN if name not in ("tokens_per_rank", "checkpointing")}
-        typer.echo(json.dumps({"setting": named, "longest": [asdict(document) for document in documents]}, indent=1))
+        named |= {
+            name: getattr(setting, name)
+            for name in _SHOWN
+            if name not in ("tokens_per_rank", "checkpointing")
+        }
+        typer.echo(
+            json.dumps(
+                {"setting": named, "longest": [asdict(document) for document in documents]},
+                indent=1,
+            )
+        )
 
 
 def _show_longest(setting: Setting, documents: list[LongestDocument]) -> None:
@@ -131,14 +156,20 @@ def _show_longest(setting: Setting, documents: list[LongestDocument]) -> None:
     from hf_distca.simulate.memory import TERMS
 
     def row(name: str, text: Callable[[Prediction], str]) -> None:
-        table.add_row(name, *("" if document.step is None else text(document.step) for document in documents))
+        table.add_row(
+            name, *("" if document.step is None else text(document.step) for document in documents)
+        )
 
     console, table = _make_table(
-        f"the longest document of {setting.model.name} on {setting.ranks} {setting.hardware.name}, all ranks together"
+        f"the longest document of {setting.model.name} on {setting.ranks} {setting.hardware.name},"
+        " all ranks together"
     )
     for name in ("", *WAYS):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    table.add_row("tokens", *(f"{document.tokens:,}" if document.tokens else "does not fit" for document in documents))
+    table.add_row(
+        "tokens",
+        *(f"{document.tokens:,}" if document.tokens else "does not fit" for document in documents),
+    )
     row("tokens a rank", lambda step: f"{step.most_tokens:,}")
     row("step, s", lambda step: f"{step.step_seconds:.0f}")
     row("memory of a rank, GB", lambda step: f"{step.peak_bytes / 1e9:.1f}")
@@ -148,9 +179,10 @@ def _show_longest(setting: Setting, documents: list[LongestDocument]) -> None:
     console.print(table)
     hardware = setting.hardware
     console.print(
-        f"A rank has {hardware.memory_bytes / 1e9:.0f} GB, and {hardware.host_bytes / 1e9:.0f} GB of its host. Each column adds "
-        "to the one before. checkpointing: of every layer, attention kept. offload: checkpoints wait in the host's memory. "
-        "fused layers: Liger's norms and gated activation.",
+        f"A rank has {hardware.memory_bytes / 1e9:.0f} GB, and {hardware.host_bytes / 1e9:.0f} GB"
+        " of its host. Each column adds to the one before. checkpointing: of every layer,"
+        " attention kept. offload: checkpoints wait in the host's memory. fused layers: Liger's"
+        " norms and gated activation.",
         style="dim",
     )
 
@@ -159,23 +191,49 @@ def _gigabytes(term: str, step: Prediction) -> str:
     return f"{getattr(step.memory, term) / 1e9:.1f}"
 
 
-def _show_predictions(setting: Setting, documents: DocumentSource, predictions: list[Prediction], batches: int) -> None:
+def _show_predictions(
+    setting: Setting, documents: DocumentSource, predictions: list[Prediction], batches: int
+) -> None:
     """Print a table with one line per strategy."""
     from hf_distca.simulate.predict import best_alternative
 
     best = best_alternative(predictions)
     about = (
-        f"{setting.model.name} on {setting.ranks} {setting.hardware.name}, {setting.tokens_per_rank} tokens a rank",
-        f"{documents.name}, {batches} batch{'es' if batches > 1 else ''}, checkpointing {setting.checkpointing}",
+        (
+            f"{setting.model.name} on {setting.ranks} {setting.hardware.name},"
+            f" {setting.tokens_per_rank} tokens a rank"
+        ),
+        (
+            f"{documents.name}, {batches} batch{'es' if batches > 1 else ''}, checkpointing"
+            f" {setting.checkpointing}"
+        ),
     )
     console, table = _make_table("\n".join(about))
-    for name in ("strategy", "shared by", "step, s", "speed", "idle", "waits", "hidden, s", "memory, GB", "attention"):
+    for name in (
+        "strategy",
+        "shared by",
+        "step, s",
+        "speed",
+        "idle",
+        "waits",
+        "hidden, s",
+        "memory, GB",
+        "attention",
+    ):
         table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
     for prediction in predictions:
-        speed = "" if best is None or not prediction.comparable else f"{best.step_seconds / prediction.step_seconds:.2f} x"
+        speed = (
+            ""
+            if best is None or not prediction.comparable
+            else f"{best.step_seconds / prediction.step_seconds:.2f} x"
+        )
         table.add_row(
             prediction.title,
-            "" if prediction.degree is None else f"{prediction.degree} rank{'s' if prediction.degree > 1 else ''}",
+            (
+                ""
+                if prediction.degree is None
+                else f"{prediction.degree} rank{'s' if prediction.degree > 1 else ''}"
+            ),
             f"{prediction.step_seconds:.3f}",
             speed,
             f"{prediction.idle_share:.1%}",
@@ -186,8 +244,9 @@ def _show_predictions(setting: Setting, documents: DocumentSource, predictions: 
         )
     console.print(table)
     console.print(
-        "speed: against the fastest strategy that does not disaggregate attention; none where memory is full or cut documents "
-        "lose attention. idle: waiting for slower ranks. waits: for messages of attention; hidden: messages beside computing.",
+        "speed: against the fastest strategy that does not disaggregate attention; none where"
+        " memory is full or cut documents lose attention. idle: waiting for slower ranks. waits:"
+        " for messages of attention; hidden: messages beside computing.",
         style="dim",
     )
 
@@ -203,7 +262,11 @@ def _make_table(title: str) -> tuple[Console, Table]:
 
 
 def _collect_report(
-    setting: Setting, documents: DocumentSource, predictions: list[Prediction], facts: list[tuple[str, str]], scale: Scale
+    setting: Setting,
+    documents: DocumentSource,
+    predictions: list[Prediction],
+    facts: list[tuple[str, str]],
+    scale: Scale,
 ) -> dict[str, Any]:
     """Collect all predictions and assumptions, for `json`."""
     return {

@@ -1,4 +1,6 @@
-"""`count_model`: the weights and the attention of a model, counted where it is built without memory, on torch's meta device."""
+"""`count_model`: the weights and the attention of a model, counted where it is built without
+memory, on torch's meta device.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,21 @@ from hf_distca.model_shape import ModelShape
 
 __all__ = ["count_model"]
 
-_ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
+_ACTIVE_EXPERTS = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_k",
+    "moe_top_k",
+    "top_k_experts",
+)
 _CALLS = {"diffllama": 2}  # of core attention in a layer, if not one
 _WINDOWS = ("sliding_window", "attention_window_size")
 
 
 def count_model(path: Path) -> ModelShape:
-    """Count the weights and layers of the model of a config.json; of a composite
-    model, those of the part that writes text.
+    """Count the weights and layers of the model of a config.json; of a composite model, those of
+    the part that writes text.
 
     Raises:
         ConfigError: if there is no such file, distca does not support the model, or it has parts
@@ -44,7 +53,10 @@ def _count_model(name: str, config: PreTrainedConfig) -> ModelShape:
     layers, attention = _find_layers(model, text)
     windows = [_find_window(text, layer) for layer, _ in attention]
     if len(distinct := {window for window in windows if window is not None}) > 1:
-        raise ConfigError(f"its layers have windows of {', '.join(map(str, sorted(distinct)))} keys: only one can be predicted.")
+        raise ConfigError(
+            f"its layers have windows of {', '.join(map(str, sorted(distinct)))} keys: only one can"
+            " be predicted."
+        )
     shape = layer_keys(text, torch.bfloat16, "cpu")[0].shape
     active = sum(_count_met_weights(layer, text) for layer in layers)
     beside = active - sum(_count_met_weights(module, text) for _, module in attention)
@@ -57,7 +69,10 @@ def _count_model(name: str, config: PreTrainedConfig) -> ModelShape:
         tied=output is None or output.weight is embedding.weight,
         window=min(distinct, default=None),
         windowed_layers=len(windows) - windows.count(None),
-        head_norms=any(re.fullmatch("q(uery)?_(layer)?norm", child) for child, _ in attention[0][1].named_children()),
+        head_norms=any(
+            re.fullmatch("q(uery)?_(layer)?norm", child)
+            for child, _ in attention[0][1].named_children()
+        ),
         attention_layers=len(windows) * _CALLS.get(text.model_type, 1),
         weights=sum(weight.numel() for weight in model.parameters()),
         active=active,
@@ -65,8 +80,8 @@ def _count_model(name: str, config: PreTrainedConfig) -> ModelShape:
 
 
 def _build_on_meta(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedModel:
-    """Build the model that writes text, or the whole of it, on the meta
-    device, where weights have sizes alone.
+    """Build the model that writes text, or the whole of it, on the meta device, where weights have
+    sizes alone.
     """
     for part in (text, config):
         try:
@@ -78,12 +93,16 @@ def _build_on_meta(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrain
             reason = " ".join(str(error).split())[:300]
         else:
             return model
-    raise ConfigError(f"transformers builds no {config.model_type!r} model that writes text of it: {reason}")
+    raise ConfigError(
+        f"transformers builds no {config.model_type!r} model that writes text of it: {reason}"
+    )
 
 
-def _find_layers(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[list[nn.Module], list[tuple[int, nn.Module]]]:
-    """Find the decoder's layers, and the modules of causal
-    self-attention, each with the number of its layer.
+def _find_layers(
+    model: PreTrainedModel, text: PreTrainedConfig
+) -> tuple[list[nn.Module], list[tuple[int, nn.Module]]]:
+    """Find the decoder's layers, and the modules of causal self-attention, each with the number of
+    its layer.
     """
     attending = [
         (match[1], int(match[2]), module)
@@ -96,21 +115,22 @@ def _find_layers(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[list[n
     stacks = sorted({stack for stack, *_ in attending})
     if len(stacks) != 1:
         raise ConfigError(
-            f"{text.model_type!r} models have causal attention in {', '.join(stacks) or 'no layer'}: it is counted in one "
-            "stack of layers. Models that are encoders by default need is_decoder=True."
+            f"{text.model_type!r} models have causal attention in"
+            f" {', '.join(stacks) or 'no layer'}: it is counted in one stack of layers. Models that"
+            " are encoders by default need is_decoder=True."
         )
     layers = list(model.get_submodule(stacks[0]).children())
     if text.num_hidden_layers not in (len(layers), len(attending)):
         raise ConfigError(
-            f"{text.model_type!r} models run {text.num_hidden_layers} layers, and have {len(layers)}: how often "
-            "each of them runs is not known here."
+            f"{text.model_type!r} models run {text.num_hidden_layers} layers, and have"
+            f" {len(layers)}: how often each of them runs is not known here."
         )
     return layers, [(number, module) for _, number, module in attending]
 
 
 def _find_window(text: PreTrainedConfig, layer: int) -> int | None:
-    """Return the number of keys that a position sees in a layer of
-    attention, None for all before it.
+    """Return the number of keys that a position sees in a layer of attention, None for all before
+    it.
     """
     kinds = getattr(text, "layer_types", None)
     kind = kinds[layer] if kinds else "sliding"
@@ -119,23 +139,37 @@ def _find_window(text: PreTrainedConfig, layer: int) -> int | None:
     if "sliding" not in kind or not getattr(text, "use_sliding_window", True):
         return None
     config: Any = text.per_layer_config[layer] if getattr(text, "is_heterogeneous", False) else text
-    return next((value for name in _WINDOWS if isinstance(value := getattr(config, name, None), int)), None)
+    return next(
+        (value for name in _WINDOWS if isinstance(value := getattr(config, name, None), int)), None
+    )
 
 
 def _count_met_weights(module: nn.Module, text: PreTrainedConfig) -> int:
-    """Count the weights of matrices that a token meets; weights
-    shared by layers count in each of them.
+    """Count the weights of matrices that a token meets; weights shared by layers count in each of
+    them.
     """
     met = 0.0
     for name, part in module.named_modules(remove_duplicate=False):
         weights = [weight for weight in part.parameters(recurse=False) if weight.dim() > 1]
         if "Expert" in type(part).__name__ and weights:
-            used = next((value for option in _ACTIVE_EXPERTS if isinstance(value := getattr(text, option, None), int)), None)
+            used = next(
+                (
+                    value
+                    for option in _ACTIVE_EXPERTS
+                    if isinstance(value := getattr(text, option, None), int)
+                ),
+                None,
+            )
             if used is None or max(weight.dim() for weight in weights) < 3:
-                raise ConfigError(f"{text.model_type!r} models do not say how many experts they have, and a token meets.")
+                raise ConfigError(
+                    f"{text.model_type!r} models do not say how many experts they have, and a token"
+                    " meets."
+                )
             met += sum(weight.numel() * min(used / len(weight), 1.0) for weight in weights)
         elif re.search(r"(?<!shared_)experts\.\d+$", name):
-            raise ConfigError(f"{text.model_type!r} models have their experts in a list, which is not counted.")
+            raise ConfigError(
+                f"{text.model_type!r} models have their experts in a list, which is not counted."
+            )
         elif not isinstance(part, nn.Embedding):
             met += sum(weight.numel() for weight in weights)
     return round(met)

@@ -23,7 +23,11 @@ def is_reporting_rank() -> bool:
 
 
 def diagnose(
-    model: str | None, dtype: str | None, *, timeout_seconds: float, say: Callable[[str], None] = lambda text: None
+    model: str | None,
+    dtype: str | None,
+    *,
+    timeout_seconds: float,
+    say: Callable[[str], None] = lambda text: None,
 ) -> list[Finding]:
     """Check everything. Under a launcher, all ranks must call it.
 
@@ -41,12 +45,28 @@ def diagnose(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     findings = [] if config is None else list(family(config))
     findings += kernels(config, find_dtype(dtype, config, device), device)
-    backends = [name for name in ("nccl", "gloo", "mpi") if dist.is_available() and dist.is_backend_available(name)]
+    backends = [
+        name
+        for name in ("nccl", "gloo", "mpi")
+        if dist.is_available() and dist.is_backend_available(name)
+    ]
     findings.append(Finding("ranks", "backends of torch", ", ".join(backends) or "none"))
     if is_launched():
         return [*findings, *_check_launcher(timeout_seconds)]
-    todo = "start training with a launcher, so that there are ranks to share with; under it, -m hf_distca.cli doctor tries them"
-    return [*findings, Finding("ranks", "attention group", "this process alone: no launcher started it", State.note, todo)]
+    todo = (
+        "start training with a launcher, so that there are ranks to share with; under it, -m"
+        " hf_distca.cli doctor tries them"
+    )
+    return [
+        *findings,
+        Finding(
+            "ranks",
+            "attention group",
+            "this process alone: no launcher started it",
+            State.note,
+            todo,
+        ),
+    ]
 
 
 def _check_launcher(timeout_seconds: float) -> Iterator[Finding]:
@@ -54,7 +74,9 @@ def _check_launcher(timeout_seconds: float) -> Iterator[Finding]:
         yield from findings_from_exchange(try_launched(versions(), timeout_seconds))
     except (DistCAError, RuntimeError) as error:
         todo = (
-            "look at the logs of the other ranks; check that all nodes reach MASTER_ADDR, and each other over the interface that "
-            "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names"
+            "look at the logs of the other ranks; check that all nodes reach MASTER_ADDR, and each"
+            " other over the interface that NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names"
         )
-        yield Finding("ranks", "exchange", f"failed: {' '.join(str(error).split())}", State.bad, todo)
+        yield Finding(
+            "ranks", "exchange", f"failed: {' '.join(str(error).split())}", State.bad, todo
+        )

@@ -22,11 +22,29 @@ from hf_distca.integration.session import Session
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.members import node_number
 
-__all__ = ["ExchangeResult", "exchange", "is_launched", "findings_from_exchange", "try_launched", "versions"]
+__all__ = [
+    "ExchangeResult",
+    "exchange",
+    "is_launched",
+    "findings_from_exchange",
+    "try_launched",
+    "versions",
+]
 
 _BYTES = 2**22  # of a message
 _ROUNDS = 5
-_PACKAGES = ("hf-distca", "torch", "transformers", "accelerate", "numpy", "numba", "flash-attn", "deepspeed", "peft", "trl")
+_PACKAGES = (
+    "hf-distca",
+    "torch",
+    "transformers",
+    "accelerate",
+    "numpy",
+    "numba",
+    "flash-attn",
+    "deepspeed",
+    "peft",
+    "trl",
+)
 
 
 @dataclass(frozen=True)
@@ -72,18 +90,28 @@ def try_launched(has: Mapping[str, str], timeout_seconds: float) -> ExchangeResu
     Raises:
         DistCAError, RuntimeError: if it fails.
     """
-    cuda = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true", "yes")
+    cuda = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in (
+        "1",
+        "true",
+        "yes",
+    )
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     started = not dist.is_initialized()
     if started:
         try:
-            dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_seconds))
+            dist.init_process_group(
+                "nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_seconds)
+            )
         except ValueError as error:  # the environment lacks what a launcher says
             raise RuntimeError(str(error)) from error
     try:
         pool = Session.pool
-        group = AttentionGroup.create(timeout_seconds=timeout_seconds) if pool is None else pool.group(None, timeout_seconds)
+        group = (
+            AttentionGroup.create(timeout_seconds=timeout_seconds)
+            if pool is None
+            else pool.group(None, timeout_seconds)
+        )
         group.notify_servers("try_exchange")
         return exchange(has, torch.device("cuda" if cuda else "cpu"), group)
     finally:
@@ -92,19 +120,32 @@ def try_launched(has: Mapping[str, str], timeout_seconds: float) -> ExchangeResu
 
 
 def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup) -> ExchangeResult:
-    """Send one message from every rank to each other, which names both,
-    through the communicators that training uses.
+    """Send one message from every rank to each other, which names both, through the communicators
+    that training uses.
     """
-    # As JSON and not as objects, which would be unpickled: whoever sends a pickle runs code in the process that reads it.
+    # As JSON and not as objects, which would be unpickled: whoever sends a pickle runs code in the
+    # process that reads it.
     text = json.dumps([node_number(), dict(has)]).encode()
-    rows = group.gather(np.frombuffer(text, dtype=np.uint8).astype(np.int64), doing="telling node and versions")
+    rows = group.gather(
+        np.frombuffer(text, dtype=np.uint8).astype(np.int64), doing="telling node and versions"
+    )
     said = [json.loads(row.astype(np.uint8).tobytes()) for row in rows]
     size, data = group.size, group.data
     if data is None:
         raise RuntimeError("a group of one rank exchanges nothing")
     sizes = {rank: _BYTES for rank in range(size) if rank != group.rank}
-    sent = torch.cat([torch.full((_BYTES,), _test_value(group.rank, rank), dtype=torch.uint8, device=device) for rank in sizes])
-    wanted = torch.cat([torch.full((_BYTES,), _test_value(rank, group.rank), dtype=torch.uint8, device=device) for rank in sizes])
+    sent = torch.cat(
+        [
+            torch.full((_BYTES,), _test_value(group.rank, rank), dtype=torch.uint8, device=device)
+            for rank in sizes
+        ]
+    )
+    wanted = torch.cat(
+        [
+            torch.full((_BYTES,), _test_value(rank, group.rank), dtype=torch.uint8, device=device)
+            for rank in sizes
+        ]
+    )
     fastest = float("inf")
     for _ in range(_ROUNDS):
         received = torch.empty_like(wanted)
@@ -113,12 +154,22 @@ def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup
         if not torch.equal(received, wanted):  # waits for the device, too
             raise RuntimeError("an exchange delivered other bytes than were sent")
         fastest = min(fastest, time.perf_counter() - started)
-    seconds = max(float(row[0]) for row in group.gather(np.array([int(fastest * 1e9)]), doing="timing an exchange")) / 1e9
+    seconds = (
+        max(
+            float(row[0])
+            for row in group.gather(np.array([int(fastest * 1e9)]), doing="timing an exchange")
+        )
+        / 1e9
+    )
     names = sorted({name for _, theirs in said for name in theirs})
-    by_package = {name: tuple(str(theirs.get(name, "missing")) for _, theirs in said) for name in names}
+    by_package = {
+        name: tuple(str(theirs.get(name, "missing")) for _, theirs in said) for name in names
+    }
     differing = {name: by_rank for name, by_rank in by_package.items() if len(set(by_rank)) > 1}
     servers = 0 if group.holds is None else group.holds.count(False)
-    return ExchangeResult(tuple(int(node) for node, _ in said), data.process_group.name(), seconds, differing, servers)
+    return ExchangeResult(
+        tuple(int(node) for node, _ in said), data.process_group.name(), seconds, differing, servers
+    )
 
 
 def _test_value(source: int, destination: int) -> int:
@@ -137,5 +188,8 @@ def findings_from_exchange(outcome: ExchangeResult) -> Iterator[Finding]:
         todo = f"install one version of {package} on all nodes: ranks must make the same plans"
         yield Finding("ranks", package, f"differs: {value}", State.bad, todo)
     megabytes, rate = _BYTES / 1e6, _BYTES * (ranks - 1) / outcome.seconds / 1e9
-    value = f"{outcome.seconds * 1e3:.3g} ms for {megabytes:.0f} MB from each rank to each other ({rate:.2g} GB/s a rank)"
+    value = (
+        f"{outcome.seconds * 1e3:.3g} ms for {megabytes:.0f} MB from each rank to each other"
+        f" ({rate:.2g} GB/s a rank)"
+    )
     yield Finding("ranks", f"exchange over {outcome.backend}", value)

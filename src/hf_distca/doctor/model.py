@@ -15,7 +15,15 @@ from transformers import __version__ as transformers_version
 from hf_distca.doctor import Finding, State
 from hf_distca.errors import ConfigError, DistCAError, UnsupportedError
 from hf_distca.input_files import read_file
-from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop, layer_keys, why_whole
+from hf_distca.integration.families import (
+    EQUAL,
+    FAMILIES,
+    PING_PONG,
+    check_family,
+    check_layerdrop,
+    layer_keys,
+    why_whole,
+)
 from hf_distca.kernels import Case, Scores, is_slow, list_candidates, suggest_faster_kernel
 
 __all__ = ["find_dtype", "family", "kernels", "read_config"]
@@ -40,21 +48,26 @@ def read_config(name: str, say: Callable[[str], None] = lambda text: None) -> Pr
         path = path / "config.json"
         if not path.is_file():
             raise ConfigError(
-                f"there is no config.json in {path.parent}: give the folder of a model, its config.json, or a name on the Hub."
+                f"there is no config.json in {path.parent}: give the folder of a model, its"
+                " config.json, or a name on the Hub."
             )
     if path.is_file():
         return _read_config_file(path)
     if name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1:
         raise ConfigError(
-            f"there is no file or folder {name}: give the folder of a model, its config.json, or a name on the Hub."
+            f"there is no file or folder {name}: give the folder of a model, its config.json, or a"
+            " name on the Hub."
         )
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what it says between tries would be a dozen lines
+    # What it says between tries would be a dozen lines.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     say(f"asking the Hub for {name}, which takes a minute to give up without a network ...")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"{name!r} is no folder here, and the Hub gives no config of that name: {reason}") from error
+        raise ConfigError(
+            f"{name!r} is no folder here, and the Hub gives no config of that name: {reason}"
+        ) from error
     return config
 
 
@@ -66,51 +79,69 @@ def _read_config_file(path: Path) -> PreTrainedConfig:
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}.") from error
     if not isinstance(data, dict) or not isinstance(kind := data.get("model_type"), str):
-        raise ConfigError(f"{path} is no config of a model: it must be an object with the key 'model_type'.")
+        raise ConfigError(
+            f"{path} is no config of a model: it must be an object with the key 'model_type'."
+        )
     try:
         config: PreTrainedConfig = AutoConfig.for_model(
             kind, **{key: value for key, value in data.items() if key != "model_type"}
         )
     except ValueError as error:
         raise ConfigError(
-            f"transformers {transformers_version} makes no {kind!r} model of {path}: {str(error).partition(chr(10))[0][:200]} "
-            "If the family is newer, pip install --upgrade transformers."
+            f"transformers {transformers_version} makes no {kind!r} model of {path}:"
+            f" {str(error).partition(chr(10))[0][:200]} If the family is newer, pip install"
+            " --upgrade transformers."
         ) from error
     except Exception as error:  # configs check themselves with exceptions of many kinds
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{path} is no config that {kind!r} models take: {reason[:300]}") from error
+        raise ConfigError(
+            f"{path} is no config that {kind!r} models take: {reason[:300]}"
+        ) from error
     return config
 
 
 def _read_floats(values: dict[str, Any]) -> Any:
-    """Return an object of a config, or the number that transformers
-    writes as one, because JSON has no infinity.
+    """Return an object of a config, or the number that transformers writes as one, because JSON has
+    no infinity.
     """
     if values.keys() == {"__float__"} and values["__float__"] in ("Infinity", "-Infinity", "NaN"):
         return float(values["__float__"])
     return values
 
 
-def find_dtype(name: str | None, config: PreTrainedConfig | None, device: torch.device) -> torch.dtype:
-    """Return the dtype of a name; without a name that of a model,
-    or else the usual one of a device.
+def find_dtype(
+    name: str | None, config: PreTrainedConfig | None, device: torch.device
+) -> torch.dtype:
+    """Return the dtype of a name; without a name that of a model, or else the usual one of a
+    device.
 
     Raises:
         ConfigError: if there is none of that name.
     """
     if name is None:
-        given = None if config is None else getattr(config.get_text_config(decoder=True), "dtype", None)
-        name = str(given).removeprefix("torch.") if given is not None else "float32" if device.type == "cpu" else "bfloat16"
+        given = (
+            None if config is None else getattr(config.get_text_config(decoder=True), "dtype", None)
+        )
+        name = (
+            str(given).removeprefix("torch.")
+            if given is not None
+            else "float32"
+            if device.type == "cpu"
+            else "bfloat16"
+        )
     full = _DTYPES.get(name, name)
     if full not in _DTYPES.values():
-        raise ConfigError(f"there is no attention in dtype {name!r}: choose one of {', '.join([*_DTYPES, *_DTYPES.values()])}.")
+        raise ConfigError(
+            f"there is no attention in dtype {name!r}: choose one of"
+            f" {', '.join([*_DTYPES, *_DTYPES.values()])}."
+        )
     dtype: torch.dtype = getattr(torch, full)
     return dtype
 
 
 def family(config: PreTrainedConfig) -> Iterator[Finding]:
-    """Yield findings on whether distca computes this family
-    exactly, and which features work with it.
+    """Yield findings on whether distca computes this family exactly, and which features work with
+    it.
     """
     kind = config.model_type
     try:
@@ -121,15 +152,27 @@ def family(config: PreTrainedConfig) -> Iterator[Finding]:
     group = FAMILIES.get(kind)
     if group is None:
         todo = "compare its loss with that under sdpa on one process before you rely on it"
-        yield Finding("model", kind, "not in the table of families: nobody has compared it", State.note, todo)
+        yield Finding(
+            "model", kind, "not in the table of families: nobody has compared it", State.note, todo
+        )
     else:
         plain = group in ("PROVEN", "PACKED")
         yield Finding(
-            "model", kind, EQUAL[group], State.good if plain else State.note, None if plain else "give it one document a row"
+            "model",
+            kind,
+            EQUAL[group],
+            State.good if plain else State.note,
+            None if plain else "give it one document a row",
         )
-        yield Finding("model", "ping-pong", "layers may run as nano-batches" if kind in PING_PONG else "its layers stay whole")
+        yield Finding(
+            "model",
+            "ping-pong",
+            "layers may run as nano-batches" if kind in PING_PONG else "its layers stay whole",
+        )
         whole = why_whole(kind)
-        yield Finding("model", "documents over ranks", "exact" if whole is None else f"refused: {whole}")
+        yield Finding(
+            "model", "documents over ranks", "exact" if whole is None else f"refused: {whole}"
+        )
     yield from _check_config(config)
 
 
@@ -142,18 +185,32 @@ def _check_config(config: PreTrainedConfig) -> Iterator[Finding]:
     for name in _DROPOUT:
         value = getattr(text, name, None)
         if isinstance(value, int | float) and value > 0:
-            todo = f"set {name}=0.0 in the model's config: distca refuses attention dropout in training"
+            todo = (
+                f"set {name}=0.0 in the model's config: distca refuses attention dropout in"
+                " training"
+            )
             yield Finding("model", name, f"{value:g}", State.bad, todo)
 
 
-def kernels(config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.device) -> Iterator[Finding]:
-    """Yield findings on the kernel that runs each kind of layers of a
-    model, and on why earlier kernels cannot.
+def kernels(
+    config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.device
+) -> Iterator[Finding]:
+    """Yield findings on the kernel that runs each kind of layers of a model, and on why earlier
+    kernels cannot.
     """
-    softcap = None if config is None else getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    softcap = (
+        None
+        if config is None
+        else getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    )
     cases: list[tuple[str, Case]] = []
     if config is None:
-        cases.append((f"heads of {_USUAL_WIDTH}", Case(device, dtype, _USUAL_WIDTH, _USUAL_WIDTH, Scores(1.0), 1)))
+        cases.append(
+            (
+                f"heads of {_USUAL_WIDTH}",
+                Case(device, dtype, _USUAL_WIDTH, _USUAL_WIDTH, Scores(1.0), 1),
+            )
+        )
     else:
         try:
             keys = layer_keys(config, dtype, device.type)
@@ -162,9 +219,22 @@ def kernels(config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.d
             return
         for key in keys:
             widths = key.shape.head_dim, key.shape.value_head_dim
-            named = f"heads of {widths[0]}" + (f", window {key.window}" if key.window else "") + (", softcap" if softcap else "")
+            named = (
+                f"heads of {widths[0]}"
+                + (f", window {key.window}" if key.window else "")
+                + (", softcap" if softcap else "")
+            )
             cases.append(
-                (named, Case(device, dtype, *widths, Scores(1.0, key.window, softcap or None), key.shape.heads_per_key_head))
+                (
+                    named,
+                    Case(
+                        device,
+                        dtype,
+                        *widths,
+                        Scores(1.0, key.window, softcap or None),
+                        key.shape.heads_per_key_head,
+                    ),
+                )
             )
     for named, case in dict.fromkeys(cases):
         yield from _check_case(named, case)
@@ -176,13 +246,27 @@ def _check_case(named: str, asked: Case) -> Iterator[Finding]:
     case = f"{named}, {str(dtype).removeprefix('torch.')} on {device.type}"
     before = [(name, reason) for name, reason in looked_at if reason is not None]
     slow = running is not None and is_slow(running, dtype) and len(looked_at) > 1
-    todo = f"{case}: {faster}" if running and (faster := suggest_faster_kernel(running, device)) else None
+    todo = (
+        f"{case}: {faster}"
+        if running and (faster := suggest_faster_kernel(running, device))
+        else None
+    )
     if running is None or slow:
-        todo = f"{case}: only a slow kernel fits. {'; '.join(f'{name}: {reason}' for name, reason in before)}"
+        todo = (
+            f"{case}: only a slow kernel fits."
+            f" {'; '.join(f'{name}: {reason}' for name, reason in before)}"
+        )
         if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
-            todo = f"{case}: train in bfloat16 or float16 (bf16=True or fp16=True), for which there are fast kernels"
+            todo = (
+                f"{case}: train in bfloat16 or float16 (bf16=True or fp16=True), for which there"
+                " are fast kernels"
+            )
     yield Finding(
-        "kernels", case, f"kernel {running!r}", State.bad if running is None else State.note if slow else State.good, todo
+        "kernels",
+        case,
+        f"kernel {running!r}",
+        State.bad if running is None else State.note if slow else State.good,
+        todo,
     )
     for name, reason in before:
         yield Finding("kernels", f"not {name!r}", str(reason), State.note)

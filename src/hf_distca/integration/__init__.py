@@ -4,6 +4,6 @@ May import `borrowed`, `late_imports`, `schedule`, `kernels`, `runtime`, `recurr
 `measure`, `agreement`, `data` and `run_report.rows`.
 """
 
-# First of all, and here: with it "distca" is registered, which imports modules of this room. Were it imported by one of them,
-# that one would be found half made.
+# First of all, and here: with it "distca" is registered, which imports modules of this room. Were
+# it imported by one of them, that one would be found half made.
 import transformers.modeling_utils  # noqa: F401

@@ -33,32 +33,40 @@ __all__ = ["distca_attention"]
 
 
 def _unseen(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Hide attention from compilers and checkpointing policies;
-    without either this costs only two checks.
+    """Hide attention from compilers and checkpointing policies; without either this costs only two
+    checks.
 
-    Compiled, the exchanges would be traced with the shapes of one micro-batch: the graph breaks here instead.
+    Compiled, the exchanges would be traced with the shapes of one micro-batch: the graph breaks
+    here instead.
 
-    Selective checkpointing (a `context_fn` with a policy) numbers the operations of a layer in the first forward and finds what
-    it saved by these numbers in the recompute. The recompute of distca runs no kernel, no exchange and no planning, so the
-    numbers would shift, and later operations of the layer would get each other's results. Nothing is lost: distca keeps its
-    outputs itself.
+    Selective checkpointing (a `context_fn` with a policy) numbers the operations of a layer in the
+    first forward and finds what it saved by these numbers in the recompute. The recompute of distca
+    runs no kernel, no exchange and no planning, so the numbers would shift, and later operations of
+    the layer would get each other's results. Nothing is lost: distca keeps its outputs itself.
     """
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def unseen(*args: Any, **kwargs: Any) -> Any:
-        with without_dispatch_modes() if any(map(is_policy_mode, dispatch_modes())) else nullcontext():
+        with (
+            without_dispatch_modes()
+            if any(map(is_policy_mode, dispatch_modes()))
+            else nullcontext()
+        ):
             return attend(*args, **kwargs)
 
     @leave_uncompiled
     @wraps(attend)
     def ask(*args: Any, **kwargs: Any) -> Any:
-        return (unseen if compiler_of_calls() is not None or has_dispatch_modes() else attend)(*args, **kwargs)
+        return (unseen if compiler_of_calls() is not None or has_dispatch_modes() else attend)(
+            *args, **kwargs
+        )
 
     return ask
 
 
-# Keyword arguments that reach attention functions and do not change the maths of causal attention within documents: of models,
-# of loaders (the first say where documents start), and of losses (those of Liger and TRL among them).
+# Keyword arguments that reach attention functions and do not change the maths of causal attention
+# within documents: of models, of loaders (the first say where documents start), and of losses
+# (those of Liger and TRL among them).
 _MODELS = {
     "use_cache",
     "return_dict",
@@ -68,9 +76,23 @@ _MODELS = {
     "cache_position",
     "is_causal",
 }
-_LOADERS = {"position_ids", "cu_seq_lens_q", "distca_documents", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+_LOADERS = {
+    "position_ids",
+    "cu_seq_lens_q",
+    "distca_documents",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+}
 _LOADERS |= {"mm_token_type_ids", "labels", "shift_labels", RECURRENT_ROWS}
-_LOSSES = {"num_items_in_batch", "ignore_index", "return_token_accuracy", "return_predicted_tokens", "use_token_scaling"}
+_LOSSES = {
+    "num_items_in_batch",
+    "ignore_index",
+    "return_token_accuracy",
+    "return_predicted_tokens",
+    "use_token_scaling",
+}
 _LOSSES |= {"skip_logits", "fused_lm_head", "accum_dtype"}
 _HARMLESS = _MODELS | _LOADERS | _LOSSES
 
@@ -115,7 +137,10 @@ def distca_attention(
     if isinstance(attention_mask, ForeignMask):
         attention_mask.refuse()
     _check_arguments(module, dropout, kwargs)
-    states, sink_H = (query, key, value), None if s_aux is None else _sink(module, s_aux, query.shape[1])
+    states, sink_H = (
+        (query, key, value),
+        None if s_aux is None else _sink(module, s_aux, query.shape[1]),
+    )
     if not isinstance(attention_mask, AttentionHandle):
         cached = _check_cached(module, attention_mask, kwargs.get("distca_documents"))
         scores = _scores(query, scaling, None, softcap)  # the mask has the window already
@@ -123,16 +148,27 @@ def distca_attention(
     handle = attention_mask
     if sliding_window is not None:
         _check_window(module, sliding_window)
-    # All else that must be found out or checked is the same in layers that are called with the same.
-    autocast = torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(query.device.type)
+    # All else that must be found out or checked is the same in layers that are called with the
+    # same.
+    autocast = torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(
+        query.device.type
+    )
     told = (type(module), scaling, sliding_window, softcap, query.device, autocast)
     called = (*told, query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype)
     layers = handle.alike.get(called)
     if layers is None:
-        layers = handle.alike[called] = _first_of_alike(module, states, handle, (scaling, sliding_window, softcap), kwargs)
+        layers = handle.alike[called] = _first_of_alike(
+            module, states, handle, (scaling, sliding_window, softcap), kwargs
+        )
     dtype, keep = layers.dtype, layers.work.keep
-    q_THD, k_TKD, v_TKV = _as_rows(query, dtype, keep), _as_rows(key, dtype, keep), _as_rows(value, dtype, keep)
-    context = None if handle.handover is None else handle.handover.context(layers.work.nano, k_TKD, v_TKV)
+    q_THD, k_TKD, v_TKV = (
+        _as_rows(query, dtype, keep),
+        _as_rows(key, dtype, keep),
+        _as_rows(value, dtype, keep),
+    )
+    context = (
+        None if handle.handover is None else handle.handover.context(layers.work.nano, k_TKD, v_TKV)
+    )
     inputs = Inputs(q_THD, k_TKD, v_TKV, sink_H, *(context or ()))
     o_THV = layers.attend(module, inputs)
     if o_THV.dtype != value.dtype:
@@ -160,7 +196,9 @@ def _first_of_alike(
     if getattr(getattr(module, "config", None), "output_attentions", False):
         _refuse_weights(module)
     session, dtype = current_session(), _common_dtype(query, key, value)
-    shape = AttentionShape(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], dtype.itemsize)
+    shape = AttentionShape(
+        query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], dtype.itemsize
+    )
     which = handle.key(shape, query.device.type, window)
     work = handle.work.get(which)
     if work is None:
@@ -169,31 +207,41 @@ def _first_of_alike(
     scores = _scores(query, scaling, work.window, softcap)
     if (attend := work.attend) is not None:
         return AlikeLayers(work, dtype, lambda module, inputs: attend(module, inputs, scores))
-    return AlikeLayers(work, dtype, partial(session.attend, work, session.server(work, query.to(dtype), shape, scores)))
+    return AlikeLayers(
+        work,
+        dtype,
+        partial(session.attend, work, session.server(work, query.to(dtype), shape, scores)),
+    )
 
 
 def _check_window(module: torch.nn.Module, window: object) -> None:
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         name = type(module).__name__
-        raise UnsupportedError(f"{name} passes sliding_window={window!r}: it must be a whole number of keys >= 1.")
+        raise UnsupportedError(
+            f"{name} passes sliding_window={window!r}: it must be a whole number of keys >= 1."
+        )
 
 
-def _scores(query: torch.Tensor, scaling: float | None, window: int | None, softcap: float | None) -> Scores:
+def _scores(
+    query: torch.Tensor, scaling: float | None, window: int | None, softcap: float | None
+) -> Scores:
     return Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
 
 
 def _sink(module: torch.nn.Module, s_aux: torch.Tensor, heads: int) -> torch.Tensor:
     if s_aux.numel() != heads:
         raise UnsupportedError(
-            f"{type(module).__name__} passes s_aux of shape {tuple(s_aux.shape)} for {heads} query heads: distca has one sink a "
-            'head. Use attn_implementation="eager".'
+            f"{type(module).__name__} passes s_aux of shape {tuple(s_aux.shape)} for {heads} query"
+            ' heads: distca has one sink a head. Use attn_implementation="eager".'
         )
     return s_aux.reshape(heads)
 
 
-def _as_rows(states_BHLD: torch.Tensor, dtype: torch.dtype, keep: torch.Tensor | None) -> torch.Tensor:
-    """Convert (batch, heads, length, width) to rows of tokens
-    without padding: (tokens, heads, width).
+def _as_rows(
+    states_BHLD: torch.Tensor, dtype: torch.dtype, keep: torch.Tensor | None
+) -> torch.Tensor:
+    """Convert (batch, heads, length, width) to rows of tokens without padding: (tokens, heads,
+    width).
     """
     if states_BHLD.dtype != dtype:
         states_BHLD = states_BHLD.to(dtype)
@@ -201,7 +249,9 @@ def _as_rows(states_BHLD: torch.Tensor, dtype: torch.dtype, keep: torch.Tensor |
     return rows_THD if keep is None else rows_THD.index_select(0, keep)
 
 
-def _as_batch(o_THV: torch.Tensor, query_BHLD: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
+def _as_batch(
+    o_THV: torch.Tensor, query_BHLD: torch.Tensor, keep: torch.Tensor | None
+) -> torch.Tensor:
     """Convert rows of tokens to (batch, length, heads, width), with 0 for padding."""
     batch, heads, length, _ = query_BHLD.shape
     if keep is not None:
@@ -210,17 +260,19 @@ def _as_batch(o_THV: torch.Tensor, query_BHLD: torch.Tensor, keep: torch.Tensor 
 
 
 def _common_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.dtype:
-    """Return the dtype to compute in: that of autocast, else the
-    widest, for models that rotate in float32.
+    """Return the dtype to compute in: that of autocast, else the widest, for models that rotate in
+    float32.
     """
     if torch.is_autocast_enabled(query.device.type) and value.dtype != torch.float64:
         return torch.get_autocast_dtype(query.device.type)
     return torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
 
 
-def _attend_to_cache(module: torch.nn.Module, inputs: Inputs, mask: CachedMask, scores: Scores) -> torch.Tensor:
-    """Attend to cached keys with a dense mask: by sdpa, or by plain operations
-    if scores are capped or there is a sink.
+def _attend_to_cache(
+    module: torch.nn.Module, inputs: Inputs, mask: CachedMask, scores: Scores
+) -> torch.Tensor:
+    """Attend to cached keys with a dense mask: by sdpa, or by plain operations if scores are capped
+    or there is a sink.
 
     The inputs are in transformers' layout: (batch, heads, length, width).
     """
@@ -235,38 +287,51 @@ def _attend_to_cache(module: torch.nn.Module, inputs: Inputs, mask: CachedMask, 
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
     logits = logits.masked_fill(~dense, torch.finfo(logits.dtype).min)
     if sink_H is not None:
-        logits = torch.cat([logits, sink_H.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], dim=-1)
-    weights = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))[..., : key.shape[2]]
+        logits = torch.cat(
+            [logits, sink_H.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], dim=-1
+        )
+    weights = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))[
+        ..., : key.shape[2]
+    ]
     return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous()
 
 
-def _check_cached(module: torch.nn.Module, mask: torch.Tensor | None, documents: object) -> CachedMask:
-    """Check that a mask other than a handle belongs to a batch that
-    is read with a cache, and return it.
+def _check_cached(
+    module: torch.nn.Module, mask: torch.Tensor | None, documents: object
+) -> CachedMask:
+    """Check that a mask other than a handle belongs to a batch that is read with a cache, and
+    return it.
 
-    Packed documents are refused in such a batch: its cache is full before training, as in prefix tuning.
+    Packed documents are refused in such a batch: its cache is full before training, as in prefix
+    tuning.
     """
     name = type(module).__name__
     if mask is None:
         raise UnsupportedError(
-            f"{name} called distca without the handle of its mask function: the model does not build its mask with "
-            'create_causal_mask, so documents and padding are unknown. Use attn_implementation="sdpa" for it.'
+            f"{name} called distca without the handle of its mask function: the model does not"
+            " build its mask with create_causal_mask, so documents and padding are unknown. Use"
+            ' attn_implementation="sdpa" for it.'
         )
     if not isinstance(mask, CachedMask):
         raise UnsupportedError(
-            f"{name} got a ready-made attention mask of shape {tuple(mask.shape)}; distca takes documents from position_ids "
-            'and padding from a 2-D attention_mask. Leave the mask out, or use attn_implementation="sdpa".'
+            f"{name} got a ready-made attention mask of shape {tuple(mask.shape)}; distca takes"
+            " documents from position_ids and padding from a 2-D attention_mask. Leave the mask"
+            ' out, or use attn_implementation="sdpa".'
         )
-    if isinstance(documents, PackedDocuments) and (documents.starts is not None or len(documents.lengths) > 1):
+    if isinstance(documents, PackedDocuments) and (
+        documents.starts is not None or len(documents.lengths) > 1
+    ):
         raise UnsupportedError(
-            f"{name} has {len(documents.lengths)} packed documents (distca_documents) and a key/value cache, in "
-            "which each would see the others. Give the model use_cache=False and no past_key_values; in place of prefix tuning "
-            "use another adapter, such as LoRA."
+            f"{name} has {len(documents.lengths)} packed documents (distca_documents) and a"
+            " key/value cache, in which each would see the others. Give the model use_cache=False"
+            " and no past_key_values; in place of prefix tuning use another adapter, such as LoRA."
         )
     return mask
 
 
-def _check_states(module: torch.nn.Module, states: Sequence[torch.Tensor], handle: AttentionHandle) -> None:
+def _check_states(
+    module: torch.nn.Module, states: Sequence[torch.Tensor], handle: AttentionHandle
+) -> None:
     name, (query, key, value) = type(module).__name__, states
     if (
         any(tensor.dim() != 4 for tensor in states)
@@ -276,44 +341,62 @@ def _check_states(module: torch.nn.Module, states: Sequence[torch.Tensor], handl
         or not 0 < key.shape[1] <= query.shape[1]
     ):
         raise UnsupportedError(
-            f"{name} got query, key and value of shapes {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)} with "
-            f"the mask of a ({handle.batch_size}, {handle.length}) batch: distca takes (batch, heads, length, width)."
+            f"{name} got query, key and value of shapes {tuple(query.shape)}, {tuple(key.shape)}"
+            f" and {tuple(value.shape)} with the mask of a ({handle.batch_size}, {handle.length})"
+            " batch: distca takes (batch, heads, length, width)."
         )
     if query.shape[2] != key.shape[2]:
-        raise UnsupportedError(f"{name} has {query.shape[2]} query and {key.shape[2]} key positions without a cache.")
+        raise UnsupportedError(
+            f"{name} has {query.shape[2]} query and {key.shape[2]} key positions without a cache."
+        )
 
 
 def _check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     """Check arguments that may differ between layers that are called alike."""
     if dropout and module.training:
-        name, setting = type(module).__name__, _dropout_setting(getattr(module, "config", None), dropout)
-        raise UnsupportedError(f"{name} has attention dropout {dropout}: set {setting}=0.0 in the model's config.")
+        name, setting = (
+            type(module).__name__,
+            _dropout_setting(getattr(module, "config", None), dropout),
+        )
+        raise UnsupportedError(
+            f"{name} has attention dropout {dropout}: set {setting}=0.0 in the model's config."
+        )
     if kwargs.get("output_attentions"):
         _refuse_weights(module)
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         name = type(module).__name__
-        raise UnsupportedError(f'{name} is not causal: use attn_implementation="sdpa" for bidirectional attention.')
+        raise UnsupportedError(
+            f'{name} is not causal: use attn_implementation="sdpa" for bidirectional attention.'
+        )
     if unknown := kwargs.keys() - _HARMLESS:
         _check_unknown(module, {name: kwargs[name] for name in unknown})
 
 
 def _refuse_weights(module: torch.nn.Module) -> NoReturn:
     name = type(module).__name__
-    raise UnsupportedError(f'{name} is asked for output_attentions: attn_implementation="eager" has weights to return.')
+    raise UnsupportedError(
+        f'{name} is asked for output_attentions: attn_implementation="eager" has weights to return.'
+    )
 
 
 def _check_unknown(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
     """Raise for arguments that are not known to leave attention unchanged."""
-    # What the attention of a proven family passes by itself was seen when it was compared. A switch beside that came with the
-    # call of the model, and is for somebody else, such as the loss. Numbers and tensors may change what attention computes.
+    # What the attention of a proven family passes by itself was seen when it was compared. A switch
+    # beside that came with the call of the model, and is for somebody else, such as the loss.
+    # Numbers and tensors may change what attention computes.
     proven = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", "")) in EQUAL
     passing = (bool, str, torch.dtype) if proven else ()
-    if unknown := {k for k, v in arguments.items() if v is not None and v is not False and not isinstance(v, passing)}:
+    if unknown := {
+        k
+        for k, v in arguments.items()
+        if v is not None and v is not False and not isinstance(v, passing)
+    }:
         raise UnsupportedError(
-            f"{type(module).__name__} passes {', '.join(sorted(unknown))} to attention, and distca does not know what that does "
-            "there. If it is for the loss, keep it out of the call of the model. Else use "
-            'attn_implementation="eager" (or "sdpa", where it knows the argument).'
+            f"{type(module).__name__} passes {', '.join(sorted(unknown))} to attention, and distca"
+            " does not know what that does there. If it is for the loss, keep it out of the call"
+            ' of the model. Else use attn_implementation="eager" (or "sdpa", where it knows'
+            " the argument)."
         )
 
 
@@ -321,5 +404,11 @@ def _dropout_setting(config: object, dropout: float) -> str:
     """Find the name of attention dropout in a config: `attn_pdrop` in GPT-2,
     `attention_probs_dropout_prob` in BERT.
     """
-    equal = [name for name, value in vars(config).items() if "drop" in name and value == dropout] if config is not None else []
-    return next((name for name in equal if "att" in name), equal[0] if equal else "attention_dropout")
+    equal = (
+        [name for name, value in vars(config).items() if "drop" in name and value == dropout]
+        if config is not None
+        else []
+    )
+    return next(
+        (name for name in equal if "att" in name), equal[0] if equal else "attention_dropout"
+    )

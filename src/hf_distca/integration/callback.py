@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    DefaultFlowCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
@@ -20,7 +26,14 @@ from hf_distca.integration.current_session import current_session, use_session
 from hf_distca.integration.dealt_trainers import follow_trainers
 from hf_distca.integration.loading import distca_configs, prepare
 from hf_distca.integration.record import Recorder
-from hf_distca.integration.reports import Metrics, metrics_of, sum_up, trace, why_given_up, why_nothing_moved
+from hf_distca.integration.reports import (
+    Metrics,
+    metrics_of,
+    sum_up,
+    trace,
+    why_given_up,
+    why_nothing_moved,
+)
 from hf_distca.integration.session import Session
 
 if TYPE_CHECKING:
@@ -34,8 +47,8 @@ _ENOUGH = 20  # micro-batches in which nothing was moved, to say so
 
 
 class DistCACallback(TrainerCallback):
-    """Adds the balance of core attention to the logs of a Trainer: console,
-    ``state.log_history`` and every reporter.
+    """Adds the balance of core attention to the logs of a Trainer: console, ``state.log_history``
+    and every reporter.
 
     The page "Figures" explains each of them. TensorBoard, W&B and trackio show them with the
     ``train/`` that transformers puts before the names of all training logs:
@@ -85,24 +98,30 @@ class DistCACallback(TrainerCallback):
         self._judged = False  # whether it was looked at if anything moves
         self._given_up = False  # whether it was said that exchanges were
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Apply the settings, also for evaluation before training.
 
         Raises:
-            UnsupportedError: if sets of shares would not be evaluated as one process evaluates them.
+            UnsupportedError: if sets of shares would not be evaluated as one process evaluates
+                them.
         """
         self._apply_settings()
         trainer = calling_trainer(self)
         if trainer is not None:
             check_evaluation(trainer)
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Apply the settings, raise for a model or a loader that distca
-        does not support, and start counting.
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Apply the settings, raise for a model or a loader that distca does not support, and start
+        counting.
 
         Raises:
-            UnsupportedError: if the model is refused by `hf_distca.prepare`, rank 0 reads packed documents for all ranks, or
-                shares would not come to every rank, or not give the loss of whole documents.
+            UnsupportedError: if the model is refused by `hf_distca.prepare`, rank 0 reads packed
+                documents for all ranks, or shares would not come to every rank, or not give the
+                loss of whole documents.
         """
         model, trainer = kwargs.get("model"), calling_trainer(self)
         follow_trainers()
@@ -118,9 +137,11 @@ class DistCACallback(TrainerCallback):
         self._logged = self._began = metrics_of(current_session())
         self._judged = False
 
-    def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Apply the settings if the callback was added too late for an
-        earlier event; check loaders as in training.
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Apply the settings if the callback was added too late for an earlier event; check loaders
+        as in training.
 
         Raises:
             UnsupportedError: see `on_train_begin`.
@@ -129,9 +150,17 @@ class DistCACallback(TrainerCallback):
         loader = kwargs.get("eval_dataloader")
         if loader is not None and loader is not self._evaluated:
             self._evaluated = loader
-            check_loader(loader, model=kwargs.get("model"), args=args, trainer=calling_trainer(self), evaluating=True)
+            check_loader(
+                loader,
+                model=kwargs.get("model"),
+                args=args,
+                trainer=calling_trainer(self),
+                evaluating=True,
+            )
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Start recording, at the first step, and tracing, at the step to trace."""
         if not self._steps:
             self._catch_up()
@@ -142,29 +171,37 @@ class DistCACallback(TrainerCallback):
         if self.trace_path is not None and self._steps == _TRACED_STEP:
             self._tracing.enter_context(trace(self.trace_path))
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Check after the first step that attention was called; after the
-        traced one write the trace; gather for a log.
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Check after the first step that attention was called; after the traced one write the
+        trace; gather for a log.
 
         Raises:
-            UnsupportedError: if the model took the name "distca" and computes its attention without calling it.
+            UnsupportedError: if the model took the name "distca" and computes its attention without
+                calling it.
         """
         session, model = current_session(), kwargs.get("model")
         self._tracing.close()
         calls, self._calls = self._calls, None
         if session.meter.calls == calls and distca_configs(model):
             raise UnsupportedError(
-                f'{type(model).__name__} was loaded with attn_implementation="distca" and never called it in a training step: it '
-                'does not use the attention interface of transformers. Load it with attn_implementation="eager".'
+                f'{type(model).__name__} was loaded with attn_implementation="distca" and never'
+                " called it in a training step: it does not use the attention interface of"
+                ' transformers. Load it with attn_implementation="eager".'
             )
         _gather_for_a_log(control)
         self._judge(after=_ENOUGH)
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Gather the measurements of ranks, if there will be a log."""
         _gather_for_a_log(control)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """End the record, and print a summary on rank 0."""
         session = current_session()
         session.gather()
@@ -176,7 +213,9 @@ class DistCACallback(TrainerCallback):
         if self.summary:
             sum_up((metrics_of(current_session()) - self._began).balance, session)
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Add the figures to the logs of training steps, and to the final ones."""
         logs: dict[str, Any] | None = kwargs.get("logs")
         if not logs or not logs.keys() & {"loss", "train_loss"}:
@@ -184,26 +223,38 @@ class DistCACallback(TrainerCallback):
         if self._recorder is not None:
             self._recorder.write(state.global_step, logs.get("loss"))
         before, self._logged = self._logged, metrics_of(current_session())
-        figures = {name: round(value, 4) for name, value in (self._logged - before).figures().items()}
+        figures = {
+            name: round(value, 4) for name, value in (self._logged - before).figures().items()
+        }
         logs.update(figures)
         if state.log_history:  # the Trainer has already put a copy of the logs there
             state.log_history[-1].update(figures)
 
-    def _start_recording(self, args: TrainingArguments, step: int, model: torch.nn.Module | None) -> None:
-        """Record on rank 0, if there are ranks to share with; a training that
-        failed may have left its own recorder.
+    def _start_recording(
+        self, args: TrainingArguments, step: int, model: torch.nn.Module | None
+    ) -> None:
+        """Record on rank 0, if there are ranks to share with; a training that failed may have left
+        its own recorder.
         """
         session = current_session()
         if self._recorder is not None:
             self._recorder.stop()
             self._recorder = None
-        if self.record and args.output_dir and session.ranks > 1 and session.is_first and distca_configs(model):
-            self._recorder = Recorder(Path(args.output_dir), session, every_plan=self.record == "all")
+        if (
+            self.record
+            and args.output_dir
+            and session.ranks > 1
+            and session.is_first
+            and distca_configs(model)
+        ):
+            self._recorder = Recorder(
+                Path(args.output_dir), session, every_plan=self.record == "all"
+            )
             self._recorder.begin(args, step, model)
 
     def _judge(self, after: int) -> None:
-        """Warn once that nothing was moved, after so many micro-batches, and
-        once that exchanges were given up; say why.
+        """Warn once that nothing was moved, after so many micro-batches, and once that exchanges
+        were given up; say why.
         """
         session = current_session()
         done = (metrics_of(session) - self._began).balance
@@ -221,8 +272,8 @@ class DistCACallback(TrainerCallback):
         return self.config is not None or self.group is not None
 
     def _apply_settings(self) -> None:
-        """Apply the settings to the process, unless they are in force;
-        without any, use those of `configure`.
+        """Apply the settings to the process, unless they are in force; without any, use those of
+        `configure`.
         """
         if not self._has_settings or current_session() is not self._session:
             self._session = use_session(self.config, self.group)
@@ -230,26 +281,29 @@ class DistCACallback(TrainerCallback):
     def _catch_up(self) -> None:
         if self._session is None and self._has_settings:
             _log.warning(
-                "DistCACallback was added while its Trainer was at work: its settings hold from now on, not for what has run. "
-                "Give it to the Trainer's `callbacks`, or call hf_distca.configure before."
+                "DistCACallback was added while its Trainer was at work: its settings hold from now"
+                " on, not for what has run. Give it to the Trainer's `callbacks`, or call"
+                " hf_distca.configure before."
             )
         self._apply_settings()
 
     def _take_place(self, trainer: Trainer | None) -> None:
         if trainer is None:
             _log.warning(
-                "DistCACallback does not find who calls it: balance figures reach log_history, but not the reporters. With "
-                "hf_distca.DistCATrainerMixin they reach all of them."
+                "DistCACallback does not find who calls it: balance figures reach log_history, but"
+                " not the reporters. With hf_distca.DistCATrainerMixin they reach all of them."
             )
         else:
             put_before_reporters(self, trainer.callback_handler.callbacks)
 
 
 def put_before_reporters(callback: DistCACallback, callbacks: list[TrainerCallback]) -> None:
-    """Put a callback right behind the one that decides which steps log: behind
-    reporters it would change logs too late.
+    """Put a callback right behind the one that decides which steps log: behind reporters it would
+    change logs too late.
     """
-    deciding = (place for place, other in enumerate(callbacks) if isinstance(other, DefaultFlowCallback))
+    deciding = (
+        place for place, other in enumerate(callbacks) if isinstance(other, DefaultFlowCallback)
+    )
     place = next(deciding, -1) + 1
     if callback in callbacks[place:]:
         callbacks.remove(callback)
@@ -258,8 +312,8 @@ def put_before_reporters(callback: DistCACallback, callbacks: list[TrainerCallba
 
 
 def _gather_for_a_log(control: TrainerControl) -> None:
-    """Gather the measurements of ranks where the Trainer is about to gather
-    the loss, because all ranks come there.
+    """Gather the measurements of ranks where the Trainer is about to gather the loss, because all
+    ranks come there.
 
     Only rank 0 may log. The last step is followed by the log that training ends with.
     """
@@ -271,8 +325,11 @@ def _say_what_is_missing(model: torch.nn.Module) -> None:
     """Warn if distca has nothing to do."""
     if not distca_configs(model):
         _log.warning(
-            'DistCACallback has nothing to do now: no part of this %s has attn_implementation="distca". Load the model with it.',
+            "DistCACallback has nothing to do now: no part of this %s has"
+            ' attn_implementation="distca". Load the model with it.',
             type(model).__name__,
         )
     elif current_session().join_group().size == 1:
-        _log.warning("DistCACallback has nothing to balance: the attention group is this process alone.")
+        _log.warning(
+            "DistCACallback has nothing to balance: the attention group is this process alone."
+        )

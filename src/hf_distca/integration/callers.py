@@ -34,18 +34,27 @@ import torch
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
-if TYPE_CHECKING:  # importing it brings in peft and, through that, what must not be there when a notebook starts processes
+# Importing it brings in peft and, through that, what must not be there when a notebook starts
+# processes.
+if TYPE_CHECKING:
     from transformers import Trainer
     from transformers.trainer_callback import TrainerCallback
 
-__all__ = ["MaskCall", "calling_trainer", "given_documents", "given_to_model", "is_compiled", "is_in_model"]
+__all__ = [
+    "MaskCall",
+    "calling_trainer",
+    "given_documents",
+    "given_to_model",
+    "is_compiled",
+    "is_in_model",
+]
 
 _STEPS = ("training_step", "prediction_step")
 
 
 class MaskCall:
-    """The call of a ``create_..._mask`` of transformers that this object is
-    made in; keep it no longer than that call.
+    """The call of a ``create_..._mask`` of transformers that this object is made in; keep it no
+    longer than that call.
 
     The stack is walked once, for all facts. The caller's own frames are left out, to avoid a
     reference cycle.
@@ -54,8 +63,14 @@ class MaskCall:
     def __init__(self) -> None:
         masking = create_causal_mask.__module__
         frames = _callers(inspect.currentframe())
-        self._creator = next((frame for frame in frames if frame.f_globals.get("__name__") == masking), None)
-        above = islice(_callers(inspect.currentframe()), 2, None) if self._creator is None else _callers(self._creator)
+        self._creator = next(
+            (frame for frame in frames if frame.f_globals.get("__name__") == masking), None
+        )
+        above = (
+            islice(_callers(inspect.currentframe()), 2, None)
+            if self._creator is None
+            else _callers(self._creator)
+        )
         self._frames = list(above)
         self._models = list(_of_models(self._frames))
 
@@ -70,8 +85,8 @@ class MaskCall:
 
     @property
     def given_positions(self) -> torch.Tensor | None:
-        """Position ids of the innermost model, for models that pass none to the
-        mask (RoBERTa), or none with three axes.
+        """Position ids of the innermost model, for models that pass none to the mask (RoBERTa), or
+        none with three axes.
         """
         return self._tensor("position_ids")
 
@@ -82,8 +97,8 @@ class MaskCall:
 
     @property
     def lacks_positions(self) -> bool:
-        """True if the outermost model with an argument position_ids got none;
-        modules inside may have made their own.
+        """True if the outermost model with an argument position_ids got none; modules inside may
+        have made their own.
         """
         names = [frame.f_locals for frame in self._models if "position_ids" in frame.f_locals]
         return bool(names) and names[-1]["position_ids"] is None
@@ -103,16 +118,23 @@ class MaskCall:
 
     @property
     def in_data_parallel(self) -> bool:
-        """True if a thread of `torch.nn.DataParallel`, which runs a
-        replica of the model, is among the callers.
+        """True if a thread of `torch.nn.DataParallel`, which runs a replica of the model, is among
+        the callers.
         """
-        return torch.nn.parallel.parallel_apply.__code__.co_filename in [frame.f_code.co_filename for frame in self._frames]
+        return torch.nn.parallel.parallel_apply.__code__.co_filename in [
+            frame.f_code.co_filename for frame in self._frames
+        ]
 
     @property
     def trainer(self) -> Trainer | None:
         """Trainer whose training or evaluation step is among the callers."""
-        steps = (frame.f_locals.get("self") for frame in self._frames if frame.f_code.co_name in _STEPS)
-        return cast("Trainer | None", next((trainer for trainer in steps if hasattr(trainer, "callback_handler")), None))
+        steps = (
+            frame.f_locals.get("self") for frame in self._frames if frame.f_code.co_name in _STEPS
+        )
+        return cast(
+            "Trainer | None",
+            next((trainer for trainer in steps if hasattr(trainer, "callback_handler")), None),
+        )
 
     def models(self) -> Iterator[PreTrainedModel]:
         """Yield the models whose forwards are among the callers, from the inside out."""
@@ -126,15 +148,15 @@ class MaskCall:
 
 
 def given_documents(frame: FrameType | None = None) -> Any:
-    """Return the ``distca_documents`` passed to the innermost model, above a
-    frame or the caller, that got any; else None.
+    """Return the ``distca_documents`` passed to the innermost model, above a frame or the caller,
+    that got any; else None.
     """
     return given_to_model("distca_documents", frame)
 
 
 def given_to_model(name: str, frame: FrameType | None = None) -> Any:
-    """Return an argument of the innermost model, above a frame or
-    the caller, that got it; else None.
+    """Return an argument of the innermost model, above a frame or the caller, that got it; else
+    None.
     """
     return _given(name, _of_models(_callers(frame or inspect.currentframe())))
 
@@ -157,7 +179,9 @@ def is_compiled() -> bool:
     """Return whether compiled code is among the callers: code that it resumes after a
     break, as at every attention, has a special name.
     """
-    return any("torch_dynamo_resume" in frame.f_code.co_name for frame in _callers(inspect.currentframe()))
+    return any(
+        "torch_dynamo_resume" in frame.f_code.co_name for frame in _callers(inspect.currentframe())
+    )
 
 
 def calling_trainer(callback: TrainerCallback) -> Trainer | None:

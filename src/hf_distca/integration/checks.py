@@ -1,5 +1,5 @@
-"""Checks of loaders and Trainers: errors for those that give ranks wrong
-batches, or compute another loss of them.
+"""Checks of loaders and Trainers: errors for those that give ranks wrong batches, or compute
+another loss of them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def check_loader(
     trainer: Trainer | None = None,
     evaluating: bool = False,
 ) -> None:
-    """Raise if a loader does not give every rank its own batches and shares, or
-    training on shares would differ from one process.
+    """Raise if a loader does not give every rank its own batches and shares, or training on shares
+    would differ from one process.
 
     Args:
         loader: prepared by accelerate or a plain one of torch; None passes.
@@ -61,15 +61,20 @@ def check_loader(
         *wrong_reading(loader, shares),
         *(() if evaluating else wrong_epochs(loader, shares)),
         *_wrong_loss(args, trainer, ranks),
-        *_wrong_model(model, ranks, "make the shares for one rank", "Pack whole documents with PackingCollator instead"),
+        *_wrong_model(
+            model,
+            ranks,
+            "make the shares for one rank",
+            "Pack whole documents with PackingCollator instead",
+        ),
         *(_wrong_evaluation(trainer) if evaluating and ranks > 1 else ()),
     )
     _refuse(f"a data set of shares for {ranks} {'ranks' if ranks > 1 else 'rank'}", wrong)
 
 
 def check_evaluation(trainer: Trainer) -> None:
-    """Raise before training if a Trainer would not evaluate its
-    evaluation sets of shares as one process does.
+    """Raise before training if a Trainer would not evaluate its evaluation sets of shares as one
+    process does.
 
     Raises:
         UnsupportedError: names the cause, and the setting to change.
@@ -80,14 +85,18 @@ def check_evaluation(trainer: Trainer) -> None:
         if shares is None:
             continue
         rows, ranks = trainer.args.per_device_eval_batch_size, shares.deal_settings.ranks
-        wrong = [] if rows == 1 else [f"evaluation would take batches of {rows}. Set per_device_eval_batch_size=1."]
+        wrong = (
+            []
+            if rows == 1
+            else [f"evaluation would take batches of {rows}. Set per_device_eval_batch_size=1."]
+        )
         wrong += _wrong_evaluation(trainer) if ranks > 1 else ()
         _refuse(f"an eval_dataset of shares for {ranks} {'ranks' if ranks > 1 else 'rank'}", wrong)
 
 
 def check_sharing(trainer: Trainer, ranks: int) -> None:
-    """Raise if a Trainer would train differently on micro-batches that
-    `share_tokens` deals than on those its ranks drew.
+    """Raise if a Trainer would train differently on micro-batches that `share_tokens` deals than on
+    those its ranks drew.
 
     Args:
         trainer: the Trainer, before it trains.
@@ -97,13 +106,16 @@ def check_sharing(trainer: Trainer, ranks: int) -> None:
         UnsupportedError: names the cause, and the setting to change.
     """
     whole = "leave shares_tokens out"
-    wrong = *_wrong_loss(trainer.args, trainer, ranks), *_wrong_model(trainer.model, ranks, whole, f"To keep them whole, {whole}")
+    wrong = (
+        *_wrong_loss(trainer.args, trainer, ranks),
+        *_wrong_model(trainer.model, ranks, whole, f"To keep them whole, {whole}"),
+    )
     _refuse(f"shares_tokens = True, which deals what {ranks} ranks have drawn among them", wrong)
 
 
 def check_dealing(trainer: Trainer, ranks: int, evaluating: bool) -> None:
-    """Raise if a Trainer would not train, or evaluate, on documents dealt
-    to `ranks` ranks as one process would.
+    """Raise if a Trainer would not train, or evaluate, on documents dealt to `ranks` ranks as one
+    process would.
 
     Raises:
         UnsupportedError: names the cause, and the setting to change.
@@ -122,12 +134,13 @@ def _refuse(what: str, wrong: Sequence[str]) -> None:
         raise UnsupportedError(f"{what}, and {wrong[0]}")
 
 
-_checked: WeakKeyDictionary[object, set[bool]] = WeakKeyDictionary()  # Trainers and models, by whether they trained then
+# Trainers and models, by whether they trained then.
+_checked: WeakKeyDictionary[object, set[bool]] = WeakKeyDictionary()
 
 
 def check_step(call: MaskCall, dealt: DealtShare) -> None:
-    """Make the checks of `check_loader` in the first forward with a
-    share, for users without `DistCACallback`.
+    """Make the checks of `check_loader` in the first forward with a share, for users without
+    `DistCACallback`.
 
     Raises:
         UnsupportedError: see `check_loader`; in backward, if the loss of a loop without a Trainer
@@ -142,7 +155,13 @@ def check_step(call: MaskCall, dealt: DealtShare) -> None:
         handler = trainer.callback_handler
         loader = handler.train_dataloader if model.training else handler.eval_dataloader
         if loader is not None and shares_of(loader) is not None:
-            check_loader(loader, model=trainer.model, args=trainer.args, trainer=trainer, evaluating=not model.training)
+            check_loader(
+                loader,
+                model=trainer.model,
+                args=trainer.args,
+                trainer=trainer,
+                evaluating=not model.training,
+            )
             check_evaluation(trainer)
         elif model.training:
             check_sharing(trainer, dealt.ranks)
@@ -158,10 +177,17 @@ def _warn_of_routers(model: PreTrainedModel, ranks: int) -> None:
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "output_router_logits", False) and current_session().is_first:
         _log.warning(
-            "%s models add a loss of their routers (output_router_logits=True), and each of %d ranks computes it for its own "
-            "tokens: it is not that of one process with all of them. The Trainer adds up the losses of all ranks, so "
-            "router_aux_loss_coef=%s counts %d times. Divide it by %d, or set output_router_logits=False.",
-            *(config.model_type, ranks, getattr(config, "router_aux_loss_coef", None), ranks, ranks),
+            "%s models add a loss of their routers (output_router_logits=True), and each of %d"
+            " ranks computes it for its own tokens: it is not that of one process with all of them."
+            " The Trainer adds up the losses of all ranks, so router_aux_loss_coef=%s counts %d"
+            " times. Divide it by %d, or set output_router_logits=False.",
+            *(
+                config.model_type,
+                ranks,
+                getattr(config, "router_aux_loss_coef", None),
+                ranks,
+                ranks,
+            ),
         )
 
 
@@ -174,39 +200,44 @@ def _wrong_loss(args: TrainingArguments | None, trainer: Trainer | None, ranks: 
         return
     missing = "`labels`, which lack the targets where documents are cut"
     if args is not None and args.label_smoothing_factor > 0:
-        yield f"label_smoothing_factor={args.label_smoothing_factor} shifts {missing}. Set label_smoothing_factor=0.0."
+        yield (
+            f"label_smoothing_factor={args.label_smoothing_factor} shifts {missing}. Set"
+            " label_smoothing_factor=0.0."
+        )
     if args is not None and not args.average_tokens_across_devices:
         yield (
-            "average_tokens_across_devices=False: each rank would divide its loss by its own number of targets, and ranks "
-            "differ. Set average_tokens_across_devices=True."
+            "average_tokens_across_devices=False: each rank would divide its loss by its own number"
+            " of targets, and ranks differ. Set average_tokens_across_devices=True."
         )
     if trainer is None:
         return
     if (function := trainer.compute_loss_func) is not None:
         name = getattr(function, "__name__", type(function).__name__)
         yield (
-            f"compute_loss_func={name} gets {missing}. Leave it out, or override Trainer.compute_loss, which gets `shift_labels`."
+            f"compute_loss_func={name} gets {missing}. Leave it out, or override"
+            " Trainer.compute_loss, which gets `shift_labels`."
         )
     if not trainer.model_accepts_loss_kwargs:
         name = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
         yield (
-            f"the loss of {name} is a mean over each rank's own targets (accepts_loss_kwargs=False), and ranks differ. Train its "
-            "text model; or set model.accepts_loss_kwargs = True before the Trainer is made, if its loss takes "
-            "num_items_in_batch."
+            f"the loss of {name} is a mean over each rank's own targets"
+            " (accepts_loss_kwargs=False), and ranks differ. Train its text model; or set"
+            " model.accepts_loss_kwargs = True before the Trainer is made, if its loss takes"
+            " num_items_in_batch."
         )
 
 
 def _wrong_model(model: torch.nn.Module | None, ranks: int, alone: str, whole: str) -> Wrong:
-    """Yield reasons why a model would compute a cut document
-    differently; `alone` and `whole` are remedies.
+    """Yield reasons why a model would compute a cut document differently; `alone` and `whole` are
+    remedies.
     """
     if model is None or ranks == 1:
         return
     configs = distca_configs(model)
     if not configs:
         yield (
-            f'no part of {type(model).__name__} has attn_implementation="distca": other attention sees no more than one rank. '
-            f"Load the model with it, or {alone}."
+            f'no part of {type(model).__name__} has attn_implementation="distca": other attention'
+            f" sees no more than one rank. Load the model with it, or {alone}."
         )
     for config in configs:
         if (why := why_whole(config.model_type)) is not None:
@@ -216,17 +247,25 @@ def _wrong_model(model: torch.nn.Module | None, ranks: int, alone: str, whole: s
         for adapter in adapters.values() if isinstance(adapters, dict) else ():
             if getattr(adapter, "is_prompt_learning", False):
                 name = getattr(adapter.peft_type, "value", adapter.peft_type)
-                yield f"{name} puts virtual tokens in front of the tokens of every rank. Use another adapter, such as LoRA."
+                yield (
+                    f"{name} puts virtual tokens in front of the tokens of every rank. Use another"
+                    " adapter, such as LoRA."
+                )
 
 
 def _wrong_evaluation(trainer: Trainer | None) -> Wrong:
     if not current_session().config.balance_evaluation:
         yield (
-            "each rank evaluates alone, and has only parts of documents. Set DistCAConfig(balance_evaluation=True) if all ranks "
-            "evaluate together."
+            "each rank evaluates alone, and has only parts of documents. Set"
+            " DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
         )
-    if trainer is not None and trainer.compute_metrics is not None and "shift_labels" not in trainer.label_names:
+    if (
+        trainer is not None
+        and trainer.compute_metrics is not None
+        and "shift_labels" not in trainer.label_names
+    ):
         yield (
-            f"compute_metrics gets {', '.join(trainer.label_names)}, and in shares only shift_labels hold the targets. Set "
-            'TrainingArguments(label_names=["shift_labels"]); they are shifted already.'
+            f"compute_metrics gets {', '.join(trainer.label_names)}, and in shares only"
+            " shift_labels hold the targets. Set"
+            ' TrainingArguments(label_names=["shift_labels"]); they are shifted already.'
         )

@@ -19,7 +19,10 @@ __all__ = ["balancing", "configure"]
 
 
 def configure(
-    config: DistCAConfig | None = None, *, group: dist.ProcessGroup | DeviceMesh | None = None, instead_of: str | None = None
+    config: DistCAConfig | None = None,
+    *,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    instead_of: str | None = None,
 ) -> DistCAConfig:
     """Configure distca in this process, once, before training.
 
@@ -44,9 +47,15 @@ def configure(
             its place.
     """
     if config is not None and not isinstance(config, DistCAConfig):
-        raise ConfigError(f"configure() got {config!r}: give it a DistCAConfig, such as DistCAConfig(tolerance=0.02).")
+        raise ConfigError(
+            f"configure() got {config!r}: give it a DistCAConfig, such as"
+            " DistCAConfig(tolerance=0.02)."
+        )
     if group is not None and not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
-        raise ConfigError(f"group={group!r}: give it a process group (torch.distributed.new_group), a mesh, or leave it out.")
+        raise ConfigError(
+            f"group={group!r}: give it a process group (torch.distributed.new_group), a mesh, or"
+            " leave it out."
+        )
     if instead_of is not None:
         stand_in(instead_of)
     return keep_session(Session(config or DistCAConfig(), group)).config
@@ -54,7 +63,9 @@ def configure(
 
 @contextmanager
 def balancing(enabled: bool) -> Iterator[None]:
-    """Switch balancing on or off for the forwards inside. All ranks must enter and leave it at the same time."""
+    """Switch balancing on or off for the forwards inside. All ranks must enter and leave it at the
+    same time.
+    """
     session = current_session()
     before = session.config
     session.config = replace(before, balance=enabled)

@@ -19,9 +19,11 @@ def current_session() -> Session:
     return _session or use_session()
 
 
-def use_session(config: DistCAConfig | None = None, group: dist.ProcessGroup | DeviceMesh | None = None) -> Session:
-    """Make a session with these settings the current one: the session of a
-    callback, which no other callback inherits.
+def use_session(
+    config: DistCAConfig | None = None, group: dist.ProcessGroup | DeviceMesh | None = None
+) -> Session:
+    """Make a session with these settings the current one: the session of a callback, which no other
+    callback inherits.
 
     Args:
         config, group: see `configure`, which also supplies a missing one; without both, use the
@@ -32,12 +34,16 @@ def use_session(config: DistCAConfig | None = None, group: dist.ProcessGroup | D
         _configured = Session(DistCAConfig())
     base = _configured
     alike = config is None and group is None
-    _session = base if alike else Session(config or base.config, base.given if group is None else group)
+    _session = (
+        base if alike else Session(config or base.config, base.given if group is None else group)
+    )
     return _session
 
 
 def keep_session(session: Session) -> Session:
-    """Make a session the one that callbacks without settings of their own use, and the current one."""
+    """Make a session the one that callbacks without settings of their own use, and the current
+    one.
+    """
     global _configured
     _configured = session
     return use_session()

@@ -87,20 +87,32 @@ def deal(
     args, rows = trainer.args, trainer.train_dataset
     if rows is None or shares_of(rows) is not None:
         raise ConfigError(
-            f"the train_dataset of this {type(trainer).__name__} is {'dealt already' if rows is not None else None}: give "
-            "hf_distca.deal a Trainer with documents, once."
+            f"the train_dataset of this {type(trainer).__name__} is"
+            f" {'dealt already' if rows is not None else None}: give hf_distca.deal a Trainer with"
+            " documents, once."
         )
     if collator not in get_args(Collators):
-        raise ConfigError(f"collator={collator!r} is none of {', '.join(map(repr, get_args(Collators)))}.")
+        raise ConfigError(
+            f"collator={collator!r} is none of {', '.join(map(repr, get_args(Collators)))}."
+        )
     check_collator(trainer, collator)
     config = _callback_of(trainer, evaluation).config or current_session().config
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    make = partial(document_shares, tokens_per_rank=tokens_per_rank, model=trainer.model, dtype=dtype, config=config)
+    make = partial(
+        document_shares,
+        tokens_per_rank=tokens_per_rank,
+        model=trainer.model,
+        dtype=dtype,
+        config=config,
+    )
     documents = _documents(trainer, rows)
     seed = args.seed if args.data_seed is None else args.data_seed
     known: dict[str, Any] = {}  # of a stream, nothing is known
     if hasattr(documents, "__len__"):
-        known = {"seed": seed, "lengths": read_document_lengths(documents, quiet=not trainer.is_world_process_zero())}
+        known = {
+            "seed": seed,
+            "lengths": read_document_lengths(documents, quiet=not trainer.is_world_process_zero()),
+        }
     dataset = make(documents, fill=fill, longer=longer, **known)
     shares = cast("Shares | StreamedShares", shares_of(dataset))
     check_dealing(trainer, shares.deal_settings.ranks, evaluation)
@@ -120,15 +132,17 @@ def _deal_evaluation(trainer: Trainer, make: Callable[[Any], Any]) -> None:
     """Deal the evaluation set, or each of several named ones."""
     given = trainer.eval_dataset
     if isinstance(given, dict):
-        trainer.eval_dataset = {name: make(_documents(trainer, rows)) for name, rows in given.items()}
+        trainer.eval_dataset = {
+            name: make(_documents(trainer, rows)) for name, rows in given.items()
+        }
     else:
         trainer.eval_dataset = make(_documents(trainer, given))
     trainer.args.per_device_eval_batch_size = 1
 
 
 def deal_before_training(tokens_per_rank: int, collator: Collators = "check") -> None:
-    """Make every Trainer of this process deal its documents when its
-    training begins, if they are not dealt by then.
+    """Make every Trainer of this process deal its documents when its training begins, if they are
+    not dealt by then.
     """
     train = Trainer.train
 
@@ -143,23 +157,32 @@ def deal_before_training(tokens_per_rank: int, collator: Collators = "check") ->
 
 def _check_kind(trainer: Trainer) -> None:
     """Raise for TRL's Trainers of other methods."""
-    of_trl = [base.__name__ for base in type(trainer).__mro__ if base.__module__.partition(".")[0] == "trl"]
+    of_trl = [
+        base.__name__
+        for base in type(trainer).__mro__
+        if base.__module__.partition(".")[0] == "trl"
+    ]
     if of_trl and "SFTTrainer" not in of_trl:
         raise UnsupportedError(
-            f"{of_trl[0]} trains on pairs, prompts or rewards rather than on documents, and only documents can be dealt. Train "
-            'it without hf_distca.deal or --tokens-per-rank: attn_implementation="distca" balances its batches as they are.'
+            f"{of_trl[0]} trains on pairs, prompts or rewards rather than on documents, and only"
+            " documents can be dealt. Train it without hf_distca.deal or --tokens-per-rank:"
+            ' attn_implementation="distca" balances its batches as they are.'
         )
 
 
 def _callback_of(trainer: Trainer, evaluation: bool) -> DistCACallback:
     """Return the Trainer's callback, with its settings in force."""
     callbacks = trainer.callback_handler.callbacks
-    callback = next((callback for callback in callbacks if isinstance(callback, DistCACallback)), None)
+    callback = next(
+        (callback for callback in callbacks if isinstance(callback, DistCACallback)), None
+    )
     if callback is None:
         callback = DistCACallback()
         trainer.add_callback(callback)
     if evaluation:
-        callback.config = replace(callback.config or current_session().config, balance_evaluation=True)
+        callback.config = replace(
+            callback.config or current_session().config, balance_evaluation=True
+        )
     callback.on_init_end(trainer.args, trainer.state, trainer.control)
     return callback
 
@@ -167,22 +190,31 @@ def _callback_of(trainer: Trainer, evaluation: bool) -> DistCACallback:
 def _documents(trainer: Trainer, rows: Any) -> Any:
     """Return rows of one document each."""
     if rows is None:
-        raise ConfigError(f"evaluation=True, and this {type(trainer).__name__} has no eval_dataset: give it one.")
+        raise ConfigError(
+            f"evaluation=True, and this {type(trainer).__name__} has no eval_dataset: give it one."
+        )
     names = getattr(rows, "column_names", None) or []
     if not _PACKED & set(names):
         return rows
     inputs = ForwardInputs.of(trainer.model)
     with trainer.args.main_process_first(desc="taking packed rows apart"):
-        return rows.map(partial(_take_apart, inputs=inputs), batched=True, remove_columns=list(names))
+        return rows.map(
+            partial(_take_apart, inputs=inputs), batched=True, remove_columns=list(names)
+        )
 
 
 def _take_apart(rows: Mapping[str, list[Any]], inputs: ForwardInputs) -> dict[str, list[Any]]:
     """Split a batch of packed rows into a batch of documents."""
     features = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
-    documents = [document for feature in features for document in read_feature_documents(feature, inputs)]
+    documents = [
+        document for feature in features for document in read_feature_documents(feature, inputs)
+    ]
     for document in documents:
         document.check_positions()
-    return {"input_ids": [document.tokens for document in documents], "labels": [document.labels for document in documents]}
+    return {
+        "input_ids": [document.tokens for document in documents],
+        "labels": [document.labels for document in documents],
+    }
 
 
 def _read_shares(trainer: Trainer, shares: Any) -> None:
@@ -201,23 +233,35 @@ def _read_shares(trainer: Trainer, shares: Any) -> None:
         propagate_args_to_deepspeed(trainer.accelerator, args, auto_find_batch_size=True)  # type: ignore[no-untyped-call]
 
 
-def _words(shares: Shares | StreamedShares, lengths: IntArray | None, targets: Targets | None, accumulation: int) -> str:
+def _words(
+    shares: Shares | StreamedShares,
+    lengths: IntArray | None,
+    targets: Targets | None,
+    accumulation: int,
+) -> str:
     """Describe the dealt documents in three lines; of a stream, the known facts."""
     dealing = shares.deal_settings
-    ranks = f"{dealing.ranks} {'ranks' if dealing.ranks > 1 else 'rank'} with {dealing.tokens_per_rank:,} tokens each"
+    ranks = (
+        f"{dealing.ranks} {'ranks' if dealing.ranks > 1 else 'rank'} with"
+        f" {dealing.tokens_per_rank:,} tokens each"
+    )
     together = "" if accumulation == 1 else f", {accumulation} in each optimizer step"
     if lengths is None or targets is None or not isinstance(shares, Shares):
         return (
-            f"distca deals a stream of documents to {ranks}.\n"
-            f"Global batches have {dealing.tokens:,} tokens{together}, and take documents as they come, which are not shuffled.\n"
-            "Documents are cut where a global batch is full; how many they are, and how long, is not known."
+            f"distca deals a stream of documents to {ranks}.\nGlobal batches have"
+            f" {dealing.tokens:,} tokens{together}, and take documents as they come, which are not"
+            " shuffled.\nDocuments are cut where a global batch is full; how many they are, and"
+            " how long, is not known."
         )
-    longer, spanning = int((lengths > dealing.tokens).sum()), int((lengths > dealing.tokens_per_rank).sum())
+    longer, spanning = (
+        int((lengths > dealing.tokens).sum()),
+        int((lengths > dealing.tokens_per_rank).sum()),
+    )
     return (
-        f"distca deals {len(lengths):,} documents of {lengths.sum():,} tokens, the longest of {lengths.max():,}, to {ranks}. "
-        f"{targets}.\n"
-        f"An epoch has {len(shares.batches):,} global batches of {dealing.tokens:,} tokens{together}.\n"
-        f"Documents longer than a rank holds: {spanning:,}. Longer than a global batch, and therefore cut: {longer:,}."
+        f"distca deals {len(lengths):,} documents of {lengths.sum():,} tokens, the longest of"
+        f" {lengths.max():,}, to {ranks}. {targets}.\nAn epoch has {len(shares.batches):,} global"
+        f" batches of {dealing.tokens:,} tokens{together}.\nDocuments longer than a rank holds:"
+        f" {spanning:,}. Longer than a global batch, and therefore cut: {longer:,}."
     )
 
 
@@ -225,8 +269,8 @@ def _warn_if_cut(longest: int, args: Any) -> None:
     limit = getattr(args, "max_length", None)
     if limit is not None and longest == limit:
         _log.warning(
-            "no document is longer than max_length=%d of %s: longer ones were cut before they were dealt. Set max_length=None "
-            "(and packing=False) to train on whole documents.",
+            "no document is longer than max_length=%d of %s: longer ones were cut before they were"
+            " dealt. Set max_length=None (and packing=False) to train on whole documents.",
             limit,
             type(args).__name__,
         )

@@ -1,5 +1,5 @@
-"""Trainers on dealt documents: their first loss is checked, and the losses
-of their evaluations are means over targets.
+"""Trainers on dealt documents: their first loss is checked, and the losses of their evaluations are
+means over targets.
 
 This applies to every Trainer of the process, because users who make shares themselves need not name
 the Trainer. Both wrapped methods are public, and subclasses such as TRL's call the base class.
@@ -28,21 +28,25 @@ __all__ = ["follow_trainers", "shares_of"]
 
 
 def shares_of(dataset: object) -> Shares | StreamedShares | None:
-    """Return the shares that a data set or a loader reads, under any wrappers of
-    Trainer, TRL or accelerate; None if there are none.
+    """Return the shares that a data set or a loader reads, under any wrappers of Trainer, TRL or
+    accelerate; None if there are none.
     """
     while dataset is not None:
         if isinstance(dataset, Shares | StreamedShares):
             return dataset
         form = getattr(dataset, "format", None)
-        transform = form["format_kwargs"].get("transform") if isinstance(form, dict) and "format_kwargs" in form else None
+        transform = (
+            form["format_kwargs"].get("transform")
+            if isinstance(form, dict) and "format_kwargs" in form
+            else None
+        )
         dataset = getattr(dataset, "dataset", None) if transform is None else transform
     return None
 
 
 def follow_trainers() -> None:
-    """Make Trainers treat dealt documents as one process does; do nothing
-    while transformers' Trainer is not imported.
+    """Make Trainers treat dealt documents as one process does; do nothing while transformers'
+    Trainer is not imported.
     """
     count_shifted_targets()
     if "transformers.trainer" in sys.modules:
@@ -57,11 +61,15 @@ def _follow() -> None:
     parameters = inspect.signature(loop)
 
     @wraps(step)
-    def training_step(self: Trainer, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(
+        self: Trainer, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         return train_watched(self, partial(step, self, model, inputs, *args, **kwargs), inputs)
 
     @wraps(loop)
-    def evaluation_loop(self: Trainer, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+    def evaluation_loop(
+        self: Trainer, dataloader: Any, *args: Any, **kwargs: Any
+    ) -> EvalLoopOutput:
         run = partial(loop, self, dataloader, *args, **kwargs)
         if shares_of(dataloader) is None:
             return run()

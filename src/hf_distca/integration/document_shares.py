@@ -1,4 +1,6 @@
-"""`document_shares`: documents of any length as a data set that Trainers, accelerate and loaders read rank by rank."""
+"""`document_shares`: documents of any length as a data set that Trainers, accelerate and loaders
+read rank by rank.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,8 @@ def document_shares(
     pad_token_id: int = 0,
     placement: Placement = "dealt",
 ) -> Dataset | StreamedShares:
-    """Deal documents to ranks: equal tokens on every rank, about equal
-    attention, and no document too long for it.
+    """Deal documents to ranks: equal tokens on every rank, about equal attention, and no document
+    too long for it.
 
     All ranks together train on global batches of ``ranks * tokens_per_rank`` tokens. The documents
     of a batch depend on the seed, the epoch and this number. Each is dealt to the ranks, a long
@@ -124,11 +126,21 @@ def document_shares(
     device_type = torch.device(_training_device() if device is None else device).type
     ranks_per_node = launched_per_node(ranks) if launched else ranks_per_node
     follow_trainers()
-    keys = _given_keys(shapes, device_type) if shapes is not None else layer_keys(model, dtype or _mixed_dtype(), device_type)
-    dealing = DealSettings(
-        ranks, tokens_per_rank, {key: known_cost(key, config) for key in keys}, config, ranks_per_node, placement
+    keys = (
+        _given_keys(shapes, device_type)
+        if shapes is not None
+        else layer_keys(model, dtype or _mixed_dtype(), device_type)
     )
-    dealing.deal_layouts(np.array([ranks * tokens_per_rank]))  # what is wrong with these numbers is raised here, not in a worker
+    dealing = DealSettings(
+        ranks,
+        tokens_per_rank,
+        {key: known_cost(key, config) for key in keys},
+        config,
+        ranks_per_node,
+        placement,
+    )
+    # What is wrong with these numbers is raised here, not in a worker.
+    dealing.deal_layouts(np.array([ranks * tokens_per_rank]))
     inputs = ForwardInputs.of(model)
     if not hasattr(documents, "__len__"):
         _check_stream(seed, fill, longer, lengths)
@@ -136,12 +148,14 @@ def document_shares(
     quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
     counts = read_document_lengths(documents, column, lengths, quiet=quiet)
     batches = GlobalBatches(counts, ranks * tokens_per_rank, seed, fill, longer, quiet=quiet)
-    return lazy_dataset(Shares(documents, batches, dealing, column=column, pad_token_id=pad_token_id, inputs=inputs))
+    return lazy_dataset(
+        Shares(documents, batches, dealing, column=column, pad_token_id=pad_token_id, inputs=inputs)
+    )
 
 
 def lazy_dataset(shares: Shares) -> Dataset:
-    """Make a data set of the numbers of items; a transform makes
-    them into shares when they are read.
+    """Make a data set of the numbers of items; a transform makes them into shares when they are
+    read.
 
     Their column has the name of an argument of every model, so that no Trainer removes it as
     unused.
@@ -161,13 +175,21 @@ def _launched_processes() -> int:
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    return int(get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1))
+    return int(
+        get_int_from_env(
+            ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1
+        )
+    )
 
 
 def _training_device() -> str:
     if has_partial_state():
         return str(PartialState().device)
-    accelerator = None if parse_flag_from_env("ACCELERATE_USE_CPU") else torch.accelerator.current_accelerator()
+    accelerator = (
+        None
+        if parse_flag_from_env("ACCELERATE_USE_CPU")
+        else torch.accelerator.current_accelerator()
+    )
     return accelerator.type if accelerator else "cpu"
 
 
@@ -176,13 +198,19 @@ def _mixed_dtype() -> torch.dtype | None:
 
     `TrainingArguments` cannot be found.
     """
-    mixed = AcceleratorState().mixed_precision if is_initialized() else os.environ.get("ACCELERATE_MIXED_PRECISION")
+    mixed = (
+        AcceleratorState().mixed_precision
+        if is_initialized()
+        else os.environ.get("ACCELERATE_MIXED_PRECISION")
+    )
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed or "no")
 
 
 def _given_keys(shapes: Sequence[tuple[AttentionShape, int | None]], device: str) -> list[PlanKey]:
     if not shapes:
-        raise ConfigError("shapes=[] names no kind of layer: give (AttentionShape(...), window) of at least one.")
+        raise ConfigError(
+            "shapes=[] names no kind of layer: give (AttentionShape(...), window) of at least one."
+        )
     return [PlanKey(shape, device, window) for shape, window in shapes]
 
 
@@ -193,7 +221,7 @@ def _check_stream(seed: int | None, fill: FillRule, longer: LongerRule, lengths:
     """
     if fill != "cut" or longer != "cut" or seed or lengths is not None:
         raise ConfigError(
-            f"seed={seed!r}, fill={fill!r}, longer={longer!r} and lengths={lengths!r} for documents without a length: they are "
-            "taken as they come, and cut where a global batch is full. Leave seed, fill, longer and lengths out, and shuffle "
-            "the documents themselves."
+            f"seed={seed!r}, fill={fill!r}, longer={longer!r} and lengths={lengths!r} for documents"
+            " without a length: they are taken as they come, and cut where a global batch is full."
+            " Leave seed, fill, longer and lengths out, and shuffle the documents themselves."
         )

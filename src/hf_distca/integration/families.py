@@ -64,14 +64,19 @@ _TABLE = _read_table()
 EQUAL = {
     "PROVEN": "proven",
     "PACKED": "proven: its recurrent layers begin anew with each document",
-    "CARRIES_STATE": "proven, one document a row: its other layers carry state over packed documents",
+    "CARRIES_STATE": (
+        "proven, one document a row: its other layers carry state over packed documents"
+    ),
     "NO_POSITIONS": "proven, one document a row: it takes no position ids",
 }
 
 REASONS = {
     "NO_ATTENTION": "it has no attention to balance",
     "BYPASSED": "it computes attention by itself, not through transformers' attention interface",
-    "SPARSE": "its attention selects or compresses keys, so which keys a query needs is not known before the layer runs",
+    "SPARSE": (
+        "its attention selects or compresses keys, so which keys a query needs is not known before"
+        " the layer runs"
+    ),
     "OWN_MASK": "it computes with the mask itself, and distca has no dense mask",
     "POSITION_BIAS": "it adds a learned bias to the scores",
     "BIDIRECTIONAL": "it has an encoder, cross attention or bidirectional masks",
@@ -82,15 +87,22 @@ REASONS = {
 WHOLE_REASONS = {
     "CARRIES_STATE": "their other layers carry state from token to token, which stays on its rank",
     "NO_POSITIONS": "they take no position ids, and count each rank's tokens from 0",
-    "OWN_LOSS": "their loss reads only `labels`, and the next token of a part that ends within a document is on another rank",
-    "CHUNKS": "they attend in chunks, which are cut only where a document lies on one rank, and scale queries by the place in "
-    "the row",
+    "OWN_LOSS": (
+        "their loss reads only `labels`, and the next token of a part that ends within a document"
+        " is on another rank"
+    ),
+    "CHUNKS": (
+        "they attend in chunks, which are cut only where a document lies on one rank, and scale"
+        " queries by the place in the row"
+    ),
 }
 
 # Language towers of composite models that are compared in tests/models/test_vision_language.py.
 _TRIED_PARTS = frozenset({"qwen2_vl_text"})
 
-_ENCODER_DECODER = "this one is an encoder with a decoder, which has cross attention and bidirectional masks"
+_ENCODER_DECODER = (
+    "this one is an encoder with a decoder, which has cross attention and bidirectional masks"
+)
 
 FAMILIES = {name: group for group in (*EQUAL, *REASONS) for name in _TABLE[group]}
 PING_PONG = frozenset(_TABLE["PING_PONG"])
@@ -116,20 +128,25 @@ def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> No
     reason = _ENCODER_DECODER if encoder_decoder else REASONS.get(str(group))
     if reason is not None:
         raise UnsupportedError(
-            f'distca does not support {model_type} models: {reason}. Use attn_implementation="sdpa" or "eager".'
+            f'distca does not support {model_type} models: {reason}. Use attn_implementation="sdpa"'
+            ' or "eager".'
         )
 
 
 def why_whole(model_type: str | None) -> str | None:
-    """Return why documents of a family must lie in one piece on one rank; None
-    if they need not, or the family is unknown.
+    """Return why documents of a family must lie in one piece on one rank; None if they need not, or
+    the family is unknown.
     """
     return WHOLE_REASONS.get(WHOLE.get(model_type or "", ""))
 
 
 def why_unsegmented(model_type: str | None) -> str | None:
     """Like `why_whole`, for models that gave no document boundaries to their `recurrent_layers`."""
-    return WHOLE_REASONS["CARRIES_STATE"] if FAMILIES.get(model_type or "") == "PACKED" else why_whole(model_type)
+    return (
+        WHOLE_REASONS["CARRIES_STATE"]
+        if FAMILIES.get(model_type or "") == "PACKED"
+        else why_whole(model_type)
+    )
 
 
 # Types that make something else of a mask than which tokens are padding.
@@ -137,8 +154,8 @@ _READING_MASKS = {"biogpt": "count positions by it", "opt": "count positions by 
 
 
 def why_unnumbered(model_type: str | None, config: PreTrainedConfig | None) -> str | None:
-    """Return why a mask must not number documents for a model; None if only
-    attention reads it, and keeps documents apart.
+    """Return why a mask must not number documents for a model; None if only attention reads it, and
+    keeps documents apart.
     """
     if FAMILIES.get(model_type or "") != "PROVEN":
         return "it is not proven that attention alone reads it"
@@ -156,8 +173,9 @@ def check_numbered(model_type: str | None, unnumbered: str | None) -> None:
     """
     if unnumbered is not None:
         raise UnsupportedError(
-            f"attention_mask numbers the documents of a row, and must not for {model_type} models: {unnumbered}. Give a mask of "
-            "1 and 0, and position_ids that begin again with each document; or PackingCollator, which reads such rows."
+            f"attention_mask numbers the documents of a row, and must not for {model_type} models:"
+            f" {unnumbered}. Give a mask of 1 and 0, and position_ids that begin again with each"
+            " document; or PackingCollator, which reads such rows."
         )
 
 
@@ -166,8 +184,8 @@ _LAYERDROP = ("layerdrop", "layer_drop", "decoder_layerdrop", "encoder_layerdrop
 
 
 def check_layerdrop(config: PreTrainedConfig | None) -> None:
-    """Raise for a model with LayerDrop: ranks share the attention of
-    each layer, and each would skip others.
+    """Raise for a model with LayerDrop: ranks share the attention of each layer, and each would
+    skip others.
 
     Raises:
         UnsupportedError: names the attribute of the config and its value.
@@ -176,8 +194,9 @@ def check_layerdrop(config: PreTrainedConfig | None) -> None:
         value = getattr(config, name, None)
         if isinstance(value, (int, float)) and value > 0:
             raise UnsupportedError(
-                f"the config of this {getattr(config, 'model_type', None)} model has {name}={value}: in training each rank would "
-                f"skip layers at random, and ranks share the attention of every layer. Set {name}=0.0 in the model's config."
+                f"the config of this {getattr(config, 'model_type', None)} model has"
+                f" {name}={value}: in training each rank would skip layers at random, and ranks"
+                f" share the attention of every layer. Set {name}=0.0 in the model's config."
             )
 
 
@@ -185,28 +204,37 @@ def warn_of_family(model_type: str | None) -> None:
     """Warn, once a family, that it was never compared with another attention."""
     if model_type is not None and model_type not in FAMILIES and model_type not in _TRIED_PARTS:
         warn_once(
-            "%s models were never compared under distca with another attention. The arguments of every attention call are "
-            'checked. Before you rely on it, train a few steps with attn_implementation="sdpa" and the same seed as well, and '
-            "compare losses and gradient norms.",
+            "%s models were never compared under distca with another attention. The arguments of"
+            " every attention call are checked. Before you rely on it, train a few steps with"
+            ' attn_implementation="sdpa" and the same seed as well, and compare losses and gradient'
+            " norms.",
             model_type or "unnamed",
         )
 
 
 _PACKED = {
-    "PACKED": "this batch has packed documents, and layers of this %s model (state space, convolution, linear attention) carry "
-    "state from one to the next. distca lets each begin anew in those of transformers 5.23, and these are others. "
-    "Upgrade transformers, load the model without code of its own, or give it one document a row.",
-    "CARRIES_STATE": "this batch has packed documents, and %s models have layers (state space, convolution, linear attention) "
-    "that carry state from one to the next, with any attention. Attention itself keeps them apart. Give these models one "
-    "document a row.",
-    "NO_POSITIONS": "this batch has packed documents, and %s models take no position ids: attention keeps documents apart, but "
-    "positions count on from one to the next. Give these models one document a row.",
+    "PACKED": (
+        "this batch has packed documents, and layers of this %s model (state space, convolution,"
+        " linear attention) carry state from one to the next. distca lets each begin anew in those"
+        " of transformers 5.23, and these are others. Upgrade transformers, load the model without"
+        " code of its own, or give it one document a row."
+    ),
+    "CARRIES_STATE": (
+        "this batch has packed documents, and %s models have layers (state space, convolution,"
+        " linear attention) that carry state from one to the next, with any attention. Attention"
+        " itself keeps them apart. Give these models one document a row."
+    ),
+    "NO_POSITIONS": (
+        "this batch has packed documents, and %s models take no position ids: attention keeps"
+        " documents apart, but positions count on from one to the next. Give these models one"
+        " document a row."
+    ),
 }
 
 
 def warn_of_packing(model_type: str | None) -> None:
-    """Warn, once a family, that attention keeps packed documents
-    apart but the rest of the model does not.
+    """Warn, once a family, that attention keeps packed documents apart but the rest of the model
+    does not.
 
     For models that gave no document boundaries to their `recurrent_layers`.
     """
@@ -216,8 +244,8 @@ def warn_of_packing(model_type: str | None) -> None:
 
 
 def check_parts(model_type: str | None, whole: str | None) -> None:
-    """Raise for documents in several parts, if attention would be right
-    but other parts of the model would not.
+    """Raise for documents in several parts, if attention would be right but other parts of the
+    model would not.
 
     Args:
         model_type: type of the model; for families never tried in this way, a warning is logged
@@ -229,13 +257,14 @@ def check_parts(model_type: str | None, whole: str | None) -> None:
     """
     if whole is not None:
         raise UnsupportedError(
-            f"a document of this batch is in several parts, and {model_type} models need whole ones: {whole}. Give each document "
-            "to one rank, in one piece."
+            f"a document of this batch is in several parts, and {model_type} models need whole"
+            f" ones: {whole}. Give each document to one rank, in one piece."
         )
     if model_type not in OVER_RANKS:
         warn_once(
-            "documents of this batch are in several parts, and %s models were never tried so: attention is exact, but whatever "
-            "else mixes tokens would not see those of other parts. Compare with one process before you rely on it.",
+            "documents of this batch are in several parts, and %s models were never tried so:"
+            " attention is exact, but whatever else mixes tokens would not see those of other"
+            " parts. Compare with one process before you rely on it.",
             model_type,
         )
 
@@ -254,7 +283,8 @@ def layer_keys(model: Any, dtype: torch.dtype | None, device: str) -> list[PlanK
 
 
 def layer_counts(model: Any, dtype: torch.dtype | None, device: str) -> dict[PlanKey, int]:
-    """Count the layers of each plan key, those without a window first; 1 if all layers are of one kind.
+    """Count the layers of each plan key, those without a window first; 1 if all layers are of one
+    kind.
 
 
     Args:
@@ -267,21 +297,35 @@ def layer_counts(model: Any, dtype: torch.dtype | None, device: str) -> dict[Pla
     """
     whole = getattr(model, "config", model)
     if not isinstance(whole, PreTrainedConfig):
-        raise ConfigError(f"model={type(model).__name__} is no model of transformers and no config: give one, or shapes.")
+        raise ConfigError(
+            f"model={type(model).__name__} is no model of transformers and no config: give one, or"
+            " shapes."
+        )
     config = whole.get_text_config(decoder=True)
     bytes_ = (dtype or _dtype(model, config, whole)).itemsize
     kinds = getattr(config, "layer_types", None) or [None]
     # A layer of each kind; layers may differ in more than what `layer_types` says.
     layers = {kind: kinds.index(kind) for kind in kinds}
-    configs = config.per_layer_config if getattr(config, "is_heterogeneous", False) else dict.fromkeys(layers.values(), config)
+    configs = (
+        config.per_layer_config
+        if getattr(config, "is_heterogeneous", False)
+        else dict.fromkeys(layers.values(), config)
+    )
     counts: Counter[PlanKey] = Counter()
     for kind, layer in layers.items():
         if (key := _key(configs[layer], kind, bytes_, device)) is not None:
             counts[key] += kinds.count(kind)
     if not counts:
         named = ", ".join(layers)
-        raise ConfigError(f"{type(config).__name__} has layer_types {named}, and none of them is attention. Give shapes instead.")
-    return dict(sorted(counts.items(), key=lambda item: (item[0].window is not None, item[0].chunk is not None)))
+        raise ConfigError(
+            f"{type(config).__name__} has layer_types {named}, and none of them is attention. Give"
+            " shapes instead."
+        )
+    return dict(
+        sorted(
+            counts.items(), key=lambda item: (item[0].window is not None, item[0].chunk is not None)
+        )
+    )
 
 
 def known_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
@@ -294,7 +338,9 @@ def known_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
         return replace(config.cost_model, shape=key.shape, window=key.window)
     if isinstance(config.cost_model, Profile):
         return config.cost_model.make_cost_model(key.shape, key.window, tile=config.tile)
-    return replace(CostModel.analytic(key.shape, device_type=key.device, tile=config.tile), window=key.window)
+    return replace(
+        CostModel.analytic(key.shape, device_type=key.device, tile=config.tile), window=key.window
+    )
 
 
 def source_of_rates(config: DistCAConfig) -> CostSource:
@@ -302,7 +348,9 @@ def source_of_rates(config: DistCAConfig) -> CostSource:
     it is timed and torch must be deterministic.
     """
     timed = config.cost_model == "calibrated"
-    return "analytic" if timed and torch.are_deterministic_algorithms_enabled() else config.cost_model
+    return (
+        "analytic" if timed and torch.are_deterministic_algorithms_enabled() else config.cost_model
+    )
 
 
 def _key(config: Any, kind: str | None, element_bytes: int, device: str) -> PlanKey | None:
@@ -314,7 +362,11 @@ def _key(config: Any, kind: str | None, element_bytes: int, device: str) -> Plan
         return None
     window = chunk = None
     if kind is None or "sliding" in kind:
-        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        window = (
+            getattr(config, "sliding_window", None)
+            if getattr(config, "use_sliding_window", True)
+            else None
+        )
     elif "chunked" in kind:
         chunk = config.attention_chunk_size
     return PlanKey(_shape(config, element_bytes), device, window, chunk)
@@ -330,18 +382,23 @@ def _shape(config: Any, element_bytes: int) -> AttentionShape:
     head_dim = _first(config, "head_dim") or (hidden // heads if heads and hidden else None)
     if not heads or not head_dim:
         raise ConfigError(
-            f"{type(config).__name__} does not say what its attention is like: looked for one of {', '.join(_HEADS)}, and for "
-            f"head_dim or one of {', '.join(_WIDTHS)}. Give shapes=[(AttentionShape(...), window), ...] of its kinds of layers."
+            f"{type(config).__name__} does not say what its attention is like: looked for one of"
+            f" {', '.join(_HEADS)}, and for head_dim or one of {', '.join(_WIDTHS)}. Give"
+            " shapes=[(AttentionShape(...), window), ...] of its kinds of layers."
         )
     # JetMoe repeats keys and values for the experts of a token before they are attended to.
     repeated = config.model_type == "jetmoe"
     key_value_heads = heads if repeated else _first(config, "num_key_value_heads") or heads
-    return AttentionShape(heads, key_value_heads, head_dim, _first(config, "v_head_dim") or head_dim, element_bytes)
+    return AttentionShape(
+        heads, key_value_heads, head_dim, _first(config, "v_head_dim") or head_dim, element_bytes
+    )
 
 
 def _first(config: Any, *names: str) -> int | None:
     """Return the first of these attributes that is a number."""
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
+    return next(
+        (value for name in names if isinstance(value := getattr(config, name, None), int)), None
+    )
 
 
 def _dtype(*sources: Any) -> torch.dtype:

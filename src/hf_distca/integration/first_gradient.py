@@ -1,8 +1,8 @@
 """Check of the first gradient of a share's logits, which must not be zero, for loops
 without a Trainer whose loss could be checked.
 
-A loss of `labels`, which are -100 in shares, gives logits no gradient. So does one that gives all documents of a share the weight
-0, and that is right: it has read ``shift_labels``.
+A loss of `labels`, which are -100 in shares, gives logits no gradient. So does one that gives all
+documents of a share the weight 0, and that is right: it has read ``shift_labels``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["watch_gradient"]
 
 
 def watch_gradient(model: PreTrainedModel) -> None:
-    """Raise if a loss gives the logits of a share no gradient, although it has
-    targets that were never read, until one does.
+    """Raise if a loss gives the logits of a share no gradient, although it has targets that were
+    never read, until one does.
 
     The logits are the output of the output embedding: gradients come back to these from any copies
     that the model, accelerate or a loss makes. A fused loss has none; it takes ``shift_labels``
@@ -33,7 +33,11 @@ def watch_gradient(model: PreTrainedModel) -> None:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def watch(_: torch.nn.Module, args: Any, logits: Any) -> None:
         targets = given_to_model("shift_labels")
-        if isinstance(targets, torch.Tensor) and isinstance(logits, torch.Tensor) and logits.requires_grad:
+        if (
+            isinstance(targets, torch.Tensor)
+            and isinstance(logits, torch.Tensor)
+            and logits.requires_grad
+        ):
             read: list[bool] = []
             if not is_compiled():  # else the tensor would be traced
                 _notice(targets, read)
@@ -46,9 +50,10 @@ def watch_gradient(model: PreTrainedModel) -> None:
             hook.remove()
         elif (targets != IGNORED_LABEL).any():
             raise UnsupportedError(
-                f"the loss of {type(model).__name__} gives its logits no gradient, though shift_labels has targets: it reads "
-                "`labels`, which are -100 in shares, as they could not be shifted where documents are cut. Read `shift_labels`, "
-                "which are shifted already."
+                f"the loss of {type(model).__name__} gives its logits no gradient, though"
+                " shift_labels has targets: it reads `labels`, which are -100 in shares, as they"
+                " could not be shifted where documents are cut. Read `shift_labels`, which are"
+                " shifted already."
             )
 
     if head is not None:
@@ -56,8 +61,8 @@ def watch_gradient(model: PreTrainedModel) -> None:
 
 
 def _notice(targets: torch.Tensor, read: list[bool]) -> None:
-    """Record reads of this very tensor by any code outside the
-    model, which makes its own loss of it.
+    """Record reads of this very tensor by any code outside the model, which makes its own loss of
+    it.
     """
 
     def notice() -> None:

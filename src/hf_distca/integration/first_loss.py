@@ -1,5 +1,5 @@
-"""Check of the first loss of a Trainer on dealt documents: it must be made of
-the same targets as the loss of one process.
+"""Check of the first loss of a Trainer on dealt documents: it must be made of the same targets as
+the loss of one process.
 
 `labels` of shares are -100, as they could not be shifted where documents are cut, and ranks have
 different numbers of targets. So a loss must come from ``shift_labels`` and be divided by
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["NoticedTensor", "is_watched", "train_watched", "wrapped"]
 
 TARGETS, LABELS, ITEMS = "shift_labels", "labels", "num_items_in_batch"
-Place = tuple[Any, int]  # a node of a graph, and which of its outputs: DDP has one node for all that a model returns
+# A node of a graph, and which of its outputs: DDP has one node for all that a model returns.
+Place = tuple[Any, int]
 # What a model returns that does not depend on targets. Anything else may.
 _FREE = {
     "attentions",
@@ -48,10 +49,53 @@ _FREE = {
 }
 # Torch functions that hand values on without looking at them, or ask for a shape.
 _QUIET = {
-    *("__format__", "__get__", "__getitem__", "__hash__", "__len__", "__repr__", "__set__", "__setitem__"),
-    *("clone", "contiguous", "cpu", "cuda", "detach", "dim", "element_size", "expand", "flatten", "get_device", "int"),
-    *("is_contiguous", "is_floating_point", "is_pinned", "long", "ndimension", "numel", "pin_memory", "ravel", "record_stream"),
-    *("reshape", "size", "squeeze", "storage_offset", "stride", "to", "type", "unsqueeze", "untyped_storage", "view", "view_as"),
+    *(
+        "__format__",
+        "__get__",
+        "__getitem__",
+        "__hash__",
+        "__len__",
+        "__repr__",
+        "__set__",
+        "__setitem__",
+    ),
+    *(
+        "clone",
+        "contiguous",
+        "cpu",
+        "cuda",
+        "detach",
+        "dim",
+        "element_size",
+        "expand",
+        "flatten",
+        "get_device",
+        "int",
+    ),
+    *(
+        "is_contiguous",
+        "is_floating_point",
+        "is_pinned",
+        "long",
+        "ndimension",
+        "numel",
+        "pin_memory",
+        "ravel",
+        "record_stream",
+    ),
+    *(
+        "reshape",
+        "size",
+        "squeeze",
+        "storage_offset",
+        "stride",
+        "to",
+        "type",
+        "unsqueeze",
+        "untyped_storage",
+        "view",
+        "view_as",
+    ),
 }
 
 
@@ -76,10 +120,18 @@ class NoticedTensor(torch.Tensor):
         call: Callable[..., Any] = super().__torch_function__
         result, noticed = call(func, types, args, kwargs or {}), list(_noticed((args, kwargs)))
         if getattr(func, "__name__", "") in _QUIET:
-            return cls.of(result, noticed[0].notice) if isinstance(result, torch.Tensor) and noticed else result
+            return (
+                cls.of(result, noticed[0].notice)
+                if isinstance(result, torch.Tensor) and noticed
+                else result
+            )
         for tensor in noticed:
             tensor.notice()
-        return type(result)(map(_plain, result)) if isinstance(result, (tuple, list)) else _plain(result)
+        return (
+            type(result)(map(_plain, result))
+            if isinstance(result, (tuple, list))
+            else _plain(result)
+        )
 
 
 def _noticed(values: Any) -> Iterator[NoticedTensor]:
@@ -124,15 +176,19 @@ class _Watch:
 
     @contextmanager
     def calls_of(self, models: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """Note calls of models, which get plain tensors: reads inside a
-        model are not reads of its caller.
+        """Note calls of models, which get plain tensors: reads inside a model are not reads of its
+        caller.
         """
         calls: list[dict[str, Any]] = []
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def begin(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        def begin(
+            _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[Any, Any]:
             self._check_call((*args, *kwargs.values()), kwargs)
-            calls.append({name: value for name, value in kwargs.items() if isinstance(value, NoticedTensor)})
+            calls.append(
+                {name: value for name, value in kwargs.items() if isinstance(value, NoticedTensor)}
+            )
             return tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -155,8 +211,9 @@ class _Watch:
         if named.get("distca_documents") is None and any(value is self.ids for value in values):
             others = ", ".join(sorted(named.keys() - {"input_ids"})) or "nothing else"
             raise UnsupportedError(
-                f"the model is called with input_ids and {others}, and dealt batches have more than that: distca_documents say "
-                "which documents the tokens are of, and on which ranks the rest is. Call model(**inputs)."
+                f"the model is called with input_ids and {others}, and dealt batches have more than"
+                " that: distca_documents say which documents the tokens are of, and on which ranks"
+                " the rest is. Call model(**inputs)."
             )
 
     def wrong(self, loss: torch.Tensor) -> str | None:
@@ -167,22 +224,24 @@ class _Watch:
             if LABELS not in self.read and reached.isdisjoint(self.wrong_places):
                 return None
             return (
-                "is not made of `shift_labels`: it reads `labels`, which are -100 in shares, as they could not be shifted where "
-                "documents are cut. Hand shift_labels to the model under this name and use its loss, or read shift_labels, which "
-                "are shifted already."
+                "is not made of `shift_labels`: it reads `labels`, which are -100 in shares, as"
+                " they could not be shifted where documents are cut. Hand shift_labels to the model"
+                " under this name and use its loss, or read shift_labels, which are shifted"
+                " already."
             )
         bare = _place(loss) in used
         if not any(used.values()) and (bare or ITEMS not in self.read):
             return (
-                "is not divided by `num_items_in_batch`, the number of targets of all ranks: each rank would divide by its own "
-                "number, and ranks differ. Hand num_items_in_batch to the model, or take super().compute_loss(model, inputs, "
-                "num_items_in_batch=num_items_in_batch)."
+                "is not divided by `num_items_in_batch`, the number of targets of all ranks: each"
+                " rank would divide by its own number, and ranks differ. Hand num_items_in_batch to"
+                " the model, or take super().compute_loss(model, inputs,"
+                " num_items_in_batch=num_items_in_batch)."
             )
         if bare:
             return (
-                "is the model's as it is: a sum divided by the targets of all ranks, over which gradients are averaged then. "
-                "Multiply it by self.accelerator.num_processes, or take super().compute_loss(model, inputs, "
-                "num_items_in_batch=num_items_in_batch)."
+                "is the model's as it is: a sum divided by the targets of all ranks, over which"
+                " gradients are averaged then. Multiply it by self.accelerator.num_processes, or"
+                " take super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)."
             )
         return None
 
@@ -192,10 +251,16 @@ def _places_of_targets(output: Any) -> list[Place]:
     if isinstance(output, Mapping):
         values = [value for name, value in output.items() if name not in _FREE]
     elif isinstance(output, (tuple, list)):
-        values = [value for value in output[:1] if isinstance(value, torch.Tensor) and not value.dim()]
+        values = [
+            value for value in output[:1] if isinstance(value, torch.Tensor) and not value.dim()
+        ]
     else:
         values = [output]
-    return [_place(value) for value in values if isinstance(value, torch.Tensor) and value.grad_fn is not None]
+    return [
+        _place(value)
+        for value in values
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None
+    ]
 
 
 def _place(value: torch.Tensor) -> Place:
@@ -223,8 +288,8 @@ def is_watched(trainer: object) -> bool:
 
 
 def train_watched(trainer: Trainer, step: Callable[..., torch.Tensor], inputs: Any) -> torch.Tensor:
-    """Run a training step of a Trainer, and check its loss if it is
-    the first on a share of several ranks.
+    """Run a training step of a Trainer, and check its loss if it is the first on a share of several
+    ranks.
 
     Args:
         trainer, inputs: the Trainer, and its micro-batch.
@@ -234,7 +299,11 @@ def train_watched(trainer: Trainer, step: Callable[..., torch.Tensor], inputs: A
         UnsupportedError: if the loss is not made of the targets of all ranks.
     """
     packed = inputs.get("distca_documents") if isinstance(inputs, Mapping) else None
-    cut = isinstance(packed, PackedDocuments) and packed.dealt_share is not None and packed.dealt_share.ranks > 1
+    cut = (
+        isinstance(packed, PackedDocuments)
+        and packed.dealt_share is not None
+        and packed.dealt_share.ranks > 1
+    )
     if not cut or trainer in _watched:
         return step()
     _watched.add(trainer)
@@ -248,8 +317,8 @@ def train_watched(trainer: Trainer, step: Callable[..., torch.Tensor], inputs: A
 
 @contextmanager
 def wrapped(owner: object, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Wrap a function around a method of one object: the function
-    gets the method before its arguments.
+    """Wrap a function around a method of one object: the function gets the method before its
+    arguments.
     """
     method, before = getattr(owner, name), vars(owner).get(name)
     setattr(owner, name, wraps(method)(partial(around, method)))
@@ -263,7 +332,12 @@ def wrapped(owner: object, name: str, around: Callable[..., Any]) -> Iterator[No
 
 
 def _compute_watched(
-    trainer: Trainer, compute_loss: Callable[..., Any], model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
+    trainer: Trainer,
+    compute_loss: Callable[..., Any],
+    model: torch.nn.Module,
+    inputs: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Return the loss of the Trainer's own `compute_loss`, after the check."""
     watch, inner = _Watch(inputs.get("input_ids")), trainer.accelerator.unwrap_model(model)
@@ -273,12 +347,18 @@ def _compute_watched(
     with watch.calls_of({model, inner}):
         result = compute_loss(model, inputs, *args, **kwargs)
     loss = result[0] if isinstance(result, tuple) else result
-    if isinstance(loss, torch.Tensor) and loss.grad_fn is not None and (wrong := watch.wrong(loss)) is not None:
+    if (
+        isinstance(loss, torch.Tensor)
+        and loss.grad_fn is not None
+        and (wrong := watch.wrong(loss)) is not None
+    ):
         raise UnsupportedError(f"the loss of {_name(trainer)} {wrong}")
     return result
 
 
 def _name(trainer: Trainer) -> str:
     """Name the owner of the loss: the class that has this compute_loss, or the Trainer's."""
-    owner = next((kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind)), type(trainer))
+    owner = next(
+        (kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind)), type(trainer)
+    )
     return f"{owner.__name__}.compute_loss"

@@ -1,7 +1,8 @@
 """The handle that the mask function returns, which travels to every layer as `attention_mask`.
 
-A model makes its mask once per forward and kind of layer. Instead of a dense mask it gets a small object. Because that is an
-argument, it is the same object in the recompute of activation checkpointing and another one for every micro-batch.
+A model makes its mask once per forward and kind of layer. Instead of a dense mask it gets a small
+object. Because that is an argument, it is the same object in the recompute of activation
+checkpointing and another one for every micro-batch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ import torch
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.families import check_numbered, check_parts, warn_of_packing, why_unsegmented
+from hf_distca.integration.families import (
+    check_numbered,
+    check_parts,
+    warn_of_packing,
+    why_unsegmented,
+)
 from hf_distca.integration.recurrent_rows import recurrent_rows
 from hf_distca.kernels.base import Scores
 from hf_distca.runtime.call import Inputs
@@ -69,8 +75,8 @@ class Work:
 
 
 class AlikeLayers(NamedTuple):
-    """Common properties of the layers of a micro-batch that are
-    called alike, made for the first of them.
+    """Common properties of the layers of a micro-batch that are called alike, made for the first of
+    them.
 
     Attributes:
         work: their plan in use.
@@ -162,10 +168,20 @@ class AttentionHandle:
         self.handover: Handover | None = None
         self.second: AttentionHandle | None = None
 
-    def of_nano_batch(self, nano: int, shape: tuple[int, int], documents: Documents, handover: Handover) -> AttentionHandle:
+    def of_nano_batch(
+        self, nano: int, shape: tuple[int, int], documents: Documents, handover: Handover
+    ) -> AttentionHandle:
         """Make the handle of a nano-batch, 1 or 2, of (rows, tokens)."""
-        handle = AttentionHandle(*shape, replace(self.mask, padding=None, position_ids=None, packed=None, alone=self.alone))
-        handle.nano, handle.documents, handle.handover, handle.group = nano, documents, handover, self.group
+        handle = AttentionHandle(
+            *shape,
+            replace(self.mask, padding=None, position_ids=None, packed=None, alone=self.alone),
+        )
+        handle.nano, handle.documents, handle.handover, handle.group = (
+            nano,
+            documents,
+            handover,
+            self.group,
+        )
         handle.segmented = self.segmented
         return handle
 
@@ -173,13 +189,20 @@ class AttentionHandle:
         """Return the plan key of a layer that passes this window to the attention
         function; the mask's own window goes first.
         """
-        return PlanKey(shape, device, window if self.mask.window is None else self.mask.window, self.mask.chunk, self.nano)
+        return PlanKey(
+            shape,
+            device,
+            window if self.mask.window is None else self.mask.window,
+            self.mask.chunk,
+            self.nano,
+        )
 
     def read(self, arguments: Mapping[str, Any], *, span_ranks: bool, training: bool) -> Documents:
-        """Read the documents of the batch, once, from the keyword
-        arguments of a layer or of attention.
+        """Read the documents of the batch, once, from the keyword arguments of a layer or of
+        attention.
         """
-        if self.documents is None and (rows := recurrent_rows(arguments)) is not None:  # its model has read them
+        # Its model has read them.
+        if self.documents is None and (rows := recurrent_rows(arguments)) is not None:
             self.documents, self.segmented = rows.documents.cut_into_chunks(self.mask.chunk), True
         elif self.documents is None:
             positions, packed = arguments.get("position_ids"), arguments.get("distca_documents")
@@ -212,7 +235,10 @@ class AttentionHandle:
         if documents.has_mask_numbers:
             check_numbered(model_type, self.mask.unnumbered)
         if layout is not None and documents.span_ranks and layout.is_scattered:
-            check_parts(model_type, self.mask.whole or (None if self.segmented else why_unsegmented(model_type)))
+            check_parts(
+                model_type,
+                self.mask.whole or (None if self.segmented else why_unsegmented(model_type)),
+            )
 
     def contiguous(self) -> AttentionHandle:
         """Return the handle itself, as for masks that are tensors."""
@@ -221,8 +247,8 @@ class AttentionHandle:
 
 @dataclass(frozen=True, eq=False)
 class ForeignMask:
-    """A mask that distca does not compute: an error where attention is
-    called with it, not where it is made.
+    """A mask that distca does not compute: an error where attention is called with it, not where it
+    is made.
 
     The decoders of Bart and its kin make one for a cross attention that they do not have as causal
     language models.
@@ -241,14 +267,15 @@ class ForeignMask:
     def refuse(self) -> NoReturn:
         """Raise an `UnsupportedError` with the reason."""
         raise UnsupportedError(
-            f"this model's attention mask uses {self.what}; distca computes causal attention within documents. "
-            'Use attn_implementation="sdpa" for it.'
+            f"this model's attention mask uses {self.what}; distca computes causal attention"
+            ' within documents. Use attn_implementation="sdpa" for it.'
         )
 
 
 class CachedMask(torch.Tensor):
-    """The dense mask of a forward that reads a key/value cache: sdpa
-    computes such calls, on this rank alone.
+    """The dense mask of a forward that reads a key/value cache: sdpa computes such calls, on this
+    rank alone.
 
-    A tensor, because generation with static caches handles masks as tensors; a class, to tell it from a user's own mask.
+    A tensor, because generation with static caches handles masks as tensors; a class, to tell it
+    from a user's own mask.
     """

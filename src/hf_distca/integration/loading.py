@@ -54,11 +54,12 @@ def origin(function: Callable[..., Any]) -> str:
 
 
 def check_untouched(config: PreTrainedConfig | None) -> None:
-    """Raise if another package replaced an attention that distca registered, or
-    built on the attention that distca replaced.
+    """Raise if another package replaced an attention that distca registered, or built on the
+    attention that distca replaced.
 
     Raises:
-        UnsupportedError: if another package changed the attention of the name since, as those do that cut sequences over ranks.
+        UnsupportedError: if another package changed the attention of the name since, as those do
+            that cut sequences over ranks.
     """
     name = getattr(config, "_attn_implementation", None)
     ours = _attention.get(name) if isinstance(name, str) else None
@@ -70,15 +71,16 @@ def check_untouched(config: PreTrainedConfig | None) -> None:
         changed = changed_flash_attention()
     if changed is not None:
         raise UnsupportedError(
-            f'attn_implementation="{name}" is distca here, and {origin(changed)} has been put in front of it since. '
-            "Packages do so to cut sequences over ranks; distca would take each part for documents of its own. Switch that off "
-            "(sequence, context or Ulysses parallelism of size 1): distca shares the attention of long documents between ranks."
+            f'attn_implementation="{name}" is distca here, and {origin(changed)} has been put in'
+            " front of it since. Packages do so to cut sequences over ranks; distca would take"
+            " each part for documents of its own. Switch that off (sequence, context or Ulysses"
+            " parallelism of size 1): distca shares the attention of long documents between ranks."
         )
 
 
 def stand_in(name: str) -> None:
-    """Let models that ask for the attention `name` have distca, for
-    trainers that accept only names they know.
+    """Let models that ask for the attention `name` have distca, for trainers that accept only names
+    they know.
 
     Call it before the model is loaded. From then on transformers uses distca's functions under this
     name, in this process and for every model that asks for `name`, also for models that are not
@@ -101,32 +103,38 @@ def stand_in(name: str) -> None:
         return
     check_stand_in(name)
     if name not in ALL_ATTENTION_FUNCTIONS:
-        raise UnsupportedError(f"distca cannot stand in for {name!r}: this version of transformers does not have it.")
+        raise UnsupportedError(
+            f"distca cannot stand in for {name!r}: this version of transformers does not have it."
+        )
     replaced = ALL_ATTENTION_FUNCTIONS[name]
     changed = changed_flash_attention() if "flash" in name else None
     for function in (replaced, changed):
         if function is not None and not origin(function).startswith("transformers."):
             raise UnsupportedError(
-                f"distca cannot stand in for {name!r}: {origin(function)} has been put in its place. Packages do so to cut "
-                "sequences over ranks, which distca would not know of: switch that off."
+                f"distca cannot stand in for {name!r}: {origin(function)} has been put in its"
+                " place. Packages do so to cut sequences over ranks, which distca would not know"
+                " of: switch that off."
             )
     register(name, _attention["distca"], ALL_MASK_ATTENTION_FUNCTIONS["distca"])
     let_names_pass(frozenset(_attention))
     _log.warning(
-        'distca stands in for attn_implementation="%s": models that ask for it in this process get distca, not %s.',
+        'distca stands in for attn_implementation="%s": models that ask for it in this process get'
+        " distca, not %s.",
         name,
         origin(replaced),
     )
 
 
 def make_default() -> None:
-    """Make distca the default of causal language models of proven families,
-    and of their parts, that name no attention.
+    """Make distca the default of causal language models of proven families, and of their parts,
+    that name no attention.
     """
     choose = PreTrainedModel.get_correct_attn_implementation
 
     @wraps(choose)
-    def chosen(self: PreTrainedModel, requested_attention: str | None, *args: bool, **kwargs: bool) -> str:
+    def chosen(
+        self: PreTrainedModel, requested_attention: str | None, *args: bool, **kwargs: bool
+    ) -> str:
         if requested_attention is None and _suits(self):
             requested_attention = "distca"
         return choose(self, requested_attention, *args, **kwargs)
@@ -145,7 +153,10 @@ def _suits(model: PreTrainedModel) -> bool:
         return False
     if FAMILIES.get(config.model_type) in EQUAL:
         return True
-    warn_once("hf-distca leaves %s models with the attention of transformers: they are not proven.", config.model_type)
+    warn_once(
+        "hf-distca leaves %s models with the attention of transformers: they are not proven.",
+        config.model_type,
+    )
     return False
 
 
@@ -183,7 +194,8 @@ def prepare(model: Model) -> Model:
     session.look_for_mesh(_models(model))
     if session.config.ping_pong:
         for part in _models(model):
-            if part.config.model_type in PING_PONG:  # of others the first forward says why it leaves them whole
+            # Of others the first forward says why it leaves them whole.
+            if part.config.model_type in PING_PONG:
                 cut_layers(part)
     if dist.is_available() and dist.is_initialized():
         session.join_group()
@@ -191,8 +203,8 @@ def prepare(model: Model) -> Model:
 
 
 def distca_configs(model: torch.nn.Module | None) -> list[PreTrainedConfig]:
-    """Return the configurations of a model and its parts, such as a language
-    tower, that ask for distca, under any name.
+    """Return the configurations of a model and its parts, such as a language tower, that ask for
+    distca, under any name.
     """
     configs = {id(part.config): part.config for part in _models(model) if is_ours(part)}
     return list(configs.values())

@@ -18,11 +18,22 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import MaskCall
 from hf_distca.integration.checks import check_step
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.families import check_family, check_layerdrop, warn_of_family, why_unnumbered, why_whole
+from hf_distca.integration.families import (
+    check_family,
+    check_layerdrop,
+    warn_of_family,
+    why_unnumbered,
+    why_whole,
+)
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, MaskInfo
 from hf_distca.integration.loading import check_untouched
 from hf_distca.integration.nano_batches import cut_layers
-from hf_distca.integration.positions import check_positions, first_position, mark_starts, see_longest
+from hf_distca.integration.positions import (
+    check_positions,
+    first_position,
+    mark_starts,
+    see_longest,
+)
 from hf_distca.integration.recomputed_masks import handle_of_forward
 
 __all__ = ["distca_mask"]
@@ -37,15 +48,17 @@ def distca_mask(
     config: PreTrainedConfig | None = None,
     **sizes: Any,
 ) -> AttentionHandle | CachedMask | ForeignMask:
-    """Make the handle of a micro-batch in place of a dense mask: the
-    mask function registered as "distca".
+    """Make the handle of a micro-batch in place of a dense mask: the mask function registered as
+    "distca".
 
-    `sizes` has ``batch_size``, ``q_length`` and ``kv_length``, and may have ``q_offset``, ``kv_offset`` and ``use_vmap``. A mask
-    that is not causal, or has an overlay, comes back as a `ForeignMask`.
+    `sizes` has ``batch_size``, ``q_length`` and ``kv_length``, and may have ``q_offset``,
+    ``kv_offset`` and ``use_vmap``. A mask that is not causal, or has an overlay, comes back as a
+    `ForeignMask`.
 
     Raises:
-        UnsupportedError: if the model is of a family that is refused, or drops layers while it trains, if another package has
-            put itself in front of distca, or in `torch.nn.DataParallel`. Of shares also what `check_step` refuses.
+        UnsupportedError: if the model is of a family that is refused, or drops layers while it
+            trains, if another package has put itself in front of distca, or in
+            `torch.nn.DataParallel`. Of shares also what `check_step` refuses.
         LayoutError: if position ids are not those of the documents.
     """
     if isinstance(attention_mask, (AttentionHandle, ForeignMask)):
@@ -58,51 +71,72 @@ def distca_mask(
     if sizes.get("use_vmap") or foreign:
         return ForeignMask(", ".join(foreign) or "a custom mask function")
     length, offset = sizes["q_length"], sizes.get("q_offset", 0)
-    if sizes.get("kv_offset") or sizes["kv_length"] != length or not isinstance(offset, int) or offset:
-        # One token at a time reads the whole cache: no query rows to move, and only this rank is generating.
-        ours = {"mask_function": mask_function, "attention_mask": attention_mask, "local_size": local_size, "config": config}
+    if (
+        sizes.get("kv_offset")
+        or sizes["kv_length"] != length
+        or not isinstance(offset, int)
+        or offset
+    ):
+        # One token at a time reads the whole cache: no query rows to move, and only this rank is
+        # generating.
+        ours = {
+            "mask_function": mask_function,
+            "attention_mask": attention_mask,
+            "local_size": local_size,
+            "config": config,
+        }
         dense = sdpa_mask(**{**sizes, **ours, "allow_is_causal_skip": False})
         return torch.Tensor.as_subclass(dense, CachedMask)  # type: ignore[arg-type]  # never None without skips
     chunked = MASK_CHUNKS in parts
     info = MaskInfo(
-        padding=None if attention_mask is None else attention_mask[:, :length],  # as bool: see `_with_caller`
+        # As bool: see `_with_caller`.
+        padding=None if attention_mask is None else attention_mask[:, :length],
         window=None if chunked else local_size,
         chunk=local_size if chunked else None,
         model_type=model_type,
-        # Only what is computed while gradients are recorded can be recomputed. Layers under reentrant checkpointing record none
-        # in their first forward, but their mask is made before.
+        # Only what is computed while gradients are recorded can be recomputed. Layers under
+        # reentrant checkpointing record none in their first forward, but their mask is made before.
         recomputes=torch.is_grad_enabled(),
     )
-    return handle_of_forward(AttentionHandle(sizes["batch_size"], length, _with_caller(info, config)))
+    return handle_of_forward(
+        AttentionHandle(sizes["batch_size"], length, _with_caller(info, config))
+    )
 
 
 def _with_caller(info: MaskInfo, config: PreTrainedConfig | None) -> MaskInfo:
-    """Add facts about the model that asks for the mask, after checks and
-    preparation that were not done before.
+    """Add facts about the model that asks for the mask, after checks and preparation that were not
+    done before.
     """
     call = MaskCall()
     if call.in_data_parallel:
         raise UnsupportedError(
-            "torch.nn.DataParallel runs replicas of the model in threads of one process, and distca shares attention between "
-            "processes. Start one process for each GPU, with torchrun or accelerate launch; or make one GPU visible "
-            "(CUDA_VISIBLE_DEVICES=0)."
+            "torch.nn.DataParallel runs replicas of the model in threads of one process, and distca"
+            " shares attention between processes. Start one process for each GPU, with torchrun or"
+            " accelerate launch; or make one GPU visible (CUDA_VISIBLE_DEVICES=0)."
         )
     warn_of_family(info.model_type)
     model, packed, position_ids = next(call.models(), None), call.documents, call.position_ids
     if torch.is_grad_enabled() if model is None else model.training:
         check_layerdrop(config)
     session = current_session()  # what `prepare` does, for a model that nobody prepared
-    session.look_for_mesh(call.models())  # from the inside out; the mesh is on the model that was loaded
+    # From the inside out; the mesh is on the model that was loaded.
+    session.look_for_mesh(call.models())
     if session.config.ping_pong and model is not None:
         cut_layers(model)
     first = first_position(model)
     if position_ids is None and (given := call.given_positions) is not None:
         position_ids = given if first else mark_starts(given)
     if model is not None and isinstance(packed, PackedDocuments):
-        check_positions(model, packed, position_ids, lacking=call.lacks_positions and not (first and position_ids is not None))
+        check_positions(
+            model,
+            packed,
+            position_ids,
+            lacking=call.lacks_positions and not (first and position_ids is not None),
+        )
         if packed.dealt_share is not None:
             check_step(call, packed.dealt_share)
-    # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
+    # A model can be left in training mode while one rank generates: the mode alone does not tell
+    # that the others take part.
     return replace(
         info,
         padding=_numbered(call.attention_mask, info.padding),
@@ -116,10 +150,14 @@ def _with_caller(info: MaskInfo, config: PreTrainedConfig | None) -> MaskInfo:
 
 
 def _numbered(given: torch.Tensor | None, padding: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the padding mask in the numbers that the model got, if
-    these are known, whole, and of its shape.
+    """Return the padding mask in the numbers that the model got, if these are known, whole, and of
+    its shape.
     """
-    given = None if padding is None or given is None or given.dim() != 2 else convert_mask(given[:, : padding.shape[1]])
+    given = (
+        None
+        if padding is None or given is None or given.dim() != 2
+        else convert_mask(given[:, : padding.shape[1]])
+    )
     return padding if given is None or padding is None or given.shape != padding.shape else given
 
 
@@ -133,7 +171,12 @@ def _parts(function: Callable[..., Any]) -> list[str]:
     if not isinstance(function, FunctionType):
         return [name]
     inner = _closed_over(function).values()
-    functions = [part for value in inner for part in (value if isinstance(value, (tuple, list)) else (value,)) if callable(part)]
+    functions = [
+        part
+        for value in inner
+        for part in (value if isinstance(value, (tuple, list)) else (value,))
+        if callable(part)
+    ]
     if name == MASK_UNION:
         functions = [part for part in functions if not _hides_all(part)]
     names = [name] if name != MASK_UNION or len(functions) > 1 else []
@@ -153,8 +196,8 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _hides_all(function: Callable[..., Any]) -> bool:
-    """Return whether a part of a union of masks lets no token see any:
-    an overlay of blocks without tokens.
+    """Return whether a part of a union of masks lets no token see any: an overlay of blocks without
+    tokens.
 
     This reads the device once a mask, only for models with such blocks.
     """

@@ -27,8 +27,8 @@ __all__ = ["Announced", "DistCATrainerMixin", "announce", "plan_ahead"]
 
 
 def plan_ahead(batches: Sequence[Any]) -> list[Any]:
-    """Plan core attention for the micro-batches of an optimizer step at
-    once: two small collectives for all of them.
+    """Plan core attention for the micro-batches of an optimizer step at once: two small collectives
+    for all of them.
 
     For loops that have their batches before they run them; all ranks must call it at the same
     point, with as many batches. The required plans are known from earlier micro-batches, so the
@@ -50,8 +50,8 @@ def plan_ahead(batches: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True, eq=False)
 class Announced:
-    """Micro-batches of an optimizer step whose documents all ranks
-    know, and whose plans are being made.
+    """Micro-batches of an optimizer step whose documents all ranks know, and whose plans are being
+    made.
 
     Attributes:
         batches: as they were announced.
@@ -64,8 +64,8 @@ class Announced:
     planning: PendingPlans
 
     def planned(self) -> list[Any]:
-        """Return copies of the batches, with their plans, once these
-        are made and all ranks have the same.
+        """Return copies of the batches, with their plans, once these are made and all ranks have
+        the same.
         """
         session, batches = current_session(), [copy(batch) for batch in self.batches]
         with self.planning.group.reporting(f"planning {self.planning.place}"):
@@ -76,9 +76,11 @@ class Announced:
         return batches
 
 
-def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, beside: bool = False) -> Announced | None:
-    """Announce the documents of micro-batches to the other ranks, which
-    must do so with as many at the same point.
+def announce(
+    batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, beside: bool = False
+) -> Announced | None:
+    """Announce the documents of micro-batches to the other ranks, which must do so with as many at
+    the same point.
 
     Args:
         batches: micro-batches in the order in which they will run.
@@ -104,8 +106,15 @@ def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, bes
 
 def _to_be_planned(batches: Sequence[Any]) -> bool:
     """Return whether all batches have documents, and none is a share, which has its plans."""
-    known = [batch.get("distca_documents") if isinstance(batch, Mapping) and "input_ids" in batch else None for batch in batches]
-    return all(isinstance(packed, PackedDocuments) and packed.dealt_share is None for packed in known)
+    known = [
+        batch.get("distca_documents")
+        if isinstance(batch, Mapping) and "input_ids" in batch
+        else None
+        for batch in batches
+    ]
+    return all(
+        isinstance(packed, PackedDocuments) and packed.dealt_share is None for packed in known
+    )
 
 
 def _requests(batch: Mapping[str, Any], keys: Sequence[PlanKey], tile: int) -> list[Request]:
@@ -113,8 +122,13 @@ def _requests(batch: Mapping[str, Any], keys: Sequence[PlanKey], tile: int) -> l
     shape: tuple[int, int] = batch["input_ids"].shape
     whole = TokenBatch.of(batch).read_documents()
     chunked = {chunk: whole.cut_into_chunks(chunk) for chunk in {key.chunk for key in keys}}
-    nano = {chunk: cut(*shape, chunked[chunk], tile)[2] for chunk in {key.chunk for key in keys if key.nano}}
-    return [(nano[key.chunk][key.nano - 1] if key.nano else chunked[key.chunk], key) for key in keys]
+    nano = {
+        chunk: cut(*shape, chunked[chunk], tile)[2]
+        for chunk in {key.chunk for key in keys if key.nano}
+    }
+    return [
+        (nano[key.chunk][key.nano - 1] if key.nano else chunked[key.chunk], key) for key in keys
+    ]
 
 
 class DistCATrainerMixin:
@@ -145,7 +159,9 @@ class DistCATrainerMixin:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does."""
         callbacks: list[TrainerCallback] = self.callback_handler.callbacks  # type: ignore[attr-defined]
-        ours = next((callback for callback in callbacks if isinstance(callback, DistCACallback)), None)
+        ours = next(
+            (callback for callback in callbacks if isinstance(callback, DistCACallback)), None
+        )
         first = ours or DistCACallback(summary=False, record=False)
         place = None if ours is None else callbacks.index(ours)
         put_before_reporters(first, callbacks)
@@ -157,9 +173,11 @@ class DistCATrainerMixin:
                 callbacks.insert(place, first)
             self._forget()  # worker processes end with their iterator
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any) -> Any:
-        """Return the micro-batches of the next optimizer step,
-        planned, and the Trainer's other results.
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return the micro-batches of the next optimizer step, planned, and the Trainer's other
+        results.
         """
         if epoch_iterator is not self._iterator:
             self._forget()
@@ -171,7 +189,11 @@ class DistCATrainerMixin:
         batches, *rest = super().get_batch_samples(source, num_batches, *args, **kwargs)  # type: ignore[misc]
         if self.shares_tokens:
             return (share_tokens(batches), *rest)
-        keys, announced, self._announced = current_session().planner.resume_progress().pop_recent_keys(), self._announced, None
+        keys, announced, self._announced = (
+            current_session().planner.resume_progress().pop_recent_keys(),
+            self._announced,
+            None,
+        )
         if announced is None or list(map(id, batches)) != list(map(id, announced.batches)):
             announced = announce(batches, keys)
         planned = batches if announced is None else announced.planned()
@@ -181,7 +203,9 @@ class DistCATrainerMixin:
             drawn += islice(self._up_to_the_end(epoch_iterator), max(0, num_batches - len(drawn)))
             self._drawn = iter(drawn)
             if drawn:
-                self._announced = announce(drawn[:num_batches], keys, after=len(batches), beside=True)
+                self._announced = announce(
+                    drawn[:num_batches], keys, after=len(batches), beside=True
+                )
         return (planned, *rest)
 
     def _up_to_the_end(self, epoch_iterator: Iterator[Any]) -> Iterator[Any]:

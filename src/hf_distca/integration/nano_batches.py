@@ -1,12 +1,13 @@
 """Decoder layers that run their tokens as two nano-batches, half a phase apart.
 
-The layers of a model get a subclass of their own class, under its name, whose `forward` runs the original one twice, in turns.
-The cut stays inside one call of the layer: hooks of FSDP, DeepSpeed or PEFT, checkpointing and collected hidden states see one
-layer call, and no line of the model changes.
+The layers of a model get a subclass of their own class, under its name, whose `forward` runs the
+original one twice, in turns. The cut stays inside one call of the layer: hooks of FSDP, DeepSpeed
+or PEFT, checkpointing and collected hidden states see one layer call, and no line of the model
+changes.
 
-One row is cut among its tokens, between documents if a document starts near the middle. Several rows are cut among the rows.
-A document that crosses the cut needs, in the second nano-batch, the keys that the first one made: they are handed over inside
-the layer, with their gradient.
+One row is cut among its tokens, between documents if a document starts near the middle. Several
+rows are cut among the rows. A document that crosses the cut needs, in the second nano-batch, the
+keys that the first one made: they are handed over inside the layer, with their gradient.
 """
 
 from __future__ import annotations
@@ -37,22 +38,25 @@ __all__ = ["Handover", "NanoBatches", "can_cut", "cut", "cut_layers"]
 
 _log = logging.getLogger("hf_distca")
 
-# A cut between documents is taken if the smaller nano-batch then has at least this part of the tokens.
+# A cut between documents is taken if the smaller nano-batch then has at least this part of the
+# tokens.
 _SMALLEST = 3 / 8
 
 
 @dataclass(eq=False)
 class Handover:
-    """Keys and values of the first nano-batch that the second one also
-    reads: those of its last `tokens` tokens.
+    """Keys and values of the first nano-batch that the second one also reads: those of its last
+    `tokens` tokens.
     """
 
     tokens: int
     given: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def context(self, nano: int, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Store the keys and values of the first nano-batch, or return
-        them as context of the second one.
+    def context(
+        self, nano: int, k_TKD: torch.Tensor, v_TKV: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Store the keys and values of the first nano-batch, or return them as context of the
+        second one.
         """
         if not self.tokens:
             return None
@@ -60,7 +64,10 @@ class Handover:
             self.given = k_TKD[-self.tokens :], v_TKV[-self.tokens :]
             return None
         if self.given is None:
-            raise UnsupportedError("the second nano-batch of a layer called attention before the first: set ping_pong=False.")
+            raise UnsupportedError(
+                "the second nano-batch of a layer called attention before the first: set"
+                " ping_pong=False."
+            )
         given, self.given = self.given, None
         return given
 
@@ -109,8 +116,8 @@ class NanoBatches:
         return len(work) > 1 and not any(kind.route.exchanges for kind in work)
 
     def part(self, nano: int, value: Any) -> Any:
-        """Return a nano-batch's part of an argument of a layer, or of
-        several in a tuple, list or dictionary.
+        """Return a nano-batch's part of an argument of a layer, or of several in a tuple, list or
+        dictionary.
         """
         if isinstance(value, torch.Tensor):
             dim = self._dim(value)
@@ -134,36 +141,69 @@ class NanoBatches:
             UnsupportedError: if an output has other parts than tensors with the cut axis.
         """
         if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-            if tuple(part.shape[self.axis] if part.dim() > self.axis else 0 for part in (first, second)) == self.sizes:
+            if (
+                tuple(
+                    part.shape[self.axis] if part.dim() > self.axis else 0
+                    for part in (first, second)
+                )
+                == self.sizes
+            ):
                 return torch.cat([first.narrow(self.axis, 0, self.border), second], self.axis)
         elif first is None and second is None:
             return None
-        elif type(first) in (tuple, list) and type(second) is type(first) and len(first) == len(second):
+        elif (
+            type(first) in (tuple, list)
+            and type(second) is type(first)
+            and len(first) == len(second)
+        ):
             return type(first)(self.join(*pair) for pair in zip(first, second, strict=True))
         shown = (
-            f"a tensor of {tuple(part.shape)}" if isinstance(part, torch.Tensor) else type(part).__name__
+            (
+                f"a tensor of {tuple(part.shape)}"
+                if isinstance(part, torch.Tensor)
+                else type(part).__name__
+            )
             for part in (first, second)
         )
         raise UnsupportedError(
-            f"a decoder layer returned {' and '.join(shown)} for nano-batches of {self.sizes} "
-            f"{'tokens' if self.axis else 'rows'}, which ping-pong cannot join: set DistCAConfig(ping_pong=False)."
+            f"a decoder layer returned {' and '.join(shown)} for nano-batches of {self.sizes}"
+            f" {'tokens' if self.axis else 'rows'}, which ping-pong cannot join: set"
+            " DistCAConfig(ping_pong=False)."
         )
 
     def _dim(self, tensor: torch.Tensor) -> int | None:
-        """Return the dimension of an argument that the cut goes through,
-        None if it is the same for all tokens.
+        """Return the dimension of an argument that the cut goes through, None if it is the same for
+        all tokens.
         """
         shape = tuple(tensor.shape)
         if self.axis == 0:
-            return next((d for d in range(len(shape) - 1) if shape[d : d + 2] == (self.batch_size, self.length)), None)
+            return next(
+                (
+                    d
+                    for d in range(len(shape) - 1)
+                    if shape[d : d + 2] == (self.batch_size, self.length)
+                ),
+                None,
+            )
         if len(shape) == 1 and tensor.is_floating_point():
-            return None  # a vector of the layer's width may be as long as the batch; what tokens have one by one are integers
-        return next((d for d in range(len(shape)) if shape[d] == self.length and (d == 0 or shape[d - 1] == 1)), None)
+            # A vector of the layer's width may be as long as the batch; what tokens have one by one
+            # are integers.
+            return None
+        return next(
+            (
+                d
+                for d in range(len(shape))
+                if shape[d] == self.length and (d == 0 or shape[d - 1] == 1)
+            ),
+            None,
+        )
 
 
-def cut(batch_size: int, length: int, documents: Documents, tile: int) -> tuple[int, int, tuple[Documents, Documents]]:
-    """Choose the cut of a (batch_size, length) batch: axis and index as in
-    `NanoBatches`, and the documents of both parts.
+def cut(
+    batch_size: int, length: int, documents: Documents, tile: int
+) -> tuple[int, int, tuple[Documents, Documents]]:
+    """Choose the cut of a (batch_size, length) batch: axis and index as in `NanoBatches`, and the
+    documents of both parts.
     """
     axis = 0 if batch_size > 1 else 1
     if documents.dealt_share is not None and documents.dealt_share.first_nano_tokens is not None:
@@ -197,12 +237,18 @@ def cut_layers(model: torch.nn.Module) -> None:
     _seen.add(model)
     model_type = str(getattr(getattr(model, "config", None), "model_type", None))
     if model_type not in PING_PONG:
-        text = "ping-pong leaves the layers of %s models whole: it is not proven that attention is all that mixes tokens in them."
+        text = (
+            "ping-pong leaves the layers of %s models whole: it is not proven that attention is all"
+            " that mixes tokens in them."
+        )
         _log.warning(text, model_type)
         return
-    from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
+    # It imports what registers distca.
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers: list[Any] = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     for module in layers:
         if not hasattr(type(module), "_distca_whole"):
             module.__class__ = _in_nano_batches(type(module))  # type: ignore[arg-type]  # a class is hashable
@@ -219,12 +265,21 @@ def _in_nano_batches(base: Any) -> Any:
         return whole(*args, **kwargs) if cut is None else _run(whole, cut, args, kwargs)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
-        # Copies and pickles are of the class that has an address; their first forward makes them like this one again.
+        # Copies and pickles are of the class that has an address; their first forward makes them
+        # like this one again.
         _, arguments, *state = base.__reduce_ex__(self, protocol)
         return (_blank, (base, *arguments[1:]), *state)
 
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (base,), {**names, "forward": forward, "__reduce_ex__": __reduce_ex__, "_distca_whole": base})
+    names = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    return type(
+        base.__name__,
+        (base,),
+        {**names, "forward": forward, "__reduce_ex__": __reduce_ex__, "_distca_whole": base},
+    )
 
 
 def _blank(kind: Any, *arguments: Any) -> Any:
@@ -236,20 +291,33 @@ def _blank(kind: Any, *arguments: Any) -> Any:
 
 
 def _run(whole: Callable[..., Any], cut: NanoBatches, args: Any, kwargs: Any) -> Any:
-    first, second = (partial(whole, *cut.part(nano, args), **cut.part(nano, kwargs)) for nano in (1, 2))
-    device = next(tensor.device for tensor in _flat((args, kwargs)) if isinstance(tensor, torch.Tensor))
+    first, second = (
+        partial(whole, *cut.part(nano, args), **cut.part(nano, kwargs)) for nano in (1, 2)
+    )
+    device = next(
+        tensor.device for tensor in _flat((args, kwargs)) if isinstance(tensor, torch.Tensor)
+    )
     trace = current_session().trace
     if trace is not None:
         trace.mark_border(device)
     output = cut.join(*run_nano_batches(first, second, device.type))
-    grown = next((tensor for tensor in _flat((output,)) if isinstance(tensor, torch.Tensor) and tensor.requires_grad), None)
+    grown = next(
+        (
+            tensor
+            for tensor in _flat((output,))
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad
+        ),
+        None,
+    )
     if trace is not None and grown is not None:
         grown.register_hook(lambda _: trace.mark_border(device))  # type: ignore[no-untyped-call]
     return output
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it looks at arguments and groups, and computes nothing
-def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> NanoBatches | None:
+def _nano_batches_for(
+    layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]
+) -> NanoBatches | None:
     """Choose the cut of this call of a layer; None to run it whole."""
     flat = list(_flat((args, kwargs)))
     handles = {id(argument): argument for argument in flat if isinstance(argument, AttentionHandle)}
@@ -258,26 +326,35 @@ def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
     handle = next(iter(handles.values()))
     if in_backward():  # a recompute, which must do what the forward did
         nano_batches = handle.nano_batches
-        return nano_batches if nano_batches is not None and id(layer) in nano_batches.layers else None
-    # Nano-batches fill no cache. Who trains does not read it; who generates does, also with a model in training mode.
-    if any(isinstance(argument, Cache) for argument in flat) and not (layer.training and torch.is_grad_enabled()):
+        return (
+            nano_batches if nano_batches is not None and id(layer) in nano_batches.layers else None
+        )
+    # Nano-batches fill no cache. Who trains does not read it; who generates does, also with a model
+    # in training mode.
+    if any(isinstance(argument, Cache) for argument in flat) and not (
+        layer.training and torch.is_grad_enabled()
+    ):
         return None
     session = current_session()
-    if handle.nano or not (session.elsewhere or WorkPlanner(session)).uses_nano_batches(handle, layer.training):
+    if handle.nano or not (session.elsewhere or WorkPlanner(session)).uses_nano_batches(
+        handle, layer.training
+    ):
         return None
     if (why := _holds_attention(layer)) is not None:
         warn_once(
-            "ping-pong leaves layers whole whose attention is %s by itself: do it with whole layers, which costs no second "
-            "attention under distca, and which ping-pong can cut.",
+            "ping-pong leaves layers whole whose attention is %s by itself: do it with whole"
+            " layers, which costs no second attention under distca, and which ping-pong can cut.",
             why,
         )
         return None
     if handle.nano_batches is None:
         documents = WorkPlanner(session).read_documents(handle, kwargs, layer.training)
-        if documents.span_ranks and (documents.dealt_share is None or documents.dealt_share.first_nano_tokens is None):
+        if documents.span_ranks and (
+            documents.dealt_share is None or documents.dealt_share.first_nano_tokens is None
+        ):
             warn_once(
-                "ping-pong leaves layers whole while documents span ranks, unless they were dealt for it: give the same "
-                "DistCAConfig to `document_shares`."
+                "ping-pong leaves layers whole while documents span ranks, unless they were dealt"
+                " for it: give the same DistCAConfig to `document_shares`."
             )
             return None
         handle.nano_batches = NanoBatches.of(handle, documents, session.config.tile)
@@ -294,15 +371,25 @@ def can_cut(model: torch.nn.Module) -> bool:
 
 
 def _holds_attention(layer: torch.nn.Module) -> str | None:
-    """Return why this layer cannot interleave nano-batches: its attention is
-    checkpointed or sharded on its own; else None.
+    """Return why this layer cannot interleave nano-batches: its attention is checkpointed or
+    sharded on its own; else None.
 
     A module counts as attention by transformers' conventions for such modules.
     """
-    sharded = [part for part in layer.modules() if part is not layer and isinstance(part, (FSDPModule, FullyShardedDataParallel))]
-    for parts, why in ((find_checkpointed_parts(layer), "checkpointed"), (sharded, "sharded by FSDP")):
+    sharded = [
+        part
+        for part in layer.modules()
+        if part is not layer and isinstance(part, (FSDPModule, FullyShardedDataParallel))
+    ]
+    for parts, why in (
+        (find_checkpointed_parts(layer), "checkpointed"),
+        (sharded, "sharded by FSDP"),
+    ):
         modules = [module for part in parts for module in part.modules()]
-        if any(hasattr(module, "is_causal") or "attention" in type(module).__name__.lower() for module in modules):
+        if any(
+            hasattr(module, "is_causal") or "attention" in type(module).__name__.lower()
+            for module in modules
+        ):
             return why
     return None
 

@@ -1,11 +1,11 @@
 """`place_rows`: packed rows in an order within each optimizer step that makes nodes even.
 
-A loader that accelerate prepared has three layers: a sampler draws row numbers, a batch sampler makes
-batches of them, in the same order on all ranks, and `BatchSamplerShard` leaves each rank every n-th
-batch, or, with ``split_batches``, its part of each. The placement goes between the last two. So what
-comes before it (seeds, epochs, generators that accelerate keeps equal on all ranks) and after it (what
-a resume skips, workers, devices) is as it was. The Trainer makes its loader when it begins to train:
-there `get_train_dataloader` is followed.
+A loader that accelerate prepared has three layers: a sampler draws row numbers, a batch sampler
+makes batches of them, in the same order on all ranks, and `BatchSamplerShard` leaves each rank
+every n-th batch, or, with ``split_batches``, its part of each. The placement goes between the last
+two. So what comes before it (seeds, epochs, generators that accelerate keeps equal on all ranks)
+and after it (what a resume skips, workers, devices) is as it was. The Trainer makes its loader when
+it begins to train: there `get_train_dataloader` is followed.
 """
 
 from __future__ import annotations
@@ -52,24 +52,27 @@ def place_rows(
     ranks_per_node: int | None = None,
     end_of_document: int | None = None,
 ) -> Reader:
-    """Place packed rows so that nodes have equal attention in each micro-batch of an optimizer step.
+    """Place packed rows so that nodes have equal attention in each micro-batch of an optimizer
+    step.
 
-    For rows that stay whole: of TRL's ``packing=True``, of `PackingCollator`, or cut from token files.
-    Work inside a node is evened by the exchange; between nodes it is evened here, by order alone. Every
-    step keeps its rows, every rank reads equally many in each micro-batch, and nothing waits for a
-    later step. Epochs, seeds, resuming and the last, short step are as without it.
+    For rows that stay whole: of TRL's ``packing=True``, of `PackingCollator`, or cut from token
+    files. Work inside a node is evened by the exchange; between nodes it is evened here, by order
+    alone. Every step keeps its rows, every rank reads equally many in each micro-batch, and nothing
+    waits for a later step. Epochs, seeds, resuming and the last, short step are as without it.
 
     Call it on every rank, with the same arguments: between a Trainer and its ``train()``, or on a
     loader that accelerate has prepared. Ranks compare what they read. A rank alone keeps its order.
 
     Args:
-        reader: a Trainer of transformers or TRL; or what ``accelerator.prepare`` made of a `DataLoader`.
-        model: for a loader the model, or its config, for whose attention rows are weighed. Without it,
-            they are weighed by the squares of document lengths.
+        reader: a Trainer of transformers or TRL; or what ``accelerator.prepare`` made of a
+            `DataLoader`.
+        model: for a loader the model, or its config, for whose attention rows are weighed. Without
+            it, they are weighed by the squares of document lengths.
         accumulation: for a loader micro-batches of a step, counted anew in each epoch; those of the
             `Accelerator` if None.
-        ranks_per_node: ranks [0, n), [n, 2n), ... are nodes; as they are found if None. Tensor-parallel
-            ranks count once. With 1, ranks are evened, as for attention that they do not share.
+        ranks_per_node: ranks [0, n), [n, 2n), ... are nodes; as they are found if None.
+            Tensor-parallel ranks count once. With 1, ranks are evened, as for attention that they
+            do not share.
         end_of_document: token id that ends documents, for rows without a column ``documents``,
             ``seq_lengths`` or ``position_ids``. All tokens are read once.
 
@@ -78,24 +81,37 @@ def place_rows(
 
     Raises:
         ConfigError: if an argument is out of its range, or ranks read different rows.
-        UnsupportedError: for data without a length, dealt documents, and loaders whose batches cannot
-            be placed, with what to set instead; for those of a Trainer before its first step.
+        UnsupportedError: for data without a length, dealt documents, and loaders whose batches
+            cannot be placed, with what to set instead; for those of a Trainer before its first
+            step.
         LayoutError: if rows do not say how long they are.
     """
     if not isinstance(reader, Trainer):
-        config, steps = current_session().config, _steps_of_loop() if accumulation is None else accumulation
+        config, steps = (
+            current_session().config,
+            _steps_of_loop() if accumulation is None else accumulation,
+        )
         work = _weigh(getattr(reader, "dataset", None), model, config, end_of_document)
         _Placing.agreed(work, steps, ranks_per_node, config).put_into(reader)
         return reader
     if model is not None or accumulation is not None:
         raise ConfigError(
-            f"accumulation={accumulation} and model={type(model).__name__} for a Trainer, which has its own: leave them out."
+            f"accumulation={accumulation} and model={type(model).__name__} for a Trainer, which has"
+            " its own: leave them out."
         )
     make = reader.get_train_dataloader
     if getattr(make, "places_rows", False):
-        raise ConfigError("the rows of this Trainer are placed already: call hf_distca.place_rows once.")
-    ours = (callback for callback in reader.callback_handler.callbacks if isinstance(callback, DistCACallback))
-    config = next((callback.config for callback in ours if callback.config), current_session().config)
+        raise ConfigError(
+            "the rows of this Trainer are placed already: call hf_distca.place_rows once."
+        )
+    ours = (
+        callback
+        for callback in reader.callback_handler.callbacks
+        if isinstance(callback, DistCACallback)
+    )
+    config = next(
+        (callback.config for callback in ours if callback.config), current_session().config
+    )
     work = _weigh(reader.train_dataset, reader.model, config, end_of_document)
     placing = _Placing.agreed(work, reader.args.gradient_accumulation_steps, ranks_per_node, config)
 
@@ -115,22 +131,29 @@ def _steps_of_loop() -> int:
     state = GradientState()
     if state.num_steps > 1 and not state.sync_with_dataloader:
         raise UnsupportedError(
-            "sync_with_dataloader=False lets steps go on from one epoch to the next, and place_rows keeps the rows of "
-            "each step of an epoch. Set GradientAccumulationPlugin(sync_with_dataloader=True)."
+            "sync_with_dataloader=False lets steps go on from one epoch to the next, and place_rows"
+            " keeps the rows of each step of an epoch. Set"
+            " GradientAccumulationPlugin(sync_with_dataloader=True)."
         )
     return int(state.num_steps)
 
 
 def _weigh(rows: Any, model: Any, config: DistCAConfig, end_of_document: int | None) -> FloatArray:
-    """Seconds of attention of each row, in all layers; without a model, squares of its documents' lengths."""
+    """Seconds of attention of each row, in all layers; without a model, squares of its documents'
+    lengths.
+    """
     if not hasattr(rows, "__len__") or isinstance(rows, IterableDataset):
         raise UnsupportedError(
-            f"place_rows weighs all rows before training, and data of {type(rows).__name__} does not say how "
-            "many there are. Give a data set with a length, or leave place_rows out."
+            f"place_rows weighs all rows before training, and data of {type(rows).__name__} does"
+            " not say how many there are. Give a data set with a length, or leave place_rows out."
         )
     if shares_of(rows) is not None:
-        raise UnsupportedError("documents of this data set are dealt, which makes ranks even: leave place_rows out.")
-    lengths, row = find_row_documents(rows, end_of_document, quiet=not PartialState().is_main_process)
+        raise UnsupportedError(
+            "documents of this data set are dealt, which makes ranks even: leave place_rows out."
+        )
+    lengths, row = find_row_documents(
+        rows, end_of_document, quiet=not PartialState().is_main_process
+    )
     seconds = np.square(lengths.astype(np.float64))
     if model is not None:
         seconds = _attention_seconds(lengths, getattr(model, "module", model), config)
@@ -144,7 +167,9 @@ def _attention_seconds(lengths: IntArray, model: Any, config: DistCAConfig) -> F
     for key, layers in layer_counts(model, None, PartialState().device.type).items():
         cost, chunk = known_cost(key, config), key.chunk or max(int(lengths.max(initial=1)), 1)
         whole, rest = np.divmod(lengths, chunk)
-        parts = whole * cost.estimate_seconds(chunk, chunk) + np.where(rest > 0, cost.estimate_seconds(rest, rest), 0.0)
+        parts = whole * cost.estimate_seconds(chunk, chunk) + np.where(
+            rest > 0, cost.estimate_seconds(rest, rest), 0.0
+        )
         seconds += layers * parts
     return seconds
 
@@ -168,15 +193,18 @@ class _Placing:
     config: DistCAConfig
 
     @classmethod
-    def agreed(cls, work: FloatArray, accumulation: int, per_node: int | None, config: DistCAConfig) -> Self:
+    def agreed(
+        cls, work: FloatArray, accumulation: int, per_node: int | None, config: DistCAConfig
+    ) -> Self:
         """Make sure that all ranks weigh the same rows, or raise on all of them."""
         said = gather_object([(node_number(), zlib.crc32(work.tobytes()))])
         read = [digest for _, digest in said]
         if len(set(read)) > 1:
             other = next(rank for rank, digest in enumerate(read) if digest != read[0])
             raise ConfigError(
-                f"ranks 0 and {other} weigh rows differently: place_rows needs the same data set, model and "
-                "settings on all ranks. Do not divide the data set by rank: accelerate does."
+                f"ranks 0 and {other} weigh rows differently: place_rows needs the same data set,"
+                " model and settings on all ranks. Do not divide the data set by rank: accelerate"
+                " does."
             )
         return cls(work, accumulation, [node for node, _ in said], per_node, config)
 
@@ -186,27 +214,43 @@ class _Placing:
         ranks = 1 if shard is None else shard.num_processes
         per_node = 1 if shard is None else self._ranks_per_node(ranks)
         if shard is None or per_node == ranks:
-            _say("distca leaves rows in their order: there is one node, which evens its work by itself.")
+            _say(
+                "distca leaves rows in their order: there is one node, which evens its work by"
+                " itself."
+            )
             return
         batches = shard.batch_sampler
         if isinstance(batches, RowPlacement):
-            raise ConfigError("the rows of this loader are placed already: call hf_distca.place_rows once.")
+            raise ConfigError(
+                "the rows of this loader are placed already: call hf_distca.place_rows once."
+            )
         if len(loader.dataset) != len(self.work):
             raise ConfigError(
-                f"the loader reads {len(loader.dataset)} rows, and place_rows weighed {len(self.work)}: call it "
-                "with the data set that is trained on."
+                f"the loader reads {len(loader.dataset)} rows, and place_rows weighed"
+                f" {len(self.work)}: call it with the data set that is trained on."
             )
         rows = batches.batch_size // ranks if shard.split_batches else batches.batch_size
         places = StepPlaces(ranks // per_node, per_node, rows, self.accumulation)
-        shard.batch_sampler = RowPlacement(batches, self.work, places, even_batches=shard.even_batches)
+        shard.batch_sampler = RowPlacement(
+            batches, self.work, places, even_batches=shard.even_batches
+        )
         _say(_words(places, shard.batch_sampler.work))
 
     def _ranks_per_node(self, ranks: int) -> int:
-        """Neighbours that even their work by themselves: ranks of one node and of one attention group."""
+        """Neighbours that even their work by themselves: ranks of one node and of one attention
+        group.
+        """
         if self.per_node is not None and (self.per_node < 1 or ranks % self.per_node):
-            raise ConfigError(f"ranks_per_node={self.per_node} must divide the {ranks} ranks that read rows.")
-        nodes = self.node_of[:: max(len(self.node_of) // ranks, 1)]  # tensor-parallel ranks read the same rows
-        sizes = [len(list(run)) for _, run in groupby(nodes)] if self.per_node is None else [self.per_node]
+            raise ConfigError(
+                f"ranks_per_node={self.per_node} must divide the {ranks} ranks that read rows."
+            )
+        # tensor-parallel ranks read the same rows.
+        nodes = self.node_of[:: max(len(self.node_of) // ranks, 1)]
+        sizes = (
+            [len(list(run)) for _, run in groupby(nodes)]
+            if self.per_node is None
+            else [self.per_node]
+        )
         return math.gcd(*sizes, self.config.group_ranks(ranks))
 
 
@@ -223,19 +267,22 @@ def _shard_of(loader: Any) -> BatchSamplerShard | None:
             "DataLoaderConfiguration(dispatch_batches=False) in an Accelerator."
         )
     batches = getattr(loader, "batch_sampler", None)
-    shard = loader.sampler if isinstance(getattr(loader, "sampler", None), BatchSampler) else batches
+    shard = (
+        loader.sampler if isinstance(getattr(loader, "sampler", None), BatchSampler) else batches
+    )
     if not isinstance(shard, BatchSamplerShard):
         if PartialState().num_processes == 1 and shard is not None:
             return None
         raise UnsupportedError(
-            f"place_rows takes a loader that accelerator.prepare made of a DataLoader with a batch size, and this "
-            f"{type(loader).__name__} has batches of {type(shard).__name__}. For loops without accelerate there is "
-            "hf_distca.data.row_placement.RowPlacement."
+            "place_rows takes a loader that accelerator.prepare made of a DataLoader with a batch"
+            f" size, and this {type(loader).__name__} has batches of {type(shard).__name__}. For"
+            " loops without accelerate there is hf_distca.data.row_placement.RowPlacement."
         )
     if not getattr(shard.batch_sampler, "batch_size", None):
         raise UnsupportedError(
-            f"{type(shard.batch_sampler).__name__} makes batches of its own sizes, and place_rows keeps those that "
-            'there are. Set train_sampling_strategy="random", or give a batch sampler with a batch_size.'
+            f"{type(shard.batch_sampler).__name__} makes batches of its own sizes, and place_rows"
+            ' keeps those that there are. Set train_sampling_strategy="random", or give a batch'
+            " sampler with a batch_size."
         )
     return shard
 
@@ -249,14 +296,20 @@ def _words(places: StepPlaces, work: IntArray) -> str:
     """Say where rows are placed, and what it gains in steps of rows in random order."""
     rows = places.micro_batch_rows * places.micro_batches
     order = np.random.default_rng(0).permutation(len(work))
-    steps = [work[order[first : first + rows]] for first in range(0, len(work) - rows + 1, rows)][:_STEPS]
+    steps = [work[order[first : first + rows]] for first in range(0, len(work) - rows + 1, rows)][
+        :_STEPS
+    ]
     text = (
-        f"distca places the {rows:,} rows of each step on {places.nodes} nodes of "
-        f"{places.ranks_per_node} in {places.micro_batches} {'micro-batches' if places.micro_batches > 1 else 'micro-batch'}."
+        f"distca places the {rows:,} rows of each step on {places.nodes} nodes of"
+        f" {places.ranks_per_node} in {places.micro_batches}"
+        f" {'micro-batches' if places.micro_batches > 1 else 'micro-batch'}."
     )
     if not steps:
         return text
     mean = sum(int(step.sum()) for step in steps) / places.nodes
     before = sum(int(places.compute_busiest(step).sum()) for step in steps)
     after = sum(int(places.compute_busiest(step[places.place(step)]).sum()) for step in steps)
-    return f"{text} Attention of the busiest node / mean: {before / mean:.3f} in random order, {after / mean:.3f} placed."
+    return (
+        f"{text} Attention of the busiest node / mean: {before / mean:.3f} in random order,"
+        f" {after / mean:.3f} placed."
+    )

@@ -42,14 +42,16 @@ def first_position(model: torch.nn.Module | None) -> int:
 
 
 def _first_of(module: torch.nn.Module) -> int:
-    counts = hasattr(module, "create_position_ids_from_input_ids") and hasattr(module, "position_embeddings")
+    counts = hasattr(module, "create_position_ids_from_input_ids") and hasattr(
+        module, "position_embeddings"
+    )
     padding = getattr(module, "padding_idx", None) if counts else None
     return 0 if padding is None else int(padding) + 1
 
 
 def count_from_first() -> None:
-    """Let models that do not count positions from 0 accept positions of
-    documents, which start at 0, and shift them.
+    """Let models that do not count positions from 0 accept positions of documents, which start at
+    0, and shift them.
 
     A collator does not know the model. Where documents are known, positions differ from those of
     documents only by one number.
@@ -71,7 +73,14 @@ def _from_first(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if not isinstance(documents, PackedDocuments):
         return None
     expected = documents.positions + first_position(model)
-    tokens = next((value for value in (positions, *args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+    tokens = next(
+        (
+            value
+            for value in (positions, *args, *kwargs.values())
+            if isinstance(value, torch.Tensor)
+        ),
+        None,
+    )
     shape = () if tokens is None else tokens.shape[:2]
     if tokens is None or math.prod(shape) != len(expected) or not len(expected):
         return None
@@ -88,14 +97,22 @@ def mark_starts(axes: torch.Tensor | None) -> torch.Tensor | None:
 
     All axes begin at 0 with a document. Inside it each of them may fall, as where an image ends.
     """
-    return (axes != 0).any(0).long() if axes is not None and axes.dim() == 3 and len(axes) == 3 else None
+    return (
+        (axes != 0).any(0).long()
+        if axes is not None and axes.dim() == 3 and len(axes) == 3
+        else None
+    )
 
 
 def check_positions(
-    model: PreTrainedModel, documents: PackedDocuments, position_ids: torch.Tensor | None, *, lacking: bool = False
+    model: PreTrainedModel,
+    documents: PackedDocuments,
+    position_ids: torch.Tensor | None,
+    *,
+    lacking: bool = False,
 ) -> None:
-    """Raise if position ids of a model's first batch are not those of its
-    documents, as when a loop leaves them out.
+    """Raise if position ids of a model's first batch are not those of its documents, as when a loop
+    leaves them out.
 
     Attention knows the parts from the documents. The rest of the model knows them from position
     ids, and counts a rank's tokens from 0 without them. A model that had the right ones is not
@@ -131,21 +148,27 @@ def check_positions(
     if wrong.any():
         token = int(wrong.argmax())
         raise LayoutError(
-            f"token {token} of the batch is at position {position[token]} of its document, by distca_documents, and "
-            f"{type(model).__name__} has {counted[token]} for it: give the model position_ids, as PackingCollator does for "
+            f"token {token} of the batch is at position {position[token]} of its document, by"
+            f" distca_documents, and {type(model).__name__} has {counted[token]} for it: give the"
+            " model position_ids, as PackingCollator does for "
             + (f"shares; this one counts from {first}." if first else "shares.")
         )
     if not lacking:
         _checked.add(model)
 
 
-_LONGER = "_distca_longer"  # attribute of a rotary module: whether a position was added to those of its call
-_rotaries_of: WeakKeyDictionary[torch.nn.Module, tuple[list[torch.nn.Module], bool]] = WeakKeyDictionary()
+# Attribute of a rotary module: whether a position was added to those of its call.
+_LONGER = "_distca_longer"
+_rotaries_of: WeakKeyDictionary[torch.nn.Module, tuple[list[torch.nn.Module], bool]] = (
+    WeakKeyDictionary()
+)
 
 
-def see_longest(model: PreTrainedModel | None, config: PreTrainedConfig | None, documents: object) -> str | None:
-    """Extend a model's rotary embedding by the longest document, if the model
-    was found and its embedding depends on it.
+def see_longest(
+    model: PreTrainedModel | None, config: PreTrainedConfig | None, documents: object
+) -> str | None:
+    """Extend a model's rotary embedding by the longest document, if the model was found and its
+    embedding depends on it.
 
     Returns:
         Reason why the model cannot have these documents in several parts; None if it can.
@@ -171,11 +194,12 @@ def see_longest(model: PreTrainedModel | None, config: PreTrainedConfig | None, 
 
 
 def _varying(config: PreTrainedConfig | None) -> set[str]:
-    """Return the kinds of rotary embedding in a model's config
-    that depend on the longest document.
+    """Return the kinds of rotary embedding in a model's config that depend on the longest
+    document.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
-    rotaries = [parameters, *parameters.values()]  # one for all layers, or one for each kind of layer
+    # One for all layers, or one for each kind of layer.
+    rotaries = [parameters, *parameters.values()]
     kinds = {str(rotary.get("rope_type")) for rotary in rotaries if isinstance(rotary, Mapping)}
     return {kind for kind in kinds if _depends(kind)}
 
@@ -194,23 +218,30 @@ def _depends(kind: str) -> bool:
 
 
 def _rotaries(model: torch.nn.Module) -> tuple[list[torch.nn.Module], bool]:
-    """Find the modules of a model that make such an embedding,
-    and whether they are in its layers.
+    """Find the modules of a model that make such an embedding, and whether they are in its layers.
 
     A layer that runs again in backward would make it for the batch that came last.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
+    # It imports what registers distca.
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
     if model not in _rotaries_of:
         rotaries = [module for module in model.modules() if _makes_it(module)]
-        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        _rotaries_of[model] = rotaries, any(part in rotaries for layer in layers for part in layer.modules())
+        layers = [
+            module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+        ]
+        _rotaries_of[model] = (
+            rotaries,
+            any(part in rotaries for layer in layers for part in layer.modules()),
+        )
     return _rotaries_of[model]
 
 
 def _makes_it(module: torch.nn.Module) -> bool:
     kinds = getattr(module, "rope_type", None)
-    return any(_depends(str(kind)) for kind in (kinds.values() if isinstance(kinds, Mapping) else (kinds,)))
+    return any(
+        _depends(str(kind)) for kind in (kinds.values() if isinstance(kinds, Mapping) else (kinds,))
+    )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled, each length would be a graph of its own
@@ -222,8 +253,9 @@ def _with_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
     positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
     if not isinstance(positions, torch.Tensor):
         raise UnsupportedError(
-            f"{type(module).__name__} is called without position_ids, and makes a rotary embedding that depends on the longest "
-            "document of all ranks: distca has nowhere to say how long that is."
+            f"{type(module).__name__} is called without position_ids, and makes a rotary embedding"
+            " that depends on the longest document of all ranks: distca has nowhere to say how"
+            " long that is."
         )
     last = positions.new_full((*positions.shape[:-1], 1), longest - 1)
     positions = torch.cat([positions, last], dim=-1)

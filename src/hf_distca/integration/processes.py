@@ -1,5 +1,5 @@
-"""Facts that a process knows about the others: the ranks that share core
-attention by default; and messages of rank 0.
+"""Facts that a process knows about the others: the ranks that share core attention by default; and
+messages of rank 0.
 
 Lines for a user who watches a run go to standard error, past progress bars.
 `transformers.utils.logging.disable_progress_bar()` switches off the lines about slow steps.
@@ -25,19 +25,27 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.runtime.group import Members
 
-__all__ = ["check_pool", "data_parallel_group", "find_members", "said_if_long", "say", "size_of_groups", "warn_once"]
+__all__ = [
+    "check_pool",
+    "data_parallel_group",
+    "find_members",
+    "said_if_long",
+    "say",
+    "size_of_groups",
+    "warn_once",
+]
 
 _log = logging.getLogger("hf_distca")
 
-# Names of the dimensions along which ranks hold different tokens: the first two are accelerate's, the third is transformers'.
+# Names of the dimensions along which ranks hold different tokens: the first two are accelerate's,
+# the third is transformers'.
 _DATA_DIMENSIONS = ("dp_replicate", "dp_shard", "fsdp", "dp")
 _MODEL_DIMENSIONS = ("tp", "pp")  # along which they hold the same tokens, and other heads or layers
 _SEQUENCE_DIMENSIONS = ("cp", "sp", "ulysses")  # along which they hold parts of the same documents
 
 
 def find_members() -> Members | None:
-    """Find the data-parallel ranks of accelerate's device
-    mesh if it has one; None for the world.
+    """Find the data-parallel ranks of accelerate's device mesh if it has one; None for the world.
 
     Raises:
         UnsupportedError: if accelerate cuts sequences over ranks.
@@ -48,15 +56,17 @@ def find_members() -> Members | None:
     mesh: DeviceMesh | None = getattr(state, "device_mesh", None)
     if mesh is not None:
         return data_parallel_group(mesh)
-    parallelism = getattr(state, "parallelism_config", None)  # where DeepSpeed cuts sequences, accelerate makes no mesh
+    # Where DeepSpeed cuts sequences, accelerate makes no mesh.
+    parallelism = getattr(state, "parallelism_config", None)
     if parallelism is not None:
-        _check_dimensions({"cp": parallelism.cp_size, "sp": getattr(parallelism, "sp_size", 1)})  # accelerate 1.11 has no sp
+        # Accelerate 1.11 has no sp.
+        _check_dimensions({"cp": parallelism.cp_size, "sp": getattr(parallelism, "sp_size", 1)})
     return None
 
 
 def size_of_groups(members: dist.ProcessGroup | Members | None, config: DistCAConfig) -> int | None:
-    """Return how many of these ranks share core attention, for
-    `AttentionGroup.of`; log it if the user did not choose it.
+    """Return how many of these ranks share core attention, for `AttentionGroup.of`; log it if the
+    user did not choose it.
 
     A process group that the user made is one attention group, unless `config` has a size.
     """
@@ -67,7 +77,10 @@ def size_of_groups(members: dist.ProcessGroup | Members | None, config: DistCACo
     if size == len(ranks):
         return None
     if dist.get_rank() == min(ranks):
-        text = "%d ranks share attention in groups of %d; DistCAConfig(group_size=%d) would make them one group"
+        text = (
+            "%d ranks share attention in groups of %d; DistCAConfig(group_size=%d) would make them"
+            " one group"
+        )
         _log.info(text, len(ranks), size, len(ranks))
     return size
 
@@ -78,22 +91,32 @@ def check_pool(members: dist.ProcessGroup | Members | None, size: int | None) ->
     Raises:
         UnsupportedError: names the number of ranks that would be.
     """
-    world = tuple(range(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1))
-    ranks = members.ranks if isinstance(members, Members) else Members.of(members).ranks if members is not None else world
+    world = tuple(
+        range(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
+    )
+    ranks = (
+        members.ranks
+        if isinstance(members, Members)
+        else Members.of(members).ranks
+        if members is not None
+        else world
+    )
     if size is not None or tuple(sorted(ranks)) != world:
         raise UnsupportedError(
-            f"servers take part in one attention group of all ranks, and of {len(world)} ranks {size or len(ranks)} are to share "
-            "attention. Train without servers, or without group_size, tensor parallelism and stages."
+            f"servers take part in one attention group of all ranks, and of {len(world)} ranks"
+            f" {size or len(ranks)} are to share attention. Train without servers, or without"
+            " group_size, tensor parallelism and stages."
         )
 
 
 def data_parallel_group(mesh: DeviceMesh, also: str | None = None) -> Members:
-    """Return the ranks of `mesh` that differ from this one only in their data-parallel
-    coordinates; this rank alone if there are none.
+    """Return the ranks of `mesh` that differ from this one only in their data-parallel coordinates;
+    this rank alone if there are none.
 
     With `also`, the name of a dimension, they may differ in that, too.
 
-    A mesh without any dimension whose name is known (those of data, and "tp", "pp", "cp", "sp", "ulysses") is taken whole.
+    A mesh without any dimension whose name is known (those of data, and "tp", "pp", "cp", "sp",
+    "ulysses") is taken whole.
 
     Raises:
         UnsupportedError: if ranks of a mesh with such names also differ in something else.
@@ -102,7 +125,11 @@ def data_parallel_group(mesh: DeviceMesh, also: str | None = None) -> Members:
     part = mesh
     if sizes.keys() & {*_DATA_DIMENSIONS, *_MODEL_DIMENSIONS, *_SEQUENCE_DIMENSIONS}:
         _check_dimensions({name: size for name, size in sizes.items() if name != also})
-        data = tuple(name for name, size in sizes.items() if size > 1 and (name in _DATA_DIMENSIONS or name == also))
+        data = tuple(
+            name
+            for name, size in sizes.items()
+            if size > 1 and (name in _DATA_DIMENSIONS or name == also)
+        )
         if not data:
             return Members((dist.get_rank(),), dist.get_backend())
         part = mesh[data]
@@ -114,11 +141,12 @@ def _check_dimensions(sizes: dict[str, int]) -> None:
     for name, size in sizes.items():
         if size > 1 and name not in (*_DATA_DIMENSIONS, *_MODEL_DIMENSIONS):
             raise UnsupportedError(
-                f'the device mesh has a dimension "{name}" of {size} ranks; distca knows {_DATA_DIMENSIONS} for data and '
-                f"{_MODEL_DIMENSIONS} for the model, and would take the part of a sequence that each of these ranks holds for "
-                f'documents of its own. Make it 1 (for "cp" and "sp": cp_size=1, sp_size=1 in accelerate\'s ParallelismConfig): '
-                "distca does what context and sequence parallelism are used for, by sharing the attention of long documents "
-                "between data-parallel ranks."
+                f'the device mesh has a dimension "{name}" of {size} ranks; distca knows'
+                f" {_DATA_DIMENSIONS} for data and {_MODEL_DIMENSIONS} for the model, and would"
+                " take the part of a sequence that each of these ranks holds for documents of its"
+                ' own. Make it 1 (for "cp" and "sp": cp_size=1, sp_size=1 in accelerate\'s'
+                " ParallelismConfig): distca does what context and sequence parallelism are used"
+                " for, by sharing the attention of long documents between data-parallel ranks."
             )
 
 
@@ -138,10 +166,12 @@ def say(text: str) -> None:
 
 @contextmanager
 def said_if_long(what: str) -> Iterator[None]:
-    """Tell on rank 0 what a run is doing, once that has taken more than a
-    second, and at its end how long it took.
+    """Tell on rank 0 what a run is doing, once that has taken more than a second, and at its end
+    how long it took.
     """
-    if not is_progress_bar_enabled() or (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
+    if not is_progress_bar_enabled() or (
+        dist.is_available() and dist.is_initialized() and dist.get_rank() != 0
+    ):
         yield
         return
     started, timer = time.perf_counter(), Timer(_LONG_SECONDS, say, [f"distca: {what} ..."])

@@ -1,5 +1,5 @@
-"""Checks of loaders that would give ranks wrong batches: read by one rank
-for all, out of order, or in other pieces.
+"""Checks of loaders that would give ranks wrong batches: read by one rank for all, out of order, or
+in other pieces.
 """
 
 from __future__ import annotations
@@ -28,22 +28,26 @@ _NEEDED = {"distca_documents", "position_ids", "shift_labels"}
 
 
 def check_reader(loader: object, shares: bool) -> None:
-    """Raise for a loader of several processes in which rank 0
-    reads packed documents for all ranks.
+    """Raise for a loader of several processes in which rank 0 reads packed documents for all ranks.
 
-    accelerate does so for iterable datasets unless told otherwise. It joins the rows of all ranks to one tensor, broadcasts and
-    cuts it, which neither rows of different lengths nor `PackedDocuments` survive: rank 0 fails while the others wait for it.
+    accelerate does so for iterable datasets unless told otherwise. It joins the rows of all ranks
+    to one tensor, broadcasts and cuts it, which neither rows of different lengths nor
+    `PackedDocuments` survive: rank 0 fails while the others wait for it.
     """
-    if not isinstance(loader, DataLoaderDispatcher) or loader.state.distributed_type == DistributedType.NO:
+    if (
+        not isinstance(loader, DataLoaderDispatcher)
+        or loader.state.distributed_type == DistributedType.NO
+    ):
         return
     collator = getattr(loader, "collate_fn", None)
     collator = getattr(collator, "data_collator", collator)  # the Trainer wraps it to drop columns
     if isinstance(collator, PackingCollator) or shares:
         raise UnsupportedError(
-            "rank 0 would read the batches of all ranks and broadcast them, as accelerate does by default for iterable datasets; "
-            'packed documents cannot travel so. Set TrainingArguments(accelerator_config={"dispatch_batches": False}). Each rank '
-            "then reads the dataset, in the same order, and accelerate leaves it its share: do not split the dataset by rank "
-            "yourself, or each rank gets a share of its share."
+            "rank 0 would read the batches of all ranks and broadcast them, as accelerate does by"
+            " default for iterable datasets; packed documents cannot travel so. Set"
+            ' TrainingArguments(accelerator_config={"dispatch_batches": False}). Each rank then'
+            " reads the dataset, in the same order, and accelerate leaves it its share: do not"
+            " split the dataset by rank yourself, or each rank gets a share of its share."
         )
 
 
@@ -51,64 +55,77 @@ def wrong_reading(loader: Any, shares: Shares | StreamedShares) -> Wrong:
     """Yield reasons why ranks would get other shares than their own."""
     if not getattr(loader, "in_order", True):
         yield (
-            "batches come as workers finish them: ranks would hold shares of different global batches. Set "
-            "dataloader_in_order=True."
+            "batches come as workers finish them: ranks would hold shares of different global"
+            " batches. Set dataloader_in_order=True."
         )
     collator = getattr(loader, "collate_fn", None)
     inner = getattr(collator, "data_collator", collator)  # the Trainer wraps it to drop columns
     if package_of(inner) in {"transformers", "trl"} or name_of(inner) == "default_collate":
         yield (
-            f"{name_of(inner)} cannot make batches of them. Set data_collator=hf_distca.PackingCollator() in the Trainer, or "
-            "collate_fn=hf_distca.PackingCollator() in a DataLoader."
+            f"{name_of(inner)} cannot make batches of them. Set"
+            " data_collator=hf_distca.PackingCollator() in the Trainer, or"
+            " collate_fn=hf_distca.PackingCollator() in a DataLoader."
         )
     columns = getattr(collator, "signature_columns", None)  # all that the Trainer leaves in
     if columns is not None and (dropped := sorted(_NEEDED - set(columns))):
-        yield f"the Trainer drops {', '.join(dropped)} from them. Set TrainingArguments(remove_unused_columns=False)."
+        yield (
+            f"the Trainer drops {', '.join(dropped)} from them. Set"
+            " TrainingArguments(remove_unused_columns=False)."
+        )
     batches, shard, processes = _read_by(loader)
     if shard is not None and shard.split_batches:
         yield (
-            f"split_batches=True cuts batches of {shard.batch_size} into one part for each process. Set "
-            'accelerator_config={"split_batches": False} and per_device_train_batch_size=1.'
+            f"split_batches=True cuts batches of {shard.batch_size} into one part for each process."
+            ' Set accelerator_config={"split_batches": False} and per_device_train_batch_size=1.'
         )
     if processes is None:
         kind = type(getattr(batches, "sampler", batches)).__name__
         yield (
-            f"{kind} reads them in an order of its own. Set "
-            'TrainingArguments(train_sampling_strategy="sequential"), or shuffle=False in a DataLoader: epochs of shares are '
-            "shuffled already."
+            f"{kind} reads them in an order of its own. Set"
+            ' TrainingArguments(train_sampling_strategy="sequential"), or shuffle=False in a'
+            " DataLoader: epochs of shares are shuffled already."
         )
         return
     if batches.batch_size != 1:
         yield (
-            f"batches of {batches.batch_size}. Set per_device_train_batch_size=1 and per_device_eval_batch_size=1; "
-            "tokens_per_rank says how large a batch is."
+            f"batches of {batches.batch_size}. Set per_device_train_batch_size=1 and"
+            " per_device_eval_batch_size=1; tokens_per_rank says how large a batch is."
         )
     ranks, config = shares.deal_settings.ranks, shares.deal_settings.config
-    readers = ranks if getattr(shares, "rank", None) is None else 1  # a stream may yield the shares of one rank alone
+    # A stream may yield the shares of one rank alone.
+    readers = ranks if getattr(shares, "rank", None) is None else 1
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     # Each group takes global batches of its own, in turns.
-    groups = readers > 1 and (config.group_size == ranks or config.group_ranks(world) == ranks < world)
+    groups = readers > 1 and (
+        config.group_size == ranks or config.group_ranks(world) == ranks < world
+    )
     if processes % readers if groups else processes != readers:
         yield (
-            f"{processes} {'process reads' if processes == 1 else 'processes read'} them. Make them for as many ranks as there "
-            "are data-parallel processes, and let accelerate prepare the loader."
+            f"{processes} {'process reads' if processes == 1 else 'processes read'} them. Make them"
+            " for as many ranks as there are data-parallel processes, and let accelerate prepare"
+            " the loader."
         )
-    items = 0 if isinstance(loader.dataset, torch.utils.data.IterableDataset) else len(loader.dataset)
+    items = (
+        0 if isinstance(loader.dataset, torch.utils.data.IterableDataset) else len(loader.dataset)
+    )
     if items % processes and not batches.drop_last:
         yield (
-            f"{items} of them for {processes} processes: the last batches would be filled up with the first shares. Set "
-            "dataloader_drop_last=True."
+            f"{items} of them for {processes} processes: the last batches would be filled up with"
+            " the first shares. Set dataloader_drop_last=True."
         )
 
 
 def _read_by(loader: Any) -> tuple[Any, Any, int | None]:
-    """Find the batch sampler, accelerate's sharding of it, and its number of
-    processes; None if it reads out of order.
+    """Find the batch sampler, accelerate's sharding of it, and its number of processes; None if it
+    reads out of order.
     """
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         shard = loader.dataset if isinstance(loader.dataset, IterableDatasetShard) else None
         return (loader, None, 1) if shard is None else (shard, shard, shard.num_processes)
-    batches, shard = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler, None
+    batches, shard = (
+        loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler,
+        None,
+    )
     while hasattr(batches, "batch_sampler"):  # accelerate's, around the one that makes the batches
         shard = batches if isinstance(batches, BatchSamplerShard) else shard
         batches = batches.batch_sampler
@@ -124,7 +141,8 @@ def wrong_epochs(loader: Any, shares: Shares | StreamedShares) -> Wrong:
     shuffled = isinstance(shares, StreamedShares) or shares.batches.seed is not None
     if shuffled and not hasattr(loader.dataset, "set_epoch"):
         yield (
-            f"a {type(loader.dataset).__name__} around them does not pass set_epoch on, as `select`, `concatenate_datasets` and "
-            "Subset do not: every epoch would have the order of the first. Select documents before document_shares, or give what "
-            "is around shares a method set_epoch."
+            f"a {type(loader.dataset).__name__} around them does not pass set_epoch on, as"
+            " `select`, `concatenate_datasets` and Subset do not: every epoch would have the order"
+            " of the first. Select documents before document_shares, or give what is around shares"
+            " a method set_epoch."
         )

@@ -41,7 +41,17 @@ from hf_distca.run_report.rows import (
 __all__ = ["Recorder"]
 
 _log = logging.getLogger("hf_distca")
-_PACKAGES = ("hf-distca", "torch", "transformers", "accelerate", "numpy", "flash-attn", "deepspeed", "peft", "trl")
+_PACKAGES = (
+    "hf-distca",
+    "torch",
+    "transformers",
+    "accelerate",
+    "numpy",
+    "flash-attn",
+    "deepspeed",
+    "peft",
+    "trl",
+)
 _TRAINING = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -51,7 +61,8 @@ _TRAINING = (
     "fp16",
     "seed",
 )
-# Plans of the worst micro-batches are written up to this many bytes: some hundred steps of 8 ranks, some of 512.
+# Plans of the worst micro-batches are written up to this many bytes: some hundred steps of 8 ranks,
+# some of 512.
 _MOST_PLAN_BYTES = 1_000_000
 
 
@@ -74,7 +85,8 @@ class Recorder(logging.Filter):
         self._path, self._session, self._every_plan = folder / RECORD_NAME, session, every_plan
         self._began = session.planner.resume_progress().number
         self._tally, self._ranks = BalanceTotals(), np.zeros((len(fields(PerRank)), 0))
-        self._worst: tuple[float, PlannedMicroBatch] | None = None  # seconds of the slowest rank by the mean
+        # Seconds of the slowest rank by the mean.
+        self._worst: tuple[float, PlannedMicroBatch] | None = None
         self._plan_bytes = 0
         self._plans = 0
         self._failed = False
@@ -87,7 +99,9 @@ class Recorder(logging.Filter):
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             ranks=session.ranks,
             nodes=session.nodes,
-            device=torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else f"{args.device.type} ({machine()})",
+            device=torch.cuda.get_device_name(args.device)
+            if args.device.type == "cuda"
+            else f"{args.device.type} ({machine()})",
             model=_described(model),
             settings={**asdict(session.config), "cost_model": str(getattr(cost, "name", cost))},
             training={name: getattr(args, name, None) for name in _TRAINING},
@@ -98,8 +112,8 @@ class Recorder(logging.Filter):
         _log.addFilter(self)
 
     def write(self, step: int, loss: object = None) -> None:
-        """Write the counts since the last time, after `step` steps, and
-        the loss if it is a finite number.
+        """Write the counts since the last time, after `step` steps, and the loss if it is a finite
+        number.
         """
         tally, self._tally = self._tally, BalanceTotals()
         if not tally.micro_batches:
@@ -110,7 +124,10 @@ class Recorder(logging.Filter):
             rows.append(self._plan_row(self._worst[1]))
             self._worst = None
         number = loss if isinstance(loss, float) and math.isfinite(loss) else None
-        kernels, rates = list(self._session.kernels), self._session.planner.resume_progress().costs.learned_corrections
+        kernels, rates = (
+            list(self._session.kernels),
+            self._session.planner.resume_progress().costs.learned_corrections,
+        )
         rows.append(StepsRow(step, asdict(tally), _per_rank(ranks), number, kernels, rates))
         self._write(rows)
 
@@ -134,28 +151,41 @@ class Recorder(logging.Filter):
         before = tally.estimated_before / max(tally.estimated_mean, 1e-30)
         if self._every_plan or not self._plans:
             self._write([self._plan_row(micro_batch)])
-        elif self._plan_bytes < _MOST_PLAN_BYTES and (self._worst is None or before > self._worst[0]):
+        elif self._plan_bytes < _MOST_PLAN_BYTES and (
+            self._worst is None or before > self._worst[0]
+        ):
             self._worst = before, micro_batch
 
     def _plan_row(self, micro_batch: PlannedMicroBatch) -> PlanRow:
         self._plans += 1
         plans = micro_batch.plans
-        parts = [PlanPart(json.loads(plan.plan.to_json()), plan.task_seconds.tolist(), plan.ranks.speeds) for plan in plans]
-        return PlanRow(micro_batch.step, micro_batch.number - self._began, _per_rank(_by_rank(plans)), parts)
+        parts = [
+            PlanPart(json.loads(plan.plan.to_json()), plan.task_seconds.tolist(), plan.ranks.speeds)
+            for plan in plans
+        ]
+        return PlanRow(
+            micro_batch.step, micro_batch.number - self._began, _per_rank(_by_rank(plans)), parts
+        )
 
     def _write(self, rows: Sequence[Row], mode: str = "a") -> None:
         """Append rows. A failure to write does not end the run."""
         if self._failed:
             return
         lines = [write_row(row) + "\n" for row in rows]
-        self._plan_bytes += sum(len(line) for row, line in zip(rows, lines, strict=True) if isinstance(row, PlanRow))
+        self._plan_bytes += sum(
+            len(line) for row, line in zip(rows, lines, strict=True) if isinstance(row, PlanRow)
+        )
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open(mode, encoding="utf-8") as file:
                 file.writelines(lines)
         except OSError as error:
             self._failed = True
-            _log.warning("no record for `hf-distca report` is kept: %s cannot be written (%s).", self._path, error.strerror)
+            _log.warning(
+                "no record for `hf-distca report` is kept: %s cannot be written (%s).",
+                self._path,
+                error.strerror,
+            )
 
 
 def _by_rank(plans: Sequence[BatchPlan]) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -166,7 +196,10 @@ def _by_rank(plans: Sequence[BatchPlan]) -> np.ndarray[Any, np.dtype[np.float64]
         # Each kind of layers has a plan for the same tokens; each nano-batch has its own.
         tokens = plan.plan.layout.query_tokens * (plan.key.nano not in counted)
         counted.add(plan.key.nano)
-        estimated, measured = (plan.estimated_before, plan.estimated_after), (plan.measured_before, plan.measured_after)
+        estimated, measured = (
+            (plan.estimated_before, plan.estimated_after),
+            (plan.measured_before, plan.measured_after),
+        )
         sent = plan.sent_bytes, plan.between_bytes * plan.on_several_nodes
         rows.append(np.stack([tokens, *estimated, *measured, *sent]).astype(np.float64))
     return np.asarray(np.sum(rows, axis=0), dtype=np.float64)
@@ -182,8 +215,17 @@ def _per_rank(ranks: np.ndarray[Any, np.dtype[np.float64]]) -> PerRank:
 def _described(model: torch.nn.Module | None) -> dict[str, Any]:
     """Return type, shape and dtype of the first part of a model that asks for distca."""
     for config in distca_configs(model)[:1]:
-        shape = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window")
-        sizes = {name: value for name in shape if (value := getattr(config, name, None)) is not None}
+        shape = (
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "hidden_size",
+            "sliding_window",
+        )
+        sizes = {
+            name: value for name in shape if (value := getattr(config, name, None)) is not None
+        }
         return {"type": config.model_type, **sizes, "dtype": str(getattr(model, "dtype", ""))}
     return {}
 

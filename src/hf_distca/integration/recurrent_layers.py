@@ -1,5 +1,5 @@
-"""Recurrent layers of hybrid models (linear attention, Mamba 2, short
-convolutions), reset at each document.
+"""Recurrent layers of hybrid models (linear attention, Mamba 2, short convolutions), reset at each
+document.
 
 Such layers mix tokens along a row: a document would begin with the state after the previous one,
 and its convolution would see the last tokens of that one. And the part of a document that other
@@ -39,7 +39,12 @@ from hf_distca.integration.recurrent_rows import RECURRENT_ROWS, RecurrentRows, 
 from hf_distca.integration.recurrent_segments import rows_of
 from hf_distca.late_imports import when_imported
 from hf_distca.recurrent.convolution import causal_convolution
-from hf_distca.recurrent.delta_rule import DeltaInputs, RuleOutputs, document_by_document, gated_delta_rule
+from hf_distca.recurrent.delta_rule import (
+    DeltaInputs,
+    RuleOutputs,
+    document_by_document,
+    gated_delta_rule,
+)
 from hf_distca.recurrent.segments import Segments
 from hf_distca.recurrent.state_space import ScanInputs, mamba2, scan_by_document
 from hf_distca.runtime.outputs import LayerOutputs
@@ -49,12 +54,14 @@ __all__ = ["MODULES", "begin_documents_anew"]
 _CONVOLUTION = ("causal_conv1d_fn",)
 _DELTA_RULE = (*_CONVOLUTION, "torch_chunk_gated_delta_rule")
 _KIMI_DELTA = (*_CONVOLUTION, "chunk_kimi_delta_attention")
-_FUSED = "mamba2_split_conv1d_scan_combined"  # all of a layer in one; None where mamba-ssm is missing
+# All of a layer in one; None where mamba-ssm is missing.
+_FUSED = "mamba2_split_conv1d_scan_combined"
 _MAMBA2 = (*_CONVOLUTION, "mamba2_chunk_scan", _FUSED)
 
-# Modeling modules: the model whose forward calls the layers, and the functions through which their tokens mix. Seen in
-# transformers 5.16.0, 5.18.0 and 5.23.0. Before, mixers keep functions of their own, and nothing is replaced; LFM2 of 5.18.0 does
-# not hand its keyword arguments on, which `_check_reached` notices.
+# Modeling modules: the model whose forward calls the layers, and the functions through which their
+# tokens mix. Seen in transformers 5.16.0, 5.18.0 and 5.23.0. Before, mixers keep functions of their
+# own, and nothing is replaced; LFM2 of 5.18.0 does not hand its keyword arguments on, which
+# `_check_reached` notices.
 MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "bailing_hybrid": ("BailingHybridModel", _KIMI_DELTA),
     "bamba": ("BambaModel", _MAMBA2),
@@ -73,7 +80,14 @@ MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 # What packing loaders give beside documents. Functions of torch raise when they get it.
-_BOUNDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_BOUNDS = (
+    "cu_seqlens",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+)
 
 
 class _Mixing(NamedTuple):
@@ -84,18 +98,23 @@ class _Mixing(NamedTuple):
     mixer: torch.nn.Module
 
     def stored(self, name: str, inputs: Sequence[torch.Tensor]) -> LayerOutputs | None:
-        """Return the place to keep rows that a function receives from other
-        ranks; None if no recompute can follow.
+        """Return the place to keep rows that a function receives from other ranks; None if no
+        recompute can follow.
         """
-        return self.rows.store(name).of(self.mixer, inputs) if self.segments.exchanges and self.mixer.training else None
+        return (
+            self.rows.store(name).of(self.mixer, inputs)
+            if self.segments.exchanges and self.mixer.training
+            else None
+        )
 
     def joined(self, states: torch.Tensor) -> torch.Tensor:
         """Join states (batch, length, ...) of rows into one row: (1, batch * length, ...)."""
         shape = self.rows.batch_size, self.rows.length
         if states.shape[:2] != shape:
             raise UnsupportedError(
-                f"{type(self.mixer).__name__} got {tuple(states.shape[:2])} rows and tokens of a batch of {shape} with packed "
-                "documents: layers that mix tokens by more than attention run whole. Set DistCAConfig(ping_pong=False)."
+                f"{type(self.mixer).__name__} got {tuple(states.shape[:2])} rows and tokens of a"
+                f" batch of {shape} with packed documents: layers that mix tokens by more than"
+                " attention run whole. Set DistCAConfig(ping_pong=False)."
             )
         return states.reshape(1, shape[0] * shape[1], *states.shape[2:])
 
@@ -105,18 +124,23 @@ class _Mixing(NamedTuple):
 
 
 def begin_documents_anew(asks_for_us: Callable[[PreTrainedModel], bool]) -> None:
-    """Replace the forwards and functions named above, in each module now if it
-    is imported, else right after its import.
+    """Replace the forwards and functions named above, in each module now if it is imported, else
+    right after its import.
 
     Args:
         asks_for_us: whether a model runs distca's attention.
     """
     for name in MODULES:
-        when_imported(f"transformers.models.{name}.modeling_{name}", partial(_replace, name, asks_for_us))
+        when_imported(
+            f"transformers.models.{name}.modeling_{name}", partial(_replace, name, asks_for_us)
+        )
 
 
 def _replace(name: str, asks_for_us: Callable[[PreTrainedModel], bool]) -> None:
-    module, (model, functions) = sys.modules[f"transformers.models.{name}.modeling_{name}"], MODULES[name]
+    module, (model, functions) = (
+        sys.modules[f"transformers.models.{name}.modeling_{name}"],
+        MODULES[name],
+    )
     mixers = [owner for owner, names in _forwards(module) if names & set(functions)]
     called = {function for _, names in _forwards(module) for function in names}
     if not hasattr(module, model) or not set(functions) <= vars(module).keys() & called:
@@ -126,13 +150,19 @@ def _replace(name: str, asks_for_us: Callable[[PreTrainedModel], bool]) -> None:
     for mixer in mixers:
         mixer.forward = _naming(mixer.forward)
     model_class = getattr(module, model)
-    model_class.forward = _telling(model_class.forward, asks_for_us, partial(_check_reached, tuple(mixers), functions))
+    model_class.forward = _telling(
+        model_class.forward, asks_for_us, partial(_check_reached, tuple(mixers), functions)
+    )
 
 
 def _forwards(module: ModuleType) -> Iterator[tuple[Any, set[str]]]:
     """Yield the classes of a module that have a forward, and the global names that it uses."""
     for owner in vars(module).values():
-        if inspect.isclass(owner) and owner.__module__ == module.__name__ and "forward" in vars(owner):
+        if (
+            inspect.isclass(owner)
+            and owner.__module__ == module.__name__
+            and "forward" in vars(owner)
+        ):
             code = dis.get_instructions(inspect.unwrap(vars(owner)["forward"]))
             yield owner, {step.argval for step in code if step.opname == "LOAD_GLOBAL"}
 
@@ -142,8 +172,8 @@ def _telling(
     asks_for_us: Callable[[PreTrainedModel], bool],
     check: Callable[[PreTrainedModel, RecurrentRows], None],
 ) -> Callable[..., Any]:
-    """Wrap the forward of a model: add `RecurrentRows` to its keyword
-    arguments, and check that they were used.
+    """Wrap the forward of a model: add `RecurrentRows` to its keyword arguments, and check that
+    they were used.
     """
     _, *names = inspect.signature(forward).parameters
 
@@ -164,13 +194,19 @@ def _telling(
     return telling
 
 
-_mixing: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()  # whether models have mixers
+# Whether models have mixers.
+_mixing: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _check_reached(mixers: tuple[type, ...], functions: tuple[str, ...], model: PreTrainedModel, rows: RecurrentRows) -> None:
-    """Warn about packed documents, and raise for cut ones, if a model has not
-    passed rows on to the functions of its mixers.
+def _check_reached(
+    mixers: tuple[type, ...],
+    functions: tuple[str, ...],
+    model: PreTrainedModel,
+    rows: RecurrentRows,
+) -> None:
+    """Warn about packed documents, and raise for cut ones, if a model has not passed rows on to the
+    functions of its mixers.
     """
     if rows.segments is None or _FUSED in rows.reached or set(functions) - {_FUSED} <= rows.reached:
         return
@@ -213,22 +249,37 @@ def _along_segments(original: Callable[..., Any], name: str) -> Callable[..., An
         if mixing is None:
             return original(*args, **kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDS}
-        return run(mixing, *args, **kwargs) if isinstance(mixing, _Mixing) else original(*args, **kwargs)
+        return (
+            run(mixing, *args, **kwargs)
+            if isinstance(mixing, _Mixing)
+            else original(*args, **kwargs)
+        )
 
     return along_segments
 
 
 def _convolve(
-    original: Callable[..., Any], mixing: _Mixing, hidden_states: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    mixing: _Mixing,
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Compute a causal convolution of (batch, channels, length)."""
     if is_of_package(original) and mixing.segments.has_only_whole_documents:
         channels_last = hidden_states.transpose(1, 2).contiguous().transpose(1, 2)
-        return original(channels_last, weight, *args, seq_idx=mixing.rows.seq_idx(weight.device), **kwargs)
+        return original(
+            channels_last, weight, *args, seq_idx=mixing.rows.seq_idx(weight.device), **kwargs
+        )
     row_BCT = mixing.joined(hidden_states.transpose(1, 2)).transpose(1, 2)
     stored = mixing.stored("convolution", (row_BCT,))
     out = causal_convolution(
-        row_BCT, lambda x_BCT: original(x_BCT, weight, *args, **kwargs), weight.shape[-1], mixing.segments, stored
+        row_BCT,
+        lambda x_BCT: original(x_BCT, weight, *args, **kwargs),
+        weight.shape[-1],
+        mixing.segments,
+        stored,
     )
     return mixing.apart(out.transpose(1, 2)).transpose(1, 2)
 
@@ -239,13 +290,22 @@ def _delta_rule(
     *states: torch.Tensor,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute a delta rule of query, key, value, decay and beta, all (batch,
-    length, heads, ...), without a last state.
+    """Compute a delta rule of query, key, value, decay and beta, all (batch, length, heads, ...),
+    without a last state.
     """
     _check_no_state(mixing, kwargs, "initial_state", "output_final_state")
-    inputs = DeltaInputs(*map(mixing.joined, (*states, *(kwargs.pop(name) for name in ("g", "beta")[len(states) - 3 :]))))
+    inputs = DeltaInputs(
+        *map(
+            mixing.joined,
+            (*states, *(kwargs.pop(name) for name in ("g", "beta")[len(states) - 3 :])),
+        )
+    )
     kernel = partial(original, **kwargs)
-    rule = partial(_rule_of_package, kernel, mixing.rows) if is_of_package(original) else document_by_document(kernel)
+    rule = (
+        partial(_rule_of_package, kernel, mixing.rows)
+        if is_of_package(original)
+        else document_by_document(kernel)
+    )
     out = gated_delta_rule(inputs, mixing.segments, rule, mixing.stored("state", inputs))
     return mixing.apart(out), None
 
@@ -256,8 +316,9 @@ def _check_no_state(mixing: _Mixing, kwargs: dict[str, Any], *names: str) -> Non
     given = [name for name, value in values.items() if value is not None and value is not False]
     if given:
         raise UnsupportedError(
-            f"{type(mixing.mixer).__name__} runs its rule with {given[0]}, and this batch has packed or cut documents: each "
-            "begins without a state, and none is kept at its end. Give this model whole documents, one a row."
+            f"{type(mixing.mixer).__name__} runs its rule with {given[0]}, and this batch has"
+            " packed or cut documents: each begins without a state, and none is kept at its end."
+            " Give this model whole documents, one a row."
         )
 
 
@@ -272,7 +333,11 @@ def _rule_of_package(
 ) -> RuleOutputs:
     """Run a `DeltaRule` of a package: fla runs several documents in one call."""
     query, key, value, decay, beta = inputs
-    asked = {"initial_state": states, "output_final_state": final_states, "cu_seqlens": rows.cu_seqlens(lengths, query.device)}
+    asked = {
+        "initial_state": states,
+        "output_final_state": final_states,
+        "cu_seqlens": rows.cu_seqlens(lengths, query.device),
+    }
     return RuleOutputs(*kernel(query, key, value, g=decay, beta=beta, **asked))
 
 
@@ -284,8 +349,8 @@ def _scan(
     *rates: torch.Tensor,
     **kwargs: Any,
 ) -> Any:
-    """Compute the scan of Mamba 2 without a last state: A is (heads,), all
-    else (batch, length, heads or groups, ...).
+    """Compute the scan of Mamba 2 without a last state: A is (heads,), all else (batch, length,
+    heads or groups, ...).
     """
     _check_no_state(mixing, kwargs, "initial_states", "return_final_states")
     if is_of_package(original) and mixing.segments.has_only_whole_documents:
@@ -298,10 +363,12 @@ def _scan(
 
 
 def _steps(dt: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Compute the steps of a scan from a layer's input, by the
-    arguments for that, which are removed.
+    """Compute the steps of a scan from a layer's input, by the arguments for that, which are
+    removed.
     """
-    bias, softplus, limits = (kwargs.pop(name, None) for name in ("dt_bias", "dt_softplus", "dt_limit"))
+    bias, softplus, limits = (
+        kwargs.pop(name, None) for name in ("dt_bias", "dt_softplus", "dt_limit")
+    )
     if bias is not None:
         dt = dt + bias.to(dt.dtype)
     if softplus:
@@ -309,9 +376,11 @@ def _steps(dt: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
     return dt if limits is None else dt.clamp(*limits)
 
 
-def _fused(original: Callable[..., Any], mixing: _Mixing, zxbcdt: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Compute convolution, scan and output projection of Mamba 2 in one; None to
-    run them one by one, as without mamba-ssm.
+def _fused(
+    original: Callable[..., Any], mixing: _Mixing, zxbcdt: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Compute convolution, scan and output projection of Mamba 2 in one; None to run them one by
+    one, as without mamba-ssm.
     """
     if is_of_package(original) and mixing.segments.has_only_whole_documents:
         return original(zxbcdt, *args, seq_idx=mixing.rows.seq_idx(zxbcdt.device), **kwargs)

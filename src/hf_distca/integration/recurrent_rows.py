@@ -1,5 +1,5 @@
-"""The rows of a batch for recurrent layers: the segments along which they
-run, on this rank and from rank to rank.
+"""The rows of a batch for recurrent layers: the segments along which they run, on this rank and
+from rank to rank.
 """
 
 from __future__ import annotations
@@ -37,15 +37,22 @@ class RecurrentRows:
 
     __slots__ = ("_stores", "_tensors", "batch_size", "documents", "length", "reached", "segments")
 
-    def __init__(self, documents: Documents, batch_size: int, length: int, segments: Segments | None) -> None:
-        self.documents, self.batch_size, self.length, self.segments = documents, batch_size, length, segments
+    def __init__(
+        self, documents: Documents, batch_size: int, length: int, segments: Segments | None
+    ) -> None:
+        self.documents, self.batch_size, self.length, self.segments = (
+            documents,
+            batch_size,
+            length,
+            segments,
+        )
         self.reached: set[str] = set()
         self._tensors: dict[Any, torch.Tensor] = {}
         self._stores: dict[str, OutputStore] = {}
 
     def cu_seqlens(self, lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Return the starts of documents of these lengths, and the end
-        of the last: (documents + 1,) int64.
+        """Return the starts of documents of these lengths, and the end of the last: (documents +
+        1,) int64.
         """
         return self._on(tuple(lengths), device, lambda: np.cumsum([0, *lengths]))
 
@@ -56,12 +63,14 @@ class RecurrentRows:
         return self._on("seq_idx", device, lambda: np.repeat(numbers, lengths).reshape(shape))
 
     def store(self, name: str) -> OutputStore:
-        """Return the store for tensors that the functions of that name
-        received in the layers of this micro-batch.
+        """Return the store for tensors that the functions of that name received in the layers of
+        this micro-batch.
         """
         return self._stores.setdefault(name, OutputStore())
 
-    def _on(self, what: Any, device: torch.device, make: Callable[[], np.ndarray[Any, Any]]) -> torch.Tensor:
+    def _on(
+        self, what: Any, device: torch.device, make: Callable[[], np.ndarray[Any, Any]]
+    ) -> torch.Tensor:
         """Return a tensor that is made once for a micro-batch and a device."""
         if (what, device) not in self._tensors:
             self._tensors[what, device] = to_device(torch.from_numpy(make()), device)
@@ -69,8 +78,8 @@ class RecurrentRows:
 
 
 def recurrent_rows(arguments: Mapping[str, Any]) -> RecurrentRows | None:
-    """Return the `RecurrentRows` among the keyword arguments
-    of a layer, if its model added them.
+    """Return the `RecurrentRows` among the keyword arguments of a layer, if its model added
+    them.
     """
     rows = arguments.get(RECURRENT_ROWS)
     return rows if isinstance(rows, RecurrentRows) else None

@@ -1,5 +1,5 @@
-"""The segments along which recurrent layers run, found from the arguments
-of a model and exchanged with the other ranks.
+"""The segments along which recurrent layers run, found from the arguments of a model and exchanged
+with the other ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hf_distca.agreement.announce import HEADER_SIZE, AnnouncedBatch, build_layout, check_equal, check_shares
+from hf_distca.agreement.announce import (
+    HEADER_SIZE,
+    AnnouncedBatch,
+    build_layout,
+    check_equal,
+    check_shares,
+)
 from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.errors import LayoutError, UnsupportedError
@@ -28,34 +34,55 @@ __all__ = ["rows_of"]
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads documents
 def rows_of(model: PreTrainedModel, given: Mapping[str, Any]) -> RecurrentRows | None:
-    """Make the rows of a batch; None if a cache is read, or if
-    attention will raise for its documents.
+    """Make the rows of a batch; None if a cache is read, or if attention will raise for its
+    documents.
     """
     session = current_session()
-    tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    tokens = (
+        given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    )
     cache, mask = given.get("past_key_values"), given.get("attention_mask")
-    if not isinstance(tokens, torch.Tensor) or isinstance(mask, dict) or (cache is not None and cache.get_seq_length()):
+    if (
+        not isinstance(tokens, torch.Tensor)
+        or isinstance(mask, dict)
+        or (cache is not None and cache.get_seq_length())
+    ):
         return None
     batch_size, length = tokens.shape[:2]
-    padding = convert_mask(mask[:, :length]) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    padding = (
+        convert_mask(mask[:, :length])
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2
+        else None
+    )
     try:
-        told = given.get("distca_documents"), given.get("cu_seq_lens_q"), _of_text(given.get("position_ids"))
+        told = (
+            given.get("distca_documents"),
+            given.get("cu_seq_lens_q"),
+            _of_text(given.get("position_ids")),
+        )
         batch = TokenBatch(batch_size, length, *told, padding)
-        documents = batch.read_documents(span_ranks=session.config.documents_span_ranks, training=model.training)
-        segments = _cut(documents, session, model.training) if documents.span_ranks else _packed(documents, batch_size, length)
+        documents = batch.read_documents(
+            span_ranks=session.config.documents_span_ranks, training=model.training
+        )
+        segments = (
+            _cut(documents, session, model.training)
+            if documents.span_ranks
+            else _packed(documents, batch_size, length)
+        )
     except (LayoutError, UnsupportedError):
         return None
     if segments is not None and cache is not None:
         raise UnsupportedError(
-            f"{type(model).__name__} got past_key_values, and {len(documents.runs)} packed documents in {batch_size} rows: a "
-            "cache does not keep their states apart. Leave past_key_values out."
+            f"{type(model).__name__} got past_key_values, and {len(documents.runs)} packed"
+            f" documents in {batch_size} rows: a cache does not keep their states apart. Leave"
+            " past_key_values out."
         )
     return RecurrentRows(documents, batch_size, length, segments)
 
 
 def _of_text(positions: torch.Tensor | None) -> torch.Tensor | None:
-    """Return text positions (axis 0 of 4) of M-RoPE position ids; for three
-    axes, marks of the beginnings of documents.
+    """Return text positions (axis 0 of 4) of M-RoPE position ids; for three axes, marks of the
+    beginnings of documents.
     """
     if positions is None or positions.dim() < 3:
         return positions
@@ -63,8 +90,8 @@ def _of_text(positions: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _packed(documents: Documents, batch_size: int, length: int) -> Segments | None:
-    """Make segments of whole documents, each with the padding after it;
-    None if each row is at most one document.
+    """Make segments of whole documents, each with the padding after it; None if each row is at most
+    one document.
     """
     if not documents.is_packed(length):
         return None
@@ -75,18 +102,23 @@ def _packed(documents: Documents, batch_size: int, length: int) -> Segments | No
 
 def _cut(documents: Documents, session: Session, training: bool) -> Segments:
     """Make the segments of this rank of documents that may continue on other ranks. Collective."""
-    group = session.join_trainers() if training or session.config.balance_evaluation else AttentionGroup()
+    group = (
+        session.join_trainers()
+        if training or session.config.balance_evaluation
+        else AttentionGroup()
+    )
     name = f"micro-batch {session.planner.resume_progress().next_number}"
     return Segments.from_layout(_layout(documents, group, name), group, session.meter, name)
 
 
-# What begins a row of numbers for other ranks. Announcements for attention begin with their count, which is not negative.
+# What begins a row of numbers for other ranks. Announcements for attention begin with their count,
+# which is not negative.
 _NUMBERED, _SHARE = -1, -2
 
 
 def _layout(documents: Documents, group: AttentionGroup, name: str) -> Layout:
-    """Return the layout of all ranks, known from a share or else
-    exchanged; all ranks get the same, or an error.
+    """Return the layout of all ranks, known from a share or else exchanged; all ranks get the same,
+    or an error.
 
     Attention compares shares while ranks continue. Here states would travel before that, and over
     gloo messages of unequal sizes end a process.
@@ -99,7 +131,8 @@ def _layout(documents: Documents, group: AttentionGroup, name: str) -> Layout:
         if not dealt.whole_layout.has_many_ranks.any():
             return dealt.whole_layout
         kind, numbers, name = _SHARE, np.array([*dealt.batch_id, dealt.digest]), f"{name} ({dealt})"
-    row = np.concatenate([[kind], np.zeros(HEADER_SIZE - 1, dtype=np.int64), numbers])  # as long as an announcement at least
+    # As long as an announcement at least.
+    row = np.concatenate([[kind], np.zeros(HEADER_SIZE - 1, dtype=np.int64), numbers])
     rows = group.gather(row, doing=f"comparing documents of {name} for recurrent layers")
     kinds = np.array([-min(int(row[0]), 0) for row in rows])
     what = "documents in recurrent layers (0: all whole, 1: numbered parts, 2: parts of a share)"
@@ -110,4 +143,8 @@ def _layout(documents: Documents, group: AttentionGroup, name: str) -> Layout:
         return dealt.whole_layout
     none = np.zeros(group.size, dtype=np.int64)
     parts = np.concatenate(columns).reshape(-1, 3)
-    return build_layout(AnnouncedBatch(none + 1, none, none, np.array([len(column) // 3 for column in columns]), parts))
+    return build_layout(
+        AnnouncedBatch(
+            none + 1, none, none, np.array([len(column) // 3 for column in columns]), parts
+        )
+    )

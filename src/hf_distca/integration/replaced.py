@@ -16,7 +16,8 @@ __all__ = ["Collators", "check_collator", "name_of", "package_of", "warn_of_orde
 
 Collators = Literal["check", "replace"]
 
-# Collators that make of rows what is read of rows here (ids, labels, masks, lengths, positions), by the package that has them.
+# Collators that make of rows what is read of rows here (ids, labels, masks, lengths, positions), by
+# the package that has them.
 _STOCK = {
     "transformers": {
         "DataCollatorForLanguageModeling",
@@ -38,8 +39,8 @@ _STOCK = {
 
 
 def check_collator(trainer: Trainer, collator: Collators) -> None:
-    """Raise for a collator that may define targets, or drop or
-    change some, unless it may be replaced.
+    """Raise for a collator that may define targets, or drop or change some, unless it may be
+    replaced.
 
     Args:
         trainer: the Trainer whose ``data_collator`` is to be replaced.
@@ -57,26 +58,32 @@ def check_collator(trainer: Trainer, collator: Collators) -> None:
         return
     said = f"{name}(mlm=True)" if masks_at_random else name
     if collator == "replace":
-        warn_once("hf_distca.deal puts PackingCollator in the place of %s, which is not called any more.", said)
+        warn_once(
+            "hf_distca.deal puts PackingCollator in the place of %s, which is not called any more.",
+            said,
+        )
         return
     raise UnsupportedError(
-        f"hf_distca.deal replaces the data_collator, and {said} is none whose rows are read as it reads them: what it masks, "
-        "drops or changes would be lost. Do in the data set what it does: rows may have labels with -100, completion_mask or "
-        'assistant_masks. If nothing is lost, say hf_distca.deal(..., collator="replace"), or '
-        "hf-distca run --set collator=replace."
+        f"hf_distca.deal replaces the data_collator, and {said} is none whose rows are read as it"
+        " reads them: what it masks, drops or changes would be lost. Do in the data set what it"
+        " does: rows may have labels with -100, completion_mask or assistant_masks. If nothing is"
+        ' lost, say hf_distca.deal(..., collator="replace"), or hf-distca run --set'
+        " collator=replace."
     )
 
 
 def _warn_of_padding(collator: Any, name: str) -> None:
-    """Warn that a collator of transformers ignores targets equal to the
-    padding token, if documents end with that token.
+    """Warn that a collator of transformers ignores targets equal to the padding token, if documents
+    end with that token.
     """
-    tokenizer = getattr(collator, "tokenizer", None) if name == "DataCollatorForLanguageModeling" else None
+    tokenizer = (
+        getattr(collator, "tokenizer", None) if name == "DataCollatorForLanguageModeling" else None
+    )
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is not None and pad == getattr(tokenizer, "eos_token_id", None):
         warn_once(
-            "%s would leave out all targets that are token %d, which pads and ends documents alike; dealt, they are trained on. "
-            "Give rows labels with -100 there if they should not be.",
+            "%s would leave out all targets that are token %d, which pads and ends documents alike;"
+            " dealt, they are trained on. Give rows labels with -100 there if they should not be.",
             *(name, pad),
         )
 
@@ -86,8 +93,9 @@ def warn_of_order(trainer: Trainer) -> None:
     strategy = trainer.args.train_sampling_strategy
     if strategy not in {"random", "sequential"}:
         warn_once(
-            "hf_distca.deal replaces train_sampling_strategy=%r: documents are dealt in an order of their own, shuffled by seed "
-            "and epoch, and every rank gets the same number of tokens.",
+            "hf_distca.deal replaces train_sampling_strategy=%r: documents are dealt in an order of"
+            " their own, shuffled by seed and epoch, and every rank gets the same number of"
+            " tokens.",
             strategy,
         )
 
@@ -99,5 +107,9 @@ def name_of(collator: Any) -> str:
 
 def package_of(collator: Any) -> str:
     """Return the package of a function or a class; a user's subclass has another package."""
-    module = getattr(collator, "__module__", None) if hasattr(collator, "__name__") else type(collator).__module__
+    module = (
+        getattr(collator, "__module__", None)
+        if hasattr(collator, "__name__")
+        else type(collator).__module__
+    )
     return str(module).partition(".")[0]

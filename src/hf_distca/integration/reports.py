@@ -1,5 +1,5 @@
-"""Estimates and measurements since `configure`: figures for logs, the
-summary of a run, and timelines for Perfetto.
+"""Estimates and measurements since `configure`: figures for logs, the summary of a run, and
+timelines for Perfetto.
 """
 
 from __future__ import annotations
@@ -98,12 +98,19 @@ def metrics(*, gather: bool = False) -> Metrics:
 
 
 def metrics_of(session: Session) -> Metrics:
-    """Return the metrics for a log, which has no figures of a rank
-    alone, without switching on their timing.
+    """Return the metrics for a log, which has no figures of a rank alone, without switching on
+    their timing.
     """
     since, meter = session.started, session.meter
     elapsed = time.perf_counter() - since
-    return Metrics(session.planner.history.total, meter.seconds, elapsed, since, meter.state_bytes, late_compiles())
+    return Metrics(
+        session.planner.history.total,
+        meter.seconds,
+        elapsed,
+        since,
+        meter.state_bytes,
+        late_compiles(),
+    )
 
 
 def summary(done: BalanceTotals, session: Session) -> str | None:
@@ -113,26 +120,39 @@ def summary(done: BalanceTotals, session: Session) -> str | None:
     figures = done.compute_figures()
     tokens = figures.get("distca/imbalance_tokens", 1.0)
     lines = [
-        f"distca: {done.micro_batches} micro-batches on {session.ranks} ranks, work moved in {done.moved}",
+        (
+            f"distca: {done.micro_batches} micro-batches on {session.ranks} ranks, work moved in"
+            f" {done.moved}"
+        ),
         f"  {'imbalance (slowest rank / mean)':<34}{'before':>8}{'after':>8}",
         f"    {'tokens':<32}{tokens:>8.3f}{tokens:>8.3f}",
     ]
     for kind in ("estimated", "measured"):
         if (before := figures.get(f"distca/imbalance_{kind}_before")) is not None:
-            lines.append(f"    {kind:<32}{before:>8.3f}{figures[f'distca/imbalance_{kind}_after']:>8.3f}")
+            lines.append(
+                f"    {kind:<32}{before:>8.3f}{figures[f'distca/imbalance_{kind}_after']:>8.3f}"
+            )
     parts = {
-        "exchanged": f"{figures.get('distca/exchanged_mb_per_layer', 0.0):.3f} MB per layer and micro-batch by the busiest rank, "
-        "for moved work and for documents on several ranks",
+        "exchanged": (
+            f"{figures.get('distca/exchanged_mb_per_layer', 0.0):.3f} MB per layer and micro-batch"
+            " by the busiest rank, for moved work and for documents on several ranks"
+        ),
     }
     if between := figures.get("distca/between_nodes_mb_per_layer"):
-        parts["nodes"] = f"{between:.3f} MB of that to other nodes, by the rank that sends most there"
+        parts["nodes"] = (
+            f"{between:.3f} MB of that to other nodes, by the rank that sends most there"
+        )
     parts |= {
         "planning": f"{figures['distca/planning_ms']:.1f} ms per micro-batch",
-        "attention": f"{figures['distca/server_time_share']:.0%} of this rank's time, in kernel {', '.join(session.kernels)}",
+        "attention": (
+            f"{figures['distca/server_time_share']:.0%} of this rank's time, in kernel"
+            f" {', '.join(session.kernels)}"
+        ),
     }
     if "distca/servers_share" in figures:
         parts["servers"] = (
-            f"{figures['distca/servers_share']:.0%} of attention, idle {figures['distca/servers_idle']:.0%} of the time"
+            f"{figures['distca/servers_share']:.0%} of attention, idle"
+            f" {figures['distca/servers_idle']:.0%} of the time"
         )
     return "\n".join([*lines, *(f"  {name:<12}{value}" for name, value in parts.items())])
 
@@ -146,8 +166,8 @@ def sum_up(done: BalanceTotals, session: Session) -> None:
 
 
 def why_nothing_moved(done: BalanceTotals, session: Session) -> str | None:
-    """Return why no work was moved in some micro-batches, with the figures;
-    None if some was, or if there were none.
+    """Return why no work was moved in some micro-batches, with the figures; None if some was, or if
+    there were none.
     """
     if done.moved or done.busiest_bytes or not done.estimated_mean:
         return None
@@ -157,38 +177,50 @@ def why_nothing_moved(done: BalanceTotals, session: Session) -> str | None:
     if not config.balance:
         return f"{said}: balancing is off (balance=False). Without it, {uneven}."
     if ratio <= 1 + config.tolerance:
-        return f"{said}: the documents are even ({uneven}; tolerance={config.tolerance:g}). There is nothing to win."
-    saved, milliseconds = 1 - 1 / ratio, (done.estimated_before - done.estimated_mean) / done.micro_batches * 1e3
+        return (
+            f"{said}: the documents are even ({uneven}; tolerance={config.tolerance:g}). There is"
+            " nothing to win."
+        )
+    saved, milliseconds = (
+        1 - 1 / ratio,
+        (done.estimated_before - done.estimated_mean) / done.micro_batches * 1e3,
+    )
     if saved < config.min_gain:
-        return f"{said}: {uneven}, and evening that out saves {saved:.1%} at most, less than min_gain={config.min_gain:g}."
+        return (
+            f"{said}: {uneven}, and evening that out saves {saved:.1%} at most, less than"
+            f" min_gain={config.min_gain:g}."
+        )
     costs = session.planner.resume_progress().costs
     cost = costs.get_cost(PlanKey(*next(iter(costs))))
     return (
-        f"{said}: {uneven}, and evening that out saves {milliseconds:.3g} ms a layer at most, of which the exchange would leave "
-        f"less than min_gain={config.min_gain:g} (cost model {cost.name!r}: {cost.exchange_bytes_per_second / 1e9:g} GB/s and "
-        f"{cost.exchange_seconds * 1e3:g} ms an exchange). Longer documents or a faster network gain more; if the figures do not "
-        "fit your machine, give DistCAConfig(cost_model=...) your own."
+        f"{said}: {uneven}, and evening that out saves {milliseconds:.3g} ms a layer at most, of"
+        f" which the exchange would leave less than min_gain={config.min_gain:g} (cost model"
+        f" {cost.name!r}: {cost.exchange_bytes_per_second / 1e9:g} GB/s and"
+        f" {cost.exchange_seconds * 1e3:g} ms an exchange). Longer documents or a faster network"
+        " gain more; if the figures do not fit your machine, give DistCAConfig(cost_model=...)"
+        " your own."
     )
 
 
 def why_given_up(session: Session) -> str | None:
-    """Return a message that exchanges were given up because they cost more
-    than they saved, with the figures; else None.
+    """Return a message that exchanges were given up because they cost more than they saved, with
+    the figures; else None.
     """
     slower = session.planner.resume_progress().costs.exchange_slowdown
     if slower is None:
         return None
     return (
-        f"distca moves less, or nothing: with exchanges, attention took {slower:.0%} longer than it would have taken where it "
-        "was. Plans go by what was measured, and exchanges are tried again now and then. A faster network or longer documents "
-        "gain more; DistCAConfig(measured_rates=False) goes by the cost model alone."
+        f"distca moves less, or nothing: with exchanges, attention took {slower:.0%} longer than it"
+        " would have taken where it was. Plans go by what was measured, and exchanges are tried"
+        " again now and then. A faster network or longer documents gain more;"
+        " DistCAConfig(measured_rates=False) goes by the cost model alone."
     )
 
 
 @contextmanager
 def trace(folder: str | Path | None = None) -> Iterator[Trace]:
-    """Record a timeline of core attention: linear, dispatch, server and return
-    spans of both nano-batches and directions.
+    """Record a timeline of core attention: linear, dispatch, server and return spans of both
+    nano-batches and directions.
 
     Open the files at ui.perfetto.dev or chrome://tracing. On CUDA, recording puts events on the
     stream without waiting; writing waits for the device.

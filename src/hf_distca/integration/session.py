@@ -1,5 +1,5 @@
-"""`Session`: state that a process keeps between micro-batches:
-configuration, group, kernels, cost models, history.
+"""`Session`: state that a process keeps between micro-batches: configuration, group, kernels, cost
+models, history.
 
 Plans and routes are not among them: a `WorkPlanner` makes them, and they live in the handle of
 their micro-batch.
@@ -24,7 +24,13 @@ from hf_distca.borrowed import loaded_mesh
 from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.integration.families import known_cost, source_of_rates
 from hf_distca.integration.handle import AttentionHandle, Work
-from hf_distca.integration.processes import check_pool, data_parallel_group, find_members, said_if_long, size_of_groups
+from hf_distca.integration.processes import (
+    check_pool,
+    data_parallel_group,
+    find_members,
+    said_if_long,
+    size_of_groups,
+)
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
 from hf_distca.measure.calibrate import calibrate, fastest
 from hf_distca.measure.shipped import shipped_profile
@@ -42,10 +48,18 @@ class Elsewhere(Protocol):
     """Substitute of a `WorkPlanner` while a schedule of pipeline stages runs forwards."""
 
     def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
-        """See `WorkPlanner.uses_nano_batches`; if this returns True, the handle has its documents."""
+        """See `WorkPlanner.uses_nano_batches`; if this returns True, the handle has its
+        documents.
+        """
 
     def plan_work(
-        self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey, *, training: bool
+        self,
+        handle: AttentionHandle,
+        arguments: Mapping[str, Any],
+        query: torch.Tensor,
+        key: PlanKey,
+        *,
+        training: bool,
     ) -> Work:
         """See `WorkPlanner.plan_work`."""
 
@@ -53,9 +67,11 @@ class Elsewhere(Protocol):
 class ServerPool(Protocol):
     """Servers that take part in the attention of all ranks."""
 
-    def group(self, members: dist.ProcessGroup | Members | None, timeout_seconds: float | None) -> AttentionGroup:
-        """Return the group of these ranks, all of which call this at
-        the same point, and the servers.
+    def group(
+        self, members: dist.ProcessGroup | Members | None, timeout_seconds: float | None
+    ) -> AttentionGroup:
+        """Return the group of these ranks, all of which call this at the same point, and the
+        servers.
         """
 
     def without(self, leaving: Sequence[int]) -> AttentionGroup:
@@ -81,9 +97,12 @@ class Session:
             figures were read.
     """
 
-    pool: ClassVar[ServerPool | None] = None  # servers that take part, for all sessions of the process
+    # Servers that take part, for all sessions of the process.
+    pool: ClassVar[ServerPool | None] = None
 
-    def __init__(self, config: DistCAConfig, members: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+    def __init__(
+        self, config: DistCAConfig, members: dist.ProcessGroup | DeviceMesh | None = None
+    ) -> None:
         self.meter = Meter()
         self.planner = Planner(config, self.meter)
         self.trace: Trace | None = None
@@ -115,13 +134,19 @@ class Session:
         """
         world = get_current_world()
         if self._group is None or world is not self._world:
-            members = data_parallel_group(self._members) if isinstance(self._members, DeviceMesh) else self._members
+            members = (
+                data_parallel_group(self._members)
+                if isinstance(self._members, DeviceMesh)
+                else self._members
+            )
             if members is None and world is not None:
                 members = find_members()
             with said_if_long("making the attention group, which waits for all its ranks,"):
                 size = None if world is None else size_of_groups(members, self.config)
                 if self.pool is None:
-                    self._group = AttentionGroup.of(members, timeout_seconds=self.config.timeout_seconds, size=size)
+                    self._group = AttentionGroup.of(
+                        members, timeout_seconds=self.config.timeout_seconds, size=size
+                    )
                 else:
                     check_pool(members, size)
                     group = self.pool.group(members, self.config.timeout_seconds)
@@ -131,8 +156,8 @@ class Session:
         return self._group
 
     def join_trainers(self) -> AttentionGroup:
-        """Join the ranks of the attention group that hold tokens, all but the servers of a pool, and
-        return their group. All of them must call this: the first call makes the group.
+        """Join the ranks of the attention group that hold tokens, all but the servers of a pool,
+        and return their group. All of them must call this: the first call makes the group.
         """
         group = self.join_group()
         if group.holds is None:
@@ -148,15 +173,15 @@ class Session:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of the attention group, also after
-        torch.distributed ended; 1 if it was not made.
+        """Number of ranks of the attention group, also after torch.distributed ended; 1 if it was
+        not made.
         """
         return 1 if self._group is None else self._group.size
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the ranks; 0 if it is not known, as if
-        nodes have different numbers of ranks.
+        """Number of nodes of the ranks; 0 if it is not known, as if nodes have different numbers of
+        ranks.
         """
         group = self._group
         if group is None or group.size == 1:
@@ -165,8 +190,8 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """True if this is rank 0 of all ranks, the only one to report
-        facts that are the same everywhere.
+        """True if this is rank 0 of all ranks, the only one to report facts that are the same
+        everywhere.
         """
         if self._group is None:
             return get_current_world() is None or dist.get_rank() == 0
@@ -175,7 +200,12 @@ class Session:
     def gather(self) -> None:
         """Gather the measurements up to here, on all ranks of the group. Collective."""
         group = self._group
-        if group is not None and group.size > 1 and not group.has_left and (group.holds is not None or dist.is_initialized()):
+        if (
+            group is not None
+            and group.size > 1
+            and not group.has_left
+            and (group.holds is not None or dist.is_initialized())
+        ):
             self.planner.resume_progress().gather_measurements(group)
 
     def look_for_mesh(self, models: Iterator[PreTrainedModel]) -> None:
@@ -183,28 +213,44 @@ class Session:
         if they are neither given nor found yet.
         """
         if self._members is None and self._group is None:
-            self._members = next((mesh for model in models if (mesh := loaded_mesh(model)) is not None), None)
+            self._members = next(
+                (mesh for model in models if (mesh := loaded_mesh(model)) is not None), None
+            )
 
-    def server(self, work: Work, query: torch.Tensor, shape: AttentionShape, scores: Scores) -> AttentionServer:
-        """Make a server for the tasks of layers of this shape and these scores,
-        which compute in the dtype of `query`.
+    def server(
+        self, work: Work, query: torch.Tensor, shape: AttentionShape, scores: Scores
+    ) -> AttentionServer:
+        """Make a server for the tasks of layers of this shape and these scores, which compute in
+        the dtype of `query`.
         """
         with work.group.reporting(f"choosing a kernel for {work.name}"):
-            kernel = self.kernel(query, (shape.head_dim, shape.value_head_dim), scores, shape.heads_per_key_head)
+            kernel = self.kernel(
+                query, (shape.head_dim, shape.value_head_dim), scores, shape.heads_per_key_head
+            )
             return AttentionServer(kernel, scores, work.meter)
 
-    def attend(self, work: Work, server: AttentionServer, module: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
-        """Compute core attention of one layer for this rank's tokens;
-        `server` runs the tasks of all layers like it.
+    def attend(
+        self, work: Work, server: AttentionServer, module: torch.nn.Module, inputs: Inputs
+    ) -> torch.Tensor:
+        """Compute core attention of one layer for this rank's tokens; `server` runs the tasks of
+        all layers like it.
         """
         group, route, number = work.group, work.route, next(work.numbers)
         outputs = None if work.outputs is None else work.outputs.of(module, inputs)
-        if group.monitor is None and self.trace is None:  # nobody waits for this rank, and nobody is told
+        # Nobody waits for this rank, and nobody is told.
+        if group.monitor is None and self.trace is None:
             return core_attention(inputs, Call(route, group, server, outputs))
         group.raise_pending()
         place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
-        meter, layer = work.meter if self.trace is None else self.trace.meter(work.meter, work.nano, number + 1), None
-        server = AttentionServer(server.kernel, server.scores, meter, partial(group.reporting, f"computing {place}"))
+        meter, layer = (
+            work.meter
+            if self.trace is None
+            else self.trace.meter(work.meter, work.nano, number + 1),
+            None,
+        )
+        server = AttentionServer(
+            server.kernel, server.scores, meter, partial(group.reporting, f"computing {place}")
+        )
         group = group.at(place, route.forward_exchanges) if route.exchanges else group
         if group.lead is not None:
             layer = {"work": work.serial, "place": place, "dtype": inputs.q_THD.dtype}
@@ -214,25 +260,32 @@ class Session:
             with server.reporting():
                 raise
 
-    def kernel(self, query: torch.Tensor, widths: tuple[int, int], scores: Scores, ratio: int) -> Kernel:
-        """Select the kernel for the device and dtype of a tensor, widths of keys
-        and values, and query heads a key head.
+    def kernel(
+        self, query: torch.Tensor, widths: tuple[int, int], scores: Scores, ratio: int
+    ) -> Kernel:
+        """Select the kernel for the device and dtype of a tensor, widths of keys and values, and
+        query heads a key head.
         """
         first = self._fastest.get((query.dtype, widths))
-        kernel = select_kernel(self.config.kernel, Case(query.device, query.dtype, *widths, scores, ratio), first=first)
+        kernel = select_kernel(
+            self.config.kernel, Case(query.device, query.dtype, *widths, scores, ratio), first=first
+        )
         self.kernels[kernel.name] = None
         return kernel
 
     def learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
-        """Make the cost model of a shape, at its first layer; all ranks of
-        the group at the same point. Collective.
+        """Make the cost model of a shape, at its first layer; all ranks of the group at the same
+        point. Collective.
         """
         group.notify_servers("learn_cost", key=key, dtype=query.dtype)
         self.planner.resume_progress().costs.dtypes[key.shape, key.device] = str(query.dtype)
         if (key.shape, key.device) in self.planner.resume_progress().costs:
             return
         cost = known_cost(key._replace(window=None), self.config)
-        widths, source = (key.shape.head_dim, key.shape.value_head_dim), source_of_rates(self.config)
+        widths, source = (
+            (key.shape.head_dim, key.shape.value_head_dim),
+            source_of_rates(self.config),
+        )
         if source == "analytic" and query.device.type == "cuda":
             kernel = self.kernel(query, widths, Scores(1.0), key.shape.heads_per_key_head)
             if (profile := shipped_profile(query.device, kernel, group)) is not None:
@@ -241,7 +294,9 @@ class Session:
             if self.config.kernel == "auto" and key.device == "cuda":
                 with said_if_long("comparing attention kernels before the first plan"):
                     names = get_args(KernelName)
-                    self._fastest[query.dtype, widths] = fastest(key.shape, names, query.dtype, query.device, group)
+                    self._fastest[query.dtype, widths] = fastest(
+                        key.shape, names, query.dtype, query.device, group
+                    )
             kernel = self.kernel(query, widths, Scores(1.0), key.shape.heads_per_key_head)
             with said_if_long(f"timing the attention kernel {kernel.name!r} before the first plan"):
                 cost = calibrate(cost, kernel, query.dtype, query.device, group)

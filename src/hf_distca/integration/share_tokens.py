@@ -23,7 +23,14 @@ from hf_distca.schedule.layout import IntArray
 
 __all__ = ["share_tokens"]
 
-_KNOWN = {"input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "distca_documents"}
+_KNOWN = {
+    "input_ids",
+    "labels",
+    "shift_labels",
+    "position_ids",
+    "attention_mask",
+    "distca_documents",
+}
 # What else packing loaders give, all of which follows from the documents.
 _FOLLOWING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 # What is dealt by until a layer has run: causal pairs, whatever the layer is.
@@ -31,8 +38,8 @@ _SOME_SHAPE = AttentionShape(1, 1, 1, 1, 1)
 
 
 def share_tokens(batches: Sequence[Any]) -> list[Any]:
-    """Deal tokens that ranks drew from their loaders among them:
-    equal tokens, and about equal attention.
+    """Deal tokens that ranks drew from their loaders among them: equal tokens, and about equal
+    attention.
 
     Every micro-batch is dealt by itself, over the attention group: documents stay whole where they
     fit and are cut where one outweighs a rank, as by `document_shares` in the loader. Token ids and
@@ -67,12 +74,25 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
     with group.reporting(place):
         drawn = [_Drawn.of(batch) for batch in batches]
         counts = [len(batch.lengths) for batch in drawn]
-        rows = group.gather(np.concatenate([[len(drawn)], counts, *(batch.lengths for batch in drawn)]), doing=place)
-        check_equal(group, np.array([row[0] for row in rows]), "numbers of micro-batches", place, "draw as many on every rank")
+        rows = group.gather(
+            np.concatenate([[len(drawn)], counts, *(batch.lengths for batch in drawn)]), doing=place
+        )
+        check_equal(
+            group,
+            np.array([row[0] for row in rows]),
+            "numbers of micro-batches",
+            place,
+            "draw as many on every rank",
+        )
         # The lengths in each micro-batch of each rank.
         lengths = [np.split(row[1 + len(drawn) :], np.cumsum(row[1 : len(drawn)])) for row in rows]
-        costs = {key._replace(nano=0): progress.costs.get_cost(key) for key in progress.pop_recent_keys()}
-        shared = [_deal(session, costs, number, [of_rank[number] for of_rank in lengths]) for number in range(len(drawn))]
+        costs = {
+            key._replace(nano=0): progress.costs.get_cost(key) for key in progress.pop_recent_keys()
+        }
+        shared = [
+            _deal(session, costs, number, [of_rank[number] for of_rank in lengths])
+            for number in range(len(drawn))
+        ]
         tokens = _exchange(group, drawn, shared, place)
     return [
         _batch(dealt, columns_T2, batch["input_ids"].device)
@@ -96,16 +116,28 @@ class _Drawn:
     def of(cls, batch: Mapping[str, Any]) -> _Drawn:
         if unknown := sorted(batch.keys() - _KNOWN - _FOLLOWING):
             raise UnsupportedError(
-                f"a batch holds {', '.join(unknown)}, and share_tokens deals {', '.join(sorted(_KNOWN))} only: tokens go to "
-                "other ranks, so leave the rest out."
+                f"a batch holds {', '.join(unknown)}, and share_tokens deals"
+                f" {', '.join(sorted(_KNOWN))} only: tokens go to other ranks, so leave the rest"
+                " out."
             )
         documents = TokenBatch.of(batch).read_documents(training=True)
         if documents.span_ranks:
-            raise UnsupportedError("a batch is a share of dealt documents already: share_tokens is for batches that are not.")
-        keep = slice(None) if documents.token_indices is None else torch.from_numpy(documents.token_indices)
+            raise UnsupportedError(
+                "a batch is a share of dealt documents already: share_tokens is for batches that"
+                " are not."
+            )
+        keep = (
+            slice(None)
+            if documents.token_indices is None
+            else torch.from_numpy(documents.token_indices)
+        )
         lengths = documents.runs[:, 2]
         _check_positions_count_on(batch.get("position_ids"), keep, lengths)
-        flat = [batch[name].reshape(-1).cpu()[keep] for name in ("input_ids", "labels", "shift_labels") if name in batch]
+        flat = [
+            batch[name].reshape(-1).cpu()[keep]
+            for name in ("input_ids", "labels", "shift_labels")
+            if name in batch
+        ]
         if "shift_labels" not in batch:
             labels = flat[-1]
             flat.append(torch.cat([labels[1:], labels.new_full((1,), IGNORED_LABEL)]))
@@ -113,7 +145,9 @@ class _Drawn:
         return cls(lengths, torch.stack([flat[0], flat[-1]], dim=1).long())
 
 
-def _check_positions_count_on(positions: torch.Tensor | None, keep: slice | torch.Tensor, lengths: IntArray) -> None:
+def _check_positions_count_on(
+    positions: torch.Tensor | None, keep: slice | torch.Tensor, lengths: IntArray
+) -> None:
     """Raise if positions skip some inside a document: they are recomputed from its length."""
     if positions is None:
         return
@@ -122,8 +156,9 @@ def _check_positions_count_on(positions: torch.Tensor | None, keep: slice | torc
     inside[np.cumsum(lengths) - 1] = False  # from one document to the next
     if (jumps := np.flatnonzero((step != 1) & inside[:-1])).size:
         raise UnsupportedError(
-            f"position_ids of a batch change by {step[jumps[0]]} after token {jumps[0]}, inside a document: share_tokens counts "
-            "positions of what it deals anew, and these would be lost. Leave such batches as they are."
+            f"position_ids of a batch change by {step[jumps[0]]} after token {jumps[0]}, inside a"
+            " document: share_tokens counts positions of what it deals anew, and these would be"
+            " lost. Leave such batches as they are."
         )
 
 
@@ -142,14 +177,23 @@ class _Shared:
     start: IntArray
 
     def runs(self, rank: int) -> list[tuple[int, int, int]]:
-        """List the runs of a rank: (rank that drew it, index of its
-        first token there, number of tokens).
+        """List the runs of a rank: (rank that drew it, index of its first token there, number of
+        tokens).
         """
-        segments = [] if self.packed.dealt_share is None else self.packed.dealt_share.whole_layout.list_segments(rank)
-        return [(int(self.home[s.document]), int(self.start[s.document]) + s.start, s.length) for s in segments]
+        segments = (
+            []
+            if self.packed.dealt_share is None
+            else self.packed.dealt_share.whole_layout.list_segments(rank)
+        )
+        return [
+            (int(self.home[s.document]), int(self.start[s.document]) + s.start, s.length)
+            for s in segments
+        ]
 
 
-def _deal(session: Session, costs: dict[PlanKey, CostModel], number: int, lengths: Sequence[IntArray]) -> _Shared:
+def _deal(
+    session: Session, costs: dict[PlanKey, CostModel], number: int, lengths: Sequence[IntArray]
+) -> _Shared:
     group, planner = session.join_trainers(), session.planner
     joined = np.concatenate(lengths)
     home = np.repeat(np.arange(group.size), [len(of_rank) for of_rank in lengths])
@@ -162,18 +206,28 @@ def _deal(session: Session, costs: dict[PlanKey, CostModel], number: int, length
         session.config,
         group.per_node,
     )
-    return _Shared(dealing.make_share(joined, (0, planner.resume_progress().number + number + 1), group.rank), home, start)
+    return _Shared(
+        dealing.make_share(joined, (0, planner.resume_progress().number + number + 1), group.rank),
+        home,
+        start,
+    )
 
 
-def _exchange(group: AttentionGroup, drawn: Sequence[_Drawn], shared: Sequence[_Shared], place: str) -> list[torch.Tensor]:
-    """Exchange tokens, and return the (tokens, 2) columns of this
-    rank's share of every micro-batch.
+def _exchange(
+    group: AttentionGroup, drawn: Sequence[_Drawn], shared: Sequence[_Shared], place: str
+) -> list[torch.Tensor]:
+    """Exchange tokens, and return the (tokens, 2) columns of this rank's share of every
+    micro-batch.
     """
     sent: list[torch.Tensor] = [drawn[0].columns_T2[:0]]
     send, receive = [0] * group.size, [0] * group.size
     for rank in range(group.size):
         for batch, dealt in zip(drawn, shared, strict=True):
-            pieces = [batch.columns_T2[start : start + tokens] for home, start, tokens in dealt.runs(rank) if home == group.rank]
+            pieces = [
+                batch.columns_T2[start : start + tokens]
+                for home, start, tokens in dealt.runs(rank)
+                if home == group.rank
+            ]
             sent += pieces
             send[rank] += sum(map(len, pieces))
     runs = [dealt.runs(group.rank) for dealt in shared]
@@ -198,4 +252,7 @@ def _batch(shared: _Shared, columns_T2: torch.Tensor, device: torch.device) -> d
     labels = torch.full_like(targets, IGNORED_LABEL)  # shifted, they would lack the targets at cuts
     positions = torch.from_numpy(packed.positions)
     rows = {"input_ids": ids, "labels": labels, "shift_labels": targets, "position_ids": positions}
-    return {**{name: row[None].to(device) for name, row in rows.items()}, "distca_documents": packed}
+    return {
+        **{name: row[None].to(device) for name, row in rows.items()},
+        "distca_documents": packed,
+    }

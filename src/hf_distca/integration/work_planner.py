@@ -32,8 +32,8 @@ _ALONE = AttentionGroup()
 
 
 class WorkPlanner:
-    """Plans micro-batches for layers of a model, with the state of a session: which ranks take part,
-    their documents, and the route of this rank.
+    """Plans micro-batches for layers of a model, with the state of a session: which ranks take
+    part, their documents, and the route of this rank.
     """
 
     def __init__(self, session: Session) -> None:
@@ -44,11 +44,21 @@ class WorkPlanner:
         it. All ranks must call this if they do; see `Session.join_group`.
         """
         if handle.group is None:
-            # Making the group needs all ranks: a rank that evaluates or generates alone must not ask for it.
+            # Making the group needs all ranks: a rank that evaluates or generates alone must not
+            # ask for it.
             together = not handle.alone and (training or self._session.config.balance_evaluation)
-            if together and self._session.pool is not None and (leaving := self._planner.resume_progress().leaving_ranks):
+            if (
+                together
+                and self._session.pool is not None
+                and (leaving := self._planner.resume_progress().leaving_ranks)
+            ):
                 self._session.gather()
-                self._session.take_group(replace(self._session.pool.without(leaving), session=self._session.join_group().session))
+                self._session.take_group(
+                    replace(
+                        self._session.pool.without(leaving),
+                        session=self._session.join_group().session,
+                    )
+                )
             handle.group = self._session.join_group() if together else _ALONE
         return handle.group
 
@@ -56,19 +66,29 @@ class WorkPlanner:
         """Return whether layers run as two nano-batches."""
         return self._session.config.ping_pong and self.find_group(handle, training).size > 1
 
-    def read_documents(self, handle: AttentionHandle, arguments: Mapping[str, Any], training: bool) -> Documents:
+    def read_documents(
+        self, handle: AttentionHandle, arguments: Mapping[str, Any], training: bool
+    ) -> Documents:
         """Read the documents of a batch from the keyword arguments of a layer or of attention."""
         if handle.documents is not None:
             return handle.documents
         group = handle.group or self.find_group(handle, training)
         with self._reporting(group, "reading documents") if group.size > 1 else nullcontext():
-            return handle.read(arguments, span_ranks=self._session.config.documents_span_ranks, training=training)
+            return handle.read(
+                arguments, span_ranks=self._session.config.documents_span_ranks, training=training
+            )
 
     def plan_work(
-        self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey, *, training: bool
+        self,
+        handle: AttentionHandle,
+        arguments: Mapping[str, Any],
+        query: torch.Tensor,
+        key: PlanKey,
+        *,
+        training: bool,
     ) -> Work:
-        """Plan one kind of layer of a micro-batch, with the other ranks or
-        alone, and the kinds that are planned with it.
+        """Plan one kind of layer of a micro-batch, with the other ranks or alone, and the kinds
+        that are planned with it.
 
         Args:
             handle: handle of the micro-batch.
@@ -78,49 +98,85 @@ class WorkPlanner:
             training: whether the module is in training mode on this rank, and so on all.
         """
         group = self.find_group(handle, training)
-        handles = [handle] if handle.second is None else [handle, handle.second]  # both nano-batches, so that ranks meet once
-        requests = [(self.read_documents(part, arguments, training), key._replace(nano=part.nano)) for part in handles]
+        # Both nano-batches, so that ranks meet once.
+        handles = [handle] if handle.second is None else [handle, handle.second]
+        requests = [
+            (self.read_documents(part, arguments, training), key._replace(nano=part.nano))
+            for part in handles
+        ]
         if group.size == 1:
             # To time a layer on CUDA, the host records four events.
-            meter = Meter(self._session.meter, timed=self._session.times_alone or key.device != "cuda")
+            meter = Meter(
+                self._session.meter, timed=self._session.times_alone or key.device != "cuda"
+            )
             alone, pairs = handle.alone or not training, zip(handles, requests, strict=True)
-            works = [_work_alone(part, which, query.device, meter, evaluating=alone) for part, (_, which) in pairs]
+            works = [
+                _work_alone(part, which, query.device, meter, evaluating=alone)
+                for part, (_, which) in pairs
+            ]
         else:
             with self._reporting(group, "measuring costs"):
                 self._session.learn_cost(key, query, group)
             # The first plan after an installation compiles loops of the scheduler.
-            said = said_if_long("making the first plan") if self._planner.resume_progress().next_number == 1 else nullcontext()
+            said = (
+                said_if_long("making the first plan")
+                if self._planner.resume_progress().next_number == 1
+                else nullcontext()
+            )
             with self._reporting(group, "planning"), said:
                 plans = self._planner.plan(requests, group)
             with self._reporting(group, "taking up a plan"):
                 for part, planned in zip(handles, plans, strict=True):
                     part.check(planned.plan.layout, key.window)
                 known = zip(requests, plans, strict=True)
-                works = [self.use_plan(documents, planned, group, query.device) for (documents, _), planned in known]
+                works = [
+                    self.use_plan(documents, planned, group, query.device)
+                    for (documents, _), planned in known
+                ]
         for part, (_, which), work in zip(handles, requests, works, strict=True):
-            part.work[which] = work if part.mask.recomputes and training else replace(work, outputs=None)
+            part.work[which] = (
+                work if part.mask.recomputes and training else replace(work, outputs=None)
+            )
         return handle.work[requests[0][1]]
 
-    def use_plan(self, documents: Documents, planned: BatchPlan, group: AttentionGroup, device: torch.device) -> Work:
+    def use_plan(
+        self, documents: Documents, planned: BatchPlan, group: AttentionGroup, device: torch.device
+    ) -> Work:
         """Use a plan for the current micro-batch, which has these documents on this rank."""
         meter, nano = self._planner.resume_progress().use_plan(planned, documents), planned.key.nano
         plan, config = planned.plan, self._session.config
-        waves = Waves.of(plan, planned.key.shape, config.tile, config.max_transient_bytes, config.head_groups)
+        waves = Waves.of(
+            plan, planned.key.shape, config.tile, config.max_transient_bytes, config.head_groups
+        )
         self._warn_above_bound(waves, group)
         route = Route.build(plan, group.rank, waves)
-        name = f"micro-batch {self._planner.resume_progress().number}" + (f", nano-batch {nano}" if nano else "")
+        name = f"micro-batch {self._planner.resume_progress().number}" + (
+            f", nano-batch {nano}" if nano else ""
+        )
         name += f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
         serial = group.number(route)
         group.notify_servers("use_plan", plan=planned.serial, work=serial)
-        return Work(group, route, _keep_of(documents, device), plan.window, meter, nano, OutputStore(), name, serial)
+        return Work(
+            group,
+            route,
+            _keep_of(documents, device),
+            plan.window,
+            meter,
+            nano,
+            OutputStore(),
+            name,
+            serial,
+        )
 
     @contextmanager
     def _reporting(self, group: AttentionGroup, doing: str) -> Iterator[None]:
-        """Add this rank's name to errors in its batch, and report them
-        to the ranks that would wait for it.
+        """Add this rank's name to errors in its batch, and report them to the ranks that would wait
+        for it.
         """
         try:
-            with group.reporting(f"{doing} for micro-batch {self._planner.resume_progress().next_number}"):
+            with group.reporting(
+                f"{doing} for micro-batch {self._planner.resume_progress().next_number}"
+            ):
                 yield
         except (LayoutError, UnsupportedError) as error:
             if group.size == 1:
@@ -128,22 +184,25 @@ class WorkPlanner:
             raise type(error)(f"rank {group.ranks[group.rank]}: {error}") from error
 
     def _warn_above_bound(self, waves: Waves, group: AttentionGroup) -> None:
-        """Warn if a document over ranks needs more memory than the bound; it is
-        computed exactly, and most likely fits.
+        """Warn if a document over ranks needs more memory than the bound; it is computed exactly,
+        and most likely fits.
         """
         bound, rank = self._session.config.max_transient_bytes, group.rank
         if bound is not None and waves.bytes is not None and waves.bytes[rank] > bound:
             warnings.warn(
-                f"rank {group.ranks[rank]} needs about {waves.bytes[rank]} transient bytes for a tile of rows of a document "
-                f"that spans ranks, more than max_transient_bytes={bound}; it is computed in {waves.count} waves of that size. "
-                "Raise the bound, or cut documents so that each lies on one rank.",
+                f"rank {group.ranks[rank]} needs about {waves.bytes[rank]} transient bytes for a"
+                " tile of rows of a document that spans ranks, more than"
+                f" max_transient_bytes={bound}; it is computed in {waves.count} waves of that size."
+                " Raise the bound, or cut documents so that each lies on one rank.",
                 stacklevel=2,
             )
 
 
-def _work_alone(handle: AttentionHandle, key: PlanKey, device: torch.device, meter: Meter, *, evaluating: bool) -> Work:
-    """Make the work of a micro-batch whose documents were read; for
-    whole documents, their lengths suffice.
+def _work_alone(
+    handle: AttentionHandle, key: PlanKey, device: torch.device, meter: Meter, *, evaluating: bool
+) -> Work:
+    """Make the work of a micro-batch whose documents were read; for whole documents, their lengths
+    suffice.
 
     Raises:
         LayoutError: if a part of a document is missing; an `UnsupportedError` while `evaluating`.
@@ -166,7 +225,11 @@ def _work_alone(handle: AttentionHandle, key: PlanKey, device: torch.device, met
 
 def _keep_of(documents: Documents, device: torch.device) -> torch.Tensor | None:
     """Return `Documents.keep` on a device."""
-    return None if documents.token_indices is None else to_device(torch.from_numpy(documents.token_indices), device)
+    return (
+        None
+        if documents.token_indices is None
+        else to_device(torch.from_numpy(documents.token_indices), device)
+    )
 
 
 def _layout(documents: Documents, *, evaluating: bool) -> Layout:
@@ -176,13 +239,14 @@ def _layout(documents: Documents, *, evaluating: bool) -> Layout:
         if not (evaluating and documents.span_ranks):
             raise
         raise UnsupportedError(
-            "a document that spans ranks met a model in evaluation mode, where each rank works alone: "
-            "call model.train() to train, or set DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
+            "a document that spans ranks met a model in evaluation mode, where each rank works"
+            " alone: call model.train() to train, or set DistCAConfig(balance_evaluation=True) if"
+            " all ranks evaluate together."
         ) from error
 
 
 def _within(window: int | None, longest: int) -> int | None:
-    """Return the window if it hides a key of the longest document
-    from one of its tokens, else None.
+    """Return the window if it hides a key of the longest document from one of its tokens, else
+    None.
     """
     return None if window is None or window >= longest else window

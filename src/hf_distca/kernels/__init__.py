@@ -44,11 +44,13 @@ __all__ = [
 
 _logger = logging.getLogger("hf_distca")
 
-# Every kernel, in the order in which "auto" looks at them, and the type of device that it takes them on, None for all, "" for
-# none: it takes no kernel that is downloaded. A kernel that joins them needs its name in `KernelName`, too. The order decides,
-# and no clock: ranks with the same GPU and packages choose alike, and so does the next run (`hf_distca.measure.calibrate`
-# compares, for all ranks). FlashAttention 4 stands before 3: forward and backward together it is faster on Hopper, where its
-# backward reaches 557 to 605 TFLOP/s from 8K tokens on (an H100, 2026-11-26) and that of 3 530 to 586 (published).
+# Every kernel, in the order in which "auto" looks at them, and the type of device that it takes
+# them on, None for all, "" for none: it takes no kernel that is downloaded. A kernel that joins
+# them needs its name in `KernelName`, too. The order decides, and no clock: ranks with the same GPU
+# and packages choose alike, and so does the next run (`hf_distca.measure.calibrate` compares, for
+# all ranks). FlashAttention 4 stands before 3: forward and backward together it is faster on
+# Hopper, where its backward reaches 557 to 605 TFLOP/s from 8K tokens on (an H100, 2026-11-26) and
+# that of 3 530 to 586 (published).
 _KERNELS: tuple[tuple[Kernel, str | None], ...] = (
     (FLASH_ATTN_4, "cuda"),
     (FLASH_ATTN_3, "cuda"),
@@ -75,10 +77,11 @@ def select_kernel(name: KernelName, case: Case, *, first: str | None = None) -> 
         first: with "auto", the kernel to look at before all others.
 
     Raises:
-        KernelError: if the named kernel, or with "auto" every kernel, does not support the case or, on a GPU, computes it
-            wrongly; says why and what to use.
+        KernelError: if the named kernel, or with "auto" every kernel, does not support the case or,
+            on a GPU, computes it wrongly; says why and what to use.
     """
-    return _select_once(name, case, first, torch.are_deterministic_algorithms_enabled())  # with these, it is another question
+    # With these, it is another question.
+    return _select_once(name, case, first, torch.are_deterministic_algorithms_enabled())
 
 
 @lru_cache(maxsize=256)
@@ -86,11 +89,15 @@ def _select_once(name: KernelName, case: Case, first: str | None, _deterministic
     """Select like `select_kernel`, once per case: every layer of every micro-batch calls this."""
     automatic = name == "auto"
     candidates = [
-        kernel for kernel, where in _KERNELS if (where in (case.device.type, None) if automatic else kernel.name == name)
+        kernel
+        for kernel, where in _KERNELS
+        if (where in (case.device.type, None) if automatic else kernel.name == name)
     ]
     if not candidates:
         names = ["auto", *(kernel.name for kernel, _ in _KERNELS)]
-        raise KernelError(f"There is no kernel {name!r}; choose one of {', '.join(map(repr, names))}.")
+        raise KernelError(
+            f"There is no kernel {name!r}; choose one of {', '.join(map(repr, names))}."
+        )
     candidates.sort(key=lambda kernel: kernel.name != first)
     refused: list[str] = []
     for kernel in candidates:
@@ -102,29 +109,44 @@ def _select_once(name: KernelName, case: Case, first: str | None, _deterministic
     widths = f"head dim {case.head_dim} and value head dim {case.value_head_dim}"
     words = f"{case.dtype} tensors on {case.device}{_describe_features(case.scores)}, with {widths}"
     if automatic:
-        raise KernelError(f"No kernel runs {words} ({'; '.join(refused)}). Convert q, k and v to a floating dtype.")
-    raise KernelError(f'Kernel {name!r} cannot run {words}: {reason}. Set kernel="auto" to use what runs there.')
+        raise KernelError(
+            f"No kernel runs {words} ({'; '.join(refused)}). Convert q, k and v to a floating"
+            " dtype."
+        )
+    raise KernelError(
+        f'Kernel {name!r} cannot run {words}: {reason}. Set kernel="auto" to use what runs there.'
+    )
 
 
 def list_runnable(case: Case) -> list[Kernel]:
-    """Return the fast kernels of a device that run a case, in the
-    order in which "auto" looks at them.
+    """Return the fast kernels of a device that run a case, in the order in which "auto" looks at
+    them.
     """
-    return [kernel for kernel, where in _KERNELS if where == case.device.type and unusable_reason(kernel, case) is None]
+    return [
+        kernel
+        for kernel, where in _KERNELS
+        if where == case.device.type and unusable_reason(kernel, case) is None
+    ]
 
 
 def unusable_reason(kernel: Kernel, case: Case) -> str | None:
-    """Return why a kernel cannot run a case, or why its results on
-    that GPU are wrong; None if it can.
+    """Return why a kernel cannot run a case, or why its results on that GPU are wrong; None if it
+    can.
 
-    On a GPU the first question about a case makes the host wait, for what `hf_distca.kernels.check` computes.
+    On a GPU the first question about a case makes the host wait, for what `hf_distca.kernels.check`
+    computes.
     """
     reason = kernel.unsupported_reason(case)
     if reason is not None or case.device.type != "cuda" or kernel.name == ReferenceKernel.name:
         return reason
-    # Kernels have other code for windows and softcaps, whatever their sizes, and for deterministic algorithms.
-    kind = Scores(1.0, *(None if value is None else 1 for value in (case.scores.window, case.scores.softcap)))
-    return _check_once(kernel, case._replace(scores=kind), torch.are_deterministic_algorithms_enabled())
+    # Kernels have other code for windows and softcaps, whatever their sizes, and for deterministic
+    # algorithms.
+    kind = Scores(
+        1.0, *(None if value is None else 1 for value in (case.scores.window, case.scores.softcap))
+    )
+    return _check_once(
+        kernel, case._replace(scores=kind), torch.are_deterministic_algorithms_enabled()
+    )
 
 
 @lru_cache(maxsize=256)
@@ -134,7 +156,10 @@ def _check_once(kernel: Kernel, case: Case, _deterministic: bool) -> str | None:
     Exceptions, such as a lack of memory, are not cached.
     """
     with compile_ahead():
-        reasons = (mismatch_reason(variant, case) for variant in dict.fromkeys((kernel, leave_room_for_messages(kernel))))
+        reasons = (
+            mismatch_reason(variant, case)
+            for variant in dict.fromkeys((kernel, leave_room_for_messages(kernel)))
+        )
         return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -151,71 +176,92 @@ def list_candidates(case: Case) -> list[tuple[str, str | None]]:
 
 
 def _announce(name: str, case: Case, refused: list[str], *, automatic: bool) -> None:
-    """Log once which kernel runs; as a warning where "auto"
-    found none of the fast ones of a GPU.
+    """Log once which kernel runs; as a warning where "auto" found none of the fast ones of a
+    GPU.
     """
     device, dtype, scores = case.device, case.dtype, case.scores
     saying = (name, device.type, dtype, _describe_features(scores))
     if saying in _said:
         return
     _said.add(saying)
-    message = f"core attention in {dtype} on {device.type}{_describe_features(scores)} runs in kernel {name!r}"
+    message = (
+        f"core attention in {dtype} on {device.type}{_describe_features(scores)} runs in kernel"
+        f" {name!r}"
+    )
     why = f" ({'; '.join(refused)})" if refused else ""
     if refused and device.type == "cuda" and is_slow(name, dtype):
-        _logger.warning("%s, far slower than flash attention%s.%s", message, why, _suggest_speedup(case))
+        _logger.warning(
+            "%s, far slower than flash attention%s.%s", message, why, _suggest_speedup(case)
+        )
     else:
         _logger.info("%s%s%s", message, why, _note_on_kernel(name, device, automatic))
 
 
 def is_slow(name: str, dtype: torch.dtype) -> bool:
-    """Return whether a kernel is far slower than flash attention, which most
-    cases could use with another dtype or package.
+    """Return whether a kernel is far slower than flash attention, which most cases could use with
+    another dtype or package.
     """
     return name == "reference" or (name == EFFICIENT.name and dtype == torch.float32)
 
 
 def _describe_features(scores: Scores) -> str:
     """Name the features of the scores besides their scale, as the end of a phrase."""
-    present = [word for word, value in (("window", scores.window), ("softcap", scores.softcap)) if value is not None]
+    present = [
+        word
+        for word, value in (("window", scores.window), ("softcap", scores.softcap))
+        if value is not None
+    ]
     return f" with {' and '.join(present)}" if present else ""
 
 
 def _suggest_speedup(case: Case) -> str:
-    """Say how to get flash attention for a case on a GPU; "" where the
-    head dimensions or the GPU rule it out.
+    """Say how to get flash attention for a case on a GPU; "" where the head dimensions or the GPU
+    rule it out.
     """
     ways = []
     if case.dtype not in (torch.bfloat16, torch.float16):
         ways.append("train in bfloat16 or float16 (bf16=True or fp16=True)")
     package = "flash-attn-4" if _made_for(case.device) else "flash-attn"
-    if case.scores.softcap is not None and (package == "flash-attn" or import_error(INTERFACE_4) is not None):
+    if case.scores.softcap is not None and (
+        package == "flash-attn" or import_error(INTERFACE_4) is not None
+    ):
         ways.append(f"install {package}, a fast kernel with softcap (pip install {package})")
     return f" To speed it up, {' and '.join(ways)}." if ways else ""
 
 
 def _note_on_kernel(name: str, device: torch.device, automatic: bool) -> str:
-    """Note for the log that torch runs another flash kernel, or that a
-    faster one could be installed; "" otherwise.
+    """Note for the log that torch runs another flash kernel, or that a faster one could be
+    installed; "" otherwise.
     """
-    if name == "cuda" and torch.version.hip is None and (active := torch.nn.attention.current_flash_attention_impl()) is not None:
-        return f", which is {active} since torch.nn.attention.activate_flash_attention_impl was called"
+    if (
+        name == "cuda"
+        and torch.version.hip is None
+        and (active := torch.nn.attention.current_flash_attention_impl()) is not None
+    ):
+        return (
+            f", which is {active} since torch.nn.attention.activate_flash_attention_impl was called"
+        )
     advice = suggest_faster_kernel(name, device) if automatic else None
     return f"; {advice}" if advice else ""
 
 
 def _made_for(device: torch.device) -> str | None:
     """Name the kind of GPUs that FlashAttention 4 is made for, if this is one."""
-    return None if torch.version.hip is not None else _MADE_FOR.get(torch.cuda.get_device_capability(device)[0])
+    return (
+        None
+        if torch.version.hip is not None
+        else _MADE_FOR.get(torch.cuda.get_device_capability(device)[0])
+    )
 
 
 def suggest_faster_kernel(name: str, device: torch.device) -> str | None:
-    """Say how to get a kernel that is faster than the one that runs on a
-    GPU; None if there is none to install.
+    """Say how to get a kernel that is faster than the one that runs on a GPU; None if there is none
+    to install.
     """
     kind = _made_for(device) if name in ("cuda", "flash_attn") and device.type == "cuda" else None
     if kind is None or import_error(INTERFACE_4) is None:
         return None
     return (
-        f"FlashAttention 4 is made for {kind} GPUs (on an H100, 1.9 times as fast as torch's kernel) and is taken where it is "
-        "installed: pip install flash-attn-4"
+        f"FlashAttention 4 is made for {kind} GPUs (on an H100, 1.9 times as fast as torch's"
+        " kernel) and is taken where it is installed: pip install flash-attn-4"
     )

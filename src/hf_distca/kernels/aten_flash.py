@@ -19,15 +19,17 @@ def _placeholder_random_state(device: torch.device) -> tuple[torch.Tensor, torch
 
     They are never read, so no stream waits for them.
     """
-    return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, dtype=torch.uint64, device=device)
+    return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(
+        0, dtype=torch.uint64, device=device
+    )
 
 
 class AtenFlash:
     """`VarlenOp` over ``aten::_flash_attention_forward`` and ``aten::_flash_attention_backward``.
 
-    The forward returns the output, the log-sum-exp and then, in a number that differs between releases, what backward needs to
-    repeat dropout. Without dropout backward ignores these, so placeholders of the right dtype take their place and nothing
-    needs to be kept from forward.
+    The forward returns the output, the log-sum-exp and then, in a number that differs between
+    releases, what backward needs to repeat dropout. Without dropout backward ignores these, so
+    placeholders of the right dtype take their place and nothing needs to be kept from forward.
     """
 
     takes_gaps = torch.version.hip is None
@@ -35,7 +37,9 @@ class AtenFlash:
     def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
         """See `VarlenOp.forward`."""
         flags = {"dropout_p": 0.0, "is_causal": True, "return_debug_mask": False}
-        o_THD, lse_HT, *_ = cuda_attention()(*pools, *sequences, **flags, scale=scores.scale, **self._window(scores))
+        o_THD, lse_HT, *_ = cuda_attention()(
+            *pools, *sequences, **flags, scale=scores.scale, **self._window(scores)
+        )
         return Outputs(o_THD, lse_HT.T)
 
     def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
@@ -44,11 +48,17 @@ class AtenFlash:
         tensors = (do_THD, q_THD, k_TKD, v_TKD, o_THD, lse_TH.T.contiguous())
         options = {"scale": scores.scale, **self._window(scores)}
         return Grads(
-            *cuda_attention_backward()(*tensors, *sequences, 0.0, True, *_placeholder_random_state(q_THD.device), **options)
+            *cuda_attention_backward()(
+                *tensors, *sequences, 0.0, True, *_placeholder_random_state(q_THD.device), **options
+            )
         )
 
     def _window(self, scores: Scores) -> dict[str, int]:
-        """Return the window arguments: the op counts keys to the left of a row's
-        own, and without arguments it hides none.
+        """Return the window arguments: the op counts keys to the left of a row's own, and without
+        arguments it hides none.
         """
-        return {} if scores.window is None else {"window_size_left": scores.window - 1, "window_size_right": 0}
+        return (
+            {}
+            if scores.window is None
+            else {"window_size_left": scores.window - 1, "window_size_right": 0}
+        )

@@ -1,6 +1,7 @@
 """Types that every attention kernel takes and returns.
 
-Shape suffixes: T tokens (query rows or keys of a pool), H query heads, K key/value heads, D head dim, V value head dim.
+Shape suffixes: T tokens (query rows or keys of a pool), H query heads, K key/value heads, D head
+dim, V value head dim.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ import torch
 
 from hf_distca.errors import KernelError
 
-__all__ = ["Case", "Grads", "Kernel", "Operands", "Outputs", "Saved", "Scores", "TaskBatch", "without_gradients"]
+__all__ = [
+    "Case",
+    "Grads",
+    "Kernel",
+    "Operands",
+    "Outputs",
+    "Saved",
+    "Scores",
+    "TaskBatch",
+    "without_gradients",
+]
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -40,13 +51,14 @@ def without_gradients(method: Callable[Given, Result]) -> Callable[Given, Result
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Rule that turns queries and keys into weights: softmax over the
-    visible keys of cap(q k^T * scale).
+    """Rule that turns queries and keys into weights: softmax over the visible keys of cap(q k^T *
+    scale).
 
     Attributes:
         scale: factor on q k^T.
         window: keys that a row sees at most, its own position included; None for all before it.
-        softcap: if given, cap(x) = softcap * tanh(x / softcap) (Gemma 2, arXiv 2408.00118, section 2); else cap(x) = x.
+        softcap: if given, cap(x) = softcap * tanh(x / softcap) (Gemma 2, arXiv 2408.00118, section
+            2); else cap(x) = x.
     """
 
     scale: float
@@ -55,12 +67,18 @@ class Scores:
 
     def __post_init__(self) -> None:
         if not 0 < self.scale < math.inf:  # kernels mask before they scale: -inf * 0 is NaN
-            raise KernelError(f"The scale of the scores must be finite and positive, got {self.scale}.")
+            raise KernelError(
+                f"The scale of the scores must be finite and positive, got {self.scale}."
+            )
         if self.window is not None and self.window < 1:
-            raise KernelError(f"A window of {self.window} keys leaves nothing to attend to; it counts the row's own position.")
+            raise KernelError(
+                f"A window of {self.window} keys leaves nothing to attend to; it counts the row's"
+                " own position."
+            )
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise KernelError(
-                f"softcap divides the scores and must be finite and positive, got {self.softcap}; None switches it off."
+                f"softcap divides the scores and must be finite and positive, got {self.softcap};"
+                " None switches it off."
             )
 
     def window_within(self, keys: int) -> int | None:
@@ -114,10 +132,19 @@ class TaskBatch:
 
     @cached_property
     def required_sizes(self) -> tuple[float, float]:
-        """Query rows and keys of the smallest pools that hold all tasks; infinite if one of them is no task."""
-        rows = [start + length for start, length in zip(self.query_start, self.query_length, strict=True)]
-        keys = [start + length for start, length in zip(self.key_start, self.key_length, strict=True)]
-        fit = [1 <= query <= key for query, key in zip(self.query_length, self.key_length, strict=True)]
+        """Query rows and keys of the smallest pools that hold all tasks; infinite if one of them is
+        no task.
+        """
+        rows = [
+            start + length
+            for start, length in zip(self.query_start, self.query_length, strict=True)
+        ]
+        keys = [
+            start + length for start, length in zip(self.key_start, self.key_length, strict=True)
+        ]
+        fit = [
+            1 <= query <= key for query, key in zip(self.query_length, self.key_length, strict=True)
+        ]
         if not all(fit) or min(*self.query_start, *self.key_start, 0, 0) < 0:
             return math.inf, math.inf
         return max(rows, default=0), max(keys, default=0)
@@ -129,16 +156,16 @@ class TaskBatch:
 
     @cached_property
     def shares_keys(self) -> bool:
-        """True if any two tasks have a key in common, so that
-        their key gradients must be summed.
+        """True if any two tasks have a key in common, so that their key gradients must be
+        summed.
         """
         runs = sorted(zip(self.key_start, self.key_length, strict=True))
         return any(a + n > b for (a, n), (b, _) in itertools.pairwise(runs))
 
 
 class Operands(NamedTuple):
-    """Tensors that a task reads in forward: rows of queries first, then rows of
-    keys, as in `Saved` and in every message.
+    """Tensors that a task reads in forward: rows of queries first, then rows of keys, as in `Saved`
+    and in every message.
     """
 
     q_THD: torch.Tensor
@@ -200,8 +227,8 @@ class Saved(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """Results of a task in backward; dk and dv may have a wider
-    dtype than k and v, for they are sums.
+    """Results of a task in backward; dk and dv may have a wider dtype than k and v, for they are
+    sums.
     """
 
     dq_THD: torch.Tensor
@@ -222,7 +249,8 @@ class Grads(NamedTuple):
 class Kernel(Protocol):
     """An attention kernel: exact core attention of a `TaskBatch`, forward and backward.
 
-    ``forward`` and ``backward`` do not sync the host with the device and may cache what they derive from `tasks`.
+    ``forward`` and ``backward`` do not sync the host with the device and may cache what they derive
+    from `tasks`.
     """
 
     @property
@@ -240,15 +268,17 @@ class Kernel(Protocol):
         """Compute attention output and log-sum-exp.
 
         Returns:
-            o_THV in q's dtype and lse_TH in float32 (float64 for float64 inputs), natural logarithm. Rows that no task
-            covers are 0 in both. o_THV is contiguous, and lse_TH may lie in any way.
+            o_THV in q's dtype and lse_TH in float32 (float64 for float64 inputs), natural
+            logarithm. Rows that no task covers are 0 in both. o_THV is contiguous, and lse_TH may
+            lie in any way.
         """
         ...
 
     def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
         """Compute gradients of q, k and v, each the size of its pool, 0 where no task reaches.
 
-        dk and dv of keys that several tasks share are summed in float32 (float64 for float64 inputs) and returned in that
-        dtype; where ``tasks.shares_keys`` is false they may be in k's dtype.
+        dk and dv of keys that several tasks share are summed in float32 (float64 for float64
+        inputs) and returned in that dtype; where ``tasks.shares_keys`` is false they may be in k's
+        dtype.
         """
         ...

@@ -16,19 +16,27 @@ from hf_distca.kernels.plain_torch import ReferenceKernel
 
 __all__ = ["mismatch_reason"]
 
-# Slices that share keys, a slice with a long context, whole documents, rows that no task covers; longer and shorter than a tile.
-# Tasks of a call lie one after another, which makes it one of views, or do not, which makes it one of gathered copies.
-_TASKS = TaskBatch((0, 131, 331, 130, 401), (130, 200, 60, 1, 150), (0, 0, 330, 330, 620), (130, 330, 290, 290, 150))
-# Documents in order with rows and keys between them that belong to no task: a call of the whole pools.
+# Slices that share keys, a slice with a long context, whole documents, rows that no task covers;
+# longer and shorter than a tile. Tasks of a call lie one after another, which makes it one of
+# views, or do not, which makes it one of gathered copies.
+_TASKS = TaskBatch(
+    (0, 131, 331, 130, 401),
+    (130, 200, 60, 1, 150),
+    (0, 0, 330, 330, 620),
+    (130, 330, 290, 290, 150),
+)
+# Documents in order with rows and keys between them that belong to no task: a call of the whole
+# pools.
 _GAPS = TaskBatch((0, 150, 420), (90, 200, 1), (20, 110, 500), (90, 320, 170))
 _ROWS, _KEYS = 560, 770
 _SCALE = 0.7  # of 1 / sqrt(head dim): no kernel's own
 _WINDOW = 100  # keys: it hides some of those tasks' keys
 _SOFTCAP = 1.0  # below many of the scores
 _KEY_HEADS = 2
-# Bound of the relative error of a result (norms), in units in the last place of its dtype. In half precision an exact kernel is
-# off by one rounding of each result. In float32 its sums are rounded, too: it is off by up to 4 units, and by more where a GPU
-# puts a product together from products of fewer bits. Truth is float64: where TF32 is on, float32 products have 10 bits.
+# Bound of the relative error of a result (norms), in units in the last place of its dtype. In half
+# precision an exact kernel is off by one rounding of each result. In float32 its sums are rounded,
+# too: it is off by up to 4 units, and by more where a GPU puts a product together from products of
+# fewer bits. Truth is float64: where TF32 is on, float32 products have 10 bits.
 _UNITS, _UNITS_OF_FLOAT32 = 2.0, 16.0
 
 
@@ -50,16 +58,26 @@ def mismatch_reason(kernel: Kernel, case: Case) -> str | None:
         torch.OutOfMemoryError: if there was no memory for the check.
     """
     device, dtype, head_dim, value_head_dim, scores, ratio = case
-    window, softcap = None if scores.window is None else _WINDOW, None if scores.softcap is None else _SOFTCAP
+    window, softcap = (
+        None if scores.window is None else _WINDOW,
+        None if scores.softcap is None else _SOFTCAP,
+    )
     seen = Scores(_SCALE * head_dim**-0.5, window, softcap)
     try:
         # Of its own: the random numbers of training stay what they are.
         generator = torch.Generator().manual_seed(0)
         heads = ratio * _KEY_HEADS
-        sizes = ((heads, _ROWS, head_dim), (_KEY_HEADS, _KEYS, head_dim), (_KEY_HEADS, _KEYS, value_head_dim))
+        sizes = (
+            (heads, _ROWS, head_dim),
+            (_KEY_HEADS, _KEYS, head_dim),
+            (_KEY_HEADS, _KEYS, value_head_dim),
+        )
         random = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
         # As models lay out q, k and v: heads before rows, of which kernels get views.
-        pools = [random(size).to(device, dtype).transpose(0, 1) for size in (*sizes, (heads, _ROWS, value_head_dim))]
+        pools = [
+            random(size).to(device, dtype).transpose(0, 1)
+            for size in (*sizes, (heads, _ROWS, value_head_dim))
+        ]
         with torch.autocast(device.type, enabled=False):
             results = _compute_results(kernel, pools, seen)
             expected = _compute_results(ReferenceKernel(), [pool.double() for pool in pools], seen)
@@ -70,15 +88,25 @@ def mismatch_reason(kernel: Kernel, case: Case) -> str | None:
         return f"its check on {device} raised {type(error).__name__}: {error}"
     bound = (_UNITS_OF_FLOAT32 if dtype == torch.float32 else _UNITS) * torch.finfo(dtype).eps
     off = [f"{name} by {error:.1g}" for name, error in errors.items() if not error <= bound]
-    return f"its results on {device} are wrong: {', '.join(off)} (relative, to plain torch; at most {bound:.1g})" if off else None
+    return (
+        f"its results on {device} are wrong: {', '.join(off)} (relative, to plain torch; at most"
+        f" {bound:.1g})"
+        if off
+        else None
+    )
 
 
-def _compute_results(kernel: Kernel, pools: list[torch.Tensor], scores: Scores) -> dict[str, torch.Tensor]:
+def _compute_results(
+    kernel: Kernel, pools: list[torch.Tensor], scores: Scores
+) -> dict[str, torch.Tensor]:
     q_THD, k_TKD, v_TKV, do_THV = pools
     results: list[torch.Tensor] = []
     for tasks in (_TASKS, _GAPS):
         outputs = kernel.forward(Operands(q_THD, k_TKD, v_TKV), tasks, scores)
-        results += *outputs, *kernel.backward(Saved(do_THV, q_THD, *outputs, k_TKD, v_TKV), tasks, scores)
+        results += (
+            *outputs,
+            *kernel.backward(Saved(do_THV, q_THD, *outputs, k_TKD, v_TKV), tasks, scores),
+        )
     names = ("o", "lse", "dq", "dk", "dv")
     return dict(zip((*names, *(f"{name} with gaps" for name in names)), results, strict=True))
 

@@ -1,16 +1,19 @@
 """Attention through torch's fused CPU kernel, the one behind `scaled_dot_product_attention`.
 
-The kernel knows two shapes: every row sees every key, and row i sees keys 0..i. A task of n query rows and m keys is one of
-each: a *rectangle* of its n rows and first m - n keys, and a causal *square* of its n rows and last n keys. The two outputs
-are merged by their log-sum-exps. In backward each part is called with the merged output and log-sum-exp, which makes the
-probabilities it recomputes those of the whole task; the gradients add.
+The kernel knows two shapes: every row sees every key, and row i sees keys 0..i. A task of n query
+rows and m keys is one of each: a *rectangle* of its n rows and first m - n keys, and a causal
+*square* of its n rows and last n keys. The two outputs are merged by their log-sum-exps. In
+backward each part is called with the merged output and log-sum-exp, which makes the probabilities
+it recomputes those of the whole task; the gradients add.
 
-Grouped key/value heads go to the kernel as they are: it reads each where it lies and sums the gradients of a group. Rows of a
-task below 768 go through the kernel in smaller blocks, 5 to 10% slower at 512 and 20
-to 50% at 128 than a whole document; larger slices cost what their share of the whole document costs.
+Grouped key/value heads go to the kernel as they are: it reads each where it lies and sums the
+gradients of a group. Rows of a task below 768 go through the kernel in smaller blocks, 5 to 10%
+slower at 512 and 20 to 50% at 128 than a whole document; larger slices cost what their share of the
+whole document costs.
 
-A *window* cuts the rows in blocks, and each block goes through the kernel with the keys its rows can see and an additive mask.
-All blocks of a window have the same mask, seen from its last row and last key, so one is built and kept.
+A *window* cuts the rows in blocks, and each block goes through the kernel with the keys its rows
+can see and an additive mask. All blocks of a window have the same mask, seen from its last row and
+last key, so one is built and kept.
 
 Beyond the suffixes of `base`: B batch, which is 1.
 """
@@ -25,7 +28,16 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 
 from hf_distca.borrowed import cpu_attention, cpu_attention_backward
-from hf_distca.kernels.base import Case, Grads, Operands, Outputs, Saved, Scores, TaskBatch, without_gradients
+from hf_distca.kernels.base import (
+    Case,
+    Grads,
+    Operands,
+    Outputs,
+    Saved,
+    Scores,
+    TaskBatch,
+    without_gradients,
+)
 from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype, pad_last
 
 __all__ = ["CpuKernel"]
@@ -51,8 +63,8 @@ class _Pools(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Further tensors that backward needs, for all rows: gradient
-    of the output, output, log-sum-exp.
+    """Further tensors that backward needs, for all rows: gradient of the output, output,
+    log-sum-exp.
     """
 
     do_BHTD: torch.Tensor
@@ -61,8 +73,8 @@ class _Saved(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """Offsets of one task, or of a block of its rows, in the pools,
-    and its number of query rows and keys.
+    """Offsets of one task, or of a block of its rows, in the pools, and its number of query rows
+    and keys.
 
     With a window, a task with more keys than the window is a block whose first row sees its first
     key.
@@ -107,11 +119,15 @@ class _WorkList(NamedTuple):
             task == (start, task.rows, start, task.rows) and scores.window_within(task.keys) is None
             for task, start in zip(parts, starts, strict=False)
         )
-        return cls(parts, [*uncovered, slice(end, None)], [task.rows for task in parts] if packed else [])
+        return cls(
+            parts, [*uncovered, slice(end, None)], [task.rows for task in parts] if packed else []
+        )
 
-    def allocate(self, rows: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Allocate a result of this shape for each row of a
-        query pool; 0 in rows without a task.
+    def allocate(
+        self, rows: torch.Tensor, *shape: int, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Allocate a result of this shape for each row of a query pool; 0 in rows without a
+        task.
         """
         room = rows.new_empty((rows.shape[0], *shape), dtype=dtype)
         for uncovered in self.uncovered:
@@ -123,11 +139,15 @@ class _WorkList(NamedTuple):
 
         The results of a single one need no copies.
         """
-        return bool(self.lengths) and pools.q_THD.shape[0] == pools.k_TKD.shape[0] == sum(self.lengths)
+        return bool(self.lengths) and pools.q_THD.shape[0] == pools.k_TKD.shape[0] == sum(
+            self.lengths
+        )
 
 
 class CpuKernel:
-    """Exact attention on the CPU, without copies of keys and values, and without masks where there is no window."""
+    """Exact attention on the CPU, without copies of keys and values, and without masks where there
+    is no window.
+    """
 
     name: ClassVar[str] = "cpu"
 
@@ -150,10 +170,18 @@ class CpuKernel:
         """See `Kernel.forward`."""
         check_pools(pools, tasks)
         q_THD, value_width, work = pools.q_THD, pools.v_TKV.shape[2], self._work_of(tasks, scores)
-        padded, documents = _pad_widths(pools.q_THD, pools.k_TKD, pools.v_TKV), work.is_all_of(pools)
+        padded, documents = (
+            _pad_widths(pools.q_THD, pools.k_TKD, pools.v_TKV),
+            work.is_all_of(pools),
+        )
         if documents and len(work.lengths) == 1:
-            o_BHTD, lse_BHT = _FORWARD(*map(_move_heads_first, padded), 0.0, True, attn_mask=None, scale=scores.scale)
-            return Outputs(_move_tokens_first(o_BHTD, value_width).contiguous(), _move_tokens_first(lse_BHT).contiguous())
+            o_BHTD, lse_BHT = _FORWARD(
+                *map(_move_heads_first, padded), 0.0, True, attn_mask=None, scale=scores.scale
+            )
+            return Outputs(
+                _move_tokens_first(o_BHTD, value_width).contiguous(),
+                _move_tokens_first(lse_BHT).contiguous(),
+            )
         o_THV = work.allocate(q_THD, q_THD.shape[1], value_width)
         lse_TH = work.allocate(q_THD, q_THD.shape[1], dtype=accumulation_dtype(q_THD.dtype))
         if documents:
@@ -162,7 +190,11 @@ class CpuKernel:
                 o.copy_(o_BHTD[..., :value_width])
                 lse.copy_(lse_BHT)
             return Outputs(o_THV, lse_TH)
-        views, o_whole, lse_whole = _Pools(*map(_move_heads_first, padded)), _move_heads_first(o_THV), _move_heads_first(lse_TH)
+        views, o_whole, lse_whole = (
+            _Pools(*map(_move_heads_first, padded)),
+            _move_heads_first(o_THV),
+            _move_heads_first(lse_TH),
+        )
         for task in work.tasks:
             o_BHTD, lse_BHT = _forward_task(views, task, scores)
             o_whole.narrow(2, task.row, task.rows).copy_(o_BHTD[..., :value_width])
@@ -174,31 +206,53 @@ class CpuKernel:
         """See `Kernel.backward`."""
         check_pools(pools, tasks)
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
-        operands, work, padded = (q_THD, k_TKD, v_TKV), self._work_of(tasks, scores), _pad_widths(q_THD, k_TKD, v_TKV)
+        operands, work, padded = (
+            (q_THD, k_TKD, v_TKV),
+            self._work_of(tasks, scores),
+            _pad_widths(q_THD, k_TKD, v_TKV),
+        )
         width, documents = padded[0].shape[2], work.is_all_of(pools)
         saved = pad_last(do_THV, width), pad_last(o_THV, width), lse_TH
         if documents and len(work.lengths) == 1:
             do_BHTD, o_BHTD, lse_BHT, *views_BHTD = map(_move_heads_first, (*saved, *padded))
-            grads = _BACKWARD(do_BHTD, *views_BHTD, o_BHTD, lse_BHT, 0.0, True, attn_mask=None, scale=scores.scale)
-            return Grads(*(_move_tokens_first(dx, x.shape[2]) for dx, x in zip(grads, operands, strict=True)))
+            grads = _BACKWARD(
+                do_BHTD, *views_BHTD, o_BHTD, lse_BHT, 0.0, True, attn_mask=None, scale=scores.scale
+            )
+            return Grads(
+                *(_move_tokens_first(dx, x.shape[2]) for dx, x in zip(grads, operands, strict=True))
+            )
         if documents:
             dq_THD, dk_TKD, dv_TKD = totals = [torch.empty_like(x) for x in padded]
-            for do, o, lse, q, k, v, dq, dk, dv in _split_by_document(work.lengths, *saved, *padded, *totals):
-                grads = _BACKWARD(do, q, k, v, o, lse, 0.0, True, attn_mask=None, scale=scores.scale)
+            for do, o, lse, q, k, v, dq, dk, dv in _split_by_document(
+                work.lengths, *saved, *padded, *totals
+            ):
+                grads = _BACKWARD(
+                    do, q, k, v, o, lse, 0.0, True, attn_mask=None, scale=scores.scale
+                )
                 dq.copy_(grads[0])
                 dk.copy_(grads[1])
                 dv.copy_(grads[2])
-            return Grads(dq_THD[..., : q_THD.shape[2]], dk_TKD[..., : k_TKD.shape[2]], dv_TKD[..., : v_TKV.shape[2]])
-        views, seen = _Pools(*map(_move_heads_first, padded)), _Saved(*map(_move_heads_first, saved))
+            return Grads(
+                dq_THD[..., : q_THD.shape[2]],
+                dk_TKD[..., : k_TKD.shape[2]],
+                dv_TKD[..., : v_TKV.shape[2]],
+            )
+        views, seen = (
+            _Pools(*map(_move_heads_first, padded)),
+            _Saved(*map(_move_heads_first, saved)),
+        )
         dtype = key_gradient_dtype(tasks, pools.k_TKD.dtype)
-        # A key is in several blocks of a window, so its gradient is a sum even where no task shares it.
+        # A key is in several blocks of a window, so its gradient is a sum even where no task shares
+        # it.
         summed = dtype if scores.window is None else accumulation_dtype(dtype)
         sums = [work.allocate(pools.q_THD, pools.q_THD.shape[1], width)]
         sums += [x.new_zeros((*x.shape[:2], width), dtype=summed) for x in padded[1:]]
         grads_BHTD = _Pools(*map(_move_heads_first, sums))
         for task in work.tasks:
             _backward_task(grads_BHTD, views, seen, task, scores)
-        dq_THD, dk_TKD, dv_TKV = (dx[..., : x.shape[2]] for dx, x in zip(sums, operands, strict=True))
+        dq_THD, dk_TKD, dv_TKV = (
+            dx[..., : x.shape[2]] for dx, x in zip(sums, operands, strict=True)
+        )
         return Grads(dq_THD, dk_TKD.to(dtype), dv_TKV.to(dtype))
 
     def _work_of(self, tasks: TaskBatch, scores: Scores) -> _WorkList:
@@ -208,9 +262,13 @@ class CpuKernel:
         return work
 
 
-def _split_by_document(lengths: list[int], *of_all_TH: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def _split_by_document(
+    lengths: list[int], *of_all_TH: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield views of each consecutive document in several tensors, heads before tokens."""
-    return zip(*[x[None].transpose(1, 2).split_with_sizes(lengths, 2) for x in of_all_TH], strict=True)
+    return zip(
+        *[x[None].transpose(1, 2).split_with_sizes(lengths, 2) for x in of_all_TH], strict=True
+    )
 
 
 def _move_heads_first(x_THD: torch.Tensor) -> torch.Tensor:
@@ -218,7 +276,9 @@ def _move_heads_first(x_THD: torch.Tensor) -> torch.Tensor:
     return x_THD[None].transpose(1, 2)
 
 
-def _pad_widths(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _pad_widths(
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k and v in one width."""
     width = q_THD.shape[2]
     if v_TKV.shape[2] == width and q_THD.stride(2) == k_TKD.stride(2) == v_TKV.stride(2) == 1:
@@ -228,8 +288,8 @@ def _pad_widths(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -
 
 
 def _move_tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.Tensor:
-    """Return a view (B * T, H, ...) with last dimension `width`; torch's kernel
-    lays out its results so that none is copied.
+    """Return a view (B * T, H, ...) with last dimension `width`; torch's kernel lays out its
+    results so that none is copied.
     """
     x_THD = x_BHTD.transpose(1, 2).flatten(0, 1)
     return x_THD if width in (None, x_THD.shape[-1]) else x_THD[..., :width]
@@ -237,7 +297,9 @@ def _move_tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.
 
 def _cut_tasks(tasks: TaskBatch, scores: Scores) -> Iterator[_Task]:
     """Yield the tasks, in blocks of rows where a window hides keys from them."""
-    for task in map(_Task, tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length):
+    for task in map(
+        _Task, tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length
+    ):
         window = scores.window_within(task.keys)
         yield from (task,) if window is None else _cut_blocks(task, window)
 
@@ -251,26 +313,34 @@ def _cut_blocks(task: _Task, window: int) -> Iterator[_Task]:
         yield _Task(task.row, whole, task.key, task.prefix + whole)
     for first in range(whole, task.rows, _BLOCK_ROWS):
         rows = min(_BLOCK_ROWS, task.rows - first)
-        yield _Task(task.row + first, rows, task.key + task.prefix + first + 1 - window, rows + window - 1)
+        yield _Task(
+            task.row + first, rows, task.key + task.prefix + first + 1 - window, rows + window - 1
+        )
 
 
 @lru_cache(maxsize=16)
 def _make_block_mask(window: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask (rows, rows + window - 1): 0 where a row of a
-    whole block sees a key, else -inf.
+    """Return a mask (rows, rows + window - 1): 0 where a row of a whole block sees a key, else
+    -inf.
     """
-    keys, rows = (torch.arange(size, device="cpu") for size in (_BLOCK_ROWS + window - 1, _BLOCK_ROWS))
+    keys, rows = (
+        torch.arange(size, device="cpu") for size in (_BLOCK_ROWS + window - 1, _BLOCK_ROWS)
+    )
     keys_behind = keys - rows[:, None]
     hidden = (keys_behind < 0) | (keys_behind >= window)
     return torch.zeros(hidden.shape, dtype=dtype, device="cpu").masked_fill_(hidden, float("-inf"))
 
 
-def _list_calls(task: _Task, scores: Scores, dtype: torch.dtype) -> list[tuple[int, int, bool, torch.Tensor | None]]:
-    """List the calls that make up a task or block: first key, number of
-    keys, whether the call is causal, its mask.
+def _list_calls(
+    task: _Task, scores: Scores, dtype: torch.dtype
+) -> list[tuple[int, int, bool, torch.Tensor | None]]:
+    """List the calls that make up a task or block: first key, number of keys, whether the call is
+    causal, its mask.
     """
     if scores.window is not None and task.keys > scores.window:
-        mask = _make_block_mask(scores.window, accumulation_dtype(dtype))[-task.rows :, -task.keys :]
+        mask = _make_block_mask(scores.window, accumulation_dtype(dtype))[
+            -task.rows :, -task.keys :
+        ]
         return [(task.key, task.keys, False, mask)]
     square = (task.key + task.prefix, task.rows, True, None)
     return [square, (task.key, task.prefix, False, None)] if task.prefix else [square]
@@ -282,28 +352,44 @@ def _forward_task(pools: _Pools, task: _Task, scores: Scores) -> tuple[torch.Ten
     results = []
     for start, length, causal, mask in _list_calls(task, scores, q_BHTD.dtype):
         k_BKTD, v_BKTD = (x.narrow(2, start, length) for x in pools[1:])
-        results.append(_FORWARD(q_BHTD, k_BKTD, v_BKTD, 0.0, causal, attn_mask=mask, scale=scores.scale))
+        results.append(
+            _FORWARD(q_BHTD, k_BKTD, v_BKTD, 0.0, causal, attn_mask=mask, scale=scores.scale)
+        )
     if len(results) == 1:
         o_BHTD, lse_BHT = results[0]
         return o_BHTD, lse_BHT
     (square_o, square_lse), (rectangle_o, rectangle_lse) = results
-    # The rectangle's share is exp(rectangle_lse) / (exp(rectangle_lse) + exp(square_lse)), a sigmoid of the difference.
-    # Multiplied in the log-sum-exp's dtype, so that half precision rounds once more and not three times.
+    # The rectangle's share is exp(rectangle_lse) / (exp(rectangle_lse) + exp(square_lse)), a
+    # sigmoid of the difference. Multiplied in the log-sum-exp's dtype, so that half precision
+    # rounds once more and not three times.
     share_BHT1 = torch.sigmoid(rectangle_lse - square_lse).unsqueeze(-1)
     wide = share_BHT1.dtype
     o_BHTD = torch.lerp(square_o.to(wide), rectangle_o.to(wide), share_BHT1).to(square_o.dtype)
     return o_BHTD, torch.logaddexp(rectangle_lse, square_lse)
 
 
-def _backward_task(grads: _Pools, pools: _Pools, saved: _Saved, task: _Task, scores: Scores) -> None:
-    """Write the gradients of one task's queries to those of
-    the pools, and add those of its keys.
+def _backward_task(
+    grads: _Pools, pools: _Pools, saved: _Saved, task: _Task, scores: Scores
+) -> None:
+    """Write the gradients of one task's queries to those of the pools, and add those of its
+    keys.
     """
     q_BHTD, dq_BHTD = (x.narrow(2, task.row, task.rows) for x in (pools.q_BHTD, grads.q_BHTD))
     do_BHTD, o_BHTD, lse_BHT = (x.narrow(2, task.row, task.rows) for x in saved)
     for number, (start, length, causal, mask) in enumerate(_list_calls(task, scores, q_BHTD.dtype)):
         k_BKTD, v_BKTD = (x.narrow(2, start, length) for x in pools[1:])
-        dq, dk, dv = _BACKWARD(do_BHTD, q_BHTD, k_BKTD, v_BKTD, o_BHTD, lse_BHT, 0.0, causal, attn_mask=mask, scale=scores.scale)
+        dq, dk, dv = _BACKWARD(
+            do_BHTD,
+            q_BHTD,
+            k_BKTD,
+            v_BKTD,
+            o_BHTD,
+            lse_BHT,
+            0.0,
+            causal,
+            attn_mask=mask,
+            scale=scores.scale,
+        )
         (dq_BHTD.add_ if number else dq_BHTD.copy_)(dq)
         grads.k_BKTD.narrow(2, start, length).add_(dk)
         grads.v_BKTD.narrow(2, start, length).add_(dv)

@@ -1,15 +1,19 @@
-"""Memory-efficient attention (arXiv 2112.05682) of torch's CUDA wheels, for cases that flash attention does not support.
+"""Memory-efficient attention (arXiv 2112.05682) of torch's CUDA wheels, for cases that flash
+attention does not support.
 
-It takes head dimensions of any width, float32, and GPUs before Ampere. `hf_distca.kernels.check` compares it with plain torch on
-the device before its first use. On an H100, whole documents and slices without a window were right in torch 2.11.
+It takes head dimensions of any width, float32, and GPUs before Ampere. `hf_distca.kernels.check`
+compares it with plain torch on the device before its first use. On an H100, whole documents and
+slices without a window were right in torch 2.11.
 
-In backward the op masks a window as if the first row of a sequence were at its first key, where it is causal from the last one.
-Both agree where a sequence has as many rows as keys. So a slice gets a row in front for each key that it has more. These rows are
-0, and so is what they add to the gradients. With a window of w keys there are at most w - 1 of them: for a slice of w rows,
-backward computes 1.5 times as many pairs of a row and a key, and for one of w / 4 rows three times as many.
+In backward the op masks a window as if the first row of a sequence were at its first key, where it
+is causal from the last one. Both agree where a sequence has as many rows as keys. So a slice gets a
+row in front for each key that it has more. These rows are 0, and so is what they add to the
+gradients. With a window of w keys there are at most w - 1 of them: for a slice of w rows, backward
+computes 1.5 times as many pairs of a row and a key, and for one of w / 4 rows three times as many.
 
-Shape suffixes beyond those of `base`: B sequences of a call, M rows of the longest one, rounded up to 32; log-sum-exps come and
-go as (B, H, M). In backward, infinity in rows behind a sequence's last one gives them no weight.
+Shape suffixes beyond those of `base`: B sequences of a call, M rows of the longest one, rounded up
+to 32; log-sum-exps come and go as (B, H, M). In backward, infinity in rows behind a sequence's last
+one gives them no weight.
 """
 
 from __future__ import annotations
@@ -35,10 +39,12 @@ _ALIGNMENT = 8  # elements that rows, heads and beginnings of tensors are a mult
 
 
 class AtenEfficient:
-    """`VarlenOp` over ``aten::_efficient_attention_forward`` and ``aten::_efficient_attention_backward``.
+    """`VarlenOp` over ``aten::_efficient_attention_forward`` and
+    ``aten::_efficient_attention_backward``.
 
-    Both ops need as many key heads as query heads. So one call takes the first query head of each key head, the next call the
-    second query head, and so on. All calls use the same k and v, without copies.
+    Both ops need as many key heads as query heads. So one call takes the first query head of each
+    key head, the next call the second query head, and so on. All calls use the same k and v,
+    without copies.
     """
 
     takes_gaps = False
@@ -49,7 +55,9 @@ class AtenEfficient:
         places, outputs, lses = _find_padded_rows(sequences, len(q_THD)), [], []
         for q_TKD in _split_query_groups(q_THD, k_TKD):
             batch = (q_TKD[None], k_TKD[None], v_TKD[None], None, *sequences)
-            output, lse_BKM, *_ = efficient_attention()(*batch, 0.0, _CAUSAL_BOTTOM_RIGHT, True, **_make_options(scores))
+            output, lse_BKM, *_ = efficient_attention()(
+                *batch, 0.0, _CAUSAL_BOTTOM_RIGHT, True, **_make_options(scores)
+            )
             outputs.append(output[0])
             lses.append(lse_BKM.transpose(1, 2).flatten(0, 1).index_select(0, places))
         return Outputs(_merge_query_groups(outputs), _merge_query_groups(lses))
@@ -58,7 +66,9 @@ class AtenEfficient:
         """See `VarlenOp.backward`."""
         if scores.window is not None and len(pools.q_THD) != len(pools.k_TKD):
             return self._backward_of_slices(pools, sequences, scores)
-        do_THD, q_THD, o_THD, lse_TH, k_TKD, v_TKD = (x if x is pools.lse_TH else _align(x) for x in pools)
+        do_THD, q_THD, o_THD, lse_TH, k_TKD, v_TKD = (
+            x if x is pools.lse_TH else _align(x) for x in pools
+        )
         sequence_count, longest = len(sequences.cu_rows) - 1, _round_up(sequences.max_rows)
         lse_RH = lse_TH.new_full((sequence_count * longest, lse_TH.shape[1]), math.inf)
         lse_RH.index_copy_(0, _find_padded_rows(sequences, len(q_THD)), lse_TH)
@@ -69,10 +79,23 @@ class AtenEfficient:
             *(_split_query_groups(x, k_TKD) for x in (do_THD, q_THD, o_THD, lse_RH)), strict=True
         ):
             lse_BKM = lse_RK.unflatten(0, (sequence_count, longest)).transpose(1, 2).contiguous()
-            tensors = (do_TKD.contiguous()[None], q_TKD[None], k_TKD[None], v_TKD[None], None, o_TKD.contiguous()[None])
+            tensors = (
+                do_TKD.contiguous()[None],
+                q_TKD[None],
+                k_TKD[None],
+                v_TKD[None],
+                None,
+                o_TKD.contiguous()[None],
+            )
             random = (0.0, unused, unused)
             grads = efficient_attention_backward()(
-                *tensors, *sequences, lse_BKM, *random, _CAUSAL_BOTTOM_RIGHT, False, **_make_options(scores)
+                *tensors,
+                *sequences,
+                lse_BKM,
+                *random,
+                _CAUSAL_BOTTOM_RIGHT,
+                False,
+                **_make_options(scores),
             )
             dq.append(grads[0][0])
             for total, grad in zip(sums, grads[1:3], strict=True):
@@ -86,15 +109,21 @@ class AtenEfficient:
         row, sequence = _number_rows(sequences, len(pools.q_THD))
         places = row + (sequences.cu_keys - sequences.cu_rows)[1:].index_select(0, sequence)
         keys = len(pools.k_TKD)
-        padded = (x.new_zeros(keys, *x.shape[1:]).index_copy_(0, places, x) for x in pools.query_rows)
-        whole = Sequences(sequences.cu_keys, sequences.cu_keys, sequences.max_keys, sequences.max_keys)
+        padded = (
+            x.new_zeros(keys, *x.shape[1:]).index_copy_(0, places, x) for x in pools.query_rows
+        )
+        whole = Sequences(
+            sequences.cu_keys, sequences.cu_keys, sequences.max_keys, sequences.max_keys
+        )
         dq_THD, dk_TKD, dv_TKD = self.backward(Saved(*padded, *pools.key_rows), whole, scores)
         return Grads(dq_THD.index_select(0, places), dk_TKD, dv_TKD)
 
 
 def _make_options(scores: Scores) -> dict[str, Any]:
     """Return the scale, and the number of keys that a row sees, its own included."""
-    return {"scale": scores.scale} | ({} if scores.window is None else {"window_size": scores.window})
+    return {"scale": scores.scale} | (
+        {} if scores.window is None else {"window_size": scores.window}
+    )
 
 
 def _split_query_groups(x_THD: torch.Tensor, k_TKD: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -109,8 +138,8 @@ def _merge_query_groups(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _align(x_THD: torch.Tensor) -> torch.Tensor:
-    """Return `x_THD`, copied if the op would refuse its layout: also
-    for the stride of a dimension of size 1.
+    """Return `x_THD`, copied if the op would refuse its layout: also for the stride of a dimension
+    of size 1.
     """
     if any(n % _ALIGNMENT for n in (x_THD.storage_offset(), *x_THD.stride()[:2])):
         return x_THD.clone(memory_format=torch.contiguous_format)
@@ -122,11 +151,13 @@ def _round_up(rows: int) -> int:
 
 
 def _find_padded_rows(sequences: Sequences, rows: int) -> torch.Tensor:
-    """Return the place of each row of a call among the padded
-    rows of all sequences: (rows,) int64.
+    """Return the place of each row of a call among the padded rows of all sequences: (rows,)
+    int64.
     """
     row, sequence = _number_rows(sequences, rows)
-    return row + sequence * _round_up(sequences.max_rows) - sequences.cu_rows.index_select(0, sequence)
+    return (
+        row + sequence * _round_up(sequences.max_rows) - sequences.cu_rows.index_select(0, sequence)
+    )
 
 
 def _number_rows(sequences: Sequences, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,7 +172,10 @@ class _EfficientKernel(VarlenKernel):
         if case.device.type != "cuda":
             return f"it runs on CUDA devices, the tensors are on {case.device.type!r}"
         if torch.version.hip is not None:
-            return "on AMD GPUs memory-efficient attention has no causal mask that is aligned with the last key"
+            return (
+                "on AMD GPUs memory-efficient attention has no causal mask that is aligned with the"
+                " last key"
+            )
         if case.dtype not in _DTYPES:
             return f"it computes in bfloat16, float16 and float32, not in {case.dtype}"
         if case.scores.softcap is not None:
@@ -150,7 +184,10 @@ class _EfficientKernel(VarlenKernel):
             return "torch finds no CUDA device"
         capability = torch.cuda.get_device_capability(case.device)
         if case.dtype == torch.bfloat16 and capability < (8, 0):
-            return f"bfloat16 needs compute capability 8.0 (Ampere) or later, {case.device} has {capability[0]}.{capability[1]}"
+            return (
+                f"bfloat16 needs compute capability 8.0 (Ampere) or later, {case.device} has"
+                f" {capability[0]}.{capability[1]}"
+            )
         return None
 
     def split(self, tasks: TaskBatch) -> list[list[int]]:
@@ -161,7 +198,11 @@ class _EfficientKernel(VarlenKernel):
         def size(task: int) -> int:
             return tasks.query_length[task].bit_length()
 
-        return [list(alike) for members in super().split(tasks) for _, alike in groupby(sorted(members, key=size), key=size)]
+        return [
+            list(alike)
+            for members in super().split(tasks)
+            for _, alike in groupby(sorted(members, key=size), key=size)
+        ]
 
 
 # From torch itself; head dimensions of any width, no softcap.

@@ -1,5 +1,5 @@
-"""Flash attention for GPUs: the kernel inside torch's CUDA wheels, three
-optional packages, and one kernel from a hub.
+"""Flash attention for GPUs: the kernel inside torch's CUDA wheels, three optional packages, and one
+kernel from a hub.
 
 All compute sequences of several lengths in one call, below their autograd layer. They differ in the
 place of the functions, the names of their arguments, and their limits: a row of `_Package` each.
@@ -49,11 +49,14 @@ __all__ = [
 _MAX_HEAD_DIM = 256
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _MIN_FLASH_ATTN = (2, 6, 2)  # of flash-attn
-_FA4_CAPABILITIES = (9, 10, 11, 12)  # major compute capabilities whose backward FlashAttention 4 has
-# That FlashAttention 3, whose blocks stay to the end, leaves to messages. NCCL takes one for each channel of an all-to-all; torch
-# and its options neither tell nor bound how many (https://github.com/NVIDIA/nccl/issues/1598, where it had 16). Not measured yet.
+# Major compute capabilities whose backward FlashAttention 4 has.
+_FA4_CAPABILITIES = (9, 10, 11, 12)
+# That FlashAttention 3, whose blocks stay to the end, leaves to messages. NCCL takes one for each
+# channel of an all-to-all; torch and its options neither tell nor bound how many
+# (https://github.com/NVIDIA/nccl/issues/1598, where it had 16). Not measured yet.
 _MESSAGE_MULTIPROCESSORS = 16
-_MIN_LONGEST = 512  # rows, more than the two blocks of 192 and 128 that FlashAttention 4 takes as one at most
+# rows, more than the two blocks of 192 and 128 that FlashAttention 4 takes as one at most.
+_MIN_LONGEST = 512
 _INTERFACE_3, INTERFACE_4 = "flash_attn_interface", "flash_attn.cute.interface"
 _INTERFACE_3_IN_PACKAGE = "flash_attn_3.flash_attn_interface"  # where wheels have it
 _HUB_3 = "kernels-community/flash-attn3"  # of the package `kernels`, which downloads it
@@ -65,21 +68,33 @@ def flash_reason(case: Case) -> str | None:
     if device.type != "cuda":
         return f"it runs on CUDA devices, the tensors are on {device.type!r}"
     if case.dtype not in _HALF_DTYPES:
-        return f"it computes in bfloat16 and float16, not in {case.dtype}: run the model in half precision or under autocast"
+        return (
+            f"it computes in bfloat16 and float16, not in {case.dtype}: run the model in half"
+            " precision or under autocast"
+        )
     if width > _MAX_HEAD_DIM:
         return (
-            f"head dimensions go up to {_MAX_HEAD_DIM}, got {case.head_dim} for queries and keys and {case.value_head_dim} "
-            "for values"
+            f"head dimensions go up to {_MAX_HEAD_DIM}, got {case.head_dim} for queries and keys"
+            f" and {case.value_head_dim} for values"
         )
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and capability < (8, 0):
-        return f"it needs compute capability 8.0 (Ampere) or later, {device} has {capability[0]}.{capability[1]}"
-    if torch.version.hip is None and 192 < width <= 224 and capability != (8, 0) and capability[0] not in (9, 10):
         return (
-            f"its backward runs head dimensions of 193 to 224 on GPUs of compute capability 8.0, 9 and 10 only, {device} has "
-            f"{capability[0]}.{capability[1]} and the head dimension is {width}"
+            f"it needs compute capability 8.0 (Ampere) or later, {device} has"
+            f" {capability[0]}.{capability[1]}"
+        )
+    if (
+        torch.version.hip is None
+        and 192 < width <= 224
+        and capability != (8, 0)
+        and capability[0] not in (9, 10)
+    ):
+        return (
+            "its backward runs head dimensions of 193 to 224 on GPUs of compute capability 8.0, 9"
+            f" and 10 only, {device} has {capability[0]}.{capability[1]} and the head dimension is"
+            f" {width}"
         )
     return None
 
@@ -128,7 +143,8 @@ class _PackageFlash:
         tensors = dict(zip("qkv", pools, strict=True))
         function = getattr(_import_once(package.module), package.forward)
         results = function(**tensors, **package.forward_options, **self._options(sequences, scores))
-        # flash-attn before 2.7 gives out, q, k, v, padded out, lse, probabilities, rng state; all others begin with out, lse.
+        # flash-attn before 2.7 gives out, q, k, v, padded out, lse, probabilities, rng state; all
+        # others begin with out, lse.
         return Outputs(results[0], (results[5] if len(results) == 8 else results[1]).T)
 
     def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
@@ -141,7 +157,9 @@ class _PackageFlash:
         function = getattr(_import_once(package.module), package.backward)
         if not package.in_place:
             return Grads(*function(**tensors, **options)[:3])
-        grads = Grads(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in pools.operands))
+        grads = Grads(
+            *(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in pools.operands)
+        )
         function(**tensors, **dict(zip(("dq", "dk", "dv"), grads, strict=True)), **options)
         return grads
 
@@ -149,10 +167,17 @@ class _PackageFlash:
         """Return the arguments that forward and backward have in common."""
         left: int | None = self._package.no_limit
         right = left
-        if scores.window is not None:  # keys to the left of a row's own; causal attention sees none to the right
+        # Keys to the left of a row's own; causal attention sees none to the right.
+        if scores.window is not None:
             left, right = scores.window - 1, 0
-        one_argument = self._package.module == _FLASH_ATTN.module and (_installed_version() or _MIN_FLASH_ATTN) < (2, 7)
-        window = {"window_size": (left, right)} if one_argument else {"window_size_left": left, "window_size_right": right}
+        one_argument = self._package.module == _FLASH_ATTN.module and (
+            _installed_version() or _MIN_FLASH_ATTN
+        ) < (2, 7)
+        window = (
+            {"window_size": (left, right)}
+            if one_argument
+            else {"window_size_left": left, "window_size_right": right}
+        )
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         least = self._package.least_longest
         longest = max(sequences.max_rows, least), max(sequences.max_keys, least)
@@ -194,7 +219,8 @@ def _import_once(name: str) -> Any:
 
     Called late: this loads CUDA libraries or a compiler.
     """
-    if name == INTERFACE_4:  # what it compiles stays on disk for the next process, unless that was forbidden
+    # What it compiles stays on disk for the next process, unless that was forbidden.
+    if name == INTERFACE_4:
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     try:
         with warnings.catch_warnings():
@@ -203,7 +229,9 @@ def _import_once(name: str) -> Any:
                 return import_module("kernels").get_kernel(name, version=1).flash_attn_interface
             return import_module(name)
     except Exception as error:
-        if name == _INTERFACE_3 and not isinstance(other := _import_once(_INTERFACE_3_IN_PACKAGE), Exception):
+        if name == _INTERFACE_3 and not isinstance(
+            other := _import_once(_INTERFACE_3_IN_PACKAGE), Exception
+        ):
             return other
         return error
 
@@ -212,19 +240,22 @@ def _import_once(name: str) -> Any:
 def _installed_version() -> tuple[int, ...] | None:
     """Return major, minor and micro version of flash-attn; None if it is not installed."""
     spec = find_spec("flash_attn")
-    if spec is None or spec.origin is None:  # flash-attn-4 alone has flash_attn.cute, which makes flash_attn a namespace
+    # flash-attn-4 alone has flash_attn.cute, which makes flash_attn a namespace.
+    if spec is None or spec.origin is None:
         return None
     try:
         text = version("flash-attn")
-    except PackageNotFoundError:  # a source tree on the path, or another distribution that provides the module
+    except (
+        PackageNotFoundError
+    ):  # a source tree on the path, or another distribution that provides the module
         text = str(getattr(import_module("flash_attn"), "__version__", ""))
     numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
     return tuple(int(number or 0) for number in numbers.groups()) if numbers else (0, 0, 0)
 
 
 def import_error(name: str = _INTERFACE_3) -> Exception | None:
-    """Return the exception that importing a package raised, by default
-    FlashAttention 3; None if it can be imported.
+    """Return the exception that importing a package raised, by default FlashAttention 3; None if it
+    can be imported.
     """
     module = _import_once(name)
     return module if isinstance(module, Exception) else None
@@ -233,7 +264,10 @@ def import_error(name: str = _INTERFACE_3) -> Exception | None:
 def _aten_reason(case: Case) -> str | None:
     reason = flash_reason(case)
     if reason is None and case.scores.softcap is not None:
-        return "torch's flash attention has no softcap: flash-attn-4 has, on Hopper and Blackwell GPUs, and flash-attn"
+        return (
+            "torch's flash attention has no softcap: flash-attn-4 has, on Hopper and Blackwell"
+            " GPUs, and flash-attn"
+        )
     if reason is None and not torch.backends.cuda.is_flash_attention_available():
         return "this build of torch comes without flash attention"
     return reason
@@ -244,8 +278,12 @@ def _flash_attn_reason(case: Case) -> str | None:
     if installed is None:
         return "the package flash-attn is not installed: pip install flash-attn"
     if installed < _MIN_FLASH_ATTN or installed[0] != _MIN_FLASH_ATTN[0]:
-        # Before 2.6 log-sum-exps are padded to (sequences, heads, longest); before 2.6.2 backward has no softcap.
-        return f"flash-attn is installed in version {'.'.join(map(str, installed))}, it takes 2.6.2 or a later 2.x"
+        # Before 2.6 log-sum-exps are padded to (sequences, heads, longest); before 2.6.2 backward
+        # has no softcap.
+        return (
+            f"flash-attn is installed in version {'.'.join(map(str, installed))}, it takes 2.6.2 or"
+            " a later 2.x"
+        )
     return flash_reason(case)
 
 
@@ -264,10 +302,15 @@ def _flash_attn_4_reason(case: Case) -> str | None:
         return reason
     major = torch.cuda.get_device_capability(case.device)[0]
     if major not in _FA4_CAPABILITIES:
-        return f"FlashAttention 4 is for Hopper and Blackwell GPUs, {case.device} has compute capability {major}"
+        return (
+            f"FlashAttention 4 is for Hopper and Blackwell GPUs, {case.device} has compute"
+            f" capability {major}"
+        )
     width = max(case.head_dim, case.value_head_dim)
     if major != 9 and 128 < width <= 248:
-        return f"FlashAttention 4 has head dimensions up to 128 and 256 on {case.device}, not {width}"
+        return (
+            f"FlashAttention 4 has head dimensions up to 128 and 256 on {case.device}, not {width}"
+        )
     if (error := import_error(INTERFACE_4)) is not None:
         return f"flash-attn-4 cannot be imported ({type(error).__name__}: {error})"
     return None
@@ -292,7 +335,8 @@ class _FlashKernel(VarlenKernel):
 CUDA = _FlashKernel("cuda", AtenFlash(), _aten_reason)
 # The package flash-attn; head dimensions up to 256.
 FLASH_ATTN = _FlashKernel("flash_attn", _PackageFlash(_FLASH_ATTN), _flash_attn_reason)
-# FlashAttention 3, from wheels of the PyTorch index or built from the folder hopper of the sources: Hopper GPUs. Not run yet.
+# FlashAttention 3, from wheels of the PyTorch index or built from the folder hopper of the sources:
+# Hopper GPUs. Not run yet.
 FLASH_ATTN_3 = _FlashKernel("flash_attn_3", _PackageFlash(_FLASH_ATTN_3), _flash_attn_3_reason)
 # The same beside messages.
 FLASH_ATTN_3_WITH_ROOM = _FlashKernel(
@@ -302,14 +346,17 @@ FLASH_ATTN_3_WITH_ROOM = _FlashKernel(
 )
 # The same from a hub, only where it is asked for.
 FLASH_ATTN_3_HUB = _FlashKernel(
-    _HUB_3, _PackageFlash(replace(_FLASH_ATTN_3, module=_HUB_3)), partial(_flash_attn_3_reason, module=_HUB_3)
+    _HUB_3,
+    _PackageFlash(replace(_FLASH_ATTN_3, module=_HUB_3)),
+    partial(_flash_attn_3_reason, module=_HUB_3),
 )
-# flash-attn-4, which compiles its kernels (`hf_distca.kernels.variants`): Hopper, and Blackwell with widths up to 128 and 256.
+# flash-attn-4, which compiles its kernels (`hf_distca.kernels.variants`): Hopper, and Blackwell
+# with widths up to 128 and 256.
 FLASH_ATTN_4 = _FlashKernel("flash_attn_4", _PackageFlash(_FLASH_ATTN_4), _flash_attn_4_reason)
 
 
 def leave_room_for_messages(kernel: Kernel) -> Kernel:
-    """Return the variant of a kernel that leaves multiprocessors to messages
-    under way; for most kernels the kernel itself.
+    """Return the variant of a kernel that leaves multiprocessors to messages under way; for most
+    kernels the kernel itself.
     """
     return FLASH_ATTN_3_WITH_ROOM if kernel is FLASH_ATTN_3 else kernel

@@ -1,6 +1,8 @@
-"""Attention in plain torch operations: any device, any floating dtype. The oracle of the other kernels.
+"""Attention in plain torch operations: any device, any floating dtype. The oracle of the other
+kernels.
 
-Beyond the suffixes of `base`: G rows of one key/value head in a chunk (query heads that share it, times query rows).
+Beyond the suffixes of `base`: G rows of one key/value head in a chunk (query heads that share it,
+times query rows).
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradien
 
 __all__ = ["ReferenceKernel"]
 
-# Scores held at a time, over all heads. 2**24 float32 scores are 64 MiB; a 16K document in one piece would be 1 GiB a head.
+# Scores held at a time, over all heads. 2**24 float32 scores are 64 MiB; a 16K document in one
+# piece would be 1 GiB a head.
 _SCORES_PER_CHUNK = 2**24
 
-# Rows of a chunk. Of the scores of r rows, r * r / 2 are computed and hidden, at each edge of what the rows see.
+# Rows of a chunk. Of the scores of r rows, r * r / 2 are computed and hidden, at each edge of what
+# the rows see.
 _ROWS_PER_CHUNK = 256
 
 
@@ -39,8 +43,8 @@ class _Chunk:
         return scores_KGT
 
     def mask(self, scores_KGT: torch.Tensor) -> torch.Tensor:
-        """Write -inf into `scores_KGT` where a row would see a key behind
-        its own position or before its window.
+        """Write -inf into `scores_KGT` where a row would see a key behind its own position or
+        before its window.
         """
         rows, keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
         by_row = scores_KGT.view(scores_KGT.shape[0], -1, rows, keys)
@@ -48,13 +52,15 @@ class _Chunk:
         by_row[..., keys - rows :].masked_fill_(behind, float("-inf"))
         window = self.scores.window_within(keys)
         if window is not None:
-            before = torch.ones(rows, keys - window, dtype=torch.bool, device=scores_KGT.device).tril_(keys - window - rows)
+            before = torch.ones(
+                rows, keys - window, dtype=torch.bool, device=scores_KGT.device
+            ).tril_(keys - window - rows)
             by_row[..., : keys - window].masked_fill_(before, float("-inf"))
         return scores_KGT
 
     def multiply_by_slope(self, ds_KGT: torch.Tensor, scores_KGT: torch.Tensor) -> torch.Tensor:
-        """Multiply `ds_KGT`, in place, by the derivative of the cap where it
-        took the values `scores_KGT`: 1 - tanh^2.
+        """Multiply `ds_KGT`, in place, by the derivative of the cap where it took the values
+        `scores_KGT`: 1 - tanh^2.
         """
         if self.scores.softcap is None:
             return ds_KGT
@@ -62,7 +68,9 @@ class _Chunk:
 
 
 class ReferenceKernel:
-    """Exact attention that favours clarity: float64 arithmetic for float64 inputs, float32 for all others."""
+    """Exact attention that favours clarity: float64 arithmetic for float64 inputs, float32 for all
+    others.
+    """
 
     name: ClassVar[str] = "reference"
 
@@ -83,11 +91,14 @@ class ReferenceKernel:
             q_KGD = _group_heads(q_THD[chunk.rows], key_heads, wide)
             k_KTD, v_KTV = (x[chunk.keys].to(wide).transpose(0, 1) for x in (k_TKD, v_TKV))
             scores_KGT = chunk.mask(chunk.compute_scores(q_KGD, k_KTD))
-            # Every row sees its own key, so the largest score is finite. One exponential, where logsumexp would take a second.
+            # Every row sees its own key, so the largest score is finite. One exponential, where
+            # logsumexp would take a second.
             largest_KG1 = scores_KGT.amax(-1, keepdim=True)
             weights_KGT = scores_KGT.sub_(largest_KG1).exp_()
             sum_KG1 = weights_KGT.sum(-1, keepdim=True)
-            o_THV[chunk.rows] = _ungroup_heads((weights_KGT @ v_KTV).div_(sum_KG1), heads).to(o_THV.dtype)
+            o_THV[chunk.rows] = _ungroup_heads((weights_KGT @ v_KTV).div_(sum_KG1), heads).to(
+                o_THV.dtype
+            )
             lse_TH[chunk.rows] = _ungroup_heads(sum_KG1.log_().add_(largest_KG1), heads).squeeze(-1)
         return Outputs(o_THV, lse_TH)
 
@@ -98,13 +109,22 @@ class ReferenceKernel:
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
         wide = accumulation_dtype(q_THD.dtype)
         heads, key_heads = q_THD.shape[1], k_TKD.shape[1]
-        dq_THD, dk_TKD, dv_TKV = torch.zeros_like(q_THD), torch.zeros_like(k_TKD, dtype=wide), torch.zeros_like(v_TKV, dtype=wide)
+        dq_THD, dk_TKD, dv_TKV = (
+            torch.zeros_like(q_THD),
+            torch.zeros_like(k_TKD, dtype=wide),
+            torch.zeros_like(v_TKV, dtype=wide),
+        )
         for chunk in _cut_chunks(tasks, heads, scores):
-            q_KGD, o_KGV, do_KGV = (_group_heads(x[chunk.rows], key_heads, wide) for x in (q_THD, o_THV, do_THV))
+            q_KGD, o_KGV, do_KGV = (
+                _group_heads(x[chunk.rows], key_heads, wide) for x in (q_THD, o_THV, do_THV)
+            )
             lse_KG1 = _group_heads(lse_TH[chunk.rows].unsqueeze(-1), key_heads, wide)
             k_KTD, v_KTV = (x[chunk.keys].to(wide).transpose(0, 1) for x in (k_TKD, v_TKV))
-            # d score = p (dp - sum_j p_j dp_j), and the sum over keys is the dot product of do and o.
-            ds_KGT = (do_KGV @ v_KTV.mT).sub_((do_KGV * o_KGV).sum(-1, keepdim=True)).mul_(scores.scale)
+            # d score = p (dp - sum_j p_j dp_j), and the sum over keys is the dot product of do and
+            # o.
+            ds_KGT = (
+                (do_KGV @ v_KTV.mT).sub_((do_KGV * o_KGV).sum(-1, keepdim=True)).mul_(scores.scale)
+            )
             scores_KGT = chunk.compute_scores(q_KGD, k_KTD)
             chunk.multiply_by_slope(ds_KGT, scores_KGT)
             p_KGT = chunk.mask(scores_KGT).sub_(lse_KG1).exp_()
@@ -118,23 +138,37 @@ class ReferenceKernel:
 
 def _cut_chunks(tasks: TaskBatch, heads: int, scores: Scores) -> Iterator[_Chunk]:
     """Cut the tasks into pieces of at most `_SCORES_PER_CHUNK` scores."""
-    runs = zip(tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True)
+    runs = zip(
+        tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True
+    )
     for query_start, query_length, key_start, key_length in runs:
         window = scores.window_within(key_length) or key_length
-        step = min(_ROWS_PER_CHUNK, max(1, _SCORES_PER_CHUNK // (heads * min(key_length, window + _ROWS_PER_CHUNK))))
+        step = min(
+            _ROWS_PER_CHUNK,
+            max(1, _SCORES_PER_CHUNK // (heads * min(key_length, window + _ROWS_PER_CHUNK))),
+        )
         for first in range(0, query_length, step):
             last = min(first + step, query_length)
             before = key_length - query_length
             rows = slice(query_start + first, query_start + last)
-            yield _Chunk(rows, slice(key_start + max(0, before + first + 1 - window), key_start + before + last), scores)
+            yield _Chunk(
+                rows,
+                slice(key_start + max(0, before + first + 1 - window), key_start + before + last),
+                scores,
+            )
 
 
 def _group_heads(x_THD: torch.Tensor, key_heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """Gather rows under the key/value head they attend to, so that one
-    product serves a group and K/V stay uncopied.
+    """Gather rows under the key/value head they attend to, so that one product serves a group and
+    K/V stay uncopied.
     """
     tokens, _, width = x_THD.shape
-    return x_THD.to(dtype).view(tokens, key_heads, -1, width).permute(1, 2, 0, 3).reshape(key_heads, -1, width)
+    return (
+        x_THD.to(dtype)
+        .view(tokens, key_heads, -1, width)
+        .permute(1, 2, 0, 3)
+        .reshape(key_heads, -1, width)
+    )
 
 
 def _ungroup_heads(x_KGD: torch.Tensor, heads: int) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Shared functions on pools of rows: accumulation dtypes, checks of
-shapes, padding of the last dimension.
+"""Shared functions on pools of rows: accumulation dtypes, checks of shapes, padding of the last
+dimension.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ __all__ = ["accumulation_dtype", "check_pools", "key_gradient_dtype", "pad_last"
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of log-sum-exps and of sums of gradients: float64
-    for float64, float32 for everything else.
+    """Return the dtype of log-sum-exps and of sums of gradients: float64 for float64, float32 for
+    everything else.
     """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -41,7 +41,9 @@ def check_pools(pools: Operands | Saved, tasks: TaskBatch) -> None:
     if not len(q) == len(k) == len(v) == 3:
         raise KernelError(f"Pools must have the dimensions (tokens, heads, head dim), got {said}.")
     if q[2] != k[2] or k[:2] != v[:2]:
-        raise KernelError(f"q and k must agree in head dim, k and v in tokens and heads, got {said}.")
+        raise KernelError(
+            f"q and k must agree in head dim, k and v in tokens and heads, got {said}."
+        )
     if q[1] % max(k[1], 1):
         raise KernelError(f"Query heads must be a multiple of key/value heads, got {said}.")
     rows, keys = tasks.required_sizes
@@ -52,23 +54,35 @@ def check_pools(pools: Operands | Saved, tasks: TaskBatch) -> None:
 
 def _describe_misfit(rows: int, keys: int, tasks: TaskBatch) -> str:
     """Describe the first task that does not fit pools of so many query rows and keys."""
-    runs = zip(tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True)
+    runs = zip(
+        tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True
+    )
     for query_start, query_length, key_start, key_length in runs:
         if not 1 <= query_length <= key_length:
-            return f"A task has {query_length} query rows and {key_length} keys; it needs at least one row and a key for each."
-        if query_start < 0 or key_start < 0 or query_start + query_length > rows or key_start + key_length > keys:
+            return (
+                f"A task has {query_length} query rows and {key_length} keys; it needs at least one"
+                " row and a key for each."
+            )
+        if (
+            query_start < 0
+            or key_start < 0
+            or query_start + query_length > rows
+            or key_start + key_length > keys
+        ):
             break
     return (
-        f"A task has query rows [{query_start}, {query_start + query_length}) of a pool of {rows} and keys "
-        f"[{key_start}, {key_start + key_length}) of a pool of {keys}; the pools and the tasks belong to different plans."
+        f"A task has query rows [{query_start}, {query_start + query_length}) of a pool of {rows}"
+        f" and keys [{key_start}, {key_start + key_length}) of a pool of {keys}; the pools and the"
+        " tasks belong to different plans."
     )
 
 
 def pad_last(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Pad the last dimension of `x` with zeros to `size`, densely laid out;
-    return `x` itself if it is so already.
+    """Pad the last dimension of `x` with zeros to `size`, densely laid out; return `x` itself if it
+    is so already.
 
-    Zeros are exact here: they add nothing to a dot product, and value columns of zeros give output columns of zeros.
+    Zeros are exact here: they add nothing to a dot product, and value columns of zeros give output
+    columns of zeros.
     """
     if x.shape[-1] < size:
         return pad(x, (0, size - x.shape[-1]))

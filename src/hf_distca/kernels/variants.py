@@ -1,18 +1,23 @@
 """Compile all variants of a kernel that compiles on first call, before the first step.
 
-FlashAttention 4 compiles a variant of its kernels when it first meets it, for 10 seconds and more, and a rank that compiles in
-the middle of training keeps all others waiting. So every rank compiles all variants of a kind of layers where it selects the
-kernel: ranks do so at the same point, and therefore at the same time.
+FlashAttention 4 compiles a variant of its kernels when it first meets it, for 10 seconds and more,
+and a rank that compiles in the middle of training keeps all others waiting. So every rank compiles
+all variants of a kind of layers where it selects the kernel: ranks do so at the same point, and
+therefore at the same time.
 
-Variants of a kind of layers are what its calls differ in, by the keys of the package's compile caches (4.0.0b36):
+Variants of a kind of layers are what its calls differ in, by the keys of the package's compile
+caches (4.0.0b36):
 
-- A window that hides keys, or none. Layers with a window have both, for calls hide nothing whose documents are short.
-- A call of more than 256 sequences, or of fewer: the former look sequences up in a table, which another kernel makes.
+- A window that hides keys, or none. Layers with a window have both, for calls hide nothing whose
+  documents are short.
+- A call of more than 256 sequences, or of fewer: the former look sequences up in a table, which
+  another kernel makes.
 
-One block of rows or of keys would be more of them. The package bounds grids by the longest sequences of a call and computes by
-their true lengths, so `hf_distca.kernels.flash` never says that these are as short as a block. All else in the keys is fixed for
-a kind of layers: device, dtype, widths, query heads for each key/value head, softcap, deterministic algorithms. The number of
-heads is in none.
+One block of rows or of keys would be more of them. The package bounds grids by the longest
+sequences of a call and computes by their true lengths, so `hf_distca.kernels.flash` never says that
+these are as short as a block. All else in the keys is fixed for a kind of layers: device, dtype,
+widths, query heads for each key/value head, softcap, deterministic algorithms. The number of heads
+is in none.
 """
 
 from __future__ import annotations
@@ -42,18 +47,22 @@ _ahead = 0  # functions that were compiled before a step asked for them
 
 
 def late_compiles() -> int:
-    """Count functions that this process compiled when a step needed
-    them; each kept all ranks waiting.
+    """Count functions that this process compiled when a step needed them; each kept all ranks
+    waiting.
     """
     return _count_compiled_functions() - _ahead
 
 
 def _count_compiled_functions() -> int:
-    """Count functions that the package has compiled, or
-    loaded from disk, in this process so far.
+    """Count functions that the package has compiled, or loaded from disk, in this process so
+    far.
     """
     package = sys.modules.get(INTERFACE_4)
-    caches = [getattr(value, "compile_cache", None) for value in vars(package).values()] if package is not None else []
+    caches = (
+        [getattr(value, "compile_cache", None) for value in vars(package).values()]
+        if package is not None
+        else []
+    )
     return sum(len(compiled.cache) for compiled in caches if compiled is not None)
 
 
@@ -71,19 +80,23 @@ def compile_ahead() -> Iterator[None]:
 
 
 def compile_failure_reason(kernel: Kernel, case: Case) -> str | None:
-    """Compile a kernel's variants for a case and return why it failed; None if
-    it did not, or if the kernel compiles none.
+    """Compile a kernel's variants for a case and return why it failed; None if it did not, or if
+    the kernel compiles none.
     """
     if kernel is not FLASH_ATTN_4:
         return None
     scores = replace(case.scores, scale=1.0, window=None if case.scores.window is None else _WINDOW)
-    return _compile_once(kernel, case._replace(scores=scores), torch.are_deterministic_algorithms_enabled())
+    return _compile_once(
+        kernel, case._replace(scores=scores), torch.are_deterministic_algorithms_enabled()
+    )
 
 
 @lru_cache(maxsize=256)
 def _compile_once(kernel: Kernel, case: Case, _deterministic: bool) -> str | None:
     started, before = time.perf_counter(), _count_compiled_functions()
-    _logger.info("kernel %r compiles its variants for %s, on all ranks at once", kernel.name, _describe(case))
+    _logger.info(
+        "kernel %r compiles its variants for %s, on all ranks at once", kernel.name, _describe(case)
+    )
     try:
         compile_variants(kernel, case)
     except torch.OutOfMemoryError:
@@ -92,9 +105,13 @@ def _compile_once(kernel: Kernel, case: Case, _deterministic: bool) -> str | Non
         return f"it cannot be compiled on {case.device} ({type(error).__name__}: {error})"
     seconds = time.perf_counter() - started
     first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    level = logging.WARNING if first and seconds > _LONG_SECONDS else logging.INFO  # seen without any setting
+    # Seen without any setting.
+    level = logging.WARNING if first and seconds > _LONG_SECONDS else logging.INFO
     count = _count_compiled_functions() - before
-    message = "kernel %r compiled or loaded %d functions for %s before the first step, in %.1f s; steps compile none"
+    message = (
+        "kernel %r compiled or loaded %d functions for %s before the first step, in %.1f s; steps"
+        " compile none"
+    )
     _logger.log(level, message, kernel.name, count, _describe(case), seconds)
     return None
 
@@ -113,8 +130,14 @@ def compile_variants(kernel: Kernel, case: Case) -> None:
             lengths = (_ROWS, *(1,) * (documents - 1))
             starts = tuple(accumulate(lengths[:-1], initial=0))
             tasks = TaskBatch(starts, lengths, starts, lengths)
-            q, do = (torch.zeros(tasks.rows, ratio * _KEY_HEADS, n, dtype=dtype, device=device) for n in case[2:4])
-            k, v = (torch.zeros(tasks.rows, _KEY_HEADS, n, dtype=dtype, device=device) for n in (head_dim, value_head_dim))
+            q, do = (
+                torch.zeros(tasks.rows, ratio * _KEY_HEADS, n, dtype=dtype, device=device)
+                for n in case[2:4]
+            )
+            k, v = (
+                torch.zeros(tasks.rows, _KEY_HEADS, n, dtype=dtype, device=device)
+                for n in (head_dim, value_head_dim)
+            )
             for window in windows:
                 seen = Scores(scores.scale, window, scores.softcap)
                 outputs = kernel.forward(Operands(q, k, v), tasks, seen)
@@ -122,8 +145,8 @@ def compile_variants(kernel: Kernel, case: Case) -> None:
 
 
 def _sequence_counts() -> tuple[int, int]:
-    """Return the numbers of sequences of two calls: one without a
-    lookup table of sequences, and one with it.
+    """Return the numbers of sequences of two calls: one without a lookup table of sequences, and
+    one with it.
     """
     return 2, getattr(sys.modules.get(INTERFACE_4), "BIN_BATCH_SEARCH_THRESH", 256) + 1
 
@@ -131,5 +154,9 @@ def _sequence_counts() -> tuple[int, int]:
 def _describe(case: Case) -> str:
     """Describe the case for a log."""
     extras = [name for name in ("window", "softcap") if getattr(case.scores, name) is not None]
-    width = f"heads of {case.head_dim}" + (f" and {case.value_head_dim}" if case.value_head_dim != case.head_dim else "")
-    return f"{width}, {case.gqa_ratio} query heads a key head" + (f", with {' and '.join(extras)}" if extras else "")
+    width = f"heads of {case.head_dim}" + (
+        f" and {case.value_head_dim}" if case.value_head_dim != case.head_dim else ""
+    )
+    return f"{width}, {case.gqa_ratio} query heads a key head" + (
+        f", with {' and '.join(extras)}" if extras else ""
+    )

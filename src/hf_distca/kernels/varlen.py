@@ -1,16 +1,19 @@
-"""Turn tasks into calls of a varlen flash-attention op: the
-packing that all kernels of `flash` share.
+"""Turn tasks into calls of a varlen flash-attention op: the packing that all kernels of `flash`
+share.
 
-A varlen op takes one run of query rows and one run of keys, cut into sequences by cumulative lengths. Its backward writes the
-gradient of a key once, so a key may be in one sequence of a call only. Slices of one document share keys; a batch is therefore
-split into sets of tasks without a key in common, and each set is one call. Where its tasks lie one after the other in the pool,
-as packed documents do, the call gets a view of the pool; else it gets a gathered copy, which lives for the call only. Single
-slices of long documents are views, too. So is a batch of one call whose rows and keys come in the same order, with gaps between
-them: rows and keys of a gap are sequences of their own, without keys and without rows. Such sequences are cheap. Copies are not:
-on an H100 with FlashAttention 4 they were up to a tenth of what a rank's tasks took.
+A varlen op takes one run of query rows and one run of keys, cut into sequences by cumulative
+lengths. Its backward writes the gradient of a key once, so a key may be in one sequence of a call
+only. Slices of one document share keys; a batch is therefore split into sets of tasks without a key
+in common, and each set is one call. Where its tasks lie one after the other in the pool, as packed
+documents do, the call gets a view of the pool; else it gets a gathered copy, which lives for the
+call only. Single slices of long documents are views, too. So is a batch of one call whose rows and
+keys come in the same order, with gaps between them: rows and keys of a gap are sequences of their
+own, without keys and without rows. Such sequences are cheap. Copies are not: on an H100 with
+FlashAttention 4 they were up to a tenth of what a rank's tasks took.
 
-Index tensors are built once for each batch and device, without a host sync: later calls for the batch find them on the device.
-They are made on the stream that is current in the first call; the caller orders other streams after it.
+Index tensors are built once for each batch and device, without a host sync: later calls for the
+batch find them on the device. They are made on the stream that is current in the first call; the
+caller orders other streams after it.
 """
 
 from __future__ import annotations
@@ -23,7 +26,16 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hf_distca.kernels.base import Case, Grads, Operands, Outputs, Saved, Scores, TaskBatch, without_gradients
+from hf_distca.kernels.base import (
+    Case,
+    Grads,
+    Operands,
+    Outputs,
+    Saved,
+    Scores,
+    TaskBatch,
+    without_gradients,
+)
 from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype, pad_last
 
 __all__ = ["Sequences", "VarlenKernel", "VarlenOp", "to_device"]
@@ -32,11 +44,12 @@ _HEAD_DIM_MULTIPLE = 8
 
 
 class Sequences(NamedTuple):
-    """Cuts of the rows and keys of a call: sequence i has rows [cu_rows[i],
-    cu_rows[i + 1]), and its keys likewise.
+    """Cuts of the rows and keys of a call: sequence i has rows [cu_rows[i], cu_rows[i + 1]), and
+    its keys likewise.
 
     Attributes:
-        cu_rows, cu_keys: (sequences + 1,) int32 on the device of the pools, from 0 to the number of rows and of keys.
+        cu_rows, cu_keys: (sequences + 1,) int32 on the device of the pools, from 0 to the number of
+            rows and of keys.
         max_rows, max_keys: longest sequence, on the host.
     """
 
@@ -47,8 +60,8 @@ class Sequences(NamedTuple):
 
 
 class VarlenOp(Protocol):
-    """A varlen flash-attention op: causal, aligned bottom right, H a
-    multiple of K, D a multiple of 8 and equal to V.
+    """A varlen flash-attention op: causal, aligned bottom right, H a multiple of K, D a multiple of
+    8 and equal to V.
 
     ``scores.window`` is None or less than the longest sequence of keys; ``scores.softcap`` is None
     unless the kernel supports it.
@@ -79,8 +92,8 @@ class _PoolSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _PoolRows:
-    """Some rows of a pool in the order of a call: a contiguous range, or a
-    gather by `index` (int64, on the device).
+    """Some rows of a pool in the order of a call: a contiguous range, or a gather by `index`
+    (int64, on the device).
     """
 
     start: int
@@ -93,7 +106,11 @@ class _PoolRows:
 
     def take(self, pool: torch.Tensor) -> torch.Tensor:
         """Return the rows of the run: a view where they are contiguous."""
-        return pool.narrow(0, self.start, self.length) if self.index is None else pool.index_select(0, self.index)
+        return (
+            pool.narrow(0, self.start, self.length)
+            if self.index is None
+            else pool.index_select(0, self.index)
+        )
 
     def put(self, pool: torch.Tensor, rows: torch.Tensor) -> None:
         """Write `rows` to their places."""
@@ -112,8 +129,8 @@ class _PoolRows:
 
 @dataclass(frozen=True, slots=True)
 class _OpCall:
-    """A call of the op; `gaps` are rows of its run that no task
-    covers (int64, on the device), or None.
+    """A call of the op; `gaps` are rows of its run that no task covers (int64, on the device), or
+    None.
     """
 
     rows: _PoolRows
@@ -149,12 +166,16 @@ class VarlenKernel:
         Tasks join the first call whose keys end before their own begin. In the order of first keys,
         this needs no more calls than the most shared key has tasks.
         """
-        key_ends = [start + length for start, length in zip(tasks.key_start, tasks.key_length, strict=True)]
+        key_ends = [
+            start + length for start, length in zip(tasks.key_start, tasks.key_length, strict=True)
+        ]
         if key_ends and all(map(operator.le, key_ends, tasks.key_start[1:])):
             return [list(range(len(tasks)))]  # as documents are packed
         calls: list[list[int]] = []
         ends: list[int] = []
-        for task in sorted(range(len(tasks)), key=lambda i: (tasks.key_start[i], tasks.query_start[i])):
+        for task in sorted(
+            range(len(tasks)), key=lambda i: (tasks.key_start[i], tasks.query_start[i])
+        ):
             start = tasks.key_start[task]
             call = next((i for i, end in enumerate(ends) if end <= start), len(calls))
             if call == len(calls):
@@ -178,11 +199,15 @@ class VarlenKernel:
             if not keys.covers(k_TKD):
                 taken = Operands(padded.q_THD, keys.take(padded.k_TKD), keys.take(padded.v_TKV))
             o, lse = self._op.forward(taken, call.sequences, call.drop_idle_window(scores))
-            return Outputs(call.clear_gaps(_narrow(o, value_width).contiguous()), call.clear_gaps(lse))
+            return Outputs(
+                call.clear_gaps(_narrow(o, value_width).contiguous()), call.clear_gaps(lse)
+            )
         o_THV = q_THD.new_zeros(*q_THD.shape[:2], value_width)
         lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=accumulation_dtype(q_THD.dtype))
         for call in calls:
-            taken = Operands(call.rows.take(padded[0]), call.keys.take(padded[1]), call.keys.take(padded[2]))
+            taken = Operands(
+                call.rows.take(padded[0]), call.keys.take(padded[1]), call.keys.take(padded[2])
+            )
             o, lse = self._op.forward(taken, call.sequences, call.drop_idle_window(scores))
             call.rows.put(o_THV, _narrow(o, value_width))
             call.rows.put(lse_TH, lse)
@@ -198,14 +223,27 @@ class VarlenKernel:
         padded = Saved(*rows, pad_last(k_TKD, width), pad_last(v_TKV, width))
         calls = self._calls_of(tasks, _PoolSizes(q_THD.device, len(q_THD), len(k_TKD)))
         if len(calls) == 1 and calls[0].rows.covers(q_THD) and calls[0].keys.covers(k_TKD):
-            taken = padded._replace(do_THV=padded.do_THV.contiguous(), o_THV=padded.o_THV.contiguous())
-            dq, dk, dv = self._op.backward(taken, calls[0].sequences, calls[0].drop_idle_window(scores))
+            taken = padded._replace(
+                do_THV=padded.do_THV.contiguous(), o_THV=padded.o_THV.contiguous()
+            )
+            dq, dk, dv = self._op.backward(
+                taken, calls[0].sequences, calls[0].drop_idle_window(scores)
+            )
             return Grads(_narrow(dq, key_width), _narrow(dk, key_width), _narrow(dv, value_width))
         dtype = key_gradient_dtype(tasks, k_TKD.dtype)
-        dq_THD, dk_TKD, dv_TKV = q_THD.new_zeros(q_THD.shape), *(x.new_zeros(x.shape, dtype=dtype) for x in (k_TKD, v_TKV))
+        dq_THD, dk_TKD, dv_TKV = (
+            q_THD.new_zeros(q_THD.shape),
+            *(x.new_zeros(x.shape, dtype=dtype) for x in (k_TKD, v_TKV)),
+        )
         for call in calls:
             do, q, o, lse = (call.rows.take(x) for x in padded.query_rows)
-            taken = Saved(do.contiguous(), q, o.contiguous(), lse, *(call.keys.take(x) for x in padded.key_rows))
+            taken = Saved(
+                do.contiguous(),
+                q,
+                o.contiguous(),
+                lse,
+                *(call.keys.take(x) for x in padded.key_rows),
+            )
             dq, dk, dv = self._op.backward(taken, call.sequences, call.drop_idle_window(scores))
             call.rows.put(dq_THD, _narrow(dq, key_width))
             call.keys.add(dk_TKD, _narrow(dk, key_width))
@@ -222,7 +260,13 @@ class VarlenKernel:
         split = self.split(tasks)
         if len(split) == 1 and _are_packed(tasks, pools):
             whole = _PoolRows(0, pools.rows, None)
-            return (_OpCall(whole, whole, _make_sequences(tasks.query_length, tasks.key_length, pools.device)),)
+            return (
+                _OpCall(
+                    whole,
+                    whole,
+                    _make_sequences(tasks.query_length, tasks.key_length, pools.device),
+                ),
+            )
         if self._op.takes_gaps and len(split) == 1 and _are_in_order(tasks, split[0]):
             return (_make_whole_call(tasks, split[0], pools),)
         return tuple(_make_call(tasks, members, pools.device) for members in split)
@@ -242,24 +286,32 @@ def _are_packed(tasks: TaskBatch, pools: _PoolSizes) -> bool:
     """Return whether the tasks are whole documents, one after another, that fill the pools."""
     *starts, end = accumulate(tasks.query_length, initial=0)
     same = tasks.query_start == tasks.key_start and tasks.query_length == tasks.key_length
-    return same and bool(starts) and pools.rows == pools.keys == end and tuple(tasks.query_start) == tuple(starts)
+    return (
+        same
+        and bool(starts)
+        and pools.rows == pools.keys == end
+        and tuple(tasks.query_start) == tuple(starts)
+    )
 
 
 def _are_in_order(tasks: TaskBatch, members: list[int]) -> bool:
-    """Return whether the rows of the tasks come in the order of
-    their keys, which is that of `members`.
+    """Return whether the rows of the tasks come in the order of their keys, which is that of
+    `members`.
     """
     starts = [tasks.query_start[i] for i in members]
     return all(a < b for a, b in pairwise(starts))
 
 
 def _make_whole_call(tasks: TaskBatch, members: list[int], pools: _PoolSizes) -> _OpCall:
-    """Make one call of all rows and keys of the pools, where gaps
-    between tasks are sequences of their own.
+    """Make one call of all rows and keys of the pools, where gaps between tasks are sequences of
+    their own.
     """
     row_lengths, key_lengths, gaps = [], [], []
     row = key = 0
-    ends = [(tasks.query_start[i], tasks.key_start[i], tasks.query_length[i], tasks.key_length[i]) for i in members]
+    ends = [
+        (tasks.query_start[i], tasks.key_start[i], tasks.query_length[i], tasks.key_length[i])
+        for i in members
+    ]
     for next_row, next_key, rows, keys in (*ends, (pools.rows, pools.keys, 0, 0)):
         for lengths in ((next_row - row, 0), (0, next_key - key), (rows, keys)):
             if any(lengths):
@@ -281,7 +333,9 @@ def _make_call(tasks: TaskBatch, members: list[int], device: torch.device) -> _O
     return _OpCall(rows, keys, _make_sequences(row_lengths, key_lengths, device))
 
 
-def _make_sequences(row_lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device) -> Sequences:
+def _make_sequences(
+    row_lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device
+) -> Sequences:
     cu_rows = _make_bounds(row_lengths, device)
     if row_lengths == key_lengths:  # whole documents, of most layers all tasks
         return Sequences(cu_rows, cu_rows, max(row_lengths), max(key_lengths))
@@ -289,14 +343,21 @@ def _make_sequences(row_lengths: Sequence[int], key_lengths: Sequence[int], devi
 
 
 def _make_bounds(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu"), device)
+    return to_device(
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu"), device
+    )
 
 
 def _make_rows(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> _PoolRows:
     expected = accumulate(lengths[:-1], initial=starts[0])
     if all(start == want for start, want in zip(starts, expected, strict=True)):
         return _PoolRows(starts[0], sum(lengths), None)
-    index = torch.cat([torch.arange(start, start + length, device="cpu") for start, length in zip(starts, lengths, strict=True)])
+    index = torch.cat(
+        [
+            torch.arange(start, start + length, device="cpu")
+            for start, length in zip(starts, lengths, strict=True)
+        ]
+    )
     return _PoolRows(0, sum(lengths), to_device(index, device))
 
 

@@ -1,7 +1,8 @@
-"""Timings of kernels on this machine, on batches of tasks as servers run
-them: a cost model, and the fastest kernel.
+"""Timings of kernels on this machine, on batches of tasks as servers run them: a cost model, and
+the fastest kernel.
 
-A task that is alone in its call pays the launch and, on a GPU, leaves most of the device idle. Among others it pays neither.
+A task that is alone in its call pays the launch and, on a GPU, leaves most of the device idle.
+Among others it pays neither.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, Kerne
 
 __all__ = ["BATCHES", "Documents", "calibrate", "fastest", "measure", "timed"]
 
-# The documents of a batch: of each the slices [start, end) that are tasks, in shares of the batch's size in tokens.
+# The documents of a batch: of each the slices [start, end) that are tasks, in shares of the batch's
+# size in tokens.
 Documents = Sequence[Sequence[tuple[float, float]]]
 
-# Few and many documents, slices with a long context, and both together. No slivers: the model counts their rows in whole tiles
-# and a CPU does not, so that in batches as small as these they spoil the rates of everything else.
+# Few and many documents, slices with a long context, and both together. No slivers: the model
+# counts their rows in whole tiles and a CPU does not, so that in batches as small as these they
+# spoil the rates of everything else.
 BATCHES: tuple[Documents, ...] = (
     [[(0, 1)]],
     [[(0, 0.55)], [(0, 0.45)]],
@@ -38,8 +41,9 @@ BATCHES: tuple[Documents, ...] = (
     [[(0.875, 1)]],
 )
 
-# A batch grows through these sizes until it takes `_ENOUGH` seconds, forward and backward, and only its largest size counts:
-# the smaller a batch, the less it is like those of training. Where even the first takes that long, larger ones take too long.
+# A batch grows through these sizes until it takes `_ENOUGH` seconds, forward and backward, and only
+# its largest size counts: the smaller a batch, the less it is like those of training. Where even
+# the first takes that long, larger ones take too long.
 _SIZES = (128, 1024, 2048, 4096, 8192, 16384)
 _ENOUGH = 0.04
 
@@ -48,16 +52,24 @@ _ENOUGH = 0.04
 _COMPARED = TaskBatch((0, 8192), (8192, 1024), (0, 8192), (8192, 32768))
 
 
-def calibrate(analytic: CostModel, kernel: Kernel, dtype: torch.dtype, device: torch.device, group: AttentionGroup) -> CostModel:
-    """Return `analytic` with kernel coefficients measured on the first rank of
-    the group, so that all ranks plan alike.
+def calibrate(
+    analytic: CostModel,
+    kernel: Kernel,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: AttentionGroup,
+) -> CostModel:
+    """Return `analytic` with kernel coefficients measured on the first rank of the group, so that
+    all ranks plan alike.
     """
     ours = np.zeros(6)
     if group.rank == 0:
         forward, backward = measure(analytic, kernel, dtype, device)
         ours[:3] = forward.task_seconds, forward.bytes_per_second, forward.flops_per_second
         ours[3:] = backward.task_seconds, backward.bytes_per_second, backward.flops_per_second
-    values = group.gather(ours.view(np.int64), doing="waiting for rank 0 to time the attention kernel")[0].view(np.float64)
+    values = group.gather(
+        ours.view(np.int64), doing="waiting for rank 0 to time the attention kernel"
+    )[0].view(np.float64)
     forward, backward = KernelCost(*values[:3].tolist()), KernelCost(*values[3:].tolist())
     return replace(analytic, forward=forward, backward=backward, name=f"calibrated {kernel.name}")
 
@@ -77,7 +89,9 @@ def measure(
         kernel, dtype, device: the kernel to time, and its inputs' dtype and device.
         clock: returns seconds since an arbitrary moment.
     """
-    forward, backward = map(KernelCost.fit, *timed(model, kernel, dtype, device, BATCHES, clock=clock))
+    forward, backward = map(
+        KernelCost.fit, *timed(model, kernel, dtype, device, BATCHES, clock=clock)
+    )
     return forward, backward
 
 
@@ -103,7 +117,8 @@ def timed(
         forward and backward.
     """
     timer = _Timer(device, clock)
-    times(model.shape, kernel, _make_batch(batches[0], _SIZES[0]), dtype, timer)  # the first call of a process loads code
+    # The first call of a process loads code.
+    times(model.shape, kernel, _make_batch(batches[0], _SIZES[0]), dtype, timer)
     counts, taken = [], []
     for documents in batches:
         for size in _SIZES:
@@ -125,8 +140,8 @@ def fastest(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> str | None:
-    """Find the kernel that takes the fewest seconds on the first rank, among
-    those that run on every rank. Collective.
+    """Find the kernel that takes the fewest seconds on the first rank, among those that run on
+    every rank. Collective.
 
     Each rank could choose for itself, since all kernels compute the same to rounding. But plans are
     made with one cost model for all ranks, and two ranks with different kernels would not have the
@@ -143,14 +158,18 @@ def fastest(
     Returns:
         Its name, None if there is no kernel that runs on all ranks.
     """
-    case = Case(device, dtype, shape.head_dim, shape.value_head_dim, Scores(1.0), shape.heads_per_key_head)
+    case = Case(
+        device, dtype, shape.head_dim, shape.value_head_dim, Scores(1.0), shape.heads_per_key_head
+    )
     kernels = {kernel.name: kernel for kernel in list_runnable(case)}
     ours = np.array([0.0 if name in kernels else np.inf for name in names])
     if group.rank == 0 and len(kernels) > 1:
         for place, name in enumerate(names):
             if name in kernels:
                 ours[place] = _seconds(shape, kernels[name], dtype, _Timer(device, clock))
-    rows = group.gather(ours.view(np.int64), doing="waiting for rank 0 to compare attention kernels")
+    rows = group.gather(
+        ours.view(np.int64), doing="waiting for rank 0 to compare attention kernels"
+    )
     total = np.sum([row.view(np.float64) for row in rows], axis=0)
     return names[int(np.argmin(total))] if np.isfinite(total).any() else None
 
@@ -174,7 +193,9 @@ def _make_batch(documents: Documents, size: int) -> TaskBatch:
     return TaskBatch(*zip(*tasks, strict=True))
 
 
-def times(shape: AttentionShape, kernel: Kernel, tasks: TaskBatch, dtype: torch.dtype, timer: _Timer) -> tuple[float, float]:
+def times(
+    shape: AttentionShape, kernel: Kernel, tasks: TaskBatch, dtype: torch.dtype, timer: _Timer
+) -> tuple[float, float]:
     """Time a batch, forward and backward.
 
     The first batch of a kernel may load or compile code, so its time does not count.
@@ -182,11 +203,16 @@ def times(shape: AttentionShape, kernel: Kernel, tasks: TaskBatch, dtype: torch.
     rows, keys = sum(tasks.query_length), max(map(add, tasks.key_start, tasks.key_length))
     random = partial(torch.randn, dtype=dtype, device=timer.device)
     q_THD = random(rows, shape.query_heads, shape.head_dim)
-    k_TKD, v_TKV = (random(keys, shape.key_value_heads, width) for width in (shape.head_dim, shape.value_head_dim))
+    k_TKD, v_TKV = (
+        random(keys, shape.key_value_heads, width)
+        for width in (shape.head_dim, shape.value_head_dim)
+    )
     scores = Scores(shape.head_dim**-0.5)
     forward = partial(kernel.forward, Operands(q_THD, k_TKD, v_TKV), tasks, scores)
     o_THV, lse_TH = forward()
-    backward = partial(kernel.backward, Saved(o_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV), tasks, scores)
+    backward = partial(
+        kernel.backward, Saved(o_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV), tasks, scores
+    )
     return timer.seconds(forward), timer.seconds(backward)
 
 
@@ -198,8 +224,8 @@ class _Timer:
     clock: Callable[[], float]
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Time a call: the minimum of up to three rounds, because anything else
-        that runs on the machine only adds time.
+        """Time a call: the minimum of up to three rounds, because anything else that runs on the
+        machine only adds time.
         """
         taken = [self._round(call, 1)]
         while len(taken) < 3 and sum(taken) < _ENOUGH / 2:
@@ -213,7 +239,8 @@ class _Timer:
         for _ in range(calls):
             call()
         self._finish()
-        return max((self.clock() - started) / calls, 1e-6)  # no call is shorter; a coarse clock may say 0
+        # No call is shorter; a coarse clock may say 0.
+        return max((self.clock() - started) / calls, 1e-6)
 
     def _finish(self) -> None:
         if self.device.type == "cuda":

@@ -1,5 +1,5 @@
-"""Timings of ``hf-distca profile``: the attention kernel on batches of
-tasks, and exchanges by bytes and peers.
+"""Timings of ``hf-distca profile``: the attention kernel on batches of tasks, and exchanges by
+bytes and peers.
 
 Some of the timings are held out: rates are fitted to the rest, and their errors are those on the
 timings held out.
@@ -28,7 +28,13 @@ from hf_distca.kernels import Case, Scores, select_kernel
 from hf_distca.measure.calibrate import BATCHES, Documents, timed
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.members import node_number
-from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost, fit_coefficients
+from hf_distca.schedule.cost import (
+    AttentionShape,
+    CostModel,
+    FloatArray,
+    KernelCost,
+    fit_coefficients,
+)
 from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
 
 __all__ = [
@@ -79,7 +85,9 @@ class ProfileRequest:
     def steps(self, ranks: int) -> int:
         """Return the number of progress messages, if all ranks are on one node."""
         exchanges = len(_FITTED_BYTES) + len(_KEPT_ASIDE_BYTES)
-        return len(self.dtypes) * len(self.widths) * (len(self.heads) + 1) + exchanges * min(ranks - 1, 2)
+        return len(self.dtypes) * len(self.widths) * (len(self.heads) + 1) + exchanges * min(
+            ranks - 1, 2
+        )
 
 
 def count_launched_ranks() -> int:
@@ -88,8 +96,8 @@ def count_launched_ranks() -> int:
 
 
 def find_device(name: str | None) -> torch.device:
-    """Return the device of this name; without a name the GPU of this
-    process if there is one, else the CPU.
+    """Return the device of this name; without a name the GPU of this process if there is one, else
+    the CPU.
 
     Raises:
         ConfigError: if torch knows no such device, or it is neither a CPU nor a GPU.
@@ -98,8 +106,13 @@ def find_device(name: str | None) -> torch.device:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
         raise ConfigError(f"device {name!r}: torch knows no such device.") from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError(f"device {name!r}: there is none here that can be timed; give cpu, or cuda where there is a GPU.")
+    if device.type not in ("cpu", "cuda") or (
+        device.type == "cuda" and not torch.cuda.is_available()
+    ):
+        raise ConfigError(
+            f"device {name!r}: there is none here that can be timed; give cpu, or cuda where there"
+            " is a GPU."
+        )
     if device.type == "cuda" and ":" not in str(device):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
@@ -118,7 +131,9 @@ def dtypes(names: Sequence[str]) -> tuple[torch.dtype, ...]:
     return tuple(known[name] for name in names)
 
 
-def _measure(wanted: ProfileRequest, group: AttentionGroup, name: str, made_by: str, say: LogFunction) -> Profile | None:
+def _measure(
+    wanted: ProfileRequest, group: AttentionGroup, name: str, made_by: str, say: LogFunction
+) -> Profile | None:
     """Time kernels on the first rank and exchanges among all.
 
     Args:
@@ -134,7 +149,9 @@ def _measure(wanted: ProfileRequest, group: AttentionGroup, name: str, made_by: 
     if group.rank == 0:
         for dtype in wanted.dtypes:
             kernels += [_kernel_rates(wanted, dtype, width, say) for width in wanted.widths]
-    group.gather(np.zeros(1, dtype=np.int64), doing="waiting for rank 0 to time the attention kernel")
+    group.gather(
+        np.zeros(1, dtype=np.int64), doing="waiting for rank 0 to time the attention kernel"
+    )
     inside, between = _exchange_rates(wanted, group, say)
     if group.rank > 0:
         return None
@@ -152,17 +169,23 @@ def _measure(wanted: ProfileRequest, group: AttentionGroup, name: str, made_by: 
     )
 
 
-def _kernel_rates(wanted: ProfileRequest, dtype: torch.dtype, width: int, say: LogFunction) -> KernelRates:
+def _kernel_rates(
+    wanted: ProfileRequest, dtype: torch.dtype, width: int, say: LogFunction
+) -> KernelRates:
     """Measure the rates of one dtype and width, fitted to batches with several numbers of heads."""
     kernel = select_kernel("auto", Case(wanted.device, dtype, width, width, Scores(width**-0.5)))
 
-    def times(heads: tuple[int, int], batches: Sequence[Documents]) -> tuple[FloatArray, FloatArray]:
+    def times(
+        heads: tuple[int, int], batches: Sequence[Documents]
+    ) -> tuple[FloatArray, FloatArray]:
         shape = AttentionShape(*heads, width, width, dtype.itemsize)
         model = CostModel.analytic(shape, device_type=wanted.device.type)
         # With one thread, what other programs take from it does not count.
         alone = wanted.device.type == "cpu" and torch.get_num_threads() == 1
         clock = time.process_time if alone else time.perf_counter
-        seconds = timed(model, kernel, dtype, wanted.device, batches, enough=wanted.batch_seconds, clock=clock)
+        seconds = timed(
+            model, kernel, dtype, wanted.device, batches, enough=wanted.batch_seconds, clock=clock
+        )
         say(f"{str(dtype).removeprefix('torch.')}, width {width}, {heads[0]} heads")
         return seconds
 
@@ -171,25 +194,42 @@ def _kernel_rates(wanted: ProfileRequest, dtype: torch.dtype, width: int, say: L
     forward, backward = map(KernelCost.fit, counts, seconds)
     others, measured = times(wanted.kept_aside, _KEPT_ASIDE)
     errors: dict[str, float] = {}
-    for direction, cost, of, taken in zip(("forward", "backward"), (forward, backward), others, measured, strict=True):
+    for direction, cost, of, taken in zip(
+        ("forward", "backward"), (forward, backward), others, measured, strict=True
+    ):
         errors |= _errors(direction, of @ cost.coefficients, taken)
-    return KernelRates(kernel.name, dtype.itemsize, width, width, forward, backward, errors, seconds.shape[1], measured.shape[1])
+    return KernelRates(
+        kernel.name,
+        dtype.itemsize,
+        width,
+        width,
+        forward,
+        backward,
+        errors,
+        seconds.shape[1],
+        measured.shape[1],
+    )
 
 
 def _errors(name: str, estimated: FloatArray, measured: FloatArray) -> dict[str, float]:
     off = np.abs(estimated / measured - 1)
-    return {f"{name}_median": round(float(np.median(off)), 4), f"{name}_largest": round(float(off.max()), 4)}
+    return {
+        f"{name}_median": round(float(np.median(off)), 4),
+        f"{name}_largest": round(float(off.max()), 4),
+    }
 
 
 def _exchange_rates(
     wanted: ProfileRequest, group: AttentionGroup, say: LogFunction
 ) -> tuple[ExchangeRates | None, ExchangeRates | None]:
-    """Measure the rates inside a node and between nodes, each
-    None without two ranks of the kind.
+    """Measure the rates inside a node and between nodes, each None without two ranks of the
+    kind.
     """
     if group.size == 1:
         return None, None
-    rows = group.gather(np.array([node_number()], dtype=np.int64), doing="telling which node this is")
+    rows = group.gather(
+        np.array([node_number()], dtype=np.int64), doing="telling which node this is"
+    )
     nodes = [int(row[0]) for row in rows]
     others = [rank for rank in range(group.size) if rank != group.rank]
     rates = []
@@ -203,9 +243,11 @@ def _exchange_rates(
     return rates[0], rates[1]
 
 
-def _link(wanted: ProfileRequest, group: AttentionGroup, peers: list[int], kind: str, say: LogFunction) -> ExchangeRates:
-    """Measure the rates of exchanges with these ranks: with all of them
-    and, inside a node, with the next one.
+def _link(
+    wanted: ProfileRequest, group: AttentionGroup, peers: list[int], kind: str, say: LogFunction
+) -> ExchangeRates:
+    """Measure the rates of exchanges with these ranks: with all of them and, inside a node, with
+    the next one.
     """
     patterns = [(peers, peers)]
     if kind == "inside" and len(peers) > 1:
@@ -218,7 +260,10 @@ def _link(wanted: ProfileRequest, group: AttentionGroup, peers: list[int], kind:
         taken = []
         for size, (to, from_) in cases:
             taken.append(_exchange(wanted.device, group, size, to, from_))
-            say(f"{size} bytes to {len(to)} rank{'s' if len(to) > 1 else ''} {kind} node{'s' if kind == 'between' else ''}")
+            say(
+                f"{size} bytes to {len(to)} rank{'s' if len(to) > 1 else ''} {kind}"
+                f" node{'s' if kind == 'between' else ''}"
+            )
         return np.array([[1.0, size] for size, _ in cases]).reshape(-1, 2), np.array(taken)
 
     fixed, byte = fit_coefficients(*times(_FITTED_BYTES)).tolist()
@@ -227,19 +272,25 @@ def _link(wanted: ProfileRequest, group: AttentionGroup, peers: list[int], kind:
     return ExchangeRates(1 / byte if byte else math.inf, fixed, group.size, errors)
 
 
-def _exchange(device: torch.device, group: AttentionGroup, size: int, to: list[int], from_: list[int]) -> float:
-    """Time an exchange in which every rank sends so many bytes: the
-    slowest rank of the fastest round.
+def _exchange(
+    device: torch.device, group: AttentionGroup, size: int, to: list[int], from_: list[int]
+) -> float:
+    """Time an exchange in which every rank sends so many bytes: the slowest rank of the fastest
+    round.
     """
     if group.data is None:
         raise ConfigError("a rank that is alone has nobody to exchange with.")
     share = max(size // len(to), 1)
-    sent, received = (torch.zeros(share * len(some), dtype=torch.uint8, device=device) for some in (to, from_))
+    sent, received = (
+        torch.zeros(share * len(some), dtype=torch.uint8, device=device) for some in (to, from_)
+    )
     nanoseconds = []
     for _ in range(_ROUNDS):
         group.all_equal(np.zeros(1, dtype=np.int64), doing="timing exchanges")  # all begin at once
         started = time.perf_counter()
-        group.data.start(received, sent, dict.fromkeys(from_, share), dict.fromkeys(to, share)).wait()
+        group.data.start(
+            received, sent, dict.fromkeys(from_, share), dict.fromkeys(to, share)
+        ).wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         nanoseconds.append(int((time.perf_counter() - started) * 1e9))
@@ -251,7 +302,11 @@ def _processor(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
-    models = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    models = (
+        [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
+    )
     name = models[0].split(":", 1)[1].strip() if models else platform.processor()
     return f"{name}, {os.cpu_count()} cores"
 
@@ -283,25 +338,43 @@ def measure_on_these_ranks(
 
 
 def measure_on_new_ranks(
-    ranks: int, wanted: ProfileRequest, threads: int | None, name: str, made_by: str, say: LogFunction
+    ranks: int,
+    wanted: ProfileRequest,
+    threads: int | None,
+    name: str,
+    made_by: str,
+    say: LogFunction,
 ) -> Profile:
     """Run `_measure` on so many new processes of this machine, which exchange over gloo."""
     with tempfile.TemporaryDirectory() as folder:
         start_processes(  # type: ignore[no-untyped-call]
-            _rank, (ranks, Path(folder), wanted, threads, name, made_by, say), nprocs=ranks, start_method="spawn"
+            _rank,
+            (ranks, Path(folder), wanted, threads, name, made_by, say),
+            nprocs=ranks,
+            start_method="spawn",
         )
         return Profile.load(Path(folder, "profile.json"))
 
 
 def _rank(
-    rank: int, ranks: int, folder: Path, wanted: ProfileRequest, threads: int | None, name: str, made_by: str, say: LogFunction
+    rank: int,
+    ranks: int,
+    folder: Path,
+    wanted: ProfileRequest,
+    threads: int | None,
+    name: str,
+    made_by: str,
+    say: LogFunction,
 ) -> None:
-    # They only talk to each other: by default gloo listens on the address of the host's name, which others may reach.
+    # They only talk to each other: by default gloo listens on the address of the host's name, which
+    # others may reach.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if platform.system() == "Darwin" else "lo"
     store = dist.FileStore(str(folder / "store"), ranks)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     try:
-        profile = measure_on_these_ranks(wanted, threads, name, made_by, say if rank == 0 else _no_log)
+        profile = measure_on_these_ranks(
+            wanted, threads, name, made_by, say if rank == 0 else _no_log
+        )
         if profile is not None:
             (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
     finally:

@@ -1,4 +1,6 @@
-"""The shipped profile of the GPU and the attention kernel at hand, for plans before anything is measured."""
+"""The shipped profile of the GPU and the attention kernel at hand, for plans before anything is
+measured.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,19 @@ __all__ = ["shipped_profile"]
 
 
 def shipped_profile(device: torch.device, kernel: Kernel, group: AttentionGroup) -> Profile | None:
-    """Return the shipped profile, equal on all ranks; None if there is none,
-    or if GPUs or kernels differ. Collective.
+    """Return the shipped profile, equal on all ranks; None if there is none, or if GPUs or kernels
+    differ. Collective.
 
     All ranks must plan with one cost model. If their GPUs differ, they use the built-in figures,
     and learn speeds in training.
     """
-    active = torch.nn.attention.current_flash_attention_impl() if kernel.name == "cuda" else None  # not torch's own kernel
-    profile = None if active is not None else Profile.find_gpu_profile(torch.cuda.get_device_name(device), kernel.name)
+    # Not torch's own kernel.
+    active = torch.nn.attention.current_flash_attention_impl() if kernel.name == "cuda" else None
+    profile = (
+        None
+        if active is not None
+        else Profile.find_gpu_profile(torch.cuda.get_device_name(device), kernel.name)
+    )
     names = Profile.list_shipped()
     place = -1 if profile is None else names.index(profile)
     same = group.all_equal(np.array([place]), doing="comparing GPUs and attention kernels")

@@ -1,5 +1,5 @@
-"""A timeline of core attention: computation of each nano-batch, and
-travel and waiting times of its messages.
+"""A timeline of core attention: computation of each nano-batch, and travel and waiting times of its
+messages.
 
 Spans of a rank, forward and backward:
 
@@ -33,7 +33,8 @@ _EXCHANGES = ("dispatch", "return")
 class Span(NamedTuple):
     """An activity from `start` to `end`, in seconds since the trace began.
 
-    `nano` is 0 for whole layers, 1 and 2 for nano-batches; `call` numbers the calls of core attention.
+    `nano` is 0 for whole layers, 1 and 2 for nano-batches; `call` numbers the calls of core
+    attention.
     """
 
     name: str
@@ -50,10 +51,13 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """Collects the spans of one rank. Times are of the host on the CPU, of the current stream on CUDA."""
+    """Collects the spans of one rank. Times are of the host on the CPU, of the current stream on
+    CUDA.
+    """
 
     def __init__(self) -> None:
-        self._recorded: list[tuple[Mark, Mark, Span]] = []  # with times to come: they may still be events of a CUDA stream
+        # With times to come: they may still be events of a CUDA stream.
+        self._recorded: list[tuple[Mark, Mark, Span]] = []
         self._borders: list[Mark] = []
         self._origin: Mark | None = None
 
@@ -63,8 +67,8 @@ class Trace:
         self._begin(self._borders[-1])
 
     def meter(self, whole: Meter, nano: int, call: int) -> Meter:
-        """Make a meter for one call of core attention, whose spans are
-        recorded; for `nano` and `call` see `Span`.
+        """Make a meter for one call of core attention, whose spans are recorded; for `nano` and
+        `call` see `Span`.
         """
         return _CallMeter(whole, self, nano, call)
 
@@ -78,15 +82,20 @@ class Trace:
 
     @property
     def spans(self) -> list[Span]:
-        """All spans in order of their start, ``linear`` ones among them. On CUDA this waits for the device."""
-        spans = [span._replace(start=self._seconds(begin), end=self._seconds(end)) for begin, end, span in self._recorded]
+        """All spans in order of their start, ``linear`` ones among them. On CUDA this waits for the
+        device.
+        """
+        spans = [
+            span._replace(start=self._seconds(begin), end=self._seconds(end))
+            for begin, end, span in self._recorded
+        ]
         borders = [self._seconds(mark) for mark in self._borders]
         return sorted([*spans, *_linear(spans, borders)], key=lambda span: (span.start, -span.end))
 
     @property
     def hidden(self) -> float | None:
-        """Part of the travel time of messages during which this rank
-        computed; None if there were no messages.
+        """Part of the travel time of messages during which this rank computed; None if there were
+        no messages.
         """
         spans = self.spans
         travelled = sum(span.seconds for span in spans if span.name in _EXCHANGES)
@@ -95,18 +104,34 @@ class Trace:
 
     def write(self, path: str | Path, rank: int) -> None:
         """Write the trace as JSON for Perfetto (ui.perfetto.dev) or chrome://tracing."""
-        lanes = {(nano, exchange): 2 * nano + exchange for nano in range(len(_PARTS)) for exchange in (0, 1)}
+        lanes = {
+            (nano, exchange): 2 * nano + exchange
+            for nano in range(len(_PARTS))
+            for exchange in (0, 1)
+        }
         spans = self.spans
-        events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}]
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        ]
         for (nano, exchange), lane in lanes.items():
             if any(span.nano == nano for span in spans):
                 name = _PARTS[nano] + (", messages" if exchange else "")
-                events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}})
+                events.append(
+                    {
+                        "ph": "M",
+                        "name": "thread_name",
+                        "pid": rank,
+                        "tid": lane,
+                        "args": {"name": name},
+                    }
+                )
         for span in spans:
             lane = lanes[span.nano, int(span.name in _EXCHANGES)]
             times = {"ts": span.start * 1e6, "dur": span.seconds * 1e6}
             args = {"call": span.call, "direction": "backward" if span.backward else "forward"}
-            events.append({"ph": "X", "name": span.name, "pid": rank, "tid": lane, **times, "args": args})
+            events.append(
+                {"ph": "X", "name": span.name, "pid": rank, "tid": lane, **times, "args": args}
+            )
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
@@ -135,7 +160,9 @@ class _CallMeter(Meter):
 
 def _linear(spans: Sequence[Span], borders: Sequence[float]) -> list[Span]:
     """Find the gaps between spans in which a rank worked on attention or waited for it."""
-    busy = sorted((span for span in spans if span.name not in _EXCHANGES), key=lambda span: span.start)
+    busy = sorted(
+        (span for span in spans if span.name not in _EXCHANGES), key=lambda span: span.start
+    )
     linear = []
     for before, after in itertools.pairwise(busy):
         if after.start <= before.end or after.backward != before.backward:

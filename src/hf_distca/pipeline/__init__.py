@@ -1,4 +1,5 @@
-"""Pipeline stages that share attention: `split` a model over the ranks of a mesh dimension, run its stages with `Schedule`.
+"""Pipeline stages that share attention: `split` a model over the ranks of a mesh dimension, run its
+stages with `Schedule`.
 
 May import `borrowed`, `schedule`, `kernels`, `runtime`, `agreement` and `integration`.
 """
@@ -8,4 +9,12 @@ from __future__ import annotations
 from hf_distca.pipeline.stage_schedule import Schedule, TickFigures, clip_grad_norm_
 from hf_distca.pipeline.stages import Stage, from_pretrained, save_pretrained, split
 
-__all__ = ["Schedule", "Stage", "TickFigures", "clip_grad_norm_", "from_pretrained", "save_pretrained", "split"]
+__all__ = [
+    "Schedule",
+    "Stage",
+    "TickFigures",
+    "clip_grad_norm_",
+    "from_pretrained",
+    "save_pretrained",
+    "split",
+]

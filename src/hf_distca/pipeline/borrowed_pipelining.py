@@ -18,15 +18,27 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from hf_distca.errors import UnsupportedError
 
-__all__ = ["OneStageSchedule", "select_adapter_weights", "has_adapters", "find_whole_mesh", "unwrap_peft"]
+__all__ = [
+    "OneStageSchedule",
+    "select_adapter_weights",
+    "has_adapters",
+    "find_whole_mesh",
+    "unwrap_peft",
+]
 
 
 class OneStageSchedule(PipelineScheduleSingle):
-    """torch's base class of schedules with one stage a rank, in
-    which a schedule only implements `run`.
+    """torch's base class of schedules with one stage a rank, in which a schedule only implements
+    `run`.
     """
 
-    def __init__(self, stage: PipelineStage, n_microbatches: int, loss_fn: Callable[..., Any] | None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        stage: PipelineStage,
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(stage, n_microbatches, loss_fn, **kwargs)
         self.micro_batches = n_microbatches
 
@@ -37,11 +49,19 @@ class OneStageSchedule(PipelineScheduleSingle):
 
     @abstractmethod
     def run(
-        self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]], targets: Sequence[Any] | None, **more: Any
+        self,
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+        targets: Sequence[Any] | None,
+        **more: Any,
     ) -> None:
-        """Run the micro-batches of a step; `more` is ``return_outputs`` and ``loss_kwargs``, as for torch's `step`."""
+        """Run the micro-batches of a step; `more` is ``return_outputs`` and ``loss_kwargs``, as for
+        torch's `step`.
+        """
 
-    def add_loss(self, output: torch.Tensor, target: Any, loss_kwargs: dict[str, Any] | None) -> None:
+    def add_loss(
+        self, output: torch.Tensor, target: Any, loss_kwargs: dict[str, Any] | None
+    ) -> None:
         """Compute the loss of the next micro-batch, on the last stage."""
         if self._loss_fn is not None:
             self._internal_losses.append(self._compute_loss(output, target, loss_kwargs))  # type: ignore[no-untyped-call]
@@ -49,8 +69,8 @@ class OneStageSchedule(PipelineScheduleSingle):
     def loss(self, number: int) -> torch.Tensor:
         """Return the loss of a micro-batch, from which backward begins.
 
-        With `scale_grads` the loss is divided by the number of micro-batches. torch's schedules divide gradients at the end of a
-        step instead, including what earlier steps left in them.
+        With `scale_grads` the loss is divided by the number of micro-batches. torch's schedules
+        divide gradients at the end of a step instead, including what earlier steps left in them.
         """
         loss = self._internal_losses[number]
         return loss / self.micro_batches if self.scale_grads else loss
@@ -66,7 +86,9 @@ class OneStageSchedule(PipelineScheduleSingle):
     ) -> None:
         args, kwargs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         try:
-            self.run(args, kwargs, target_mbs, return_outputs=return_outputs, loss_kwargs=loss_kwargs)
+            self.run(
+                args, kwargs, target_mbs, return_outputs=return_outputs, loss_kwargs=loss_kwargs
+            )
             self._update_losses(self._stage, losses)  # type: ignore[no-untyped-call]
         finally:
             self._internal_losses.clear()  # of a step that failed
@@ -78,8 +100,8 @@ def has_adapters(model: Any) -> bool:
 
 
 def unwrap_peft(model: Any) -> Any:
-    """Return the model of transformers in a model of peft, as `add_adapter`
-    would leave it; any other model as it is.
+    """Return the model of transformers in a model of peft, as `add_adapter` would leave it; any
+    other model as it is.
 
     Raises:
         UnsupportedError: if its adapters are a prompt, which is no part of any layer.
@@ -89,7 +111,8 @@ def unwrap_peft(model: Any) -> Any:
     if model.active_peft_config.is_prompt_learning:
         kind = model.active_peft_config.peft_type.value
         raise UnsupportedError(
-            f"{kind} puts a prompt before the tokens, which no stage has. Use adapters of layers, such as LoRA."
+            f"{kind} puts a prompt before the tokens, which no stage has. Use adapters of layers,"
+            " such as LoRA."
         )
     base = model.get_base_model()
     base._hf_peft_config_loaded = True
@@ -97,8 +120,8 @@ def unwrap_peft(model: Any) -> Any:
 
 
 def select_adapter_weights(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights of a model's adapter among all of its weights, by
-    the names that peft gives them in files.
+    """Return the weights of a model's adapter among all of its weights, by the names that peft
+    gives them in files.
 
     Raises:
         UnsupportedError: if there are several adapters.
@@ -106,9 +129,14 @@ def select_adapter_weights(model: Any, weights: dict[str, torch.Tensor]) -> dict
     from peft import get_peft_model_state_dict
 
     if len(model.peft_config) > 1:
-        raise UnsupportedError(f"save_pretrained saves one adapter, and the stages have {', '.join(model.peft_config)}.")
+        raise UnsupportedError(
+            "save_pretrained saves one adapter, and the stages have"
+            f" {', '.join(model.peft_config)}."
+        )
     (name,) = model.peft_config
-    adapter = get_peft_model_state_dict(model, weights, adapter_name=name, save_embedding_layers=False)
+    adapter = get_peft_model_state_dict(
+        model, weights, adapter_name=name, save_embedding_layers=False
+    )
     return {f"base_model.model.{key}": value.contiguous() for key, value in adapter.items()}
 
 

@@ -1,9 +1,10 @@
-"""Causal language models of transformers that can be split into
-stages, and the rest of a model on one stage.
+"""Causal language models of transformers that can be split into stages, and the rest of a model on
+one stage.
 
-The model stays what it is: layers of other stages become modules that do nothing, so that every layer keeps its number, by which
-models read their config, and every weight its name, by which checkpoints know it. What a model does to its embeddings before
-the layers, and to hidden states after them, happens on every stage; its result is used on the first and on the last stage only.
+The model stays what it is: layers of other stages become modules that do nothing, so that every
+layer keeps its number, by which models read their config, and every weight its name, by which
+checkpoints know it. What a model does to its embeddings before the layers, and to hidden states
+after them, happens on every stage; its result is used on the first and on the last stage only.
 """
 
 from __future__ import annotations
@@ -56,18 +57,27 @@ def check_split(model: PreTrainedModel) -> None:
     if not distca_configs(model):
         name = getattr(config, "_attn_implementation", None)
         raise ConfigError(
-            f'{type(model).__name__} has attn_implementation="{name}", whose attention stages cannot share: load the model with '
-            'attn_implementation="distca".'
+            f'{type(model).__name__} has attn_implementation="{name}", whose attention stages'
+            ' cannot share: load the model with attn_implementation="distca".'
         )
     check_layerdrop(config)
     why = None
     text_config = config.get_text_config(decoder=True)
     if config.model_type not in SPLIT:
-        why = "models of this family were never compared with their stages, or are not layers between an embedding and a head"
+        why = (
+            "models of this family were never compared with their stages, or are not layers between"
+            " an embedding and a head"
+        )
     elif shared := getattr(text_config, "num_kv_shared_layers", 0):
-        why = f"{shared} of its layers read keys of other layers (num_kv_shared_layers={shared}), which may be on another stage"
+        why = (
+            f"{shared} of its layers read keys of other layers (num_kv_shared_layers={shared}),"
+            " which may be on another stage"
+        )
     elif getattr(text_config, "output_router_logits", False):
-        why = "it adds a loss of its routers (output_router_logits=True), which stages do not hand on; set it to False"
+        why = (
+            "it adds a loss of its routers (output_router_logits=True), which stages do not hand"
+            " on; set it to False"
+        )
     if why is not None:
         raise _split_error(model, why)
 
@@ -92,7 +102,8 @@ class ModelParts:
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelParts:
         """Find the parts of a model, which must be layers between an embedding and a head."""
-        from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
+        # It imports what registers distca.
+        from transformers.modeling_layers import GradientCheckpointingLayer
 
         embedding, head = _find_ends(model)
         if embedding is None or head is None:
@@ -119,7 +130,9 @@ class ModelParts:
                 after.append(name)
             elif any(True for _ in module.parameters(recurse=False)):
                 raise _split_error(
-                    model, f"{name or 'a weight'} is neither in its layers nor an embedding, a norm or a head beside them"
+                    model,
+                    f"{name or 'a weight'} is neither in its layers nor an embedding, a norm or a"
+                    " head beside them",
                 )
             else:
                 continue
@@ -140,7 +153,10 @@ class ModelParts:
         """
         config = model.config.get_text_config(decoder=True)
         active = min(1.0, _first_number(config, _ACTIVE_EXPERTS) / _first_number(config, _EXPERTS))
-        costs = [sum(_token_cost(weight, active) for weight in layer.parameters()) for layer in self.layers]
+        costs = [
+            sum(_token_cost(weight, active) for weight in layer.parameters())
+            for layer in self.layers
+        ]
         costs[0] += sum(weight.shape[-1] for weight in _weights(model, self.before))
         costs[-1] += sum(_token_cost(weight, 1.0) for weight in _weights(model, self.after))
         return costs
@@ -149,14 +165,16 @@ class ModelParts:
 def _find_ends(model: PreTrainedModel) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
     """Return the input embedding and the output projection of a model."""
     modules: tuple[Any, Any] = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    embedding, head = (module if isinstance(module, torch.nn.Module) else None for module in modules)
+    embedding, head = (
+        module if isinstance(module, torch.nn.Module) else None for module in modules
+    )
     return embedding, head
 
 
 def _split_error(model: PreTrainedModel, why: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{type(model).__name__} ({model.config.model_type}) cannot be split into pipeline stages: {why}. Train it with data "
-        "parallelism (FSDP), whose ranks share attention too."
+        f"{type(model).__name__} ({model.config.model_type}) cannot be split into pipeline stages:"
+        f" {why}. Train it with data parallelism (FSDP), whose ranks share attention too."
     )
 
 
@@ -167,33 +185,46 @@ def _weights(model: PreTrainedModel, names: Iterable[str]) -> list[torch.nn.Para
 
 def _first_number(config: object, names: Sequence[str]) -> int:
     """Return the first of these settings that is a positive number; 1 if none is."""
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0), 1)
+    return next(
+        (
+            value
+            for name in names
+            if isinstance(value := getattr(config, name, None), int) and value > 0
+        ),
+        1,
+    )
 
 
 def _token_cost(weight: torch.nn.Parameter, active: float) -> float:
-    """Return the multiplications per token with a weight; the weights of all
-    experts are one tensor of three dimensions.
+    """Return the multiplications per token with a weight; the weights of all experts are one tensor
+    of three dimensions.
     """
     return weight.numel() * (active if weight.dim() == 3 else 1.0)
 
 
 def layers_of_stages(costs: Sequence[float], stages: int) -> list[int]:
-    """Return the number of layers of each stage, at least one, such that the
-    most expensive stage is as cheap as possible.
+    """Return the number of layers of each stage, at least one, such that the most expensive stage
+    is as cheap as possible.
     """
     if not 1 <= stages <= len(costs):
-        raise ConfigError(f"a model of {len(costs)} layers cannot be split into {stages} stages: each needs a layer.")
+        raise ConfigError(
+            f"a model of {len(costs)} layers cannot be split into {stages} stages: each needs a"
+            " layer."
+        )
     totals = [0.0, *itertools.accumulate(costs)]
 
     @cache
     def cut(layers: int, stages: int) -> tuple[float, tuple[int, ...]]:
-        """Cut the first layers into so many stages: the cost of the most
-        expensive one, and the number of layers of each.
+        """Cut the first layers into so many stages: the cost of the most expensive one, and the
+        number of layers of each.
         """
         if stages == 1:
             return totals[layers], (layers,)
         cuts = ((*cut(begin, stages - 1), begin) for begin in range(stages - 1, layers))
-        choices = ((max(most, totals[layers] - totals[begin]), (*rest, layers - begin)) for most, rest, begin in cuts)
+        choices = (
+            (max(most, totals[layers] - totals[begin]), (*rest, layers - begin))
+            for most, rest, begin in cuts
+        )
         return min(choices, key=lambda choice: choice[0])
 
     return list(cut(len(costs), stages)[1])
@@ -206,19 +237,23 @@ class SkippedLayer(torch.nn.Module):
         super().__init__()
         self.zero = isinstance(module, torch.nn.Embedding)
         for name, value in vars(module).items():  # models read what kind of attention a layer has
-            if not name.startswith("_") and isinstance(value, (str, int, float, bool)) and not hasattr(self, name):
+            if (
+                not name.startswith("_")
+                and isinstance(value, (str, int, float, bool))
+                and not hasattr(self, name)
+            ):
                 setattr(self, name, value)
 
     def forward(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the inputs; for an embedding a zero, which may be added
-        to hidden states that are not used.
+        """Return the inputs; for an embedding a zero, which may be added to hidden states that are
+        not used.
         """
         return torch.zeros((), device=inputs.device) if self.zero else inputs
 
 
 class FirstStageGate(SkippedLayer):
-    """The layer before the first one of a stage: feeds it the
-    hidden states from the previous stage.
+    """The layer before the first one of a stage: feeds it the hidden states from the previous
+    stage.
     """
 
     hidden_states: torch.Tensor | None = None
@@ -229,7 +264,9 @@ class FirstStageGate(SkippedLayer):
 
 
 class LastStageGate(SkippedLayer):
-    """The layer after the last one of a stage: keeps the hidden states that go to the next stage."""
+    """The layer after the last one of a stage: keeps the hidden states that go to the next
+    stage.
+    """
 
     hidden_states: torch.Tensor | None = None
 
@@ -254,12 +291,21 @@ class StageModel(torch.nn.Module):
         facts: properties that must be equal on the stages of all ranks, by name.
     """
 
-    def __init__(self, model: PreTrainedModel, stage: int, layers: Sequence[int], *, tied: bool | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, stage: int, layers: Sequence[int], *, tied: bool | None = None
+    ) -> None:
         super().__init__()
         parts = ModelParts.of(model)
         if sum(layers) != len(parts.layers) or min(layers) < 1:
-            raise ConfigError(f"layers={list(layers)} must be at least 1 for each stage, {len(parts.layers)} in all.")
-        self.stage, self.stages, self.tied = stage, len(layers), parts.tied if tied is None else tied
+            raise ConfigError(
+                f"layers={list(layers)} must be at least 1 for each stage, {len(parts.layers)} in"
+                " all."
+            )
+        self.stage, self.stages, self.tied = (
+            stage,
+            len(layers),
+            parts.tied if tied is None else tied,
+        )
         self.facts = _shared_facts(model, parts, layers, tied=self.tied)
         begin = sum(layers[:stage])
         edges: list[FirstStageGate | LastStageGate | None] = [None, None]
@@ -270,9 +316,12 @@ class StageModel(torch.nn.Module):
                 edges[1] = parts.layers[number] = LastStageGate(layer)
             elif not begin <= number < begin + layers[stage]:
                 parts.layers[number] = SkippedLayer(layer)
-        self._edges = tuple(edges)  # a tuple, which registers no modules: they are the model's already
+        # A tuple, which registers no modules: they are the model's already.
+        self._edges = tuple(edges)
         self._before = () if self.is_first else parts.before
-        _replace_by_placeholders(model, (() if self.is_last else parts.after) + (() if tied else self._before))
+        _replace_by_placeholders(
+            model, (() if self.is_last else parts.after) + (() if tied else self._before)
+        )
         self.model = model
 
     @property
@@ -298,8 +347,8 @@ class StageModel(torch.nn.Module):
 
     @property
     def tied_weight(self) -> torch.nn.Parameter | None:
-        """The weight of which another stage has a copy, so that
-        gradients of both must be summed.
+        """The weight of which another stage has a copy, so that gradients of both must be
+        summed.
         """
         if not self.tied or self.stages == 1 or not (self.is_first or self.is_last):
             return None
@@ -315,14 +364,20 @@ class StageModel(torch.nn.Module):
         """Run the stage.
 
         Args:
-            inputs: (batch, tokens) token ids on the first stage, (batch, tokens, width) hidden states on others.
+            inputs: (batch, tokens) token ids on the first stage, (batch, tokens, width) hidden
+                states on others.
             kwargs: of the model's forward, such as ``position_ids``.
 
         Returns:
-            (batch, tokens, width) hidden states; of the last stage logits, (batch, tokens, vocabulary).
+            (batch, tokens, width) hidden states; of the last stage logits, (batch, tokens,
+            vocabulary).
         """
         entrance, exit_ = self._edges
-        arguments = {"input_ids" if self.is_first else "inputs_embeds": inputs, "use_cache": False, **kwargs}
+        arguments = {
+            "input_ids" if self.is_first else "inputs_embeds": inputs,
+            "use_cache": False,
+            **kwargs,
+        }
         if entrance is not None:
             entrance.hidden_states = inputs
         try:
@@ -337,18 +392,34 @@ class StageModel(torch.nn.Module):
                     edge.hidden_states = None
         if not isinstance(output, torch.Tensor):
             name = f"stage {self.stage} of {type(self.model).__name__}"
-            raise UnsupportedError(f"{name} put out a {type(output).__name__}, and stages hand on one tensor.")
+            raise UnsupportedError(
+                f"{name} put out a {type(output).__name__}, and stages hand on one tensor."
+            )
         return output
 
 
-def _shared_facts(model: PreTrainedModel, parts: ModelParts, layers: Sequence[int], *, tied: bool) -> dict[str, str]:
-    """Return the properties that must be equal on the stages of all
-    ranks: the model and its division.
+def _shared_facts(
+    model: PreTrainedModel, parts: ModelParts, layers: Sequence[int], *, tied: bool
+) -> dict[str, str]:
+    """Return the properties that must be equal on the stages of all ranks: the model and its
+    division.
     """
-    config = {f"config.{name}": repr(value) for name, value in model.config.to_dict().items() if not name.startswith("_")}
-    names = [f"{name}.weight" for name, module in model.named_modules() if module in (parts.embedding, parts.head)]
+    config = {
+        f"config.{name}": repr(value)
+        for name, value in model.config.to_dict().items()
+        if not name.startswith("_")
+    }
+    names = [
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if module in (parts.embedding, parts.head)
+    ]
     shared = {TIED: " and ".join(names)} if tied else {}
-    made_of = {"hf-distca": version("hf-distca"), "the model": type(model).__name__, "layers of each stage": str(list(layers))}
+    made_of = {
+        "hf-distca": version("hf-distca"),
+        "the model": type(model).__name__,
+        "layers of each stage": str(list(layers)),
+    }
     return {**made_of, **shared, **config}
 
 

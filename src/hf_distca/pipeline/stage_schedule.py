@@ -1,4 +1,6 @@
-"""`Schedule`: pipeline stages that share the attention of every tick, including stages that have no micro-batch in it."""
+"""`Schedule`: pipeline stages that share the attention of every tick, including stages that have no
+micro-batch in it.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,22 @@ from hf_distca.pipeline.stage_ranks import (
     find_ranks,
 )
 from hf_distca.pipeline.stages import Stage
-from hf_distca.pipeline.tick_calls import CallPart, MicroBatch, MicroBatchPart, StageAttention, TickCalls, select_own_calls
-from hf_distca.pipeline.ticks import Pipeline, Tick, TickPlans, order_ticks, read_announced_documents, read_shared_documents
+from hf_distca.pipeline.tick_calls import (
+    CallPart,
+    MicroBatch,
+    MicroBatchPart,
+    StageAttention,
+    TickCalls,
+    select_own_calls,
+)
+from hf_distca.pipeline.ticks import (
+    Pipeline,
+    Tick,
+    TickPlans,
+    order_ticks,
+    read_announced_documents,
+    read_shared_documents,
+)
 from hf_distca.runtime.channel import wait_for_works
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.monitor import reserved_seconds
@@ -65,8 +81,8 @@ class TickFigures(NamedTuple):
 
 
 class Schedule(OneStageSchedule):
-    """Runs the micro-batches of a step through the stages, in as many ticks as
-    1F1B, and shares the attention of each tick.
+    """Runs the micro-batches of a step through the stages, in as many ticks as 1F1B, and shares the
+    attention of each tick.
 
     A drop-in for `torch.distributed.pipelining.Schedule1F1B`. All stages are in a forward tick or
     all in a backward tick; in each, a layer's attention is spread over the ranks of all stages and
@@ -88,10 +104,17 @@ class Schedule(OneStageSchedule):
     """
 
     def __init__(
-        self, stage: Stage, n_microbatches: int, loss_fn: Callable[..., torch.Tensor] | None = None, **kwargs: Any
+        self,
+        stage: Stage,
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        **kwargs: Any,
     ) -> None:
         if not isinstance(stage, Stage):
-            raise ConfigError(f"Schedule got a {type(stage).__name__}: give it the stage that hf_distca.pipeline.split made.")
+            raise ConfigError(
+                f"Schedule got a {type(stage).__name__}: give it the stage that"
+                " hf_distca.pipeline.split made."
+            )
         super().__init__(stage, n_microbatches, loss_fn, **kwargs)
         self.stage, self.figures = stage, list[TickFigures]()
         self._session = current_session()
@@ -100,25 +123,35 @@ class Schedule(OneStageSchedule):
         self._steps = 0
         self._comparing: Rendezvous | None = None  # of the last step with shares
 
-    def step(self, *args: Any, distca_documents: Sequence[PackedDocuments] | None = None, **kwargs: Any) -> Any:
+    def step(
+        self, *args: Any, distca_documents: Sequence[PackedDocuments] | None = None, **kwargs: Any
+    ) -> Any:
         """Run a step, as torch's schedules do.
 
         Args:
             args: ``input_ids``, (n_microbatches * batch, tokens); only the first stage needs them.
-            distca_documents: documents of each micro-batch; by default they are read from ``position_ids``.
-            kwargs: ``position_ids`` of the same shape and whatever else the model takes, the same on all stages of a copy; and
-                ``target``, ``losses``, ``return_outputs``, ``loss_kwargs`` as for torch.
+            distca_documents: documents of each micro-batch; by default they are read from
+                ``position_ids``.
+            kwargs: ``position_ids`` of the same shape and whatever else the model takes, the same
+                on all stages of a copy; and ``target``, ``losses``, ``return_outputs``,
+                ``loss_kwargs`` as for torch.
 
         Raises:
             ConfigError, LayoutError: if the micro-batches are not as said here.
-            UnsupportedError: in the first step, if stages cannot share the attention of the model, or not under these settings.
-            DistCADesyncError: if ranks do not do the same, or not all come; names the tick, its stages and micro-batches.
+            UnsupportedError: in the first step, if stages cannot share the attention of the model,
+                or not under these settings.
+            DistCADesyncError: if ranks do not do the same, or not all come; names the tick, its
+                stages and micro-batches.
         """
         self._packed = distca_documents
         return super().step(*args, **kwargs)
 
     def run(
-        self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]], targets: Sequence[Any] | None, **more: Any
+        self,
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+        targets: Sequence[Any] | None,
+        **more: Any,
     ) -> None:
         """Run the micro-batches of a step; torch calls it."""
         if self._ranks is None:
@@ -135,10 +168,16 @@ class Schedule(OneStageSchedule):
         def compute(tick: Tick, number: int, arrived: torch.Tensor | None) -> torch.Tensor:
             if tick.backward:
                 loss = self.loss(number) if self.stage.is_last else None
-                return self.stage.run_backward(number, arrived, loss, last=number == self.micro_batches - 1)
-            output = self.stage.run_forward(number, args[number][0] if arrived is None else arrived, kwargs[number])
+                return self.stage.run_backward(
+                    number, arrived, loss, last=number == self.micro_batches - 1
+                )
+            output = self.stage.run_forward(
+                number, args[number][0] if arrived is None else arrived, kwargs[number]
+            )
             if self.stage.is_last:
-                self.add_loss(output, None if targets is None else targets[number], more["loss_kwargs"])
+                self.add_loss(
+                    output, None if targets is None else targets[number], more["loss_kwargs"]
+                )
                 if more["return_outputs"]:
                     self.stage.output_chunks.append(output.detach())
             return output
@@ -155,7 +194,10 @@ class Schedule(OneStageSchedule):
 
     def _check_session(self) -> None:
         if current_session() is not self._session:
-            raise ConfigError("hf_distca.configure was called after this Schedule was made: make the Schedule again.")
+            raise ConfigError(
+                "hf_distca.configure was called after this Schedule was made: make the Schedule"
+                " again."
+            )
 
     def _facts(self) -> SharedSettings:
         """Return all that must be equal on all ranks in a step, by name."""
@@ -169,31 +211,48 @@ class Schedule(OneStageSchedule):
             **{setting.name: repr(getattr(config, setting.name)) for setting in fields(config)},
         }
 
-    def _read(self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> tuple[list[Documents], tuple[int, int]]:
-        """Read this rank's documents of each micro-batch, and the
-        (batch, tokens) of all micro-batches.
+    def _read(
+        self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
+    ) -> tuple[list[Documents], tuple[int, int]]:
+        """Read this rank's documents of each micro-batch, and the (batch, tokens) of all
+        micro-batches.
         """
         packed = [None] * self.micro_batches if self._packed is None else self._packed
         documents, shapes = list[Documents](), set[tuple[int, int]]()
         if len(packed) != self.micro_batches:
-            raise ConfigError(f"distca_documents are of {len(packed)} micro-batches, and the schedule has {self.micro_batches}.")
+            raise ConfigError(
+                f"distca_documents are of {len(packed)} micro-batches, and the schedule has"
+                f" {self.micro_batches}."
+            )
         for inputs, arguments, packed_documents in zip(args, kwargs, packed, strict=True):
             if packed_documents is not None:
                 arguments["distca_documents"] = packed_documents
-            positions, padding = arguments.get("position_ids"), convert_mask(arguments.get("attention_mask"))
+            positions, padding = (
+                arguments.get("position_ids"),
+                convert_mask(arguments.get("attention_mask")),
+            )
             shape = _read_shape(*inputs, positions)
-            batch = TokenBatch(*shape, packed=packed_documents, position_ids=positions, padding=padding)
+            batch = TokenBatch(
+                *shape, packed=packed_documents, position_ids=positions, padding=padding
+            )
             documents.append(batch.read_documents(training=True))
             shapes.add(shape)
         if len(shapes) > 1:
-            raise LayoutError(f"micro-batches of shapes {sorted(shapes)}: all of a step must have one.")
+            raise LayoutError(
+                f"micro-batches of shapes {sorted(shapes)}: all of a step must have one."
+            )
         return documents, shapes.pop()
 
     def _plan(
-        self, pipeline: Pipeline, group: AttentionGroup, documents: Sequence[Documents], shape: tuple[int, int], name: str
+        self,
+        pipeline: Pipeline,
+        group: AttentionGroup,
+        documents: Sequence[Documents],
+        shape: tuple[int, int],
+        name: str,
     ) -> TickPlans:
-        """Plan all ticks: from one announcement, or from dealt shares, which
-        hold all documents, so that no rank waits.
+        """Plan all ticks: from one announcement, or from dealt shares, which hold all documents, so
+        that no rank waits.
         """
         progress = self._session.planner.resume_progress()
         shares = [read.dealt_share for read in documents if read.dealt_share is not None]
@@ -201,13 +260,19 @@ class Schedule(OneStageSchedule):
         with group.reporting(f"planning {place}"):
             config = replace(self._session.config, ping_pong=self._uses_nano_batches(documents))
             nanos = (1, 2) if config.ping_pong else (0,)
-            parts = list(dict.fromkeys(MicroBatchPart(key.chunk, nano) for key in pipeline.keys for nano in nanos))
+            parts = list(
+                dict.fromkeys(
+                    MicroBatchPart(key.chunk, nano) for key in pipeline.keys for nano in nanos
+                )
+            )
             facts = {**self._facts(), "nano-batches of a micro-batch": str(len(nanos))}
             if len(shares) == len(documents):
                 check_shares_of_copy(shares, pipeline)
                 way, checked = _SHARES, shares[0].digest
                 facts["the batch"] = str(shares[0])
-                of_all = {part: read_shared_documents(shares, pipeline.copies, part) for part in parts}
+                of_all = {
+                    part: read_shared_documents(shares, pipeline.copies, part) for part in parts
+                }
             else:
                 way, checked, key = _STATED, 0, pipeline.keys[0]
                 requests = [
@@ -215,39 +280,52 @@ class Schedule(OneStageSchedule):
                     for part in parts
                     for read in documents
                 ]
-                stated = iter(progress.announce_requests(requests, group, place, self._session.config))
-                of_all = {part: read_announced_documents([next(stated) for _ in documents]) for part in parts}
+                stated = iter(
+                    progress.announce_requests(requests, group, place, self._session.config)
+                )
+                of_all = {
+                    part: read_announced_documents([next(stated) for _ in documents])
+                    for part in parts
+                }
                 for of_part in of_all.values():
                     check_copies(of_part, pipeline, group)
             costs = {key: progress.costs.get_cost(key) for key in pipeline.keys}
             order = order_ticks(pipeline.depth, self.micro_batches, backward=self.is_training)
             plans = TickPlans(order, pipeline, of_all, costs, config, name)
             tied = checksum(self.stage.unwrapped.tied_weight)
-            row = np.array(StepRow(way, hash_settings(facts), checked, plans.make(), *shape, tied), dtype=np.int64)
+            row = np.array(
+                StepRow(way, hash_settings(facts), checked, plans.make(), *shape, tied),
+                dtype=np.int64,
+            )
             check = partial(check_steps, group, facts=facts, copies=pipeline.copies, place=place)
             if way == _STATED:
                 check(group.gather(row, doing=f"comparing plans of {place}"))
             else:
                 if self._comparing is not None:
                     self._comparing.wait()
-                self._comparing = group.gather_async(row, doing=f"comparing shares of {place}", on_arrival=check)
+                self._comparing = group.gather_async(
+                    row, doing=f"comparing shares of {place}", on_arrival=check
+                )
         return plans
 
     def _uses_nano_batches(self, documents: Sequence[Documents]) -> bool:
-        """Return whether layers run as two nano-batches: in all of a step,
-        because the stages of a tick do the same.
+        """Return whether layers run as two nano-batches: in all of a step, because the stages of a
+        tick do the same.
 
         Documents that span copies are cut only where they were dealt for it.
         """
         if not self._session.config.ping_pong or not can_cut(self.stage.unwrapped.model):
             return False
         return all(
-            not read.span_ranks or (read.dealt_share is not None and read.dealt_share.first_nano_tokens is not None)
+            not read.span_ranks
+            or (read.dealt_share is not None and read.dealt_share.first_nano_tokens is not None)
             for read in documents
         )
 
 
-def _cut_documents(part: MicroBatchPart, documents: Documents, shape: tuple[int, int], tile: int) -> Documents:
+def _cut_documents(
+    part: MicroBatchPart, documents: Documents, shape: tuple[int, int], tile: int
+) -> Documents:
     """Return the documents of a part of a micro-batch of (batch, tokens)."""
     documents = documents.cut_into_chunks(part.chunk)
     return cut(*shape, documents, tile)[2][part.nano - 1] if part.nano else documents
@@ -258,7 +336,10 @@ def _read_shape(*tensors: Any) -> tuple[int, int]:
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2:
             return int(tensor.shape[0]), int(tensor.shape[1])
-    raise ConfigError("Schedule.step needs position_ids on every stage, (micro-batches, tokens): documents are read from them.")
+    raise ConfigError(
+        "Schedule.step needs position_ids on every stage, (micro-batches, tokens): documents are"
+        " read from them."
+    )
 
 
 @dataclass(eq=False)
@@ -289,7 +370,14 @@ class _Step:
             began, seconds, sent = time.perf_counter(), meter.seconds, meter.sent_bytes
             with group.reporting(f"running {self._named(tick)}"):
                 self._send(tick, self._run_tick(tick))
-            figures.append(TickFigures(tick, time.perf_counter() - began, meter.seconds - seconds, meter.sent_bytes - sent))
+            figures.append(
+                TickFigures(
+                    tick,
+                    time.perf_counter() - began,
+                    meter.seconds - seconds,
+                    meter.sent_bytes - sent,
+                )
+            )
         self._last.wait(group, f"sending to other stages at the end of {self.plans.name}")
         return figures
 
@@ -301,19 +389,28 @@ class _Step:
 
         Return the tensor for the next stage.
         """
-        number, parts, attention = tick.micro_batches[self.stage.stage_index], self.plans.parts(tick), self.attention
-        calls = TickCalls(parts, partial(attention.serve, backward=tick.backward), self._named(tick))
+        number, parts, attention = (
+            tick.micro_batches[self.stage.stage_index],
+            self.plans.parts(tick),
+            self.attention,
+        )
+        calls = TickCalls(
+            parts, partial(attention.serve, backward=tick.backward), self._named(tick)
+        )
         leaving = None
         if number is not None:
             arrived = self._receive(tick, number)
             if tick.backward:
                 self._micro_batches.pop(number).backward = calls
             else:
-                self._micro_batches[number] = attention.micro_batch = self._begin(number, parts, calls)
+                self._micro_batches[number] = attention.micro_batch = self._begin(
+                    number, parts, calls
+                )
             try:
                 leaving = self.compute(tick, number, arrived)
             except RuntimeError as error:
-                if isinstance(error.__cause__, DistCAError):  # which torch has put into an error of its own
+                # Which torch has put into an error of its own.
+                if isinstance(error.__cause__, DistCAError):
                     raise error.__cause__ from None
                 raise
             finally:
@@ -330,13 +427,17 @@ class _Step:
             layouts=self.plans.layouts_of(number),
             forward=calls,
             parts=dict(select_own_calls(parts)),
-            moved={which for which, part in select_own_calls([*parts, *backward]) if part.route.exchanges},
+            moved={
+                which
+                for which, part in select_own_calls([*parts, *backward])
+                if part.route.exchanges
+            },
             outputs={part.kind.key.nano: OutputStore() for part in backward},
         )
 
     def _receive(self, tick: Tick, number: int) -> torch.Tensor | None:
-        """Wait for the tensor that a micro-batch begins with in a tick; None
-        if it does not come from another stage.
+        """Wait for the tensor that a micro-batch begins with in a tick; None if it does not come
+        from another stage.
         """
         if (tick.backward, number) not in self._arriving:
             return None
@@ -350,12 +451,18 @@ class _Step:
         source, target = self.stage.stage_index - way, self.stage.stage_index + way
         ops = []
         if leaving is not None and 0 <= target < len(running):
-            ops.append(dist.P2POp(dist.isend, leaving.detach().contiguous(), group=group, group_peer=target))
+            ops.append(
+                dist.P2POp(
+                    dist.isend, leaving.detach().contiguous(), group=group, group_peer=target
+                )
+            )
         coming = running[source] if 0 <= source < len(running) else None
         if coming is not None:
             # Gradients have the dtype of what this stage handed on.
             dtype = self.plans.pipeline.dtypes[min(source, self.stage.stage_index)]
-            buffer = torch.empty((*self.shape, self.stage.unwrapped.width), dtype=dtype, device=self.stage.device)
+            buffer = torch.empty(
+                (*self.shape, self.stage.unwrapped.width), dtype=dtype, device=self.stage.device
+            )
             ops.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=source))
         self._last.wait(self.attention.group, f"sending what was made before {self._named(tick)}")
         self._last = Messages(ops)
@@ -371,10 +478,12 @@ class Messages:
         self._works: list[dist.Work | None] = [*dist.batch_isend_irecv(self._ops)] if ops else []
 
     def wait(self, group: AttentionGroup, doing: str) -> None:
-        """Wait until all have arrived and left; over gloo no longer than the
-        ranks of the group wait for each other.
+        """Wait until all have arrived and left; over gloo no longer than the ranks of the group
+        wait for each other.
         """
-        deadline = time.monotonic() + group.timeout_seconds - reserved_seconds(group.timeout_seconds)
+        deadline = (
+            time.monotonic() + group.timeout_seconds - reserved_seconds(group.timeout_seconds)
+        )
         over_gloo = bool(self._ops) and self._ops[0].group.name() == "gloo"
         try:
             wait_for_works(self._works, deadline if over_gloo else None)
@@ -405,7 +514,9 @@ def clip_grad_norm_(stage: Stage, max_norm: float) -> torch.Tensor:
     by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for weight in weights:
         if weight is not repeated and weight.grad is not None:
-            by_mesh.setdefault(weight.grad.device_mesh if isinstance(weight.grad, DTensor) else None, []).append(weight.grad)
+            by_mesh.setdefault(
+                weight.grad.device_mesh if isinstance(weight.grad, DTensor) else None, []
+            ).append(weight.grad)
     squares = torch.zeros((), dtype=torch.float64, device=stage.device)
     for grads in by_mesh.values():
         norm = get_total_norm(grads)
@@ -418,7 +529,9 @@ def clip_grad_norm_(stage: Stage, max_norm: float) -> torch.Tensor:
 
 
 @contextmanager
-def _sum_tied_gradients(stage: Stage, group: AttentionGroup, name: str, *, backward: bool) -> Iterator[None]:
+def _sum_tied_gradients(
+    stage: Stage, group: AttentionGroup, name: str, *, backward: bool
+) -> Iterator[None]:
     """Sum the gradients that both copies of a tied weight get inside, and add the sum to both."""
     weight = stage.unwrapped.tied_weight if backward else None
     if weight is None:
@@ -434,7 +547,9 @@ def _sum_tied_gradients(stage: Stage, group: AttentionGroup, name: str, *, backw
     arriving, peer = torch.empty_like(local), 0 if stage.is_last else stage.num_stages - 1
     with group.reporting(doing := f"adding the gradients of the tied embedding in {name}"):
         tensors = ((dist.isend, local), (dist.irecv, arriving))
-        Messages([dist.P2POp(way, tensor, group=stage.group, group_peer=peer) for way, tensor in tensors]).wait(group, doing)
+        Messages(
+            [dist.P2POp(way, tensor, group=stage.group, group_peer=peer) for way, tensor in tensors]
+        ).wait(group, doing)
     local.add_(arriving)
     weight.grad = gradient if before is None else gradient.add_(before)
 

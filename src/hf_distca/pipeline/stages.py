@@ -1,4 +1,6 @@
-"""`Stage`: this rank's stage of a model, cut out of the whole model or loaded alone; and the checkpoint that all stages save."""
+"""`Stage`: this rank's stage of a model, cut out of the whole model or loaded alone; and the
+checkpoint that all stages save.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,27 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_distca.errors import ConfigError, UnsupportedError
-from hf_distca.pipeline.borrowed_pipelining import find_whole_mesh, has_adapters, select_adapter_weights, unwrap_peft
+from hf_distca.pipeline.borrowed_pipelining import (
+    find_whole_mesh,
+    has_adapters,
+    select_adapter_weights,
+    unwrap_peft,
+)
 from hf_distca.pipeline.stage_models import ModelParts, StageModel, check_split, layers_of_stages
 
 __all__ = ["Stage", "from_pretrained", "save_pretrained", "split"]
 
 # Arguments of transformers that say where a checkpoint is, and so its config.
-_LOCATION = {"cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "trust_remote_code"}
+_LOCATION = {
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+}
 _WHOLE = "model.safetensors"
 _INDEX = f"{_WHOLE}.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -43,24 +59,30 @@ class Stage(PipelineStage):
     """
 
     def __init__(self, model: StageModel, mesh: DeviceMesh) -> None:
-        super().__init__(model, model.stage, model.stages, torch.device(mesh.device_type), group=mesh.get_group())
+        super().__init__(
+            model, model.stage, model.stages, torch.device(mesh.device_type), group=mesh.get_group()
+        )
         self.mesh = mesh
-        self._running: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # inputs and output of micro-batches
+        # Inputs and output of micro-batches.
+        self._running: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._update_device()
 
     @property
     def unwrapped(self) -> StageModel:
         """The model of the stage without DDP around it; nothing else may be around it."""
-        module = self.submod.module if isinstance(self.submod, DistributedDataParallel) else self.submod
+        module = (
+            self.submod.module if isinstance(self.submod, DistributedDataParallel) else self.submod
+        )
         if not isinstance(module, StageModel):
             raise ConfigError(
-                f"the stage runs a {type(module).__name__}: put DDP or fully_shard around what split() made, or parts of it."
+                f"the stage runs a {type(module).__name__}: put DDP or fully_shard around what"
+                " split() made, or parts of it."
             )
         return module
 
     def clear_runtime_states(self) -> None:
-        """Begin a step: drop micro-batches of a failed step, follow the
-        weights' device, and shard weights again.
+        """Begin a step: drop micro-batches of a failed step, follow the weights' device, and shard
+        weights again.
         """
         super().clear_runtime_states()
         self._running.clear()
@@ -68,8 +90,8 @@ class Stage(PipelineStage):
         self.reshard()
 
     def reshard(self) -> None:
-        """Shard the weights that FSDP2 leaves whole after a forward without a
-        backward, because gradients belong to sharded ones.
+        """Shard the weights that FSDP2 leaves whole after a forward without a backward, because
+        gradients belong to sharded ones.
         """
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
@@ -80,9 +102,10 @@ class Stage(PipelineStage):
         weight = next(self.submod.parameters(), None)
         self.device = self.device if weight is None else weight.device
 
-    def run_forward(self, number: int, inputs: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        """Run the forward of a micro-batch of this number, and
-        keep the tensors for its backward.
+    def run_forward(
+        self, number: int, inputs: torch.Tensor, kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Run the forward of a micro-batch of this number, and keep the tensors for its backward.
 
         Args and results are those of `StageModel.forward`.
         """
@@ -91,7 +114,9 @@ class Stage(PipelineStage):
             self._running[number] = inputs, output
         return output
 
-    def run_backward(self, number: int, gradient: torch.Tensor | None, loss: torch.Tensor | None, *, last: bool) -> torch.Tensor:
+    def run_backward(
+        self, number: int, gradient: torch.Tensor | None, loss: torch.Tensor | None, *, last: bool
+    ) -> torch.Tensor:
         """Run the backward of a micro-batch of this number.
 
         Args:
@@ -104,14 +129,20 @@ class Stage(PipelineStage):
             The gradient of the inputs, of their shape; zeros if nothing depends on them.
         """
         inputs, output = self._running.pop(number)
-        values: dict[str, Any] = {"stage_output": (output,), "output_grads": (gradient,), "input_values": [inputs]}
+        values: dict[str, Any] = {
+            "stage_output": (output,),
+            "output_grads": (gradient,),
+            "input_values": [inputs],
+        }
         if loss is not None:
             values |= {"stage_output": loss, "output_grads": None}
         gradients, _ = self.backward_maybe_with_nosync("full", values, last_backward=last)
         return torch.zeros_like(inputs) if gradients[0] is None else gradients[0]
 
 
-def split(model: PreTrainedModel, mesh: DeviceMesh, *, layers: Sequence[int] | None = None) -> Stage:
+def split(
+    model: PreTrainedModel, mesh: DeviceMesh, *, layers: Sequence[int] | None = None
+) -> Stage:
     """Split a causal language model over the ranks of a mesh dimension.
 
     All ranks of the mesh must have the same model. It is changed: what is on other stages leaves
@@ -137,34 +168,46 @@ def split(model: PreTrainedModel, mesh: DeviceMesh, *, layers: Sequence[int] | N
     outer, model = model, unwrap_peft(model)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
-            f"split() got a {type(model).__name__}: give it the model of transformers itself, and wrap the module of the stage "
-            "that it returns."
+            f"split() got a {type(model).__name__}: give it the model of transformers itself, and"
+            " wrap the module of the stage that it returns."
         )
-    if any(isinstance(part, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)) for part in outer.modules()):
+    if any(
+        isinstance(part, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel))
+        for part in outer.modules()
+    ):
         raise ConfigError(
-            f"split() got a {type(model).__name__} that DDP or FSDP have wrapped, with the weights of other stages: split it "
-            "first, then wrap stage.submod."
+            f"split() got a {type(model).__name__} that DDP or FSDP have wrapped, with the weights"
+            " of other stages: split it first, then wrap stage.submod."
         )
     layers = _layers_by_stage(model, mesh, layers)
     return Stage(StageModel(model, mesh.get_local_rank(), layers), mesh)
 
 
-def _layers_by_stage(model: PreTrainedModel, mesh: DeviceMesh, layers: Sequence[int] | None) -> Sequence[int]:
-    """Return the number of layers of each stage, after a check that
-    the model can be split over the mesh.
+def _layers_by_stage(
+    model: PreTrainedModel, mesh: DeviceMesh, layers: Sequence[int] | None
+) -> Sequence[int]:
+    """Return the number of layers of each stage, after a check that the model can be split over the
+    mesh.
     """
     if mesh.ndim != 1:
-        raise ConfigError(f'split() got a mesh of {mesh.ndim} dimensions: give it the one of the stages, mesh["pp"].')
+        raise ConfigError(
+            f"split() got a mesh of {mesh.ndim} dimensions: give it the one of the stages,"
+            ' mesh["pp"].'
+        )
     check_split(model)
     stages = dist.get_world_size(mesh.get_group())
     if layers is None:
         layers = layers_of_stages(ModelParts.of(model).costs(model), stages)
     if len(layers) != stages:
-        raise ConfigError(f"layers={list(layers)} are for {len(layers)} stages, and the mesh has {stages} ranks.")
+        raise ConfigError(
+            f"layers={list(layers)} are for {len(layers)} stages, and the mesh has {stages} ranks."
+        )
     return layers
 
 
-def from_pretrained(name: str, mesh: DeviceMesh, *, layers: Sequence[int] | None = None, **kwargs: Any) -> Stage:
+def from_pretrained(
+    name: str, mesh: DeviceMesh, *, layers: Sequence[int] | None = None, **kwargs: Any
+) -> Stage:
     """Load this rank's stage of a checkpoint, and only that: other weights take no memory.
 
     Args:
@@ -191,23 +234,37 @@ def from_pretrained(name: str, mesh: DeviceMesh, *, layers: Sequence[int] | None
         base.__init__(self, *args, **more)
         stage_models.append(StageModel(self, stage, layers, tied=tied))
         if not stage_models[-1].is_last:
-            self.all_tied_weights_keys = {}  # there is nothing to tie: the head is on the last stage
+            # There is nothing to tie: the head is on the last stage.
+            self.all_tied_weights_keys = {}
 
     # Weights of other stages are in the checkpoint and not in the model: nothing to warn of.
-    names = {"__init__": __init__, "__module__": base.__module__, "_keys_to_ignore_on_load_unexpected": [".*"]}
+    names = {
+        "__init__": __init__,
+        "__module__": base.__module__,
+        "_keys_to_ignore_on_load_unexpected": [".*"],
+    }
     loader: Any = type(base.__name__, (base,), names)
-    loaded = loader.from_pretrained(name, config=config, attn_implementation=implementation, **kwargs)
+    loaded = loader.from_pretrained(
+        name, config=config, attn_implementation=implementation, **kwargs
+    )
     loaded.__class__ = base
     model = stage_models[-1]
     model.drop_embedding()
-    if tied and model.is_last and model.head is not None and any(weight.is_meta for weight in model.head.parameters()):
-        raise UnsupportedError(f"the tied head of {name} was not loaded: use `split` on the whole model.")
+    if (
+        tied
+        and model.is_last
+        and model.head is not None
+        and any(weight.is_meta for weight in model.head.parameters())
+    ):
+        raise UnsupportedError(
+            f"the tied head of {name} was not loaded: use `split` on the whole model."
+        )
     return Stage(model, mesh)
 
 
 def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
-    """Save the model of all stages as transformers would save the whole one:
-    `from_pretrained` loads it without hf_distca.
+    """Save the model of all stages as transformers would save the whole one: `from_pretrained`
+    loads it without hf_distca.
 
     All ranks must call it, with a directory that all of them see. The first copy of the model
     writes, each stage its own weights. An existing checkpoint is replaced. If the model has an
@@ -223,7 +280,8 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
         UnsupportedError: if the model has several adapters.
     """
     folder, model = Path(directory), stage.unwrapped
-    adapted, weights = has_adapters(model.model), _collect_weights(model)  # of sharded ones, all copies together
+    # Of sharded ones, all copies together.
+    adapted, weights = has_adapters(model.model), _collect_weights(model)
     if adapted:
         weights = select_adapter_weights(model.model, weights)
     parts = [folder / f".stage-{number}" for number in range(model.stages)]
@@ -253,7 +311,11 @@ def _is_writer(stage: Stage) -> bool:
     """Return whether this rank belongs to the first copy of the model."""
     whole = find_whole_mesh(stage.mesh)
     coordinates = zip(whole.mesh_dim_names or (), whole.get_coordinate() or (), strict=True)
-    return not any(coordinate for name, coordinate in coordinates if name not in (stage.mesh.mesh_dim_names or ()))
+    return not any(
+        coordinate
+        for name, coordinate in coordinates
+        if name not in (stage.mesh.mesh_dim_names or ())
+    )
 
 
 def _collect_weights(model: StageModel) -> dict[str, torch.Tensor]:
@@ -272,9 +334,11 @@ def _collect_weights(model: StageModel) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _save_stage(model: PreTrainedModel, part: Path, weights: dict[str, torch.Tensor], kwargs: dict[str, Any]) -> None:
-    """Save a stage like a model of its own; transformers 5.23 writes only on
-    rank 0 unless the model says otherwise.
+def _save_stage(
+    model: PreTrainedModel, part: Path, weights: dict[str, torch.Tensor], kwargs: dict[str, Any]
+) -> None:
+    """Save a stage like a model of its own; transformers 5.23 writes only on rank 0 unless the
+    model says otherwise.
     """
     writer: Any = model
     writer.should_save_on_this_rank = lambda *_, **__: True
@@ -286,7 +350,10 @@ def _save_stage(model: PreTrainedModel, part: Path, weights: dict[str, torch.Ten
 
 def _merge_adapters(folder: Path, parts: Sequence[Path]) -> None:
     """Merge the adapters of all stages into one file."""
-    save_file({name: weight for part in parts for name, weight in load_file(part / _ADAPTER).items()}, folder / _ADAPTER)
+    save_file(
+        {name: weight for part in parts for name, weight in load_file(part / _ADAPTER).items()},
+        folder / _ADAPTER,
+    )
 
 
 def _merge_shards(folder: Path, parts: Sequence[Path]) -> None:
@@ -301,8 +368,11 @@ def _merge_shards(folder: Path, parts: Sequence[Path]) -> None:
         shard.replace(folder / name)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    for file in list(folder.iterdir()):  # weights of an earlier checkpoint: transformers prefers one file to an index
-        if file.name == _WHOLE or (_SHARD.fullmatch(file.name) and file.name not in weight_map.values()):
+    # Weights of an earlier checkpoint: transformers prefers one file to an index.
+    for file in list(folder.iterdir()):
+        if file.name == _WHOLE or (
+            _SHARD.fullmatch(file.name) and file.name not in weight_map.values()
+        ):
             file.unlink()
 
 
@@ -310,5 +380,7 @@ def _read_sizes(shard: Path) -> dict[str, int]:
     """Read the weights of a file and their sizes in bytes from its header."""
     with shard.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    bounds = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    bounds = {
+        name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"
+    }
     return {name: end - begin for name, (begin, end) in bounds.items()}

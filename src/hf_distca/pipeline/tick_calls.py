@@ -1,7 +1,9 @@
-"""A stage's part in the attention of a tick: with the rows of its own micro-batch, or as a server only.
+"""A stage's part in the attention of a tick: with the rows of its own micro-batch, or as a server
+only.
 
-A call has one plan for its forward and another for its backward, when other micro-batches are in the same tick. Rows travel again
-in backward anyway, so this costs nothing: when its backward begins, a call changes its route.
+A call has one plan for its forward and another for its backward, when other micro-batches are in
+the same tick. Rows travel again in backward anyway, so this costs nothing: when its backward
+begins, a call changes its route.
 """
 
 from __future__ import annotations
@@ -47,14 +49,15 @@ __all__ = [
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)  # ranks tell each other the index
 WHY_NOT_OTHERS = (
-    "Pipeline stages run in float64, float32 or bfloat16. float16 needs a GradScaler, which would skip the optimizer's step on "
-    "the stages whose own gradients overflow and not on the others: use bfloat16."
+    "Pipeline stages run in float64, float32 or bfloat16. float16 needs a GradScaler, which would"
+    " skip the optimizer's step on the stages whose own gradients overflow and not on the others:"
+    " use bfloat16."
 )
 
 
 class MicroBatchPart(NamedTuple):
-    """Part of a micro-batch that one plan covers: chunk size of its
-    documents, and the nano-batch as in `PlanKey`.
+    """Part of a micro-batch that one plan covers: chunk size of its documents, and the nano-batch
+    as in `PlanKey`.
     """
 
     chunk: int | None
@@ -80,25 +83,39 @@ class LayerKind(NamedTuple):
         """Return the kind of a call; raise if stages cannot run in its dtype."""
         dtype = inputs.q_THD.dtype
         if dtype not in DTYPES:
-            raise UnsupportedError(f"attention of a pipeline stage is computed in {dtype}. {WHY_NOT_OTHERS}")
+            raise UnsupportedError(
+                f"attention of a pipeline stage is computed in {dtype}. {WHY_NOT_OTHERS}"
+            )
         return cls(key, dtype, scores.scale, scores.softcap)
 
     def __str__(self) -> str:
         shape, window = self.key.shape, self.key.window
         seen = "all keys" if window is None else f"the last {window} keys"
-        return f"{shape.query_heads} heads of width {shape.head_dim} in {self.dtype} that see {seen} (scale {self.scale:g})"
+        return (
+            f"{shape.query_heads} heads of width {shape.head_dim} in {self.dtype} that see {seen}"
+            f" (scale {self.scale:g})"
+        )
 
     @property
     def numbers(self) -> list[int | float | None]:
         """Numbers that describe the kind, without the device."""
         key = self.key
-        return [*astuple(key.shape), key.window, key.chunk, DTYPES.index(self.dtype), self.scale, self.softcap]
+        return [
+            *astuple(key.shape),
+            key.window,
+            key.chunk,
+            DTYPES.index(self.dtype),
+            self.scale,
+            self.softcap,
+        ]
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[Any], device: str) -> LayerKind:
         """Rebuild a kind from its `numbers`, on devices of this type."""
         *shape, window, chunk, dtype, scale, softcap = numbers
-        return cls(PlanKey(AttentionShape(*shape), device, window, chunk), DTYPES[dtype], scale, softcap)
+        return cls(
+            PlanKey(AttentionShape(*shape), device, window, chunk), DTYPES[dtype], scale, softcap
+        )
 
     def make_empty_operands(self, device: torch.device) -> Operands:
         """Return operands without rows."""
@@ -128,8 +145,8 @@ class CallPart:
 
 
 class OwnCall(NamedTuple):
-    """Identifier of a call of a micro-batch: its number in its stage, from
-    0, and its nano-batch, 0 for all of it.
+    """Identifier of a call of a micro-batch: its number in its stage, from 0, and its nano-batch, 0
+    for all of it.
     """
 
     number: int
@@ -138,27 +155,36 @@ class OwnCall(NamedTuple):
 
 def select_own_calls(parts: Iterable[CallPart]) -> Iterator[tuple[OwnCall, CallPart]]:
     """Yield the parts that are calls of this rank's own micro-batch."""
-    return ((OwnCall(part.stage_call, part.kind.key.nano), part) for part in parts if part.stage_call is not None)
+    return (
+        (OwnCall(part.stage_call, part.kind.key.nano), part)
+        for part in parts
+        if part.stage_call is not None
+    )
 
 
 class TickCalls:
-    """The calls of a tick, in the order in which this rank reaches them: layers
-    in forward order, or reversed in backward.
+    """The calls of a tick, in the order in which this rank reaches them: layers in forward order,
+    or reversed in backward.
 
     `serve` takes part in a call, or in calls of two nano-batches in turns, without rows of this
     rank's own; `doing` describes this rank's work, for errors.
     """
 
-    def __init__(self, parts: Sequence[CallPart], serve: Callable[[Sequence[CallPart]], None], doing: str) -> None:
+    def __init__(
+        self, parts: Sequence[CallPart], serve: Callable[[Sequence[CallPart]], None], doing: str
+    ) -> None:
         self._parts, self._serve, self._doing, self._next = parts, serve, doing, 0
 
     def serve_until(self, number: int, nano: int) -> CallPart:
-        """Serve until this call of this rank's own micro-batch, or
-        nano-batch, is next, and return its part.
+        """Serve until this call of this rank's own micro-batch, or nano-batch, is next, and return
+        its part.
         """
         part = self._serve_others()
         if part is None or (part.stage_call, part.kind.key.nano) != (number, nano):
-            raise DistCADesyncError(f"{self._doing} came to its attention call {number} where it has none: {_SAME_LAYERS}.")
+            raise DistCADesyncError(
+                f"{self._doing} came to its attention call {number} where it has none:"
+                f" {_SAME_LAYERS}."
+            )
         self._next += 1
         return part
 
@@ -166,24 +192,30 @@ class TickCalls:
         """Serve in the remaining calls, none of which may be of this rank's own micro-batch."""
         part = self._serve_others()
         if part is not None:
-            raise DistCADesyncError(f"{self._doing} never came to its attention call {part.stage_call}: {_SAME_LAYERS}.")
+            raise DistCADesyncError(
+                f"{self._doing} never came to its attention call {part.stage_call}: {_SAME_LAYERS}."
+            )
 
     def _serve_others(self) -> CallPart | None:
-        """Serve up to the next call of this rank's own micro-batch, and
-        return its part; None if there is none.
+        """Serve up to the next call of this rank's own micro-batch, and return its part; None if
+        there is none.
         """
         while self._next < len(self._parts):
             part = self._parts[self._next]
             if part.stage_call is not None:
                 return part
-            together = [other for other in self._parts[self._next :][:2] if other.number == part.number]
+            together = [
+                other for other in self._parts[self._next :][:2] if other.number == part.number
+            ]
             self._next += len(together)
             if exchanged := [other for other in together if other.route.exchanges]:
                 self._serve(exchanged)
         return None
 
 
-_SAME_LAYERS = "every micro-batch must run the same layers, forward and backward, as the first step found them"
+_SAME_LAYERS = (
+    "every micro-batch must run the same layers, forward and backward, as the first step found them"
+)
 
 
 @dataclass(eq=False)
@@ -218,22 +250,28 @@ class MicroBatch:
         """Identify the call of a module, in its forward or `again` in a recompute."""
         name, known = type(module).__name__, (id(module), nano) in self.numbers
         if again and not known:
-            raise UnsupportedError(f"{name} computes attention in backward that it did not in forward.")
+            raise UnsupportedError(
+                f"{name} computes attention in backward that it did not in forward."
+            )
         if known and not again:
-            raise UnsupportedError(f"{name} computes attention twice in a forward, which stages of a pipeline cannot.")
+            raise UnsupportedError(
+                f"{name} computes attention twice in a forward, which stages of a pipeline cannot."
+            )
         before = sum(other == nano for _, other in self.numbers)
         return OwnCall(self.numbers.setdefault((id(module), nano), before), nano)
 
     def backward_part(self, call: OwnCall) -> CallPart:
         """Return this rank's part in the backward of one of its calls, which begins now."""
         if self.backward is None:
-            raise DistCADesyncError(f"the backward of {self.name} ran outside its schedule: let `Schedule.step` run it.")
+            raise DistCADesyncError(
+                f"the backward of {self.name} ran outside its schedule: let `Schedule.step` run it."
+            )
         return self.backward.serve_until(*call)
 
 
 class LayerKindRecorder:
-    """Records the kinds of a stage's calls of attention, in their
-    order, in a forward without other ranks.
+    """Records the kinds of a stage's calls of attention, in their order, in a forward without other
+    ranks.
     """
 
     def __init__(self, session: Session) -> None:
@@ -244,7 +282,13 @@ class LayerKindRecorder:
         return False
 
     def plan_work(
-        self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey, *, training: bool
+        self,
+        handle: AttentionHandle,
+        arguments: Mapping[str, Any],
+        query: torch.Tensor,
+        key: PlanKey,
+        *,
+        training: bool,
     ) -> Work:
         """See `WorkPlanner.plan_work`."""
         handle.alone = True
@@ -252,14 +296,18 @@ class LayerKindRecorder:
         handle.work[key] = replace(work, attend=partial(self._attend, work, key))
         return handle.work[key]
 
-    def _attend(self, work: Work, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores) -> torch.Tensor:
+    def _attend(
+        self, work: Work, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores
+    ) -> torch.Tensor:
         self.kinds.append(LayerKind.of(key, inputs, scores))
-        return self.session.attend(work, self.session.server(work, inputs.q_THD, key.shape, scores), module, inputs)
+        return self.session.attend(
+            work, self.session.server(work, inputs.q_THD, key.shape, scores), module, inputs
+        )
 
 
 class StageAttention:
-    """Computes a stage's attention in the session's place while a
-    schedule runs, and serves other stages.
+    """Computes a stage's attention in the session's place while a schedule runs, and serves other
+    stages.
 
     Attributes:
         group: the ranks of all stages.
@@ -279,24 +327,47 @@ class StageAttention:
         return self.nano_batches
 
     def plan_work(
-        self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey, *, training: bool
+        self,
+        handle: AttentionHandle,
+        arguments: Mapping[str, Any],
+        query: torch.Tensor,
+        key: PlanKey,
+        *,
+        training: bool,
     ) -> Work:
         """See `WorkPlanner.plan_work`; calls get their routes when they are made."""
         micro_batch = self.micro_batch
         if micro_batch is None:
-            raise DistCADesyncError("a stage of a pipeline ran a forward outside its schedule: let `Schedule.step` run it.")
+            raise DistCADesyncError(
+                "a stage of a pipeline ran a forward outside its schedule: let `Schedule.step`"
+                " run it."
+            )
         if not handle.nano:
             handle.documents = micro_batch.documents.cut_into_chunks(handle.mask.chunk)
         handle.check(micro_batch.layouts[MicroBatchPart(key.chunk, key.nano)], key.window)
         kept = None if handle.documents is None else handle.documents.token_indices
         keep = None if kept is None else to_device(torch.from_numpy(kept), query.device)
         attend = partial(self._attend, micro_batch, key)
-        work = Work(self.group, _NO_ROUTE, keep, None, self.session.meter, key.nano, name=micro_batch.name, attend=attend)
+        work = Work(
+            self.group,
+            _NO_ROUTE,
+            keep,
+            None,
+            self.session.meter,
+            key.nano,
+            name=micro_batch.name,
+            attend=attend,
+        )
         handle.work[key] = work
         return handle.work[key]
 
     def _attend(
-        self, micro_batch: MicroBatch, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores
+        self,
+        micro_batch: MicroBatch,
+        key: PlanKey,
+        module: torch.nn.Module,
+        inputs: Inputs,
+        scores: Scores,
     ) -> torch.Tensor:
         """Make a call of a micro-batch, in its forward or in a recompute."""
         self.group.raise_pending()
@@ -307,31 +378,44 @@ class StageAttention:
         expected = micro_batch.parts[which].kind
         if kind != expected:
             raise DistCADesyncError(
-                f"{micro_batch.name} has {kind} where the first step found {expected}: layers must stay as they are."
+                f"{micro_batch.name} has {kind} where the first step found {expected}: layers must"
+                " stay as they are."
             )
-        # Force a backward even if nothing before the layer is trained, because other stages expect its rows.
+        # Force a backward even if nothing before the layer is trained, because other stages expect
+        # its rows.
         if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in inputs[:3]):
             inputs = inputs._replace(q_THD=inputs.q_THD.detach().requires_grad_())
         stored = micro_batch.outputs[key.nano].of(module, inputs) if micro_batch.outputs else None
         call = StageCall(self, micro_batch, which, stored)
         if again and call.recomputed_outputs is None:
-            raise UnsupportedError(f"{type(module).__name__} computes attention in backward whose outputs were not kept.")
+            raise UnsupportedError(
+                f"{type(module).__name__} computes attention in backward whose outputs were not"
+                " kept."
+            )
         return core_attention(inputs, call)
 
     def server(self, part: CallPart) -> AttentionServer:
         """Make the server that runs the tasks of a call."""
         shape, scores = part.kind.key.shape, Scores(part.kind.scale, part.window, part.kind.softcap)
         widths = shape.head_dim, shape.value_head_dim
-        kernel = self.session.kernel(part.kind.make_empty_operands(self.device).q_THD, widths, scores, shape.heads_per_key_head)
+        kernel = self.session.kernel(
+            part.kind.make_empty_operands(self.device).q_THD,
+            widths,
+            scores,
+            shape.heads_per_key_head,
+        )
         reporting = partial(self.group.reporting, f"computing {part.name}")
         meter, trace = self.session.meter, self.session.trace
         return AttentionServer(
-            kernel, scores, meter if trace is None else trace.meter(meter, part.kind.key.nano, part.number + 1), reporting
+            kernel,
+            scores,
+            meter if trace is None else trace.meter(meter, part.kind.key.nano, part.number + 1),
+            reporting,
         )
 
     def serve(self, parts: Sequence[CallPart], *, backward: bool) -> None:
-        """Take part in a call, or in calls of two nano-batches in
-        turns, without rows of this rank's own.
+        """Take part in a call, or in calls of two nano-batches in turns, without rows of this
+        rank's own.
         """
         with torch.no_grad():
             begun = [self._begin_serving(part, backward=backward) for part in parts]
@@ -348,14 +432,21 @@ class StageAttention:
         return ServedCall.begin(call, part.kind.make_empty_operands(self.device))
 
 
-# Of work whose calls have their routes from elsewhere. They may exchange, so that there is something to hide.
+# Of work whose calls have their routes from elsewhere. They may exchange, so that there is
+# something to hide.
 _NO_ROUTE = Route(TaskBatch((), (), (), ()), (), exchanges=True)
 
 
 class StageCall(Call):
     """A call with rows of this rank's own."""
 
-    def __init__(self, attention: StageAttention, micro_batch: MicroBatch, which: OwnCall, stored: LayerOutputs | None) -> None:
+    def __init__(
+        self,
+        attention: StageAttention,
+        micro_batch: MicroBatch,
+        which: OwnCall,
+        stored: LayerOutputs | None,
+    ) -> None:
         part = micro_batch.parts[which]
         group = attention.group.at(part.name, part.route.forward_exchanges)
         super().__init__(part.route, group, attention.server(part), stored)

@@ -1,10 +1,11 @@
-"""Ticks of a step: the micro-batch of each stage, the calls of attention that
-stages make together, and the plans of these calls.
+"""Ticks of a step: the micro-batch of each stage, the calls of attention that stages make together,
+and the plans of these calls.
 
-A *tick* is a forward or a backward of one micro-batch on every stage that has one. All stages are in a forward tick, or all in a
-backward tick, so that one plan holds the attention of all of them. In round i, stage s of p runs forward micro-batch i - s and
-then backward micro-batch i - 2 (p - 1) + s. That is as many ticks as 1F1B takes; stage s holds the activations of at most
-2 (p - s) - 1 micro-batches, where 1F1B holds p - s.
+A *tick* is a forward or a backward of one micro-batch on every stage that has one. All stages are
+in a forward tick, or all in a backward tick, so that one plan holds the attention of all of them.
+In round i, stage s of p runs forward micro-batch i - s and then backward micro-batch i - 2 (p - 1)
++ s. That is as many ticks as 1F1B takes; stage s holds the activations of at most 2 (p - s) - 1
+micro-batches, where 1F1B holds p - s.
 """
 
 from __future__ import annotations
@@ -58,9 +59,14 @@ class Tick(NamedTuple):
 
     def __str__(self) -> str:
         running = [
-            f"micro-batch {number} on stage {stage}" for stage, number in enumerate(self.micro_batches) if number is not None
+            f"micro-batch {number} on stage {stage}"
+            for stage, number in enumerate(self.micro_batches)
+            if number is not None
         ]
-        return f"{'backward' if self.backward else 'forward'} tick {self.number} ({', '.join(running)})"
+        return (
+            f"{'backward' if self.backward else 'forward'} tick {self.number}"
+            f" ({', '.join(running)})"
+        )
 
 
 def order_ticks(stages: int, micro_batches: int, *, backward: bool = True) -> list[Tick]:
@@ -93,15 +99,29 @@ class JointCall:
 def merge_calls(stages: Sequence[Sequence[LayerKind]]) -> list[JointCall]:
     """Merge the calls of all stages into one order, with as many stages in each as possible.
 
-    Only calls of one kind can be made together. The kind that most stages have next goes first. That gives the fewest joint calls
-    where stages have the same kinds of layers in the same order, whatever their number; elsewhere it may give more.
+    Only calls of one kind can be made together. The kind that most stages have next goes first.
+    That gives the fewest joint calls where stages have the same kinds of layers in the same order,
+    whatever their number; elsewhere it may give more.
     """
     done, calls = [0] * len(stages), list[JointCall]()
     while any(count < len(kinds) for count, kinds in zip(done, stages, strict=True)):
-        following = [kinds[count] if count < len(kinds) else None for count, kinds in zip(done, stages, strict=True)]
-        kind = max((candidate for candidate in dict.fromkeys(following) if candidate is not None), key=following.count)
+        following = [
+            kinds[count] if count < len(kinds) else None
+            for count, kinds in zip(done, stages, strict=True)
+        ]
+        kind = max(
+            (candidate for candidate in dict.fromkeys(following) if candidate is not None),
+            key=following.count,
+        )
         joins = [candidate == kind for candidate in following]
-        calls.append(JointCall(kind, tuple(count if joining else None for count, joining in zip(done, joins, strict=True))))
+        calls.append(
+            JointCall(
+                kind,
+                tuple(
+                    count if joining else None for count, joining in zip(done, joins, strict=True)
+                ),
+            )
+        )
         done = [count + joining for count, joining in zip(done, joins, strict=True)]
     return calls
 
@@ -142,36 +162,47 @@ class Pipeline:
 
 
 def read_announced_documents(stated: Sequence[AnnouncedBatch]) -> list[list[Documents]]:
-    """Return the documents of each micro-batch, or of a nano-batch of each, by
-    rank, from the announcements of all ranks.
+    """Return the documents of each micro-batch, or of a nano-batch of each, by rank, from the
+    announcements of all ranks.
     """
     documents = []
     for micro_batch in stated:
         spans = bool(micro_batch.span_ranks.any())
         rows = micro_batch.numbers if spans else make_unknown_runs(micro_batch.numbers)
-        of_ranks = [Documents(of_rank, spans) for of_rank in np.split(rows, np.cumsum(micro_batch.counts)[:-1])]
-        for rank in np.flatnonzero(micro_batch.has_context).tolist():  # its first document goes on in its second row
+        of_ranks = [
+            Documents(of_rank, spans)
+            for of_rank in np.split(rows, np.cumsum(micro_batch.counts)[:-1])
+        ]
+        # Its first document goes on in its second row.
+        for rank in np.flatnonzero(micro_batch.has_context).tolist():
             of_ranks[rank] = replace(of_ranks[rank], context_tokens=int(of_ranks[rank].runs[0, 2]))
             of_ranks[rank].runs[1, 1] = of_ranks[rank].context_tokens
         documents.append(of_ranks)
     return documents
 
 
-def read_shared_documents(shares: Sequence[DealtShare], copies: Sequence[int], part: MicroBatchPart) -> list[list[Documents]]:
+def read_shared_documents(
+    shares: Sequence[DealtShare], copies: Sequence[int], part: MicroBatchPart
+) -> list[list[Documents]]:
     """Return the documents like `read_announced_documents`, from this rank's shares of dealt
     batches, which hold the documents of all copies.
     """
     documents = []
     for dealt in shares:
         layout = dealt.layouts[part.nano - 1] if part.nano else dealt.whole_layout
-        rows = [np.array(layout.list_segments(copy), dtype=np.int64).reshape(-1, 3) for copy in range(dealt.ranks)]
-        documents.append([Documents(rows[copy], span_ranks=True).cut_into_chunks(part.chunk) for copy in copies])
+        rows = [
+            np.array(layout.list_segments(copy), dtype=np.int64).reshape(-1, 3)
+            for copy in range(dealt.ranks)
+        ]
+        documents.append(
+            [Documents(rows[copy], span_ranks=True).cut_into_chunks(part.chunk) for copy in copies]
+        )
     return documents
 
 
 class _PlanInputs(NamedTuple):
-    """Everything that the plan of a joint call depends on: the micro-batches
-    that have a part in it, and the kind of plan.
+    """Everything that the plan of a joint call depends on: the micro-batches that have a part in
+    it, and the kind of plan.
     """
 
     running: Running
@@ -216,13 +247,24 @@ class TickPlans:
         for number, (call, plan_of) in enumerate(self._calls(tick)):
             config, plan, nano = self.config, self._plan(plan_of), plan_of.key.nano
             if plan_of not in self._routes:
-                waves = Waves.of(plan, plan_of.key.shape, config.tile, config.max_transient_bytes, config.head_groups)
+                waves = Waves.of(
+                    plan,
+                    plan_of.key.shape,
+                    config.tile,
+                    config.max_transient_bytes,
+                    config.head_groups,
+                )
                 self._routes[plan_of] = Route.build(plan, self.pipeline.rank, waves)
             stage_call = None if plan_of.running[stage] is None else call.calls[stage]
             kind = call.kind._replace(key=plan_of.key)
             number //= 2 if nano else 1
-            name = f"attention call {number}{f', nano-batch {nano},' if nano else ''} of {tick} of {self.name}"
-            parts.append(CallPart(number, name, kind, stage_call, self._routes[plan_of], plan.window))
+            name = (
+                f"attention call {number}{f', nano-batch {nano},' if nano else ''} of {tick} of"
+                f" {self.name}"
+            )
+            parts.append(
+                CallPart(number, name, kind, stage_call, self._routes[plan_of], plan.window)
+            )
         return parts
 
     def backward_parts(self, micro_batch: int) -> list[CallPart]:
@@ -236,7 +278,10 @@ class TickPlans:
 
     def layouts_of(self, micro_batch: int) -> dict[MicroBatchPart, Layout]:
         """Return the documents of each part of a micro-batch on the ranks of this rank's stage."""
-        running = tuple(micro_batch if stage == self.pipeline.stage else None for stage in range(self.pipeline.depth))
+        running = tuple(
+            micro_batch if stage == self.pipeline.stage else None
+            for stage in range(self.pipeline.depth)
+        )
         return {part: self.layout(running, part) for part in self.documents}
 
     def layout(self, running: Running, part: MicroBatchPart) -> Layout:
@@ -254,9 +299,13 @@ class TickPlans:
                 documents = self.documents[part][micro_batch][rank]
                 context[rank] = int(documents.context_tokens > 0)
                 for index, (document, start, length) in enumerate(documents.runs.tolist()):
-                    # Documents that span ranks have a number in their micro-batch; others are told apart by where they are. With
-                    # context, the first two rows are of one document.
-                    identity = (stage, document) if documents.span_ranks else (-1 - rank, max(index, context[rank]))
+                    # Documents that span ranks have a number in their micro-batch; others are told
+                    # apart by where they are. With context, the first two rows are of one document.
+                    identity = (
+                        (stage, document)
+                        if documents.span_ranks
+                        else (-1 - rank, max(index, context[rank]))
+                    )
                     segments.append((numbers.setdefault(identity, len(numbers)), start, length))
             ranks.append(segments)
         layout = self._layouts[running, part] = Layout.from_segments(ranks, context)
@@ -270,7 +319,9 @@ class TickPlans:
         nanos = (1, 2) if self.config.ping_pong else (0,)
         for call in reversed(self.pipeline.calls) if tick.backward else self.pipeline.calls:
             parts = zip(tick.micro_batches, call.calls, strict=True)
-            running = tuple(None if number is None else micro_batch for micro_batch, number in parts)
+            running = tuple(
+                None if number is None else micro_batch for micro_batch, number in parts
+            )
             if any(micro_batch is not None for micro_batch in running):
                 for nano in reversed(nanos) if tick.backward else nanos:
                     yield call, _PlanInputs(running, call.kind.key._replace(nano=nano))
@@ -278,7 +329,9 @@ class TickPlans:
     def _plan(self, plan_of: _PlanInputs) -> Plan:
         """Return the plan of a call, made once for calls whose plans depend on the same things."""
         if plan_of not in self._plans:
-            layout = self.layout(plan_of.running, MicroBatchPart(plan_of.key.chunk, plan_of.key.nano))
+            layout = self.layout(
+                plan_of.running, MicroBatchPart(plan_of.key.chunk, plan_of.key.nano)
+            )
             cost = self.costs[plan_of.key._replace(nano=0)]
             self._plans[plan_of] = balance(layout, cost, self.config)
         return self._plans[plan_of]

@@ -1,4 +1,6 @@
-"""The plugin for axolotl: ``plugins: [hf_distca.plugins.axolotl.DistCAPlugin]`` and ``attn_implementation: distca``."""
+"""The plugin for axolotl: ``plugins: [hf_distca.plugins.axolotl.DistCAPlugin]`` and
+``attn_implementation: distca``.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,12 @@ class DistCAInput(BaseModel):
 
 
 class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any, where axolotl is not installed
-    """Makes distca the attention of axolotl's models, sample packing included, and logs the balance.
+    """Makes distca the attention of axolotl's models, sample packing included, and logs the
+    balance.
 
-    Names of attention, and which of them sample packing works with, are closed lists in axolotl: distca stands in there for
-    flash_attention_2, and for the versions that axolotl puts in its place by itself. With ``distca: {tokens_per_rank: ...}``, it
-    deals the training set.
+    Names of attention, and which of them sample packing works with, are closed lists in axolotl:
+    distca stands in there for flash_attention_2, and for the versions that axolotl puts in its
+    place by itself. With ``distca: {tokens_per_rank: ...}``, it deals the training set.
     """
 
     def get_input_args(self) -> str:
@@ -47,24 +50,30 @@ class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any, where axolotl is n
 
         Raises:
             ConfigError: if a name or value under ``distca`` is wrong.
-            UnsupportedError: if it names an attention that distca does not stand in for, or a sequence is cut over ranks.
+            UnsupportedError: if it names an attention that distca does not stand in for, or a
+                sequence is cut over ranks.
         """
         self.config, beside = split_settings(cfg.get("distca"), "distca")
         self.tokens_per_rank = beside.get("tokens_per_rank")
         if self.tokens_per_rank is not None and cfg.get("sample_packing"):
             raise UnsupportedError(
-                "sample_packing: true packs samples of up to sequence_len tokens, and distca: {tokens_per_rank: "
-                f"{self.tokens_per_rank}}} fills ranks with documents of any length: leave one of them out."
+                "sample_packing: true packs samples of up to sequence_len tokens, and distca:"
+                f" {{tokens_per_rank: {self.tokens_per_rank}}} fills ranks with documents of any"
+                " length: leave one of them out."
             )
         if (cfg.get("context_parallel_size") or 1) > 1:
             raise UnsupportedError(
-                "context_parallel_size cuts sequences over ranks, and distca would take the parts for documents: make "
-                "it 1. distca shares the attention of long documents between data-parallel ranks."
+                "context_parallel_size cuts sequences over ranks, and distca would take the parts"
+                " for documents: make it 1. distca shares the attention of long documents between"
+                " data-parallel ranks."
             )
-        asked = cfg.get("attn_implementation") or ("flash_attention_2" if cfg.get("flash_attention") else None)
+        asked = cfg.get("attn_implementation") or (
+            "flash_attention_2" if cfg.get("flash_attention") else None
+        )
         if asked not in ("distca", *_FLASH):
             raise UnsupportedError(
-                f"attn_implementation: {asked} is not distca's: with its plugin, write attn_implementation: distca."
+                f"attn_implementation: {asked} is not distca's: with its plugin, write"
+                " attn_implementation: distca."
             )
         cfg["attn_implementation"] = "flash_attention_2" if asked == "distca" else asked
         for name in _FLASH:
@@ -83,9 +92,12 @@ class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any, where axolotl is n
         """
         if self.tokens_per_rank is None:
             return
-        # axolotl averages the loss rank by rank, and counts the steps of an epoch as its own batches would make them.
+        # axolotl averages the loss rank by rank, and counts the steps of an epoch as its own
+        # batches would make them.
         trainer.args.average_tokens_across_devices = True
-        trainer.model_accepts_loss_kwargs = getattr(trainer.accelerator.unwrap_model(trainer.model), "accepts_loss_kwargs", True)
+        trainer.model_accepts_loss_kwargs = getattr(
+            trainer.accelerator.unwrap_model(trainer.model), "accepts_loss_kwargs", True
+        )
         if cfg.get("max_steps") is None:
             trainer.args.max_steps = -1
         deal(trainer, self.tokens_per_rank)

@@ -1,4 +1,5 @@
-"""A pool of attention servers: processes that train nothing and compute slices of core attention for the ranks that train.
+"""A pool of attention servers: processes that train nothing and compute slices of core attention
+for the ranks that train.
 
 May import `borrowed`, `schedule`, `kernels`, `runtime`, `agreement`, `integration` and
 `doctor.exchange`.

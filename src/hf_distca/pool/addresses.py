@@ -20,7 +20,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def store_key(number: int, attempt: str) -> str:
-    """Return the key under which the server of this number publishes
-    its address, in the store of a launch.
+    """Return the key under which the server of this number publishes its address, in the store of a
+    launch.
     """
     return f"distca server {number} of attempt {attempt}"

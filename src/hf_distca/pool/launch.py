@@ -1,4 +1,6 @@
-"""A launch of two kinds of processes: the last ones of each node become servers, the others an ordinary world."""
+"""A launch of two kinds of processes: the last ones of each node become servers, the others an
+ordinary world.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ class LaunchPlace(NamedTuple):
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> LaunchPlace | None:
-        """Read the place from the variables of torchrun and `accelerate launch`;
-        None in a process that they did not start.
+        """Read the place from the variables of torchrun and `accelerate launch`; None in a process
+        that they did not start.
 
         Raises:
             ConfigError: if the launcher's variables do not allow a division into ranks that train
@@ -50,8 +52,9 @@ class LaunchPlace(NamedTuple):
         if not per_node or world % per_node or rank % per_node != local:
             told = ", ".join(f"{name}={environment.get(name)}" for name in names)
             raise ConfigError(
-                f"servers are the last processes of each node, and this launcher does not say which these are ({told}). Start "
-                "with torchrun or accelerate launch, or start servers with `hf-distca serve` and name them by --server-address."
+                "servers are the last processes of each node, and this launcher does not say which"
+                f" these are ({told}). Start with torchrun or accelerate launch, or start servers"
+                " with `hf-distca serve` and name them by --server-address."
             )
         return cls(rank // per_node, local, world // per_node, per_node)
 
@@ -59,8 +62,8 @@ class LaunchPlace(NamedTuple):
         """Raise `ConfigError` if no process would train."""
         if each_node >= self.per_node:
             raise ConfigError(
-                f"servers={each_node} of {self.per_node} processes of a node: nobody would train. Start more processes, or fewer "
-                "servers."
+                f"servers={each_node} of {self.per_node} processes of a node: nobody would train."
+                " Start more processes, or fewer servers."
             )
 
     def is_server(self, each_node: int) -> bool:
@@ -71,7 +74,13 @@ class LaunchPlace(NamedTuple):
         """Return the variables that a launcher would give this process if there were no servers."""
         trains = self.per_node - each_node
         rank, size = str(self.node * trains + self.local), str(self.nodes * trains)
-        return {"RANK": rank, "WORLD_SIZE": size, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": size, "LOCAL_WORLD_SIZE": str(trains)}
+        return {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": str(trains),
+        }
 
 
 def listen_at(host: str, port: int) -> socket.socket:
@@ -84,8 +93,8 @@ def listen_at(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), backlog=16)
     except OSError as error:
         raise ConfigError(
-            f"a server cannot listen at {host}:{port}: {os.strerror(error.errno or 0)}. Another one may be there: give each "
-            "an address of its own."
+            f"a server cannot listen at {host}:{port}: {os.strerror(error.errno or 0)}. Another one"
+            " may be there: give each an address of its own."
         ) from error
 
 
@@ -104,19 +113,25 @@ def serve_alone(listening: socket.socket, device: str | None, wait_seconds: floa
         computing = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=computing)
     except (AssertionError, RuntimeError) as error:
-        raise ConfigError(f"no server can compute on device {device!r}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"no server can compute on device {device!r}: {str(error).splitlines()[0]}"
+        ) from error
     return serve(listening, computing, wait_seconds)
 
 
 def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -> NoReturn:
-    """Be the server of this number in a launch, in the place of its `local`-th process of a node."""
+    """Be the server of this number in a launch, in the place of its `local`-th process of a
+    node.
+    """
     import torch
 
     from hf_distca.borrowed import TCPStore
     from hf_distca.pool.server import serve
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(host, port, None, False, timedelta(seconds=wait_seconds), wait_for_workers=False)
+    store = TCPStore(
+        host, port, None, False, timedelta(seconds=wait_seconds), wait_for_workers=False
+    )
     with socket.create_connection((host, port)) as connected:
         here = connected.getsockname()[0]  # under which other hosts see this one
     listening = listen_at(here, 0)
@@ -124,4 +139,8 @@ def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -
     del store
     # As accelerate decides it for the ranks that train.
     on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false") != "true"
-    sys.exit(serve(listening, torch.device("cuda", local) if on_gpu else torch.device("cpu"), wait_seconds))
+    sys.exit(
+        serve(
+            listening, torch.device("cuda", local) if on_gpu else torch.device("cpu"), wait_seconds
+        )
+    )

@@ -1,5 +1,5 @@
-"""The side of the ranks that train: they find their servers, and
-rank 0 announces each step to these.
+"""The side of the ranks that train: they find their servers, and rank 0 announces each step to
+these.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Pool:
     spare: bool = False
     _joined: tuple[object, AttentionGroup, PoolRanks] | None = field(default=None, init=False)
 
-    def group(self, members: dist.ProcessGroup | Members | None, timeout_seconds: float | None) -> AttentionGroup:
+    def group(
+        self, members: dist.ProcessGroup | Members | None, timeout_seconds: float | None
+    ) -> AttentionGroup:
         """Return the group of the ranks of the world and the servers.
 
         All ranks must call it at the same point.
@@ -72,9 +74,9 @@ class Pool:
         """
         if self.each_node and not self.nodes:
             raise ConfigError(
-                f"servers={self.each_node}, and no launcher has started this process. Start it with torchrun or accelerate "
-                "launch: the last processes are servers then. Or start servers with `hf-distca serve`, and name them by "
-                "--server-address."
+                f"servers={self.each_node}, and no launcher has started this process. Start it with"
+                " torchrun or accelerate launch: the last processes are servers then. Or start"
+                " servers with `hf-distca serve`, and name them by --server-address."
             )
         world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
         if self._joined is not None and self._joined[0] is world and not self._joined[1].has_left:
@@ -83,10 +85,19 @@ class Pool:
             return AttentionGroup()  # before ranks have met: this one is alone, as without servers
         if world is None:
             seconds, rank, ranks, backend = timeout_seconds or _ALONE_SECONDS, 0, 1, _lone_backend()
-            store: Store = TCPStore("0.0.0.0", 0, None, True, timedelta(seconds=seconds), wait_for_workers=False)
+            store: Store = TCPStore(
+                "0.0.0.0", 0, None, True, timedelta(seconds=seconds), wait_for_workers=False
+            )
         else:
-            seconds, rank, ranks = timeout_seconds or timeout_of(world).total_seconds(), dist.get_rank(), dist.get_world_size()
-            backend, store = dist.get_backend(members if isinstance(members, dist.ProcessGroup) else None), store_of_world()
+            seconds, rank, ranks = (
+                timeout_seconds or timeout_of(world).total_seconds(),
+                dist.get_rank(),
+                dist.get_world_size(),
+            )
+            backend, store = (
+                dist.get_backend(members if isinstance(members, dist.ProcessGroup) else None),
+                store_of_world(),
+            )
         lead = None
         if rank == 0:
             lead = PoolController(seconds)
@@ -116,27 +127,38 @@ class Pool:
             lead.notify_servers("regroup", {"leaving": leaving})
         return self._join(world, before.without(leaving), group.timeout_seconds, lead)
 
-    def _join(self, world: object, all_seats: PoolRanks, seconds: float, lead: ServerNotifier | None) -> AttentionGroup:
+    def _join(
+        self, world: object, all_seats: PoolRanks, seconds: float, lead: ServerNotifier | None
+    ) -> AttentionGroup:
         group = AttentionGroup.with_servers(all_seats, seconds, lead)
         if isinstance(lead, PoolController):
             lead.group = group
         self._joined = world, group, all_seats
         return group
 
-    def _invite(self, lead: PoolController, store: Store, ranks: int, backend: str) -> dict[str, Any]:
+    def _invite(
+        self, lead: PoolController, store: Store, ranks: int, backend: str
+    ) -> dict[str, Any]:
         """Find the servers and tell each where to meet.
 
         Return the invitation for ranks that train.
         """
         deadline = time.monotonic() + self.wait_seconds
-        addresses = [_published_address(store, number, self, deadline) for number in range(self.nodes * self.each_node)]
+        addresses = [
+            _published_address(store, number, self, deadline)
+            for number in range(self.nodes * self.each_node)
+        ]
         addresses += self.addresses
         if doubled := {address for address in addresses if addresses.count(address) > 1}:
             raise ConfigError(
-                f"server {', '.join(sorted(doubled))} is named more than once: give each server an address of its own."
+                f"server {', '.join(sorted(doubled))} is named more than once: give each server an"
+                " address of its own."
             )
         device = "cuda" if "nccl" in backend else "cpu"
-        names = {number: f"rank {number} (server at {address})" for number, address in enumerate(addresses, start=ranks)}
+        names = {
+            number: f"rank {number} (server at {address})"
+            for number, address in enumerate(addresses, start=ranks)
+        }
         for name, address in zip(names.values(), addresses, strict=True):
             lead.servers[name] = lead.connect(address, device, deadline)
         placed = _order_members(ranks, self.nodes, self.each_node, len(addresses))
@@ -151,15 +173,24 @@ class Pool:
         }
         host, port = _tcp_address(store)
         for number, words in enumerate(lead.servers.values(), start=ranks):
-            words.send({**invitation, "number": number, "host": words.here if host in _ANYWHERE else host, "port": port})
+            words.send(
+                {
+                    **invitation,
+                    "number": number,
+                    "host": words.here if host in _ANYWHERE else host,
+                    "port": port,
+                }
+            )
         as_sent: dict[str, Any] = json.loads(json.dumps(invitation))
         return as_sent
 
 
 _INVITATION = "distca pool"
-# Steps that begin something under a number: as long as it is known, the group that it is of is needed.
+# Steps that begin something under a number: as long as it is known, the group that it is of is
+# needed.
 _UNDER_WAY = {"use_plan": "work", "begin_plans": "planning"}
-_ANYWHERE = ("0.0.0.0", "127.0.0.1", "localhost", "::", "::1")  # a store that listens on the host of rank 0
+# A store that listens on the host of rank 0.
+_ANYWHERE = ("0.0.0.0", "127.0.0.1", "localhost", "::", "::1")
 
 
 def find_pool_ranks(invitation: Mapping[str, Any], store: Store, rank: int) -> PoolRanks:
@@ -167,7 +198,9 @@ def find_pool_ranks(invitation: Mapping[str, Any], store: Store, rank: int) -> P
     ranks = tuple(invitation["ranks"])
     names = {int(number): name for number, name in invitation["names"].items()}
     meeting = PrefixStore(invitation["meeting"], _launch_store(store))
-    return PoolRanks(ranks, tuple(invitation["holds"]), names, ranks.index(rank), invitation["backend"], meeting)
+    return PoolRanks(
+        ranks, tuple(invitation["holds"]), names, ranks.index(rank), invitation["backend"], meeting
+    )
 
 
 class PoolController:
@@ -201,14 +234,15 @@ class PoolController:
         while True:
             try:
                 words = JsonLineConnection(
-                    socket.create_connection((host, port), max(deadline - time.monotonic(), 1.0)), self.seconds
+                    socket.create_connection((host, port), max(deadline - time.monotonic(), 1.0)),
+                    self.seconds,
                 )
                 break
             except OSError as error:
                 if time.monotonic() >= deadline:
                     raise ConfigError(
-                        f"no server answers at {address} ({error.strerror or error}). Start it with {start}, and give trainers "
-                        "an address that they can reach."
+                        f"no server answers at {address} ({error.strerror or error}). Start it with"
+                        f" {start}, and give trainers an address that they can reach."
                     ) from error
                 time.sleep(_ASK_SECONDS)
         try:
@@ -216,8 +250,8 @@ class PoolController:
             refusal = words.receive(_ANSWER_SECONDS)["error"]
         except (EOFError, OSError, ValueError, TypeError, LookupError) as error:
             raise ConfigError(
-                f"what listens at {address} is no server of hf-distca, or has ended ({type(error).__name__}). Start one with "
-                f"{start}, or name another address."
+                f"what listens at {address} is no server of hf-distca, or has ended"
+                f" ({type(error).__name__}). Start one with {start}, or name another address."
             ) from error
         if refusal is not None:
             raise ConfigError(f"the server at {address} cannot take part: {refusal}")
@@ -234,7 +268,11 @@ class PoolController:
         if self._before is not None:
             self._before.under_way.difference_update(forgotten)
             if not self._before.under_way:
-                self._before.servers = {name: words for name, words in self._before.servers.items() if name not in self.servers}
+                self._before.servers = {
+                    name: words
+                    for name, words in self._before.servers.items()
+                    if name not in self.servers
+                }
                 self._before.end("training goes on without it")
                 self._before = None
         for name, words in self.servers.items():
@@ -262,7 +300,8 @@ class PoolController:
 
     def end(self, why: str = "the run is over") -> None:
         """End the servers, and tell them why, or that this process failed."""
-        failed = self.group is None or self.group.has_left or hasattr(sys, "last_value")  # an exception that nobody caught
+        # An exception that nobody caught.
+        failed = self.group is None or self.group.has_left or hasattr(sys, "last_value")
         why = "the run failed, see the log of rank 0" if failed else why
         for words in self.servers.values():
             try:
@@ -274,7 +313,9 @@ class PoolController:
 
     def _lost(self, name: str, error: OSError) -> DistCAError:
         if self.group is None or self.group.monitor is None:
-            return DistCADesyncError(f"{name} has ended ({error}): look at its log, and start it again.")
+            return DistCADesyncError(
+                f"{name} has ended ({error}): look at its log, and start it again."
+            )
         return self.group.monitor.give_up(f"telling {name} what comes next", error)
 
 
@@ -288,7 +329,9 @@ def _read_invitation(store: Store, seconds: float) -> dict[str, Any]:
         store.wait([_INVITATION], timedelta(seconds=seconds))
         invitation: dict[str, Any] = json.loads(store.get(_INVITATION))
     except RuntimeError as error:
-        raise DistCADesyncError(f"rank 0 did not say within {seconds:g} s which servers there are ({error}).") from error
+        raise DistCADesyncError(
+            f"rank 0 did not say within {seconds:g} s which servers there are ({error})."
+        ) from error
     if "error" in invitation:
         raise ConfigError(invitation["error"])
     return invitation
@@ -299,8 +342,9 @@ def _published_address(store: Store, number: int, pool: Pool, deadline: float) -
     while not _launch_store(store).check([key]):
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"server {number} of {pool.nodes * pool.each_node} did not start within {pool.wait_seconds:g} s: look at the "
-                f"log of the last {pool.each_node} processes of node {number // pool.each_node}, or raise --server-wait."
+                f"server {number} of {pool.nodes * pool.each_node} did not start within"
+                f" {pool.wait_seconds:g} s: look at the log of the last {pool.each_node} processes"
+                f" of node {number // pool.each_node}, or raise --server-wait."
             )
         time.sleep(_ASK_SECONDS)
     return str(_launch_store(store).get(key).decode())
@@ -317,8 +361,8 @@ def _tcp_address(store: Store) -> tuple[str, int]:
     tcp = _launch_store(store)
     if not isinstance(tcp, TCPStore):
         raise ConfigError(
-            f"torch.distributed was started with a {type(tcp).__name__}, which servers cannot reach: start it over TCP, as "
-            "torchrun and accelerate launch do."
+            f"torch.distributed was started with a {type(tcp).__name__}, which servers cannot"
+            " reach: start it over TCP, as torchrun and accelerate launch do."
         )
     return tcp.host, tcp.port
 
@@ -330,7 +374,10 @@ def _order_members(ranks: int, nodes: int, each_node: int, servers: int) -> list
     order: list[int] = []
     for node in range(nodes):
         first, last = (ranks * number // nodes for number in (node, node + 1))
-        order += [*range(first, last), *range(ranks + node * each_node, ranks + (node + 1) * each_node)]
+        order += [
+            *range(first, last),
+            *range(ranks + node * each_node, ranks + (node + 1) * each_node),
+        ]
     return order + [number for number in range(ranks + servers) if number not in order]
 
 

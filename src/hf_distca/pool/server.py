@@ -35,7 +35,15 @@ from hf_distca.integration.session import Session
 from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels.base import Scores
 from hf_distca.pool.lead import find_pool_ranks
-from hf_distca.pool.words import JsonLineConnection, read_config, read_dtype, read_key, read_requests, read_shares, read_step
+from hf_distca.pool.words import (
+    JsonLineConnection,
+    read_config,
+    read_dtype,
+    read_key,
+    read_requests,
+    read_shares,
+    read_step,
+)
 from hf_distca.runtime.call import AttentionServer, Call
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.members import PoolRanks
@@ -46,7 +54,8 @@ __all__ = ["EndedError", "serve"]
 
 _LOOK_SECONDS = 1.0  # between two looks whether another rank has left
 _END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to say so
-_HANDSHAKE_SECONDS, _HANDSHAKE_BYTES = 5.0, 1 << 16  # that whoever connects has to say what it wants
+# That whoever connects has to say what it wants.
+_HANDSHAKE_SECONDS, _HANDSHAKE_BYTES = 5.0, 1 << 16
 _LONGER_SECONDS = 30.0  # that a server may run after rank 0 has ended
 
 
@@ -84,11 +93,15 @@ def serve(listening: socket.socket, device: torch.device, wait_seconds: float | 
         words = _accept(listening, partial(_refusal_reason, device, say), wait_seconds)
         invitation = _receive_invitation(words, wait_seconds)
         server = Server(
-            find_pool_ranks(invitation, _connect_store(invitation), invitation["number"]), invitation["seconds"], device
+            find_pool_ranks(invitation, _connect_store(invitation), invitation["number"]),
+            invitation["seconds"],
+            device,
         )
         say(server.role)
         Thread(target=_refuse, args=[listening], name="distca refusals", daemon=True).start()
-        Thread(target=_outlive_briefly, args=[words, server, say], name="distca end", daemon=True).start()
+        Thread(
+            target=_outlive_briefly, args=[words, server, say], name="distca end", daemon=True
+        ).start()
         if invitation["spare"]:
             signal.signal(signal.SIGTERM, partial(_leave_by_signal, say))
         server.run(words)
@@ -96,7 +109,11 @@ def serve(listening: socket.socket, device: torch.device, wait_seconds: float | 
         say(f"{server.done if server else 'served nothing'}; ended: {end}")
         return end.status
     except (DistCADesyncError, EOFError, OSError) as error:
-        why = error if isinstance(error, DistCADesyncError) else f"rank 0 has ended without a word, see its log ({error})"
+        why = (
+            error
+            if isinstance(error, DistCADesyncError)
+            else f"rank 0 has ended without a word, see its log ({error})"
+        )
         say(f"{server.done if server else 'served nothing'}; ended: {why}")
         return 1
 
@@ -114,7 +131,8 @@ class Server:
 
     Each public method is a step, with the announced arguments.
 
-    Sessions, plannings, plans and works have numbers, under which they are known until rank 0 has forgotten them.
+    Sessions, plannings, plans and works have numbers, under which they are known until rank 0 has
+    forgotten them.
     """
 
     def __init__(self, all_seats: PoolRanks, seconds: float, device: torch.device) -> None:
@@ -161,10 +179,15 @@ class Server:
     @property
     def done(self) -> str:
         """Work that it did, in words."""
-        lasted, seconds, sent = max(time.perf_counter() - self._began, 1e-9), self._meter.seconds, self._meter.sent_bytes / 1e9
+        lasted, seconds, sent = (
+            max(time.perf_counter() - self._began, 1e-9),
+            self._meter.seconds,
+            self._meter.sent_bytes / 1e9,
+        )
         return (
-            f"served {self._served} calls of attention in {self._micro_batches} micro-batches: {seconds:.1f} s in kernels of "
-            f"{lasted:.1f} s ({seconds / lasted:.0%}), {sent:.2f} GB sent"
+            f"served {self._served} calls of attention in {self._micro_batches} micro-batches:"
+            f" {seconds:.1f} s in kernels of {lasted:.1f} s ({seconds / lasted:.0%}), {sent:.2f} GB"
+            " sent"
         )
 
     def end(self, why: str, status: int) -> NoReturn:
@@ -193,13 +216,19 @@ class Server:
         """Make the cost model of a kind of layer, together with the ranks."""
         which = read_key(key)
         self._known[session].learn_cost(
-            which, make_empty_operands(which.shape, read_dtype(dtype), self._device).q_THD, self._group
+            which,
+            make_empty_operands(which.shape, read_dtype(dtype), self._device).q_THD,
+            self._group,
         )
 
-    def begin_plans(self, session: int, planning: int, requests: Sequence[Any], place: str, beside: bool) -> None:
+    def begin_plans(
+        self, session: int, planning: int, requests: Sequence[Any], place: str, beside: bool
+    ) -> None:
         """Take part when ranks announce documents and begin to plan them."""
         asked = read_requests(requests, [None] * len(requests))
-        self._known[planning] = self._known[session].planner.begin_plans(asked, self._group, place, in_background=beside)
+        self._known[planning] = self._known[session].planner.begin_plans(
+            asked, self._group, place, in_background=beside
+        )
 
     def finish_plans(self, session: int, planning: int, plans: Sequence[int]) -> None:
         """Take part when ranks compare their plans."""
@@ -207,17 +236,25 @@ class Server:
         self._known.update(zip(plans, planned, strict=True))
 
     def plan_shares(
-        self, session: int, plans: Sequence[int], shares: Sequence[Mapping[str, Any]], requests: Sequence[Any]
+        self,
+        session: int,
+        plans: Sequence[int],
+        shares: Sequence[Mapping[str, Any]],
+        requests: Sequence[Any],
     ) -> None:
         """Plan a dealt batch, as each rank does alone."""
-        planned = self._known[session].planner.plan(read_requests(requests, read_shares(shares)), self._group)
+        planned = self._known[session].planner.plan(
+            read_requests(requests, read_shares(shares)), self._group
+        )
         self._known.update(zip(plans, planned, strict=True))
 
     def use_plan(self, session: int, plan: int, work: int) -> None:
         """Use a plan for a micro-batch."""
         planned, user = self._known.pop(plan), self._known[session]
         before = user.planner.resume_progress().number
-        taken = WorkPlanner(user).use_plan(Documents(planned.runs), planned, self._group, self._device)
+        taken = WorkPlanner(user).use_plan(
+            Documents(planned.runs), planned, self._group, self._device
+        )
         self._known[work] = _UsedPlan(user, planned.key, taken)
         self._micro_batches += user.planner.resume_progress().number - before
 
@@ -235,9 +272,14 @@ class Server:
         operands = make_empty_operands(key.shape, read_dtype(layer["dtype"]), self._device)
         scores = Scores(layer["scale"], used.window, layer["softcap"])
         kernel = session.kernel(
-            operands.q_THD, (key.shape.head_dim, key.shape.value_head_dim), scores, key.shape.heads_per_key_head
+            operands.q_THD,
+            (key.shape.head_dim, key.shape.value_head_dim),
+            scores,
+            key.shape.heads_per_key_head,
         )
-        server = AttentionServer(kernel, scores, used.meter, partial(used.group.reporting, f"computing {place}"))
+        server = AttentionServer(
+            kernel, scores, used.meter, partial(used.group.reporting, f"computing {place}")
+        )
         taken = Call(used.route, used.group.at(place, used.route.forward_exchanges), server)
         if backward:
             taken.begin_backward()
@@ -266,7 +308,9 @@ class Server:
                 raise EndedError(word)
 
 
-def _accept(listening: socket.socket, why_not: Callable[[Any], str | None], wait_seconds: float | None) -> JsonLineConnection:
+def _accept(
+    listening: socket.socket, why_not: Callable[[Any], str | None], wait_seconds: float | None
+) -> JsonLineConnection:
     """Accept the connection of a rank 0 that this server can serve.
 
     Raises:
@@ -281,7 +325,9 @@ def _accept(listening: socket.socket, why_not: Callable[[Any], str | None], wait
     raise EndedError(f"no ranks came within {wait_seconds:g} s")
 
 
-def _accept_client(listening: socket.socket, why_not: Callable[[Any], str | None]) -> JsonLineConnection | None:
+def _accept_client(
+    listening: socket.socket, why_not: Callable[[Any], str | None]
+) -> JsonLineConnection | None:
     """Accept the next connection.
 
     Return None if it comes from a stranger or `why_not` gives a reason to refuse it.
@@ -298,14 +344,19 @@ def _accept_client(listening: socket.socket, why_not: Callable[[Any], str | None
     return None
 
 
-def _refusal_reason(device: torch.device, say: Callable[[str], None], asked: Mapping[str, Any]) -> str | None:
+def _refusal_reason(
+    device: torch.device, say: Callable[[str], None], asked: Mapping[str, Any]
+) -> str | None:
     """Return why this server cannot serve a client that sent this greeting; None if it can."""
     here, there, wanted = version("hf-distca"), asked.get("version"), asked.get("device")
     why = None
     if there != here:
         why = f"it runs hf-distca {here}, and rank 0 {there}. Install one version everywhere."
     elif wanted != device.type:
-        why = f"it computes on {device.type}, and rank 0 on {wanted}. Start it with --device {wanted}."
+        why = (
+            f"it computes on {device.type}, and rank 0 on {wanted}. Start it with --device"
+            f" {wanted}."
+        )
     if why is not None:
         say(f"turned ranks away: {why}")
     return why
@@ -315,16 +366,22 @@ def _refuse(listening: socket.socket) -> None:
     """Refuse all further connections, because this server is taken."""
     listening.settimeout(None)
     while True:
-        _accept_client(listening, lambda _: "it serves the ranks of another run. Start a server of its own for each run.")
+        _accept_client(
+            listening,
+            lambda _: "it serves the ranks of another run. Start a server of its own for each run.",
+        )
 
 
 def _outlive_briefly(words: JsonLineConnection, server: Server, say: Callable[[str], None]) -> None:
-    """End this process some time after rank 0 has ended: if a rank's failure
-    message is lost, the server would wait in vain.
+    """End this process some time after rank 0 has ended: if a rank's failure message is lost, the
+    server would wait in vain.
     """
     words.wait_for_end()
     time.sleep(_LONGER_SECONDS)
-    say(f"{server.done}; ended: rank 0 has ended without a word, see its log ({_LONGER_SECONDS:g} s ago)")
+    say(
+        f"{server.done}; ended: rank 0 has ended without a word, see its log ({_LONGER_SECONDS:g} s"
+        " ago)"
+    )
     os._exit(1)
 
 
@@ -340,11 +397,14 @@ def _connect_store(invitation: Mapping[str, Any]) -> Store:
     """Connect to the store in which all members meet."""
     seconds = timedelta(seconds=invitation["seconds"])
     try:
-        return TCPStore(invitation["host"], invitation["port"], None, False, seconds, wait_for_workers=False)
+        return TCPStore(
+            invitation["host"], invitation["port"], None, False, seconds, wait_for_workers=False
+        )
     except RuntimeError as error:
         raise EndedError(
-            f"the store of the ranks that train does not answer at {invitation['host']}:{invitation['port']} ({error}). Start "
-            "them with a --master_addr that servers can reach."
+            "the store of the ranks that train does not answer at"
+            f" {invitation['host']}:{invitation['port']} ({error}). Start them with a --master_addr"
+            " that servers can reach."
         ) from error
 
 
@@ -355,7 +415,10 @@ def _end_by_signal(number: int, _frame: FrameType | None) -> NoReturn:
 def _leave_by_signal(say: Callable[[str], None], number: int, _frame: FrameType | None) -> None:
     Progress.is_leaving = True
     signal.signal(number, _end_by_signal)
-    say(f"was told to end by {signal.Signals(number).name}, and serves until the others go on without it; again to end at once")
+    say(
+        f"was told to end by {signal.Signals(number).name}, and serves until the others go on"
+        " without it; again to end at once"
+    )
 
 
 def _print_line(who: str, text: str) -> None:

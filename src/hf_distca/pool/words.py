@@ -29,11 +29,23 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.profiles import Profile
 
-__all__ = ["JsonLineConnection", "read_config", "read_dtype", "read_key", "read_requests", "read_shares", "read_step"]
+__all__ = [
+    "JsonLineConnection",
+    "read_config",
+    "read_dtype",
+    "read_key",
+    "read_requests",
+    "read_shares",
+    "read_step",
+]
 
-_ALIVE_SECONDS, _ALIVE_TIMES = 10, 6  # how often TCP asks whether the other side's host is there, and how often in vain
+# How often TCP asks whether the other side's host is there, and how often in vain.
+_ALIVE_SECONDS, _ALIVE_TIMES = 10, 6
 _PART_BYTES = 1 << 16
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+}
 
 
 class JsonLineConnection:
@@ -46,7 +58,8 @@ class JsonLineConnection:
 
     def __init__(self, connected: socket.socket, seconds: float) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a node that is lost says nothing
+        # A node that is lost says nothing.
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
             connected.setsockopt(socket.IPPROTO_TCP, option, _ALIVE_SECONDS)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _ALIVE_TIMES)
@@ -59,8 +72,8 @@ class JsonLineConnection:
         self._socket.sendall(json.dumps(word, default=_encode).encode() + b"\n")
 
     def receive(self, seconds: float | None, most_bytes: float = math.inf) -> Any:
-        """Return the next word, of at most `most_bytes`; wait up to
-        `seconds`, however slowly it arrives.
+        """Return the next word, of at most `most_bytes`; wait up to `seconds`, however slowly it
+        arrives.
 
         Raises:
             TimeoutError: if there is none in time.
@@ -70,7 +83,10 @@ class JsonLineConnection:
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         while b"\n" not in self._came:
             if len(self._came) > most_bytes:
-                raise ValueError(f"{len(self._came)} bytes came without the end of a word, which has {most_bytes} at most")
+                raise ValueError(
+                    f"{len(self._came)} bytes came without the end of a word, which has"
+                    f" {most_bytes} at most"
+                )
             if (left := deadline - time.monotonic()) <= 0:
                 raise TimeoutError(f"no word came within {seconds:g} s")
             self._socket.settimeout(None if seconds is None else left)
@@ -84,7 +100,8 @@ class JsonLineConnection:
     def wait_for_end(self) -> None:
         """Wait until the other side has ended, in a thread of its own. Nothing is read."""
         waiting = select.poll()
-        waiting.register(self._socket, getattr(select, "POLLRDHUP", 0))  # without it, where there is none, when both sides have
+        # Without it, where there is none, when both sides have.
+        waiting.register(self._socket, getattr(select, "POLLRDHUP", 0))
         waiting.poll()
 
     def close(self) -> None:
@@ -108,8 +125,16 @@ def _encode(value: Any) -> Any:
         case Documents():
             return value.span_ranks
         case DealtShare():
-            layouts = [(layout.document, layout.start, layout.length, layout.offsets) for layout in value.layouts]
-            return {"batch": value.batch_id, "documents": value.digest, "config": value.loader_config, "layouts": layouts}
+            layouts = [
+                (layout.document, layout.start, layout.length, layout.offsets)
+                for layout in value.layouts
+            ]
+            return {
+                "batch": value.batch_id,
+                "documents": value.digest,
+                "config": value.loader_config,
+                "layouts": layouts,
+            }
     raise TypeError(f"no word for {value!r}")
 
 
@@ -121,12 +146,16 @@ def read_dtype(name: str) -> torch.dtype:
 
 
 def read_step(server: object, name: str) -> Callable[..., None]:
-    """Return the step of that name, a public method of the server other than
-    `run`; raise `ValueError` if there is none.
+    """Return the step of that name, a public method of the server other than `run`; raise
+    `ValueError` if there is none.
     """
     if name.startswith("_") or name == "run" or not isfunction(getattr(type(server), name, None)):
-        known = {known for known, _ in getmembers(type(server), isfunction) if not known.startswith("_")} - {"run"}
-        raise ValueError(f"rank 0 named the step {name!r}, and servers take {', '.join(sorted(known))}")
+        known = {
+            known for known, _ in getmembers(type(server), isfunction) if not known.startswith("_")
+        } - {"run"}
+        raise ValueError(
+            f"rank 0 named the step {name!r}, and servers take {', '.join(sorted(known))}"
+        )
     step: Callable[..., None] = getattr(server, name)
     return step
 
@@ -135,7 +164,9 @@ def read_config(values: Mapping[str, Any]) -> DistCAConfig:
     """Read settings."""
     costs = values["cost_model"]
     if isinstance(costs, Mapping):
-        costs = (Profile if costs["kind"] == Profile.__name__ else CostModel).from_json(costs["text"])
+        costs = (Profile if costs["kind"] == Profile.__name__ else CostModel).from_json(
+            costs["text"]
+        )
     return DistCAConfig(**{**values, "cost_model": costs})
 
 
@@ -146,8 +177,8 @@ def read_key(values: Sequence[Any]) -> PlanKey:
 
 
 def read_requests(requests: Sequence[Any], shares: Sequence[DealtShare | None]) -> list[Request]:
-    """Read requests for plans, for a rank without documents;
-    with shares where batches are dealt.
+    """Read requests for plans, for a rank without documents; with shares where batches are
+    dealt.
     """
     none = np.zeros((0, 3), dtype=np.int64)
     return [
@@ -160,7 +191,15 @@ def read_shares(shares: Sequence[Mapping[str, Any]]) -> list[DealtShare | None]:
     """Read shares, as seen from a rank that the batch is not dealt to."""
     read: list[DealtShare | None] = []
     for share in shares:
-        columns = [[np.array(column, dtype=np.int64) for column in layout] for layout in share["layouts"]]
-        layouts = tuple(Layout(document, start, length, offsets) for document, start, length, offsets in columns)
-        read.append(DealtShare.for_server(layouts, tuple(share["batch"]), share["documents"], read_config(share["config"])))
+        columns = [
+            [np.array(column, dtype=np.int64) for column in layout] for layout in share["layouts"]
+        ]
+        layouts = tuple(
+            Layout(document, start, length, offsets) for document, start, length, offsets in columns
+        )
+        read.append(
+            DealtShare.for_server(
+                layouts, tuple(share["batch"]), share["documents"], read_config(share["config"])
+            )
+        )
     return read

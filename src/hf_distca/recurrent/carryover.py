@@ -1,11 +1,12 @@
-"""Bring segments the rows that they need from earlier segments on any
-rank, in one differentiable exchange.
+"""Bring segments the rows that they need from earlier segments on any rank, in one differentiable
+exchange.
 
-Forward sends rows to every rank that needs them. Backward sends the gradients of received rows the same way back, where they are
-added up in the order of ranks, so that a sum is the same in every run. An exchange is an autograd function that every rank must
-reach, forward and backward, even if the rank sends and receives no rows. So `exchange_states` takes the inputs of the layer,
-which need a gradient on every rank or on none, and returns an anchor: a scalar without meaning. `with_gradient_anchor` makes the
-anchor part of the layer's output.
+Forward sends rows to every rank that needs them. Backward sends the gradients of received rows the
+same way back, where they are added up in the order of ranks, so that a sum is the same in every
+run. An exchange is an autograd function that every rank must reach, forward and backward, even if
+the rank sends and receives no rows. So `exchange_states` takes the inputs of the layer, which need
+a gradient on every rank or on none, and returns an anchor: a scalar without meaning.
+`with_gradient_anchor` makes the anchor part of the layer's output.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class RuleOutputs(NamedTuple):
 class _Exchange:
     """An exchange of rows, forward and backward."""
 
-    def __init__(self, segments: Segments, needed: Sequence[RowNeeds], stored: LayerOutputs | None) -> None:
+    def __init__(
+        self, segments: Segments, needed: Sequence[RowNeeds], stored: LayerOutputs | None
+    ) -> None:
         self.segments, self.needed, self.stored = segments, needed, stored
         name = f"exchange {next(segments.numbers)} of recurrent layers in {segments.name}"
         data = segments.group.data
@@ -89,13 +92,19 @@ class _Exchange:
         return pending.sections()
 
     def received(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return rows from other ranks; in a recompute those of the
-        forward before, if they were kept.
+        """Return rows from other ranks; in a recompute those of the forward before, if they were
+        kept.
         """
         if self.stored is not None and (kept := self.stored.take()) is not None:
             return [rows.detach() for rows in kept]
-        parts = [MessagePart(tensor.contiguous(), needed.rows) for tensor, needed in zip(held, self.needed, strict=True)]
-        came = [concat_rows(sections, tensor) for sections, tensor in zip(self.send(parts), held, strict=True)]
+        parts = [
+            MessagePart(tensor.contiguous(), needed.rows)
+            for tensor, needed in zip(held, self.needed, strict=True)
+        ]
+        came = [
+            concat_rows(sections, tensor)
+            for sections, tensor in zip(self.send(parts), held, strict=True)
+        ]
         if self.stored is not None:
             self.stored.keep(*came)
         return came
@@ -113,8 +122,12 @@ class _Exchange:
         ]
         came = self.send(parts)
         return [
-            add_rows(gradient[:count].clone(), needed.rows.runs, split_runs(needed.rows.runs, sections))
-            for gradient, needed, count, sections in zip(gradients, self.needed, counts, came, strict=True)
+            add_rows(
+                gradient[:count].clone(), needed.rows.runs, split_runs(needed.rows.runs, sections)
+            )
+            for gradient, needed, count, sections in zip(
+                gradients, self.needed, counts, came, strict=True
+            )
         ]
 
 
@@ -128,7 +141,9 @@ class _ExchangeStates(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _anchor: torch.Tensor, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, _anchor: torch.Tensor, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         returned = ctx.exchange.returned(gradients)
         return None, *returned, *[None] * (ctx.inputs - len(returned))
 
@@ -151,8 +166,8 @@ def exchange_states(
     inputs: Sequence[torch.Tensor],
     stored: LayerOutputs | None,
 ) -> ExchangedStates:
-    """Bring rows to the ranks that need them; exchange nothing if no document
-    of the micro-batch lies on several ranks.
+    """Bring rows to the ranks that need them; exchange nothing if no document of the micro-batch
+    lies on several ranks.
 
     Args:
         segments: of this rank. Every rank of the group must call it at the same point, forward and
@@ -179,7 +194,9 @@ def with_gradient_anchor(output: torch.Tensor, anchor: torch.Tensor) -> torch.Te
 
 
 def compute_starting_states(
-    segments: Segments, carried: Summaries, move: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    segments: Segments,
+    carried: Summaries,
+    move: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> dict[int, torch.Tensor]:
     """Return the state at the start of each segment here that is not the first of its
     document, by its place among `Segments.here`.
@@ -192,7 +209,9 @@ def compute_starting_states(
     states: dict[int, torch.Tensor] = {}
     for document, held in segments.cut.items():
         state: torch.Tensor | None = None
-        last = max(number for number, segment in enumerate(held) if segment.rank == segments.group.rank)
+        last = max(
+            number for number, segment in enumerate(held) if segment.rank == segments.group.rank
+        )
         for number, segment in enumerate(held[: last + 1]):
             key = StateKey(document, segment.start)
             if state is not None and segment.rank == segments.group.rank:
@@ -200,5 +219,9 @@ def compute_starting_states(
             if number == last:
                 break
             bias = carried.biases[segments.summaries.place[key]]
-            state = bias if state is None else move(carried.transitions[segments.transitions.place[key]], state) + bias
+            state = (
+                bias
+                if state is None
+                else move(carried.transitions[segments.transitions.place[key]], state) + bias
+            )
     return states

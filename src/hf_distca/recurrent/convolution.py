@@ -1,7 +1,9 @@
-"""Short causal convolutions over segments of documents: each segment sees the last rows before it, wherever they lie.
+"""Short causal convolutions over segments of documents: each segment sees the last rows before it,
+wherever they lie.
 
-All segments are convolved in one call, one after another. Each segment is preceded by the rows before it, or by zeros if it is
-the first of its document. Only the outputs of the segments are kept.
+All segments are convolved in one call, one after another. Each segment is preceded by the rows
+before it, or by zeros if it is the first of its document. Only the outputs of the segments are
+kept.
 
 Shape suffixes: B rows of the batch (1), C channels, T tokens, W width of the kernel.
 """
@@ -28,8 +30,8 @@ def causal_convolution(
     segments: Segments,
     stored: LayerOutputs | None = None,
 ) -> torch.Tensor:
-    """Compute a causal convolution of this rank's tokens that starts with
-    zeros at the first token of each document.
+    """Compute a causal convolution of this rank's tokens that starts with zeros at the first token
+    of each document.
 
     Every rank of the group must call it at the same point, forward and backward.
 
@@ -55,18 +57,26 @@ def causal_convolution(
             return _convolve_segments(x_BCT, convolve, segments, width - 1)
         needed = segments.halo(width - 1)
         tokens = [segments.token(key) for key in needed.held]
-        held = torch.cat([x_BCT[0, :, :0], *(x_BCT[0, :, token : token + 1] for token in tokens)], 1).t()
+        held = torch.cat(
+            [x_BCT[0, :, :0], *(x_BCT[0, :, token : token + 1] for token in tokens)], 1
+        ).t()
         carried = exchange_states(segments, (held,), (needed,), (x_BCT,), stored)
         rows = carried.rows[0]
         following = [index for index, segment in enumerate(segments.here) if segment.start > 0]
-        halos = {index: _gather_halo(rows, needed, segments.here[index], width - 1) for index in following}
-        return with_gradient_anchor(_convolve_segments(x_BCT, convolve, segments, width - 1, halos), carried.anchor)
+        halos = {
+            index: _gather_halo(rows, needed, segments.here[index], width - 1)
+            for index in following
+        }
+        return with_gradient_anchor(
+            _convolve_segments(x_BCT, convolve, segments, width - 1, halos), carried.anchor
+        )
 
 
 def _gather_halo(rows: torch.Tensor, needed: RowNeeds, segment: Segment, size: int) -> torch.Tensor:
     """Return up to `size` rows in front of a segment, (1, C, size or less)."""
     places = [
-        needed.place[StateKey(segment.document, position)] for position in range(max(segment.start - size, 0), segment.start)
+        needed.place[StateKey(segment.document, position)]
+        for position in range(max(segment.start - size, 0), segment.start)
     ]
     return torch.cat([rows[:0], *(rows[place : place + 1] for place in places)]).t()[None]
 
@@ -83,7 +93,10 @@ def _convolve_segments(
     row, begins, begin = [], [], 0
     for index, (offset, length) in enumerate(zip(segments.offsets, segments.lengths, strict=False)):
         halo = halos.get(index)
-        front = [zeros[..., : size - (0 if halo is None else halo.shape[2])], *([] if halo is None else [halo])]
+        front = [
+            zeros[..., : size - (0 if halo is None else halo.shape[2])],
+            *([] if halo is None else [halo]),
+        ]
         if index == 0 and halo is None:
             front = []  # zeros are in front of the first token anyway
         row += [*front, x_BCT[..., offset : offset + length]]
@@ -95,4 +108,10 @@ def _convolve_segments(
     if len(row) == 1:
         return convolve(x_BCT)
     output = convolve(torch.cat(row, 2))
-    return torch.cat([output[..., begin : begin + length] for begin, length in zip(begins, segments.lengths, strict=True)], 2)
+    return torch.cat(
+        [
+            output[..., begin : begin + length]
+            for begin, length in zip(begins, segments.lengths, strict=True)
+        ],
+        2,
+    )

@@ -1,14 +1,17 @@
-"""The gated delta rule over segments of documents, and its form with a decay for each channel (Kimi delta attention).
+"""The gated delta rule over segments of documents, and its form with a decay for each channel (Kimi
+delta attention).
 
-For each token, with a state S of (K, V) for each head, a decay a = exp(decay), a key k of length K and a value v::
+For each token, with a state S of (K, V) for each head, a decay a = exp(decay), a key k of length K
+and a value v::
 
     S <- a S;   S <- S + beta k (v - S^T k)^T;   output = S^T q / sqrt(K)
 
-(Yang et al., Gated Delta Networks, arXiv 2412.06464; with a decay for each channel, which is a row of S, Kimi Linear, arXiv
-2510.26692). Each step is affine in S, and so is a segment of any length: S_out = T S_in + B, where T is (K, K). A run of the rule
-from zeros ends with B. A run from the identity, with values of zero, ends with T. The outputs of the segment are the outputs from
-zeros plus S_in^T times the outputs from the identity. Columns of a state do not affect each other, so both runs are one run,
-whose values and states are K columns wider.
+(Yang et al., Gated Delta Networks, arXiv 2412.06464; with a decay for each channel, which is a row
+of S, Kimi Linear, arXiv 2510.26692). Each step is affine in S, and so is a segment of any length:
+S_out = T S_in + B, where T is (K, K). A run of the rule from zeros ends with B. A run from the
+identity, with values of zero, ends with T. The outputs of the segment are the outputs from zeros
+plus S_in^T times the outputs from the identity. Columns of a state do not affect each other, so
+both runs are one run, whose values and states are K columns wider.
 
 Shape suffixes: T tokens, H value heads, G key heads, K key dim, V value dim, N documents.
 """
@@ -57,10 +60,17 @@ class DeltaInputs(NamedTuple):
 
 
 class DeltaRule(Protocol):
-    """A kernel of the rule that runs several documents, one after another in the tokens of its inputs."""
+    """A kernel of the rule that runs several documents, one after another in the tokens of its
+    inputs.
+    """
 
     def __call__(
-        self, inputs: DeltaInputs, lengths: Sequence[int], states: torch.Tensor | None, *, final_states: bool
+        self,
+        inputs: DeltaInputs,
+        lengths: Sequence[int],
+        states: torch.Tensor | None,
+        *,
+        final_states: bool,
     ) -> RuleOutputs:
         """Run documents of these lengths.
 
@@ -72,20 +82,37 @@ class DeltaRule(Protocol):
         """
 
 
-def document_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]) -> DeltaRule:
+def document_by_document(
+    kernel: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+) -> DeltaRule:
     """Make a rule of a kernel that runs one document.
 
     Args:
-        kernel: called as ``kernel(query, key, value, g=decay, beta=beta, initial_state=..., output_final_state=...)`` with states
-            of (1, H, K, V), as the functions of transformers and of fla are. It returns output and final state.
+        kernel: called as ``kernel(query, key, value, g=decay, beta=beta, initial_state=...,
+            output_final_state=...)`` with states of (1, H, K, V), as the functions of transformers
+            and of fla are. It returns output and final state.
     """
 
-    def run(inputs: DeltaInputs, lengths: Sequence[int], states: torch.Tensor | None, *, final_states: bool) -> RuleOutputs:
+    def run(
+        inputs: DeltaInputs,
+        lengths: Sequence[int],
+        states: torch.Tensor | None,
+        *,
+        final_states: bool,
+    ) -> RuleOutputs:
         outputs, finals = [], []
         documents = zip(*(torch.split(tensor, list(lengths), 1) for tensor in inputs), strict=True)
         for number, (query, key, value, decay, beta) in enumerate(documents):
             state = None if states is None else states[number : number + 1]
-            output, final = kernel(query, key, value, g=decay, beta=beta, initial_state=state, output_final_state=final_states)
+            output, final = kernel(
+                query,
+                key,
+                value,
+                g=decay,
+                beta=beta,
+                initial_state=state,
+                output_final_state=final_states,
+            )
             outputs.append(output)
             if final is not None:
                 finals.append(final)
@@ -98,8 +125,8 @@ def document_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor 
 def gated_delta_rule(
     inputs: DeltaInputs, segments: Segments, rule: DeltaRule, stored: LayerOutputs | None = None
 ) -> torch.Tensor:
-    """Compute the rule for this rank's tokens: each document from no state
-    to its end, wherever its segments lie.
+    """Compute the rule for this rank's tokens: each document from no state to its end, wherever its
+    segments lie.
 
     Every rank of the group must call it at the same point, forward and backward.
 
@@ -132,12 +159,20 @@ class _Layer(NamedTuple):
     segments: Segments
     rule: DeltaRule
 
-    def run(self, which: Sequence[int], states: Sequence[torch.Tensor] = (), *, final_states: bool = False) -> RuleOutputs:
+    def run(
+        self,
+        which: Sequence[int],
+        states: Sequence[torch.Tensor] = (),
+        *,
+        final_states: bool = False,
+    ) -> RuleOutputs:
         """Run these segments, from states (H, K, V) if there are any, else from zeros."""
         if not which:
             return RuleOutputs(self.inputs.value[:, :0], None)
         start = torch.stack(list(states)) if states else None
-        return self.rule(self.inputs_of(which), self.segments.lengths_of(which), start, final_states=final_states)
+        return self.rule(
+            self.inputs_of(which), self.segments.lengths_of(which), start, final_states=final_states
+        )
 
     def run_none(self) -> torch.Tensor:
         """Run the kernels of a rank without tokens, and return its empty output."""
@@ -153,14 +188,24 @@ class _Layer(NamedTuple):
         none, inputs = self.inputs.no_states(), self.inputs_of(which)
         heads, rows, columns = none.shape[1:]
         if not which:
-            return _SegmentStates(inputs.value, inputs.value, Summaries(none, none.new_zeros((0, heads, rows, rows))))
+            return _SegmentStates(
+                inputs.value, inputs.value, Summaries(none, none.new_zeros((0, heads, rows, rows)))
+            )
         zeros = inputs.value.new_zeros((*inputs.value.shape[:3], rows))
         wide = inputs._replace(value=torch.cat([inputs.value, zeros], -1))
-        start = torch.cat([none.new_zeros((rows, columns)), torch.eye(rows, dtype=none.dtype, device=none.device)], -1)
+        start = torch.cat(
+            [
+                none.new_zeros((rows, columns)),
+                torch.eye(rows, dtype=none.dtype, device=none.device),
+            ],
+            -1,
+        )
         states = start.expand(len(which), heads, rows, columns + rows)
         outputs = self.rule(wide, self.segments.lengths_of(which), states, final_states=True)
         output, reader = torch.split(outputs.output, [columns, rows], -1)
-        return _SegmentStates(output, reader, Summaries(*torch.split(outputs.states_like(none), [columns, rows], -1)))
+        return _SegmentStates(
+            output, reader, Summaries(*torch.split(outputs.states_like(none), [columns, rows], -1))
+        )
 
 
 class _SegmentStates(NamedTuple):
@@ -182,17 +227,29 @@ def _with_states(layer: _Layer, stored: LayerOutputs | None) -> torch.Tensor:
     # 3. Biases and transitions travel to the ranks that hold later segments.
     biases = torch.cat([first.states_like(inputs.no_states()), between.summaries.biases])
     needed = segments.summaries, segments.transitions
-    carried = exchange_states(segments, (biases, between.summaries.transitions), needed, inputs, stored)
+    carried = exchange_states(
+        segments, (biases, between.summaries.transitions), needed, inputs, stored
+    )
     # 4. They are composed, in the order of the document, to the state before each segment.
     with torch.autocast(biases.device.type, enabled=False):
         states = compute_starting_states(segments, Summaries(*carried.rows), torch.matmul)
-        # 5. It adds to the outputs of segments between others, and segments that end a document run from it.
+        # 5. It adds to the outputs of segments between others, and segments that end a document run
+        # from it.
         outputs = segments.split(between.output, segments.inner_segments)
         for index, reader in segments.split(between.reader, segments.inner_segments).items():
             added = torch.einsum("bthk,hkv->bthv", reader.to(biases.dtype), states[index])
             outputs[index] = (outputs[index] + added).to(reader.dtype)
     endings = [index for index in states if index not in outputs]
-    last, whole = layer.run(endings, [states[index] for index in endings]), layer.run(segments.whole_documents)
-    for ran, which in ((first, segments.first_segments), (last, endings), (whole, segments.whole_documents)):
+    last, whole = (
+        layer.run(endings, [states[index] for index in endings]),
+        layer.run(segments.whole_documents),
+    )
+    for ran, which in (
+        (first, segments.first_segments),
+        (last, endings),
+        (whole, segments.whole_documents),
+    ):
         outputs |= segments.split(ran.output, which)
-    return with_gradient_anchor(segments.arrange(outputs) if outputs else layer.run_none(), carried.anchor)
+    return with_gradient_anchor(
+        segments.arrange(outputs) if outputs else layer.run_none(), carried.anchor
+    )

@@ -1,5 +1,5 @@
-"""The segments of documents that a rank holds, and the places of
-the other segments of these documents.
+"""The segments of documents that a rank holds, and the places of the other segments of these
+documents.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ class RowNeeds:
     """Rows that segments need from segments before them, seen from one rank.
 
     Attributes:
-        held: keys of the rows that this rank holds and a segment on any rank needs. Keys of position 0 come first.
+        held: keys of the rows that this rank holds and a segment on any rank needs. Keys of
+            position 0 come first.
         rows: which held rows go to which ranks, and how many rows come from each rank.
-        place: the index of each held or received row in a tensor of all held rows followed by all received rows.
+        place: the index of each held or received row in a tensor of all held rows followed by all
+            received rows.
     """
 
     held: tuple[StateKey, ...]
@@ -58,11 +60,21 @@ class RowNeeds:
         order; triples without this rank may be left out.
         """
         unique = set(needs)
-        held = tuple(sorted({key for _, holder, key in unique if holder == rank}, key=lambda key: (key.position > 0, key)))
+        held = tuple(
+            sorted(
+                {key for _, holder, key in unique if holder == rank},
+                key=lambda key: (key.position > 0, key),
+            )
+        )
         place = {key: index for index, key in enumerate(held)}
         sent = sorted((target, key) for target, holder, key in unique if holder == rank != target)
-        received = sorted((holder, key) for target, holder, key in unique if target == rank != holder)
-        rows = Rows(tuple(RowRun(target, place[key], 1) for target, key in sent), dict(Counter(holder for holder, _ in received)))
+        received = sorted(
+            (holder, key) for target, holder, key in unique if target == rank != holder
+        )
+        rows = Rows(
+            tuple(RowRun(target, place[key], 1) for target, key in sent),
+            dict(Counter(holder for holder, _ in received)),
+        )
         place.update((key, len(held) + index) for index, (_, key) in enumerate(received))
         return cls(held, rows, place)
 
@@ -103,7 +115,9 @@ class Segments:
         return cls(tuple(Segment(document, 0, length) for document, length in enumerate(lengths)))
 
     @classmethod
-    def from_layout(cls, layout: Layout, group: AttentionGroup, meter: Meter | None = None, name: str = "") -> Segments:
+    def from_layout(
+        cls, layout: Layout, group: AttentionGroup, meter: Meter | None = None, name: str = ""
+    ) -> Segments:
         """Make the segments of this rank of the group in a layout.
 
         Documents that are split by heads count as whole.
@@ -120,28 +134,59 @@ class Segments:
         """
         if layout.context.any():
             raise LayoutError(
-                f"a layout with context of {layout.context.tolist()} segments is that of a nano-batch, but recurrent layers mix "
-                "tokens of both nano-batches: run these layers on the whole micro-batch."
+                f"a layout with context of {layout.context.tolist()} segments is that of a"
+                " nano-batch, but recurrent layers mix tokens of both nano-batches: run these"
+                " layers on the whole micro-batch."
             )
         if layout.world_size != group.size:
-            raise LayoutError(f"a layout of {layout.world_size} ranks for a group of {group.size}: give the layout of the group.")
+            raise LayoutError(
+                f"a layout of {layout.world_size} ranks for a group of {group.size}: give the"
+                " layout of the group."
+            )
         document = layout.restore_numbers(layout.document)
         order = np.lexsort((layout.end, layout.run_start, document))
-        columns = (column[order] for column in (document, layout.run_start, layout.end, layout.rank, layout.token))
+        columns = (
+            column[order]
+            for column in (document, layout.run_start, layout.end, layout.rank, layout.token)
+        )
         document, start, end, rank, token = columns
-        fresh = np.flatnonzero(np.append(True, (document[1:] != document[:-1]) | (start[1:] != start[:-1]))[: len(order)])
+        fresh = np.flatnonzero(
+            np.append(True, (document[1:] != document[:-1]) | (start[1:] != start[:-1]))[
+                : len(order)
+            ]
+        )
         last = np.append(fresh[1:], len(order))[: len(fresh)] - 1
-        document, start, end, rank, token = document[fresh], start[fresh], end[last], rank[fresh], token[fresh]
+        document, start, end, rank, token = (
+            document[fresh],
+            start[fresh],
+            end[last],
+            rank[fresh],
+            token[fresh],
+        )
         mine = np.flatnonzero(rank == group.rank)
         mine = mine[np.argsort(token[mine])]
-        here = tuple(map(Segment, document[mine].tolist(), start[mine].tolist(), (end - start)[mine].tolist()))
+        here = tuple(
+            map(
+                Segment, document[mine].tolist(), start[mine].tolist(), (end - start)[mine].tolist()
+            )
+        )
         related = np.flatnonzero(np.isin(document, document[mine]))
-        held = zip(*(column[related].tolist() for column in (document, rank, start, end)), strict=True)
+        held = zip(
+            *(column[related].tolist() for column in (document, rank, start, end)), strict=True
+        )
         by_document = {
-            number: tuple(HeldSegment(*row[1:]) for row in rows) for number, rows in itertools.groupby(held, lambda row: row[0])
+            number: tuple(HeldSegment(*row[1:]) for row in rows)
+            for number, rows in itertools.groupby(held, lambda row: row[0])
         }
         cut = {number: rows for number, rows in by_document.items() if len(rows) > 1}
-        return cls(here, cut, bool(layout.has_many_ranks.any()), group, meter or Meter(), name or "a micro-batch")
+        return cls(
+            here,
+            cut,
+            bool(layout.has_many_ranks.any()),
+            group,
+            meter or Meter(),
+            name or "a micro-batch",
+        )
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -156,7 +201,10 @@ class Segments:
     @cached_property
     def index(self) -> dict[StateKey, int]:
         """Index among `here` of the segment that starts at a key."""
-        return {StateKey(segment.document, segment.start): index for index, segment in enumerate(self.here)}
+        return {
+            StateKey(segment.document, segment.start): index
+            for index, segment in enumerate(self.here)
+        }
 
     @property
     def has_only_whole_documents(self) -> bool:
@@ -165,22 +213,24 @@ class Segments:
 
     @cached_property
     def first_segments(self) -> tuple[int, ...]:
-        """Indices in `here` of segments that begin a document which goes on
-        after them, in the order of `summaries.held`.
+        """Indices in `here` of segments that begin a document which goes on after them, in the
+        order of `summaries.held`.
         """
         return tuple(self.index[key] for key in self.summaries.held if key.position == 0)
 
     @cached_property
     def inner_segments(self) -> tuple[int, ...]:
-        """Indices in `here` of segments with others of their document before and
-        after them, in the order of `transitions.held`.
+        """Indices in `here` of segments with others of their document before and after them, in the
+        order of `transitions.held`.
         """
         return tuple(self.index[key] for key in self.transitions.held)
 
     @cached_property
     def whole_documents(self) -> tuple[int, ...]:
         """Indices in `here` of whole documents."""
-        return tuple(index for index, segment in enumerate(self.here) if segment.document not in self.cut)
+        return tuple(
+            index for index, segment in enumerate(self.here) if segment.document not in self.cut
+        )
 
     def token(self, key: StateKey) -> int:
         """Return the index of a token among the tokens here."""
@@ -202,13 +252,14 @@ class Segments:
         """
         if tensor.shape[0] != 1 or tensor.shape[dim] != self.offsets[-1]:
             raise LayoutError(
-                f"an input has shape {tuple(tensor.shape)}, and the segments of this rank have {self.offsets[-1]} tokens: give "
-                "one row with the tokens of the layout, without padding."
+                f"an input has shape {tuple(tensor.shape)}, and the segments of this rank have"
+                f" {self.offsets[-1]} tokens: give one row with the tokens of the layout, without"
+                " padding."
             )
 
     def select(self, tensor: torch.Tensor, which: Sequence[int]) -> torch.Tensor:
-        """Return the tokens of some segments here, along dimension 1, one
-        after another; a view where possible.
+        """Return the tokens of some segments here, along dimension 1, one after another; a view
+        where possible.
         """
         spans: list[list[int]] = []
         for index in which:
@@ -221,7 +272,11 @@ class Segments:
 
     def split(self, tensor: torch.Tensor, which: Sequence[int]) -> dict[int, torch.Tensor]:
         """Split consecutive tokens, as from `select`, into those of each segment."""
-        return dict(zip(which, torch.split(tensor, self.lengths_of(which), 1), strict=True)) if which else {}
+        return (
+            dict(zip(which, torch.split(tensor, self.lengths_of(which), 1), strict=True))
+            if which
+            else {}
+        )
 
     def arrange(self, by_index: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Concatenate all segments here, at least one, in their order."""
@@ -229,15 +284,15 @@ class Segments:
 
     @cached_property
     def summaries(self) -> RowNeeds:
-        """Rows from which states are composed: those of segments that
-        come before others of their document.
+        """Rows from which states are composed: those of segments that come before others of their
+        document.
         """
         return RowNeeds.of(self.group.rank, self._summaries(0))
 
     @cached_property
     def transitions(self) -> RowNeeds:
-        """Same as `summaries`, without the first segments of
-        documents: there is no state before them.
+        """Same as `summaries`, without the first segments of documents: there is no state before
+        them.
         """
         return RowNeeds.of(self.group.rank, self._summaries(1))
 
@@ -251,7 +306,11 @@ class Segments:
             for number, segment in enumerate(segments[first:], first):
                 if segment.rank == here:
                     key = StateKey(document, segment.start)
-                    yield from ((rank, here, key) for rank, number_of_last in last.items() if number_of_last > number)
+                    yield from (
+                        (rank, here, key)
+                        for rank, number_of_last in last.items()
+                        if number_of_last > number
+                    )
 
     def halo(self, rows: int) -> RowNeeds:
         """Return the tokens needed by segments which start up to `rows` tokens after them."""
@@ -263,19 +322,24 @@ class Segments:
         here = self.group.rank
         for document, segments in self.cut.items():
             for number, segment in enumerate(segments):
-                for before in reversed(segments[max(number - rows, 0) : number]):  # each has a token at least
+                # Each has a token at least.
+                for before in reversed(segments[max(number - rows, 0) : number]):
                     first = max(before.start, segment.start - rows)
                     if first >= before.end:
                         break
                     if here in (before.rank, segment.rank):
                         positions = range(first, before.end)
-                        yield from ((segment.rank, before.rank, StateKey(document, position)) for position in positions)
+                        yield from (
+                            (segment.rank, before.rank, StateKey(document, position))
+                            for position in positions
+                        )
 
 
 def with_token(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
     """Append a token of zeros to no tokens.
 
-    A rank without tokens runs its kernels on this and drops the outputs, so that weights get a gradient as on all other ranks.
+    A rank without tokens runs its kernels on this and drops the outputs, so that weights get a
+    gradient as on all other ranks.
     """
     shape = [1 if number == dim else size for number, size in enumerate(tensor.shape)]
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)

@@ -1,12 +1,14 @@
 """State spaces with a decay for each head and token (Mamba 2) over segments of documents.
 
-For each token, with a state S of (P, N) for each head, a step dt, an input x of length P, and B and C of length N::
+For each token, with a state S of (P, N) for each head, a step dt, an input x of length P, and B and
+C of length N::
 
     S <- exp(A dt) S + dt x B^T;   output = S C
 
-(Dao and Gu, Transformers are SSMs, arXiv 2405.21060). A segment of any length is S_out = d S_in + Z: the transition d is a number
-for each head, the exponential of the sum of A dt, and Z is the state at the end of a scan from zeros. The state before a segment
-adds exp(sum of A dt so far) S_in C to its outputs. So no segment is scanned twice.
+(Dao and Gu, Transformers are SSMs, arXiv 2405.21060). A segment of any length is S_out = d S_in +
+Z: the transition d is a number for each head, the exponential of the sum of A dt, and Z is the
+state at the end of a scan from zeros. The state before a segment adds exp(sum of A dt so far) S_in
+C to its outputs. So no segment is scanned twice.
 
 Shape suffixes: T tokens, H heads, P head dim, G groups, N state size, D documents.
 """
@@ -50,42 +52,61 @@ class ScanInputs(NamedTuple):
 
     def of(self, segments: Segments, which: Sequence[int]) -> ScanInputs:
         """Return the inputs of some segments."""
-        x, dt, *projections = (segments.select(tensor, which) for tensor in (self.x, self.dt, self.B, self.C))
+        x, dt, *projections = (
+            segments.select(tensor, which) for tensor in (self.x, self.dt, self.B, self.C)
+        )
         return ScanInputs(x, dt, self.A, *projections)
 
     def no_states(self) -> torch.Tensor:
         """Make an empty batch of states (0, H, P, N), in float32, or float64 if x is."""
-        return self.x.new_zeros((0, *self.x.shape[2:], self.B.shape[3]), dtype=state_dtype(self.x.dtype))
+        return self.x.new_zeros(
+            (0, *self.x.shape[2:], self.B.shape[3]), dtype=state_dtype(self.x.dtype)
+        )
 
 
 class Scan(Protocol):
-    """A kernel that scans several documents, one after another in the tokens of its inputs, each from a state of zeros."""
+    """A kernel that scans several documents, one after another in the tokens of its inputs, each
+    from a state of zeros.
+    """
 
-    def __call__(self, inputs: ScanInputs, lengths: Sequence[int], *, final_states: bool) -> RuleOutputs:
-        """Scan documents of these lengths, each at least 1; `final_states` says whether `RuleOutputs.states` are needed."""
+    def __call__(
+        self, inputs: ScanInputs, lengths: Sequence[int], *, final_states: bool
+    ) -> RuleOutputs:
+        """Scan documents of these lengths, each at least 1; `final_states` says whether
+        `RuleOutputs.states` are needed.
+        """
 
 
 def scan_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Scan:
     """Make a scan of a kernel that scans one document.
 
     Args:
-        kernel: called as ``kernel(x, dt, A, B, C, return_final_states=True)``, as are mamba-ssm's `mamba_chunk_scan_combined` and
-            the functions of transformers; the chunk size and D are bound before. It returns output and final state.
+        kernel: called as ``kernel(x, dt, A, B, C, return_final_states=True)``, as are mamba-ssm's
+            `mamba_chunk_scan_combined` and the functions of transformers; the chunk size and D are
+            bound before. It returns output and final state.
     """
 
     def run(inputs: ScanInputs, lengths: Sequence[int], *, final_states: bool) -> RuleOutputs:
-        by_document = (torch.split(tensor, list(lengths), 1) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C))
+        by_document = (
+            torch.split(tensor, list(lengths), 1)
+            for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C)
+        )
         documents = zip(*by_document, strict=True)
-        scanned = [kernel(x, dt, inputs.A, *projections, return_final_states=True) for x, dt, *projections in documents]
+        scanned = [
+            kernel(x, dt, inputs.A, *projections, return_final_states=True)
+            for x, dt, *projections in documents
+        ]
         outputs, finals = zip(*scanned, strict=True)
         return RuleOutputs(torch.cat(outputs, 1), torch.cat(finals) if final_states else None)
 
     return run
 
 
-def mamba2(inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutputs | None = None) -> torch.Tensor:
-    """Compute the scan for this rank's tokens: each document from no state
-    to its end, wherever its segments lie.
+def mamba2(
+    inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutputs | None = None
+) -> torch.Tensor:
+    """Compute the scan for this rank's tokens: each document from no state to its end, wherever its
+    segments lie.
 
     Every rank of the group must call it at the same point, forward and backward.
 
@@ -115,7 +136,12 @@ def mamba2(inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutp
 
 
 def _scan_segments(
-    inputs: ScanInputs, segments: Segments, scan: Scan, which: Sequence[int], *, final_states: bool = False
+    inputs: ScanInputs,
+    segments: Segments,
+    scan: Scan,
+    which: Sequence[int],
+    *,
+    final_states: bool = False,
 ) -> RuleOutputs:
     """Scan some segments, from zeros."""
     if not which:
@@ -129,25 +155,35 @@ def _scan_nothing(inputs: ScanInputs, scan: Scan) -> torch.Tensor:
     return scan(ScanInputs(x, dt, inputs.A, *projections), [1], final_states=False).output[:, :0]
 
 
-def _with_states(inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutputs | None) -> torch.Tensor:
-    # 1, 2. Segments that others come after are scanned from zeros, and end with their bias. Transitions follow from decays.
+def _with_states(
+    inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutputs | None
+) -> torch.Tensor:
+    # 1, 2. Segments that others come after are scanned from zeros, and end with their bias.
+    # Transitions follow from decays.
     handing_on = (*segments.first_segments, *segments.inner_segments)
     handed = _scan_segments(inputs, segments, scan, handing_on, final_states=True)
     biases = handed.states_like(none := inputs.no_states())
-    decays = [_log_decays(inputs.of(segments, [index])).sum(0).exp() for index in segments.inner_segments]
+    decays = [
+        _log_decays(inputs.of(segments, [index])).sum(0).exp() for index in segments.inner_segments
+    ]
     transitions = torch.stack(decays) if decays else none.new_zeros((0, none.shape[1]))
     # 3. Biases and transitions travel to the ranks that hold later segments.
-    carried = exchange_states(segments, (biases, transitions), (segments.summaries, segments.transitions), inputs, stored)
+    carried = exchange_states(
+        segments, (biases, transitions), (segments.summaries, segments.transitions), inputs, stored
+    )
     # 4. They are composed, in the order of the document, to the state before each segment.
     states = compute_starting_states(segments, Summaries(*carried.rows), _decay_state)
-    # 5. All other segments are scanned from zeros, and the state before a segment adds to its outputs.
+    # 5. All other segments are scanned from zeros, and the state before a segment adds to its
+    # outputs.
     ending = [index for index in range(len(segments.here)) if index not in handing_on]
     ended = _scan_segments(inputs, segments, scan, ending)
     outputs = segments.split(handed.output, handing_on) | segments.split(ended.output, ending)
     for index, state in states.items():
         added = _add_state(inputs.of(segments, [index]), state)
         outputs[index] = (outputs[index] + added).to(outputs[index].dtype)
-    return with_gradient_anchor(segments.arrange(outputs) if outputs else _scan_nothing(inputs, scan), carried.anchor)
+    return with_gradient_anchor(
+        segments.arrange(outputs) if outputs else _scan_nothing(inputs, scan), carried.anchor
+    )
 
 
 def _decay_state(transition_H: torch.Tensor, state_HPN: torch.Tensor) -> torch.Tensor:
@@ -161,8 +197,8 @@ def _log_decays(inputs: ScanInputs) -> torch.Tensor:
 
 
 def _add_state(inputs: ScanInputs, state_HPN: torch.Tensor) -> torch.Tensor:
-    """Return the contribution of a state to the outputs of the segment after
-    it, (1, T, H, P), in the dtype of states.
+    """Return the contribution of a state to the outputs of the segment after it, (1, T, H, P), in
+    the dtype of states.
     """
     decay_TH = _log_decays(inputs).cumsum(0).exp()
     C_TGN = inputs.C[0].to(state_HPN.dtype)

@@ -1,5 +1,5 @@
-"""``hf-distca run train.py ...`` or ``python -m hf_distca.run``: run a script
-that does not import hf_distca, under distca.
+"""``hf-distca run train.py ...`` or ``python -m hf_distca.run``: run a script that does not import
+hf_distca, under distca.
 
 The options apply to the script and to Python processes that it starts, such as those of
 accelerate's launcher: each of them runs the ``sitecustomize`` module of the folder ``child_start``,
@@ -28,7 +28,15 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from hf_distca.errors import ConfigError, DistCAError
 from hf_distca.late_imports import when_imported, when_models_load
 
-__all__ = ["Options", "begin", "find_command", "find_module", "read_options", "run_command", "run_module"]
+__all__ = [
+    "Options",
+    "begin",
+    "find_command",
+    "find_module",
+    "read_options",
+    "run_command",
+    "run_module",
+]
 
 _OPTIONS, _PYTHONPATH = "HF_DISTCA_RUN", "PYTHONPATH"
 _CHILD_START = str(Path(__file__).parents[1] / "cli" / "child_start")
@@ -46,7 +54,8 @@ class Options(NamedTuple):
             does; None to leave them as they are.
         settings: fields of `DistCAConfig` and their values, for `hf_distca.configure`; None to
             leave that to the script.
-        collator: as for `hf_distca.deal`: ``"replace"`` to replace a collator of the script's own, too.
+        collator: as for `hf_distca.deal`: ``"replace"`` to replace a collator of the script's own,
+            too.
         servers: number of attention servers on each node: the last processes that a launcher starts
             there.
         server_address: ``HOST:PORT`` of servers that were started by themselves.
@@ -72,11 +81,19 @@ class Options(NamedTuple):
         """Return the variables that give the options to Python processes.
 
         Args:
-            environment: variables besides which they are set. Options of a run around this one stay,
-                where this one has none.
+            environment: variables besides which they are set. Options of a run around this one
+                stay, where this one has none.
         """
-        changed = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
-        paths = [path for path in environment.get(_PYTHONPATH, "").split(os.pathsep) if path not in ("", _CHILD_START)]
+        changed = {
+            name: value
+            for name, value in self._asdict().items()
+            if value != self._field_defaults[name]
+        }
+        paths = [
+            path
+            for path in environment.get(_PYTHONPATH, "").split(os.pathsep)
+            if path not in ("", _CHILD_START)
+        ]
         changed = json.loads(environment.get(_OPTIONS, "{}")) | changed
         return {_OPTIONS: json.dumps(changed), _PYTHONPATH: os.pathsep.join([_CHILD_START, *paths])}
 
@@ -130,7 +147,9 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
         from hf_distca.config import is_built_in, parse_values, read_values, split_settings
 
         sources = {} if file is None else {str(file): read_values(file)}
-        sources["--set"] = parse_values("\n".join(change.replace("=", ": ", 1) for change in changes), "--set")
+        sources["--set"] = parse_values(
+            "\n".join(change.replace("=", ": ", 1) for change in changes), "--set"
+        )
         names = tuple(name for name in Options._fields if name not in ("settings", "launched"))
         for source, values in sources.items():
             _, beside = split_settings(values, source, names)
@@ -138,21 +157,27 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
                 Options(**beside).check()
             except DistCAError as error:
                 raise ConfigError(f"{source}: {error}") from error
-            options, settings = options | beside, settings | {n: v for n, v in (values or {}).items() if n not in names}
-        if not is_built_in(settings.get("cost_model", "analytic")):  # children may run in other folders
+            options, settings = (
+                options | beside,
+                settings | {n: v for n, v in (values or {}).items() if n not in names},
+            )
+        # Children may run in other folders.
+        if not is_built_in(settings.get("cost_model", "analytic")):
             settings["cost_model"] = str(Path(settings["cost_model"]).absolute())
     options |= {name: value for name, value in given.items() if value is not None}
     return Options(**options, settings=settings or None).check()
 
 
 def begin(options: Options) -> None:
-    """Set up this process; a process that a launcher started to be a server
-    becomes one, and the call does not return.
+    """Set up this process; a process that a launcher started to be a server becomes one, and the
+    call does not return.
     """
     if options.servers:
         try:
             options = _become_launched(options)
-        except ConfigError as error:  # where Python sets itself up, an exception would be no more than a line
+        except (
+            ConfigError
+        ) as error:  # where Python sets itself up, an exception would be no more than a line
             sys.stderr.write(f"hf-distca: {error}\n")
             sys.stderr.flush()
             os._exit(2)
@@ -163,7 +188,10 @@ def begin(options: Options) -> None:
     if options.attn_implementation is not None:
         when_models_load(_make_default)
     if options.tokens_per_rank is not None:
-        when_imported("transformers.trainer", partial(_deal_before_training, options.tokens_per_rank, options.collator))
+        when_imported(
+            "transformers.trainer",
+            partial(_deal_before_training, options.tokens_per_rank, options.collator),
+        )
     if options.summary:
         import atexit
 
@@ -201,12 +229,19 @@ def _join_pool(options: Options) -> None:
     from hf_distca.pool.lead import Pool
 
     nodes, each_node, attempt = options.launched or (0, options.servers, "0")
-    Session.pool = Pool(tuple(options.server_address), nodes, each_node, attempt, options.server_wait, options.spare_servers)
+    Session.pool = Pool(
+        tuple(options.server_address),
+        nodes,
+        each_node,
+        attempt,
+        options.server_wait,
+        options.spare_servers,
+    )
 
 
 def find_command(command: str) -> Path:
-    """Find the file of a command: a name with a slash is a path, other names
-    are looked up on the PATH, as in a shell.
+    """Find the file of a command: a name with a slash is a path, other names are looked up on the
+    PATH, as in a shell.
 
     A name that ends in ``.py`` is a script of the current folder first, as for Python.
 
@@ -221,15 +256,18 @@ def find_command(command: str) -> Path:
         return Path(on_the_path)
     if is_path or path.suffix == ".py":
         raise FileNotFoundError(
-            f"there is no file {command!r} in {Path.cwd()}, and no such command on the PATH: the first argument is what to run."
+            f"there is no file {command!r} in {Path.cwd()}, and no such command on the PATH: the"
+            " first argument is what to run."
         )
     beside = f" The file in this folder is ./{command}." if path.is_file() else ""
-    raise FileNotFoundError(f"there is no command {command!r} on the PATH: the first argument is what to run.{beside}")
+    raise FileNotFoundError(
+        f"there is no command {command!r} on the PATH: the first argument is what to run.{beside}"
+    )
 
 
 def find_module(name: str) -> None:
-    """Raise unless a module can be run by this name, with the current
-    folder in front of the search path.
+    """Raise unless a module can be run by this name, with the current folder in front of the search
+    path.
 
     Raises:
         FileNotFoundError: if there is none.
@@ -244,7 +282,10 @@ def find_module(name: str) -> None:
     except (ModuleNotFoundError, ValueError):
         spec = None
     if spec is None:
-        raise FileNotFoundError(f"there is no module {name!r} that could be run in {Path.cwd()} or among the installed ones.")
+        raise FileNotFoundError(
+            f"there is no module {name!r} that could be run in {Path.cwd()} or among the installed"
+            " ones."
+        )
 
 
 def run_module(name: str, arguments: Sequence[str], options: Options) -> None:
@@ -306,7 +347,8 @@ def _exec_script(path: Path, arguments: Sequence[str], options: Options) -> NoRe
             shell = which("bash") or which("sh")
             if error.errno != ENOEXEC or shell is None or not _is_text(path):
                 raise
-            os.execve(shell, [shell, str(path), *arguments], environment)  # as a shell does with a script that names none
+            # As a shell does with a script that names none.
+            os.execve(shell, [shell, str(path), *arguments], environment)
     except OSError as error:
         sys.stderr.write(f"hf-distca: {path} cannot be run: {error.strerror}.\n")
         raise SystemExit(2) from None
@@ -339,8 +381,8 @@ def _make_default() -> None:
 
 
 def _print_summary() -> None:
-    """Print the balance, on the first rank of a process that balanced
-    anything, unless that was done before.
+    """Print the balance, on the first rank of a process that balanced anything, unless that was
+    done before.
     """
     if "hf_distca.integration.current_session" in sys.modules:
         from hf_distca.integration.current_session import current_session

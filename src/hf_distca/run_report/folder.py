@@ -19,7 +19,9 @@ _MOST_RECORD_BYTES = 2**30  # all plans of a long run
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Timeline of one rank: the part of the messages' time that was hidden; None without messages."""
+    """Timeline of one rank: the part of the messages' time that was hidden; None without
+    messages.
+    """
 
     rank: int
     share: float | None
@@ -54,12 +56,18 @@ class RunFolder:
         """
         if not (record := path / RECORD_NAME).is_file():
             raise ReportError(
-                f'{path} is no folder with {RECORD_NAME}. Train with attn_implementation="distca" and '
-                "hf_distca.DistCACallback() among the callbacks of the Trainer, and give the output_dir of that run."
+                f'{path} is no folder with {RECORD_NAME}. Train with attn_implementation="distca"'
+                " and hf_distca.DistCACallback() among the callbacks of the Trainer, and give the"
+                " output_dir of that run."
             )
-        folder = cls(path, _read_record(record), sorted(_read_traces(path), key=lambda trace: trace.rank))
+        folder = cls(
+            path, _read_record(record), sorted(_read_traces(path), key=lambda trace: trace.rank)
+        )
         if not folder.rows_of(StepsRow):
-            raise ReportError(f"{record} tells of no micro-batch yet: wait until the run has logged, or look at what ended it.")
+            raise ReportError(
+                f"{record} tells of no micro-batch yet: wait until the run has logged, or look at"
+                " what ended it."
+            )
         return folder
 
 
@@ -70,7 +78,11 @@ def _read_record(path: Path) -> list[Row]:
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
         row = read_row(line, f"line {number} of {path}")
         if isinstance(row, RunRow):  # what comes after its step runs again
-            rows = [earlier for earlier in rows if isinstance(earlier, RunRow) or earlier.step <= row.step]
+            rows = [
+                earlier
+                for earlier in rows
+                if isinstance(earlier, RunRow) or earlier.step <= row.step
+            ]
         rows += [] if row is None else [row]
     return rows
 
@@ -89,9 +101,13 @@ def _read_trace(path: Path) -> Iterator[RankTrace]:
         return
     try:
         spans = [event for event in events if event["ph"] == "X"]
-        travelled = sum(float(span["dur"]) for span in spans if span["name"] in ("dispatch", "return"))
+        travelled = sum(
+            float(span["dur"]) for span in spans if span["name"] in ("dispatch", "return")
+        )
         waited = sum(float(span["dur"]) for span in spans if span["name"] == "wait")
         rank = int(path.stem.removeprefix("rank_"))
     except (KeyError, OverflowError, TypeError, ValueError) as error:
-        raise ReportError(f"{path} is no timeline of hf_distca: {error!r}. Move the file away.") from error
+        raise ReportError(
+            f"{path} is no timeline of hf_distca: {error!r}. Move the file away."
+        ) from error
     yield RankTrace(rank, 1 - waited / travelled if travelled > 0 else None)

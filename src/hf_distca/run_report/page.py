@@ -1,8 +1,8 @@
-"""`render`: the page, one HTML file without external parts, with two pictures
-drawn as SVG: seconds by rank, and a plan.
+"""`render`: the page, one HTML file without external parts, with two pictures drawn as SVG: seconds
+by rank, and a plan.
 
-Colours have a contrast of 3 to 1 or more to both backgrounds of the page, light and dark, and those of documents 4.5 to 1 to the
-white text on them.
+Colours have a contrast of 3 to 1 or more to both backgrounds of the page, light and dark, and those
+of documents 4.5 to 1 to the white text on them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,18 @@ _TILES = (
 )
 
 BEFORE, AFTER = "#d97706", "#2f74c0"
-DOCUMENTS = ("#2f74c0", "#c0501a", "#2c8154", "#b13f86", "#857000", "#6a63cf", "#0f7f8c", "#c8403a", "#5d7183", "#9a6a00")
+DOCUMENTS = (
+    "#2f74c0",
+    "#c0501a",
+    "#2c8154",
+    "#b13f86",
+    "#857000",
+    "#6a63cf",
+    "#0f7f8c",
+    "#c8403a",
+    "#5d7183",
+    "#9a6a00",
+)
 _MOST_DRAWN = 32  # ranks; the table has all
 _LABELLED = 0.06  # of the width: narrower bars have no room for a number
 
@@ -85,29 +96,49 @@ def render(figures: Figures) -> str:
     """Render the page."""
     text = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
-    tiles = [(text.format(figures.total[name]), label) for name, label, text in _TILES if name in figures.total]
-    page = template.render(figures=figures, pictures=pictures(figures), tiles=tiles, version=version("hf-distca"))
+    tiles = [
+        (text.format(figures.total[name]), label)
+        for name, label, text in _TILES
+        if name in figures.total
+    ]
+    page = template.render(
+        figures=figures, pictures=pictures(figures), tiles=tiles, version=version("hf-distca")
+    )
     return page.encode(errors="replace").decode()  # names of folders need not be text
 
 
 def pictures(figures: Figures) -> list[Picture]:
     """Draw all pictures for which there are data."""
-    return [_seconds_by_rank(figures.per_rank), *([] if figures.plan is None else [_plan(figures.plan)])]
+    return [
+        _seconds_by_rank(figures.per_rank),
+        *([] if figures.plan is None else [_plan(figures.plan)]),
+    ]
 
 
 def _seconds_by_rank(figures: PerRank) -> Picture:
     before, after = figures.measured_before, figures.measured_after
-    longest, sides = max(*before, *after) or 1.0, {"before": (before, BEFORE), "after": (after, AFTER)}
+    longest, sides = (
+        max(*before, *after) or 1.0,
+        {"before": (before, BEFORE), "after": (after, AFTER)},
+    )
     rows = {
         rank: [
-            [Bar(0.0, seconds[rank] / longest, colour, f"rank {rank}, {when}: {_time(seconds[rank])}")]
+            [
+                Bar(
+                    0.0,
+                    seconds[rank] / longest,
+                    colour,
+                    f"rank {rank}, {when}: {_time(seconds[rank])}",
+                )
+            ]
             for when, (seconds, colour) in sides.items()
         ]
         for rank in _changed_most(before, after)
     }
     text = (
-        "Measured seconds in attention kernels, forward and backward, over the whole run. Before: seconds given back to the rank "
-        f"whose documents they were spent on.{_not_drawn(len(before))}"
+        "Measured seconds in attention kernels, forward and backward, over the whole run. Before:"
+        " seconds given back to the rank whose documents they were spent"
+        f" on.{_not_drawn(len(before))}"
     )
     legend = {"before": BEFORE, "after": AFTER}
     return Picture("ranks", "Attention seconds by rank", text, _time(longest), {"": rows}, legend)
@@ -121,8 +152,9 @@ def _plan(plan: PlanFigures) -> Picture:
         "as planned": _stacked(plan.after, ranks, longest),
     }
     text = (
-        f"Micro-batch {plan.micro_batch}, step {plan.step}: estimated seconds of one layer by rank, in pieces of documents, with "
-        f"the document's number. What a rank computes for another one is hatched.{_not_drawn(len(before))}"
+        f"Micro-batch {plan.micro_batch}, step {plan.step}: estimated seconds of one layer by rank,"
+        " in pieces of documents, with the document's number. What a rank computes for another one"
+        f" is hatched.{_not_drawn(len(before))}"
     )
     return Picture("plan", "The plan of a step", text, _time(longest), sides, {})
 
@@ -133,11 +165,17 @@ def _time(seconds: float) -> str:
 
 def _changed_most(before: Sequence[float], after: Sequence[float]) -> list[int]:
     """Choose the ranks to draw, in order: those whose work changes most."""
-    return sorted(sorted(range(len(before)), key=lambda rank: -abs(before[rank] - after[rank]))[:_MOST_DRAWN])
+    return sorted(
+        sorted(range(len(before)), key=lambda rank: -abs(before[rank] - after[rank]))[:_MOST_DRAWN]
+    )
 
 
 def _not_drawn(ranks: int) -> str:
-    return f" {_MOST_DRAWN} of {ranks} ranks are drawn: those whose work changes most." if ranks > _MOST_DRAWN else ""
+    return (
+        f" {_MOST_DRAWN} of {ranks} ranks are drawn: those whose work changes most."
+        if ranks > _MOST_DRAWN
+        else ""
+    )
 
 
 def _stacked(pieces: Sequence[PlanPiece], ranks: Sequence[int], longest: float) -> Rows:
@@ -145,10 +183,13 @@ def _stacked(pieces: Sequence[PlanPiece], ranks: Sequence[int], longest: float) 
     for piece in pieces:
         for bars in rows.get(piece.rank, []):
             tip = (
-                f"rank {piece.rank}: document {piece.document} of {piece.length} tokens, {piece.tokens} queries of rank "
-                f"{piece.home}, {_time(piece.seconds)}"
+                f"rank {piece.rank}: document {piece.document} of {piece.length} tokens,"
+                f" {piece.tokens} queries of rank {piece.home}, {_time(piece.seconds)}"
             )
             start, length = sum(bars[-1][:2]) if bars else 0.0, piece.seconds / longest
-            label, colour = str(piece.document) * (length >= _LABELLED), DOCUMENTS[piece.document % len(DOCUMENTS)]
+            label, colour = (
+                str(piece.document) * (length >= _LABELLED),
+                DOCUMENTS[piece.document % len(DOCUMENTS)],
+            )
             bars.append(Bar(start, length, colour, tip, label, piece.rank != piece.home))
     return rows

@@ -1,5 +1,5 @@
-"""Rows of a run's record: `DistCACallback` writes them into the run folder, one
-JSON object a line, and the page reads them.
+"""Rows of a run's record: `DistCACallback` writes them into the run folder, one JSON object a line,
+and the page reads them.
 
 Arrays have one number per rank of the attention group of rank 0. Seconds are of attention kernels,
 forward and backward; bytes are those that a rank sent. "Before" means if every rank computed its
@@ -48,7 +48,8 @@ class PerRank:
     between_bytes: list[float]  # of these, to other nodes
 
     def __post_init__(self) -> None:
-        columns = np.array(astuple(self), dtype=np.float64)  # fails if they are no numbers, or not equally many
+        # Fails if they are no numbers, or not equally many.
+        columns = np.array(astuple(self), dtype=np.float64)
         if not columns.size or not np.isfinite(columns).all():
             raise ValueError("figures by rank are lists of finite numbers, of one length")
 
@@ -140,13 +141,20 @@ class WarningRow:
 
 
 Row = RunRow | StepsRow | PlanRow | WarningRow
-_KINDS: dict[str, type[Row]] = {"run": RunRow, "steps": StepsRow, "plan": PlanRow, "warning": WarningRow}
+_KINDS: dict[str, type[Row]] = {
+    "run": RunRow,
+    "steps": StepsRow,
+    "plan": PlanRow,
+    "warning": WarningRow,
+}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def write_row(row: Row) -> str:
     """Format a row as a line without its end; floats are rounded to five digits."""
-    return json.dumps({"row": _NAMES[type(row)], **_rounded(asdict(row))}, separators=(",", ":"), default=_as_json)
+    return json.dumps(
+        {"row": _NAMES[type(row)], **_rounded(asdict(row))}, separators=(",", ":"), default=_as_json
+    )
 
 
 def read_row(line: str, name: str) -> Row | None:
@@ -172,11 +180,14 @@ def read_json(text: str | bytes, name: str) -> Any:
     try:
         return json.loads(text, parse_constant=int)  # which NaN and infinity are not
     except ValueError as error:
-        raise ReportError(f"{name} is not JSON: {error}. Move the file away to get a page without it.") from error
+        raise ReportError(
+            f"{name} is not JSON: {error}. Move the file away to get a page without it."
+        ) from error
 
 
 def _row_of(kind: type[Row], data: dict[str, Any]) -> Row:
-    values = {part.name: data[part.name] for part in fields(kind) if part.name in data}  # a newer version may write more
+    # A newer version may write more.
+    values = {part.name: data[part.name] for part in fields(kind) if part.name in data}
     if "per_rank" in values:
         values["per_rank"] = PerRank(**values["per_rank"])
     if "parts" in values:

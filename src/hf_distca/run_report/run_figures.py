@@ -20,8 +20,9 @@ __all__ = ["Figures", "PlanPiece", "PlanFigures", "collect"]
 
 _TALLY = [figure.name for figure in fields(BalanceTotals)]
 _NO_TIMELINES = (
-    "The share of messages that was hidden: it is read from timelines in which some travelled. "
-    "DistCACallback(trace_path=...) writes those of the third optimizer step; they have to lie in the folder of the run."
+    "The share of messages that was hidden: it is read from timelines in which some travelled."
+    " DistCACallback(trace_path=...) writes those of the third optimizer step; they have to lie in"
+    " the folder of the run."
 )
 
 
@@ -118,14 +119,20 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
                 plan=None if chosen is None else _drawn(chosen),
                 plan_steps=sorted({plan.step for plan in plans}),
                 run=_run(folder.rows_of(RunRow)[-1], rows),
-                warnings=[f"step {warning.step}: {warning.text}" for warning in folder.rows_of(WarningRow)],
+                warnings=[
+                    f"step {warning.step}: {warning.text}" for warning in folder.rows_of(WarningRow)
+                ],
                 missing=[] if "hidden_share" in total else [_NO_TIMELINES],
             )
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ReportError(f"{folder.path / RECORD_NAME} is no record of a run: {error!r}. Move the file away.") from error
+        raise ReportError(
+            f"{folder.path / RECORD_NAME} is no record of a run: {error!r}. Move the file away."
+        ) from error
 
 
-def _totals(folder: RunFolder, rows: Sequence[StepsRow]) -> tuple[dict[str, float], list[dict[str, float]]]:
+def _totals(
+    folder: RunFolder, rows: Sequence[StepsRow]
+) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Return the figures of the whole run, and those of each row."""
     tallies = [BalanceTotals(**{name: float(row.tally[name]) for name in _TALLY}) for row in rows]  # type: ignore[arg-type]
     whole, began = sum(tallies, BalanceTotals()), folder.rows_of(RunRow)[0].step
@@ -140,7 +147,10 @@ def _totals(folder: RunFolder, rows: Sequence[StepsRow]) -> tuple[dict[str, floa
         **({"hidden_share": sum(shares) / len(shares)} if shares else {}),
     }
     losses = [{} if row.loss is None else {"loss": row.loss} for row in rows]
-    return total, [{"step": row.step, **_logged(tally), **loss} for row, tally, loss in zip(rows, tallies, losses, strict=True)]
+    return total, [
+        {"step": row.step, **_logged(tally), **loss}
+        for row, tally, loss in zip(rows, tallies, losses, strict=True)
+    ]
 
 
 def _logged(tally: BalanceTotals) -> dict[str, float]:
@@ -148,11 +158,13 @@ def _logged(tally: BalanceTotals) -> dict[str, float]:
 
 
 def _summed(rows: Sequence[StepsRow]) -> PerRank:
-    """Sum figures over the run; if the number of ranks changed, over
-    the newest rows with the same number.
+    """Sum figures over the run; if the number of ranks changed, over the newest rows with the same
+    number.
     """
     tables = [np.array(astuple(row.per_rank), dtype=np.float64) for row in rows]
-    return PerRank(*np.sum([table for table in tables if table.shape == tables[-1].shape], axis=0).tolist())
+    return PerRank(
+        *np.sum([table for table in tables if table.shape == tables[-1].shape], axis=0).tolist()
+    )
 
 
 def _unevenness(row: PlanRow) -> float:
@@ -176,18 +188,31 @@ def _drawn(row: PlanRow) -> PlanFigures:
     for part in row.parts:
         plan = Plan.from_json(json.dumps(part.plan))
         layout, rows = plan.layout, (plan.end - plan.start) * plan.heads
-        for document, end in zip(layout.restore_numbers(layout.document).tolist(), layout.end.tolist(), strict=True):
+        for document, end in zip(
+            layout.restore_numbers(layout.document).tolist(), layout.end.tolist(), strict=True
+        ):
             lengths[document] = max(lengths.get(document, 0), end)
         speeds = np.array(part.speeds or [1.0] * layout.world_size, dtype=np.float64)
-        placed = [layout.restore_numbers(plan.document), plan.home, plan.server, speeds[plan.home], speeds[plan.server]]
-        tasks.append(np.array([*placed, rows, part.seconds], dtype=np.float64))  # fails if there are other numbers of seconds
-    documents, homes, servers, home_speeds, server_speeds, rows, seconds = np.concatenate(tasks, axis=1)
+        placed = [
+            layout.restore_numbers(plan.document),
+            plan.home,
+            plan.server,
+            speeds[plan.home],
+            speeds[plan.server],
+        ]
+        # Fails if there are other numbers of seconds.
+        tasks.append(np.array([*placed, rows, part.seconds], dtype=np.float64))
+    documents, homes, servers, home_speeds, server_speeds, rows, seconds = np.concatenate(
+        tasks, axis=1
+    )
     at_home = _pieces(lengths, [homes, documents, homes], [rows, seconds / home_speeds])
     as_planned = _pieces(lengths, [servers, documents, homes], [rows, seconds / server_speeds])
     return PlanFigures(row.step, row.micro_batch, at_home, as_planned, row.per_rank)
 
 
-def _pieces(lengths: dict[int, int], keys: Sequence[FloatArray], figures: Sequence[FloatArray]) -> list[PlanPiece]:
+def _pieces(
+    lengths: dict[int, int], keys: Sequence[FloatArray], figures: Sequence[FloatArray]
+) -> list[PlanPiece]:
     """Sum queries and seconds of tasks with the same rank, document and home."""
     distinct, index = np.unique(np.array(keys, dtype=np.int64), axis=1, return_inverse=True)
     sums = (np.bincount(index.ravel(), weights).tolist() for weights in figures)
@@ -199,20 +224,35 @@ def _pieces(lengths: dict[int, int], keys: Sequence[FloatArray], figures: Sequen
 
 def _verdict(total: dict[str, float]) -> str:
     """Say what a step took, and what balancing did to the slowest rank."""
-    text = f"A step took {total['step_seconds']:.3g} s, of which rank 0 spent {total['server_time_share']:.0%} in attention."
+    text = (
+        f"A step took {total['step_seconds']:.3g} s, of which rank 0 spent"
+        f" {total['server_time_share']:.0%} in attention."
+    )
     kind = "measured" if "imbalance_measured_before" in total else "estimated"
     before, even, after = (
-        total.get(f"imbalance_{name}", 1.0) for name in (f"{kind}_before", "estimated_before", f"{kind}_after")
+        total.get(f"imbalance_{name}", 1.0)
+        for name in (f"{kind}_before", "estimated_before", f"{kind}_after")
     )
     if not total["moved_micro_batches"]:
-        text += f" No work was moved: the slowest rank had {even:.2f} times the mean attention seconds by estimate"
+        text += (
+            f" No work was moved: the slowest rank had {even:.2f} times the mean attention seconds"
+            " by estimate"
+        )
         text += f", measured {after:.2f}." if kind == "measured" else "."
-        return text + " What ranks sent is of documents that lie on several of them." * bool(total.get("exchanged_mb_per_layer"))
-    text += f" The slowest rank had {before:.2f} times the mean attention seconds before balancing, and {after:.2f} after"
+        return text + " What ranks sent is of documents that lie on several of them." * bool(
+            total.get("exchanged_mb_per_layer")
+        )
+    text += (
+        f" The slowest rank had {before:.2f} times the mean attention seconds before balancing, and"
+        f" {after:.2f} after"
+    )
     saved = total["slowest_seconds_before"] - total["slowest_seconds_after"]
     if saved <= 0:
         return f"{text} ({kind})."
-    return f"{text} ({kind}): its attention took {saved:.3g} s less in {total['micro_batches']:.0f} micro-batches."
+    return (
+        f"{text} ({kind}): its attention took {saved:.3g} s less in {total['micro_batches']:.0f}"
+        " micro-batches."
+    )
 
 
 def _run(run: RunRow, rows: Sequence[StepsRow]) -> dict[str, dict[str, Any]]:
@@ -225,4 +265,9 @@ def _run(run: RunRow, rows: Sequence[StepsRow]) -> dict[str, dict[str, Any]]:
         "kernels": kernels,
         **({"resumed after step": run.step} if run.step else {}),
     }
-    return {"run": facts, **{name: dict(getattr(run, name)) for name in ("model", "settings", "training", "versions")}}
+    return {
+        "run": facts,
+        **{
+            name: dict(getattr(run, name)) for name in ("model", "settings", "training", "versions")
+        },
+    }

@@ -21,7 +21,15 @@ import torch
 from hf_distca.kernels.base import Grads, Kernel, Operands, Outputs, Saved, Scores, TaskBatch
 from hf_distca.kernels.flash import leave_room_for_messages
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.messages import MessagePart, Pending, concat_rows, launch, put_rows, side_stream, view_rows
+from hf_distca.runtime.messages import (
+    MessagePart,
+    Pending,
+    concat_rows,
+    launch,
+    put_rows,
+    side_stream,
+    view_rows,
+)
 from hf_distca.runtime.meter import Mark, Meter, mark_now
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import KeyRelay, Route, Wave
@@ -35,19 +43,24 @@ _KEY_PARTS = 2
 
 
 def split_head_groups(tensors: Handed, groups: int) -> Handed:
-    """Split each token's row into one row for each head group:
-    views, if the tensors are contiguous.
+    """Split each token's row into one row for each head group: views, if the tensors are
+    contiguous.
     """
     if groups == 1:
         return tensors
-    return _remake(tensors, (t.contiguous().view(len(t) * groups, t.shape[1] // groups, *t.shape[2:]) for t in tensors))
+    return _remake(
+        tensors,
+        (t.contiguous().view(len(t) * groups, t.shape[1] // groups, *t.shape[2:]) for t in tensors),
+    )
 
 
 def merge_head_groups(tensors: Handed, groups: int) -> Handed:
     """Undo `split_head_groups`."""
     if groups == 1:
         return tensors
-    return _remake(tensors, (t.view(len(t) // groups, t.shape[1] * groups, *t.shape[2:]) for t in tensors))
+    return _remake(
+        tensors, (t.view(len(t) // groups, t.shape[1] * groups, *t.shape[2:]) for t in tensors)
+    )
 
 
 def _remake(tensors: Handed, others: Iterable[torch.Tensor]) -> Handed:
@@ -84,7 +97,11 @@ class Inputs(NamedTuple):
         """Queries, and keys and values with their context in front."""
         if self.context_k_TKD is None or self.context_v_TKV is None:
             return Operands(self.q_THD, self.k_TKD, self.v_TKV)
-        return Operands(self.q_THD, torch.cat([self.context_k_TKD, self.k_TKD]), torch.cat([self.context_v_TKV, self.v_TKV]))
+        return Operands(
+            self.q_THD,
+            torch.cat([self.context_k_TKD, self.k_TKD]),
+            torch.cat([self.context_v_TKV, self.v_TKV]),
+        )
 
 
 @dataclass(eq=False)  # not frozen: to make one takes four times as long then
@@ -104,7 +121,9 @@ class AttentionServer:
     meter: Meter
     reporting: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def run(self, pools: Operands | Saved, tasks: TaskBatch, *, beside: bool = False) -> Outputs | Grads:
+    def run(
+        self, pools: Operands | Saved, tasks: TaskBatch, *, beside: bool = False
+    ) -> Outputs | Grads:
         """Compute outputs of a batch, or its gradients; zeros in rows that no task covers.
 
         With `beside` the kernel leaves room for messages.
@@ -115,7 +134,8 @@ class AttentionServer:
         kernel = leave_room_for_messages(self.kernel) if beside else self.kernel
         compute: Callable[..., Outputs | Grads] = kernel.backward if backward else kernel.forward
         try:
-            # Kernels compute in the dtypes that they are given, and in wider ones: the user's autocast is not for them.
+            # Kernels compute in the dtypes that they are given, and in wider ones: the user's
+            # autocast is not for them.
             if torch.is_autocast_enabled(device.type):
                 with torch.autocast(device.type, enabled=False):
                     results = compute(pools, tasks, self.scores)
@@ -138,8 +158,8 @@ class Call:
         stored: where the outputs are kept for a recompute; None to keep nothing.
         layer: facts about the layer that servers of a pool need beside its scores; None without a
             pool.
-        recomputed_outputs: stored outputs, in a recompute that finds them: nothing is launched and no kernel
-            runs.
+        recomputed_outputs: stored outputs, in a recompute that finds them: nothing is launched and
+            no kernel runs.
         backward: whether backward has begun.
     """
 
@@ -151,13 +171,22 @@ class Call:
         stored: LayerOutputs | None = None,
         layer: Mapping[str, Any] | None = None,
     ) -> None:
-        self.route, self.group, self.server, self.stored, self.layer = route, group, server, stored, layer
+        self.route, self.group, self.server, self.stored, self.layer = (
+            route,
+            group,
+            server,
+            stored,
+            layer,
+        )
         recomputed = None if stored is None else stored.take()
         self.recomputed_outputs = None if recomputed is None else Outputs(*recomputed)
         self.backward = False
         self._stashed: tuple[Operands | Outputs | Saved | Grads, Pending | None] | None = None
-        # Of relays: gradients of received queries; those of the key pool, wide enough for sums, and the dtypes they travel in.
-        self._relayed: tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.dtype]]] | None = None
+        # Of relays: gradients of received queries; those of the key pool, wide enough for sums, and
+        # the dtypes they travel in.
+        self._relayed: tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.dtype]]] | None = (
+            None
+        )
 
     @property
     def exchanges(self) -> bool:
@@ -165,19 +194,24 @@ class Call:
         return self.route.exchanges
 
     def notify_servers(self, step: str) -> None:
-        """Let the servers of a pool take part in a step of this call, or
-        of its backward once that has begun.
+        """Let the servers of a pool take part in a step of this call, or of its backward once that
+        has begun.
         """
         if self.layer is not None and self.group.lead is not None:
             said: dict[str, Any] = {"call": id(self)}
             if step == "begin":
                 scores = self.server.scores
-                said |= {**self.layer, "scale": scores.scale, "softcap": scores.softcap, "backward": self.backward}
+                said |= {
+                    **self.layer,
+                    "scale": scores.scale,
+                    "softcap": scores.softcap,
+                    "backward": self.backward,
+                }
             self.group.lead.notify_servers(step, said)
 
     def stash(self, tensors: Operands | Outputs | Saved | Grads, pending: Pending | None) -> None:
-        """Hold this rank's own tensors and the exchange under
-        way for the next autograd function.
+        """Hold this rank's own tensors and the exchange under way for the next autograd
+        function.
         """
         self._stashed = tensors, pending
 
@@ -188,12 +222,14 @@ class Call:
         """
         handed, self._stashed = self._stashed, None
         if handed is None or not isinstance(handed[0], kind):
-            raise RuntimeError("core attention ran out of order: what its next step needs was never made")
+            raise RuntimeError(
+                "core attention ran out of order: what its next step needs was never made"
+            )
         return handed[0], handed[1]
 
     def begin_backward(self) -> None:
-        """Count exchanges and spans as backward from now on, and drop
-        outputs that only a recompute needed.
+        """Count exchanges and spans as backward from now on, and drop outputs that only a recompute
+        needed.
         """
         self.backward = True
         if self.group.data is not None:
@@ -201,7 +237,8 @@ class Call:
         if self.stored is not None:
             self.stored.drop()
 
-    # A pipeline may exchange in one direction only. In the other one there is nothing to launch and nothing to wait for.
+    # A pipeline may exchange in one direction only. In the other one there is nothing to launch and
+    # nothing to wait for.
 
     def send_queries_and_keys(self, wave: Wave, home: Operands | Saved) -> Pending | None:
         """Send this rank's own rows to the servers of a wave."""
@@ -214,8 +251,8 @@ class Call:
         return self._launch(wave, parts, "dispatch", dispatches=1)
 
     def forward_keys(self, home: Operands | Saved, dispatch: Pending | None) -> Pending | None:
-        """Wait for the dispatch, and forward the keys that this rank
-        relays; without relays return the dispatch.
+        """Wait for the dispatch, and forward the keys that this rank relays; without relays return
+        the dispatch.
 
         On CUDA a side stream waits, so that this rank's own tasks, which are launched next, do not.
         `home` has rows of head groups.
@@ -227,8 +264,13 @@ class Call:
             first = dispatch.transfer
             came = self._await_sections(dispatch, "dispatch", beside)
             keys = zip(came[-_KEY_PARTS:], home.key_rows, strict=True)
-            parts = [MessagePart(passing.copy_forwarded(sections, like), passing.keys) for sections, like in keys]
-            second = self._launch(self.route.waves[-1], parts, "relays' dispatch", beside, dispatches=1)
+            parts = [
+                MessagePart(passing.copy_forwarded(sections, like), passing.keys)
+                for sections, like in keys
+            ]
+            second = self._launch(
+                self.route.waves[-1], parts, "relays' dispatch", beside, dispatches=1
+            )
         second.earlier_sections = came
         if beside:
             second.earlier_transfer = first
@@ -245,13 +287,19 @@ class Call:
 
         Return results of all its tokens, in rows of head groups.
         """
-        wave, groups, results = self.route.local_wave, self.route.groups, self._run(home, self.route.local_tasks)
+        wave, groups, results = (
+            self.route.local_wave,
+            self.route.groups,
+            self._run(home, self.route.local_tasks),
+        )
         if groups == 1 and wave is None:
             return results
         results = split_head_groups(results, groups)
         if wave is None:
             return results
-        pools = self._run(self._build_pools(wave, split_head_groups(home, groups), None), wave.arrived)
+        pools = self._run(
+            self._build_pools(wave, split_head_groups(home, groups), None), wave.arrived
+        )
         put_rows(results.query_rows, wave.own_queries, [[pool] for pool in pools.query_rows])
         sums = map(wave.pool.add_own, results.key_rows, pools.key_rows)
         return _remake(results, [*results.query_rows, *sums])
@@ -259,8 +307,8 @@ class Call:
     def run_arrived(
         self, wave: Wave, home: Operands | Saved, results: Results, dispatch: Pending | None
     ) -> tuple[Results, Pending | None]:
-        """Run the tasks that a dispatch brings, write this rank's own rows
-        into `results`, and send the others back.
+        """Run the tasks that a dispatch brings, write this rank's own rows into `results`, and send
+        the others back.
 
         Where keys are relayed, gradients of keys go to the relays first, and `collect` sends all of
         them home.
@@ -271,12 +319,16 @@ class Call:
         """
         if dispatch is None:
             return results, None
-        pools, passing = list(self._run(self._build_pools(wave, home, dispatch), wave.arrived)), wave.passing
+        pools, passing = (
+            list(self._run(self._build_pools(wave, home, dispatch), wave.arrived)),
+            wave.passing,
+        )
         queries = [pools.pop(0) for _ in results.query_rows]
         sums: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
         wide: list[tuple[torch.Tensor, torch.dtype]] = []
-        for total, tensor in zip(results.key_rows, home.key_rows, strict=False):  # outputs have no rows of keys
+        # Outputs have no rows of keys.
+        for total, tensor in zip(results.key_rows, home.key_rows, strict=False):
             pool = pools.pop(0)
             sums.append(wave.pool.add_own(total, pool))
             # Copies travel in the dtype of k and v; sums of them do not.
@@ -294,7 +346,9 @@ class Call:
         put_rows(results.query_rows, wave.own_queries, [[pool] for pool in queries])
         return _remake(results, [*results.query_rows, *sums]), returned
 
-    def run_waves(self, home: Operands | Saved, results: Results, dispatch: Pending | None) -> tuple[Results, Pending | None]:
+    def run_waves(
+        self, home: Operands | Saved, results: Results, dispatch: Pending | None
+    ) -> tuple[Results, Pending | None]:
         """Run `run_arrived` for all waves.
 
         The dispatch of the first is under way before, the return of the last one after.
@@ -324,19 +378,21 @@ class Call:
         return _remake(results, [*results.query_rows, *sums])
 
     def _run(self, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
-        """Run tasks, leaving room for messages if any are under way, of
-        this call or of the other nano-batch.
+        """Run tasks, leaving room for messages if any are under way, of this call or of the other
+        nano-batch.
         """
         data = self.group.data
         return self.server.run(pools, tasks, beside=data is not None and data.under_way)
 
     def _send_home(self, wave: Wave, passing: KeyRelay, returned: Pending) -> Pending:
-        """Wait for gradients of the keys that this rank forwarded, add them
-        up, and send all gradients to the homes.
+        """Wait for gradients of the keys that this rank forwarded, add them up, and send all
+        gradients to the homes.
         """
         relayed, self._relayed = self._relayed, None
         if relayed is None:
-            raise RuntimeError("core attention ran out of order: a relay has no gradients of its own pool")
+            raise RuntimeError(
+                "core attention ran out of order: a relay has no gradients of its own pool"
+            )
         queries, pools = relayed
         keys = []
         for copies in self._await_sections(returned, "return"):
@@ -345,17 +401,26 @@ class Call:
             del pool_TKD
         return self._send_back(wave, queries, keys)
 
-    def _send_back(self, wave: Wave, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor] = ()) -> Pending:
-        """Send back results for the rows of other ranks: rows of
-        received queries, and of the key pool.
+    def _send_back(
+        self, wave: Wave, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor] = ()
+    ) -> Pending:
+        """Send back results for the rows of other ranks: rows of received queries, and of the key
+        pool.
         """
         parts = [MessagePart(t.contiguous(), wave.queries.way_back) for t in queries]
         parts += [MessagePart(t.contiguous(), wave.pool.way_back) for t in keys]
         return self._launch(wave, parts, "return", returns=1)
 
-    def _launch(self, wave: Wave, parts: Sequence[MessagePart], name: str, beside: bool = False, **counted: int) -> Pending:
-        """Launch an exchange of this name, `counted` as a dispatch or a return;
-        with `beside`, it travels beside what this rank computes.
+    def _launch(
+        self,
+        wave: Wave,
+        parts: Sequence[MessagePart],
+        name: str,
+        beside: bool = False,
+        **counted: int,
+    ) -> Pending:
+        """Launch an exchange of this name, `counted` as a dispatch or a return; with `beside`, it
+        travels beside what this rank computes.
         """
         begin = mark_now(parts[0].tensor.device)
         pending = launch(self.group.data, parts, wave.formats, name, self.group.near)
@@ -366,9 +431,11 @@ class Call:
         self.server.meter.count(sent_bytes=sent, between_bytes=between, **counted)
         return pending
 
-    def _await_sections(self, pending: Pending, name: str, beside: bool = False) -> list[list[torch.Tensor]]:
-        """Wait for an exchange and return its `Pending.sections`;
-        `beside` says that a side stream waits.
+    def _await_sections(
+        self, pending: Pending, name: str, beside: bool = False
+    ) -> list[list[torch.Tensor]]:
+        """Wait for an exchange and return its `Pending.sections`; `beside` says that a side stream
+        waits.
         """
         begin = mark_now(pending.device)
         came = pending.sections()
@@ -381,7 +448,9 @@ class Call:
     def _add_span(self, name: str, begin: Mark, end: Mark) -> None:
         self.server.meter.span(name, begin, end, backward=self.backward)
 
-    def _build_pools(self, wave: Wave, home: Operands | Saved, dispatch: Pending | None) -> Operands | Saved:
+    def _build_pools(
+        self, wave: Wave, home: Operands | Saved, dispatch: Pending | None
+    ) -> Operands | Saved:
         """Build the pools that a wave's tasks read.
 
         Rows go from the message straight to their pools, and the message is freed. The pools are
@@ -395,7 +464,9 @@ class Call:
             return _remake(home, [section for (section,) in received])
         cut = len(home.query_rows)
         queries = [
-            concat_rows([*(view_rows(tensor, *run[1:]) for run in wave.own_queries), *sections], tensor)
+            concat_rows(
+                [*(view_rows(tensor, *run[1:]) for run in wave.own_queries), *sections], tensor
+            )
             for tensor, sections in zip(home.query_rows, received[:cut], strict=True)
         ]
         return _remake(home, [*queries, *map(wave.pool.assemble, home.key_rows, received[cut:])])

@@ -1,5 +1,5 @@
-"""The data communicator of core attention: starts exchanges and waits for
-them, and matches them by their purpose.
+"""The data communicator of core attention: starts exchanges and waits for them, and matches them by
+their purpose.
 
 gloo matches messages by their order alone. If ranks disagree about what comes next, a message that
 is longer than the awaited one ends the receiving process, and a shorter one is taken in silence. So
@@ -53,11 +53,12 @@ class Channel:
 
     @property
     def checksum(self) -> int:
-        """Number below 2**32 that depends on all launches so far, here and
-        in all calls of `at`, but not on sizes.
+        """Number below 2**32 that depends on all launches so far, here and in all calls of `at`,
+        but not on sizes.
 
-        Equal on two ranks that launched the same exchanges in the same order. Layers of one micro-batch have messages of equal
-        sizes: where they have no tags, nothing else shows that two ranks exchanged those of different layers.
+        Equal on two ranks that launched the same exchanges in the same order. Layers of one
+        micro-batch have messages of equal sizes: where they have no tags, nothing else shows that
+        two ranks exchanged those of different layers.
         """
         return self._sum[0]
 
@@ -66,8 +67,8 @@ class Channel:
         return replace(self, where=where, forward_exchanges=forward_exchanges, launched=0)
 
     def begin_backward(self) -> None:
-        """Count subsequent exchanges as backward ones, also in a
-        recompute, which launched none in forward.
+        """Count subsequent exchanges as backward ones, also in a recompute, which launched none in
+        forward.
         """
         self.launched = max(self.launched, self.forward_exchanges or 0)
 
@@ -79,8 +80,8 @@ class Channel:
         send_bytes: Mapping[int, int],
         name: str | None = None,
     ) -> Transfer:
-        """Start to send and receive messages, which lie one after another
-        in `sent` and `received`, both uint8.
+        """Start to send and receive messages, which lie one after another in `sent` and `received`,
+        both uint8.
 
         Args:
             received, sent: the messages of all ranks, in the order of ranks.
@@ -102,7 +103,8 @@ class Channel:
         self.monitor.under_way.add(transfer)
         launch = self._start_tagged if self.is_gloo else self._start_all_to_all
         try:
-            # One message after another: if a rank has left, those that were started before must be seen through.
+            # One message after another: if a rank has left, those that were started before must be
+            # seen through.
             for work in launch(transfer, receive_bytes, send_bytes):
                 transfer.works.append(work)
         except RuntimeError as error:
@@ -126,14 +128,22 @@ class Channel:
         self, transfer: Transfer, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
     ) -> Iterator[dist.Work | None]:
         group = self.process_group
-        arriving, leaving = ([sizes.get(rank, 0) for rank in range(group.size())] for sizes in (receive_bytes, send_bytes))
-        yield dist.all_to_all_single(transfer.received, transfer.sent, arriving, leaving, group=group, async_op=True)
+        arriving, leaving = (
+            [sizes.get(rank, 0) for rank in range(group.size())]
+            for sizes in (receive_bytes, send_bytes)
+        )
+        yield dist.all_to_all_single(
+            transfer.received, transfer.sent, arriving, leaving, group=group, async_op=True
+        )
 
     def _start_tagged(
         self, transfer: Transfer, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
     ) -> Iterator[dist.Work | None]:
         group, rank_here = self.process_group, self.process_group.rank()
-        received, sent = _split_messages(transfer.received, receive_bytes), _split_messages(transfer.sent, send_bytes)
+        received, sent = (
+            _split_messages(transfer.received, receive_bytes),
+            _split_messages(transfer.sent, send_bytes),
+        )
         if rank_here in sent:
             received.pop(rank_here).copy_(sent.pop(rank_here))
         for rank, message in received.items():
@@ -163,9 +173,15 @@ class Transfer:
         Raises:
             DistCADesyncError: if other ranks do not take part in time.
         """
-        seconds = self.channel.timeout_seconds  # from now on: what this rank did since the launch is not the others' time
+        # From now on: what this rank did since the launch is not the others' time.
+        seconds = self.channel.timeout_seconds
         try:
-            wait_for_works(self.works, time.monotonic() + seconds - reserved_seconds(seconds) if self.channel.is_gloo else None)
+            wait_for_works(
+                self.works,
+                time.monotonic() + seconds - reserved_seconds(seconds)
+                if self.channel.is_gloo
+                else None,
+            )
         except RuntimeError as error:
             raise self.channel.monitor.give_up(self.doing, error) from error
         if self.landing is not None:
@@ -205,7 +221,11 @@ def _checksum(text: str, number: int, before: int = 0) -> int:
 def _split_messages(buffer: torch.Tensor, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
     """Cut a buffer into views: the message of each rank that has one."""
     starts = accumulate(sizes.values(), initial=0)
-    return {rank: buffer[start : start + size] for (rank, size), start in zip(sizes.items(), starts, strict=False) if size}
+    return {
+        rank: buffer[start : start + size]
+        for (rank, size), start in zip(sizes.items(), starts, strict=False)
+        if size
+    }
 
 
 def _time_left(deadline: float) -> datetime.timedelta:

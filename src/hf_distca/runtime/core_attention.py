@@ -65,11 +65,12 @@ def _once_differentiable(backward: _Backward) -> _Backward:
 
 
 def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
-    """Compute causal attention within documents, for the tokens of this rank,
-    on the ranks that the call's route names.
+    """Compute causal attention within documents, for the tokens of this rank, on the ranks that the
+    call's route names.
 
-    Every rank of the call's group must call it with routes of the same plan, the same number of times in the same order, forward
-    and backward. A route without exchanges is a plain call of the kernel.
+    Every rank of the call's group must call it with routes of the same plan, the same number of
+    times in the same order, forward and backward. A route without exchanges is a plain call of the
+    kernel.
 
     Returns:
         o_THV in q's dtype.
@@ -79,8 +80,8 @@ def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
     """
     if inputs.q_THD.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "core attention runs while a CUDA graph is captured: a replay would repeat the plan of this batch for all others. "
-            "Capture only code between attention layers, or nothing."
+            "core attention runs while a CUDA graph is captured: a replay would repeat the plan of"
+            " this batch for all others. Capture only code between attention layers, or nothing."
         )
     if call.recomputed_outputs is None:
         call.server.meter.count(calls=1)
@@ -88,18 +89,25 @@ def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
         call.server.meter.count(recalls=1)
     if not call.exchanges:
         o_THV = _apply(_Unmoved, call, *inputs)
-        yield_to_other_nano_batch()  # to the other nano-batch, whose messages have had time to travel
+        # To the other nano-batch, whose messages have had time to travel.
+        yield_to_other_nano_batch()
         return o_THV
     # Messages are packed as runs of bytes.
     q_THD, k_TKD, v_TKV = (tensor.contiguous() for tensor in inputs[:3])
-    sink_H, inputs = inputs.sink_H, inputs._replace(q_THD=q_THD, k_TKD=k_TKD, v_TKV=v_TKV, sink_H=None)
+    sink_H, inputs = (
+        inputs.sink_H,
+        inputs._replace(q_THD=q_THD, k_TKD=k_TKD, v_TKV=v_TKV, sink_H=None),
+    )
     # In ping-pong, the other nano-batch computes while these messages travel.
     anchor = _apply(_Dispatch, call, *inputs)
     yield_to_other_nano_batch()
     anchor = _apply(_Serve, call, anchor)
     yield_to_other_nano_batch()
-    # `_Return` saves these for backward but must not differentiate them: q, k, v get their gradients from `_Dispatch`.
-    *rows, _, context_k, context_v = (None if tensor is None else tensor.detach() for tensor in inputs)
+    # `_Return` saves these for backward but must not differentiate them: q, k, v get their
+    # gradients from `_Dispatch`.
+    *rows, _, context_k, context_v = (
+        None if tensor is None else tensor.detach() for tensor in inputs
+    )
     return _apply(_Return, call, anchor, *rows, sink_H, context_k, context_v)
 
 
@@ -111,7 +119,12 @@ class _Dispatch(torch.autograd.Function):
         if call.recomputed_outputs is None:
             home = inputs.operands
             call.notify_servers("begin")
-            call.stash(home, call.send_queries_and_keys(call.route.waves[0], split_head_groups(home, call.route.groups)))
+            call.stash(
+                home,
+                call.send_queries_and_keys(
+                    call.route.waves[0], split_head_groups(home, call.route.groups)
+                ),
+            )
         return inputs.q_THD.new_zeros(())
 
     @staticmethod
@@ -120,7 +133,9 @@ class _Dispatch(torch.autograd.Function):
         call: Call = ctx.call
         call.notify_servers("finish")
         grads = call.collect(call.route.waves[-1], *call.pop_stashed(Grads))
-        return None, *_input_gradients(merge_head_groups(grads, call.route.groups), ctx.context_tokens)
+        return None, *_input_gradients(
+            merge_head_groups(grads, call.route.groups), ctx.context_tokens
+        )
 
 
 class _Serve(torch.autograd.Function):
@@ -160,10 +175,16 @@ class _Return(torch.autograd.Function):
     @_once_differentiable
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
         call, inputs, saved = _begin_backward(ctx, do_THV)
-        # If only sinks are trained, q, k and v need no gradient: `_Serve.backward` never runs, and nobody would take a dispatch.
+        # If only sinks are trained, q, k and v need no gradient: `_Serve.backward` never runs, and
+        # nobody would take a dispatch.
         if ctx.needs_input_grad[1]:
             call.notify_servers("begin")
-            call.stash(saved, call.send_queries_and_keys(call.route.waves[0], split_head_groups(saved, call.route.groups)))
+            call.stash(
+                saved,
+                call.send_queries_and_keys(
+                    call.route.waves[0], split_head_groups(saved, call.route.groups)
+                ),
+            )
         d_sink_H = _sink_gradient(saved, inputs.sink_H)
         return None, do_THV.new_zeros(()), None, None, None, d_sink_H, None, None
 
@@ -179,10 +200,14 @@ class _Unmoved(torch.autograd.Function):
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
         call, inputs, saved = _begin_backward(ctx, do_THV)
         grads = merge_head_groups(call.run_local(saved), call.route.groups)
-        return None, *_input_gradients(grads, inputs.context_tokens, _sink_gradient(saved, inputs.sink_H))
+        return None, *_input_gradients(
+            grads, inputs.context_tokens, _sink_gradient(saved, inputs.sink_H)
+        )
 
 
-def _input_gradients(grads: Sequence[torch.Tensor], context: int, d_sink_H: _Optional = None) -> tuple[_Optional, ...]:
+def _input_gradients(
+    grads: Sequence[torch.Tensor], context: int, d_sink_H: _Optional = None
+) -> tuple[_Optional, ...]:
     """Split gradients of operands into gradients of `Inputs` with so many tokens of context."""
     dq_THD, dk_TKD, dv_TKV = grads
     if dq_THD.dtype != dk_TKD.dtype or dq_THD.dtype != dv_TKV.dtype:  # sums are wide
@@ -197,9 +222,11 @@ def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tenso
     return result
 
 
-def _save_for_backward(ctx: Any, call: Call, inputs: Inputs, compute: Callable[[], Outputs]) -> torch.Tensor:
-    """Save a call for backward, and its outputs for a recompute; in a recompute
-    that finds them, use those. Return o_THV.
+def _save_for_backward(
+    ctx: Any, call: Call, inputs: Inputs, compute: Callable[[], Outputs]
+) -> torch.Tensor:
+    """Save a call for backward, and its outputs for a recompute; in a recompute that finds them,
+    use those. Return o_THV.
     """
     if call.recomputed_outputs is None:
         outputs = merge_head_groups(compute(), call.route.groups)
@@ -208,15 +235,18 @@ def _save_for_backward(ctx: Any, call: Call, inputs: Inputs, compute: Callable[[
         if call.stored is not None:
             call.stored.keep(*outputs)
     else:
-        outputs, call.recomputed_outputs = Outputs(*(tensor.detach() for tensor in call.recomputed_outputs)), None
+        outputs, call.recomputed_outputs = (
+            Outputs(*(tensor.detach() for tensor in call.recomputed_outputs)),
+            None,
+        )
     ctx.call = call
     ctx.save_for_backward(*inputs, *outputs)
     return outputs.o_THV
 
 
 def _begin_backward(ctx: Any, do_THV: torch.Tensor) -> tuple[Call, Inputs, Saved]:
-    """Return the call, its inputs, and the tensors that tasks read in
-    backward: o and lse with the sinks merged in.
+    """Return the call, its inputs, and the tensors that tasks read in backward: o and lse with the
+    sinks merged in.
     """
     *tensors, o_THV, lse_TH = ctx.saved_tensors
     ctx.call.begin_backward()

@@ -1,4 +1,6 @@
-"""The ranks that share core attention: one communicator for tensors, one on the CPU for planning."""
+"""The ranks that share core attention: one communicator for tensors, one on the CPU for
+planning.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ import torch.distributed as dist
 from hf_distca.borrowed import group_in_store, timeout_of
 from hf_distca.errors import ConfigError, DistCADesyncError
 from hf_distca.runtime.channel import Channel
-from hf_distca.runtime.members import Members, PoolRanks, all_reduce_min, make_communicator, node_number, ranks_per_node
+from hf_distca.runtime.members import (
+    Members,
+    PoolRanks,
+    all_reduce_min,
+    make_communicator,
+    node_number,
+    ranks_per_node,
+)
 from hf_distca.runtime.monitor import NO_NAMES, FailureMonitor, reserved_seconds, start_polling
 from hf_distca.runtime.rendezvous import Rendezvous
 from hf_distca.schedule.layout import IntArray
@@ -28,13 +37,14 @@ __all__ = ["AttentionGroup", "Members", "ServerNotifier"]
 _log = logging.getLogger("hf_distca")
 
 _NOT_ALL_CAME = (
-    "Every rank must come here, by a training forward, hf_distca.prepare or a DistCACallback that all of them have: look at the "
-    "logs of the other ranks. If ranks could not connect, set GLOO_SOCKET_IFNAME to the interface over which nodes reach each "
-    "other: plans travel over gloo even on GPUs."
+    "Every rank must come here, by a training forward, hf_distca.prepare or a DistCACallback that"
+    " all of them have: look at the logs of the other ranks. If ranks could not connect, set"
+    " GLOO_SOCKET_IFNAME to the interface over which nodes reach each other: plans travel over gloo"
+    " even on GPUs."
 )
 _UNEQUAL_NODES = (
-    "%d ranks share attention on %d nodes, not equally many on each or not one node after another: links inside a node are taken "
-    "to be as slow as those between nodes."
+    "%d ranks share attention on %d nodes, not equally many on each or not one node after another:"
+    " links inside a node are taken to be as slow as those between nodes."
 )
 
 
@@ -45,8 +55,8 @@ class ServerNotifier(Protocol):
         """Announce the step that this rank takes next, with the arguments that servers need."""
 
     def number(self, known: object) -> int:
-        """Return a number that identifies an object; once `known` is gone here,
-        servers forget what they stored by that number.
+        """Return a number that identifies an object; once `known` is gone here, servers forget what
+        they stored by that number.
         """
 
     def without(self, leaving: Sequence[str]) -> ServerNotifier:
@@ -61,8 +71,8 @@ class AttentionGroup:
     `DistCADesyncError` if not every rank comes in time.
 
     Attributes:
-        inline_row_capacity: numbers of a row that travel in the first step of `gather`; a longer row takes
-            a second step, which `gather_async` does not have.
+        inline_row_capacity: numbers of a row that travel in the first step of `gather`; a longer
+            row takes a second step, which `gather_async` does not have.
         ranks: their global ranks. Everywhere else in the package, "rank" is an index into this
             tuple.
         rank: this process.
@@ -110,8 +120,8 @@ class AttentionGroup:
         timeout_seconds: float | None = None,
         size: int | None = None,
     ) -> AttentionGroup:
-        """Return the group of these ranks: the one made before, if no rank has
-        left it, or else a new one from `create`.
+        """Return the group of these ranks: the one made before, if no rank has left it, or else a
+        new one from `create`.
 
         Every member must call it at the same point, as for `create`, and errors are the same.
         Communicators cost threads and connections, and torch cannot replace one by another of the
@@ -124,7 +134,8 @@ class AttentionGroup:
                 and so on.
         """
         world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
-        for key in [key for key in _groups if key[0] is not world]:  # torch.distributed has stopped or started since
+        # torch.distributed has stopped or started since.
+        for key in [key for key in _groups if key[0] is not world]:
             del _groups[key]
         if world is None:
             return cls()
@@ -132,21 +143,29 @@ class AttentionGroup:
         who = (members if isinstance(members, Members) else Members.of(members)).subset(size)
         group = _groups.get((world, who, timeout_seconds))
         if group is None or group.has_left or not _has_all_ranks(group):
-            group = _groups[world, who, timeout_seconds] = cls.create(who, timeout_seconds=timeout_seconds)
+            group = _groups[world, who, timeout_seconds] = cls.create(
+                who, timeout_seconds=timeout_seconds
+            )
         return group
 
     @classmethod
     def create(
-        cls, members: dist.ProcessGroup | Members | None = None, *, timeout_seconds: float | None = None
+        cls,
+        members: dist.ProcessGroup | Members | None = None,
+        *,
+        timeout_seconds: float | None = None,
     ) -> AttentionGroup:
-        """Build the group of these ranks. Every member must call it at the same point; other ranks have no part in it.
+        """Build the group of these ranks. Every member must call it at the same point; other ranks
+        have no part in it.
 
-        The group gets communicators of its own, so its exchanges never mix with those of DDP, FSDP or the user.
-        Without torch.distributed, or in a world of one, the group is this process alone.
+        The group gets communicators of its own, so its exchanges never mix with those of DDP, FSDP
+        or the user. Without torch.distributed, or in a world of one, the group is this process
+        alone.
 
         Args:
             members: the ranks of a process group or those named, by default the world.
-            timeout_seconds: how long a rank waits for the others; None for as long as collectives of the world may take.
+            timeout_seconds: how long a rank waits for the others; None for as long as collectives
+                of the world may take.
 
         Raises:
             ConfigError: if this rank is not among them.
@@ -158,7 +177,10 @@ class AttentionGroup:
         who = members if isinstance(members, Members) else Members.of(members)
         ranks, rank = tuple(sorted(who.ranks)), dist.get_rank()
         if rank not in ranks:
-            raise ConfigError(f"rank {rank} is not in its attention group {ranks}: pass each rank the group it belongs to.")
+            raise ConfigError(
+                f"rank {rank} is not in its attention group {ranks}: pass each rank the group it"
+                " belongs to."
+            )
         if len(ranks) == 1:
             return cls(ranks)
         timeout = datetime.timedelta(seconds=timeout_seconds - reserved_seconds(timeout_seconds))
@@ -171,24 +193,34 @@ class AttentionGroup:
         )
 
     @classmethod
-    def with_servers(cls, seats: PoolRanks, timeout_seconds: float, lead: ServerNotifier | None = None) -> AttentionGroup:
-        """Build the group of ranks that train and servers, which
-        share no world of torch.distributed.
+    def with_servers(
+        cls, seats: PoolRanks, timeout_seconds: float, lead: ServerNotifier | None = None
+    ) -> AttentionGroup:
+        """Build the group of ranks that train and servers, which share no world of
+        torch.distributed.
 
         Every one of them must call it; for arguments and errors see `create`.
         """
         timeout = datetime.timedelta(seconds=timeout_seconds - reserved_seconds(timeout_seconds))
-        group = cls(seats.ranks, seats.rank, lead=lead, holds=seats.holds, timeout_seconds=timeout_seconds)
+        group = cls(
+            seats.ranks, seats.rank, lead=lead, holds=seats.holds, timeout_seconds=timeout_seconds
+        )
         return group._connected(
             lambda: (
-                group_in_store(seats.place, seats.store, seats.backend, timeout, f"distca-data of {group.size}"),
-                group_in_store(seats.place, seats.store, "gloo", timeout, f"distca-control of {group.size}"),
+                group_in_store(
+                    seats.place, seats.store, seats.backend, timeout, f"distca-data of {group.size}"
+                ),
+                group_in_store(
+                    seats.place, seats.store, "gloo", timeout, f"distca-control of {group.size}"
+                ),
             ),
             seats.names,
         )
 
     def _connected(
-        self, connect: Callable[[], tuple[dist.ProcessGroup, dist.ProcessGroup]], names: Mapping[int, str] = NO_NAMES
+        self,
+        connect: Callable[[], tuple[dist.ProcessGroup, dist.ProcessGroup]],
+        names: Mapping[int, str] = NO_NAMES,
     ) -> AttentionGroup:
         """Return the group with communicators for tensors and for planning, made by `connect`."""
         ranks, rank, seconds = self.ranks, self.rank, self.timeout_seconds
@@ -196,18 +228,25 @@ class AttentionGroup:
             data, control = connect()
             nodes = torch.empty(len(ranks), dtype=torch.int64, device="cpu")
             dist.all_to_all_single(nodes, torch.full_like(nodes, node_number()), group=control)
-            # A barrier: a rank that fails right after this must not break connections that others are still making.
+            # A barrier: a rank that fails right after this must not break connections that others
+            # are still making.
             all_reduce_min(np.zeros(1, dtype=np.int64), control)
         except RuntimeError as error:
             raise DistCADesyncError(
-                f"rank {ranks[rank]} waited up to {seconds:g} s for ranks {ranks} while making their attention group, and not "
-                f"all came ({error}). {_NOT_ALL_CAME}"
+                f"rank {ranks[rank]} waited up to {seconds:g} s for ranks {ranks} while making"
+                f" their attention group, and not all came ({error}). {_NOT_ALL_CAME}"
             ) from error
         start_polling(monitor := FailureMonitor(ranks, rank, seconds, (data, control), names))
         per_node = ranks_per_node(nodes.tolist())
         if per_node is None and rank == 0:
             _log.warning(_UNEQUAL_NODES, len(ranks), len(set(nodes.tolist())))
-        return replace(self, data=Channel(data, monitor, seconds), control=control, monitor=monitor, per_node=per_node)
+        return replace(
+            self,
+            data=Channel(data, monitor, seconds),
+            control=control,
+            monitor=monitor,
+            per_node=per_node,
+        )
 
     @property
     def has_left(self) -> bool:
@@ -215,8 +254,8 @@ class AttentionGroup:
         return self.monitor is not None and self.monitor.has_left
 
     def notify_servers(self, step: str, **arguments: Any) -> None:
-        """Let the servers of a pool, if there are any, take part in this
-        rank's next step; only rank 0 tells them.
+        """Let the servers of a pool, if there are any, take part in this rank's next step; only
+        rank 0 tells them.
         """
         if self.lead is not None:
             self.lead.notify_servers(step, {"session": self.session, **arguments})
@@ -227,11 +266,15 @@ class AttentionGroup:
 
     def at(self, where: str, forward_exchanges: int) -> AttentionGroup:
         """Return the group with the channel of one call, from `Channel.at`."""
-        return self if self.data is None else replace(self, data=self.data.at(where, forward_exchanges))
+        return (
+            self
+            if self.data is None
+            else replace(self, data=self.data.at(where, forward_exchanges))
+        )
 
     def reporting(self, doing: str) -> AbstractContextManager[None]:
-        """Return a context manager that reports an exception inside to the other
-        ranks, so that they do not wait for this one.
+        """Return a context manager that reports an exception inside to the other ranks, so that
+        they do not wait for this one.
         """
         return nullcontext() if self.monitor is None else self.monitor.reporting(doing)
 
@@ -253,7 +296,10 @@ class AttentionGroup:
             return rows
         rest = torch.tensor(row[self.inline_row_capacity :], dtype=torch.int64, device="cpu")
         rests = self.all_to_all(rest.repeat(self.size), [len(rest)] * self.size, more, doing=doing)
-        return [np.concatenate(pair) for pair in zip(rows, np.split(rests.numpy(), np.cumsum(more)[:-1]), strict=True)]
+        return [
+            np.concatenate(pair)
+            for pair in zip(rows, np.split(rests.numpy(), np.cumsum(more)[:-1]), strict=True)
+        ]
 
     def all_equal(self, numbers: IntArray, *, doing: str) -> bool:
         """Return whether every rank has equal numbers, a flat int64 array of one length.
@@ -263,10 +309,13 @@ class AttentionGroup:
         if self.control is None or self.monitor is None:
             return True
         with self.monitor.collective(doing):
-            smallest = all_reduce_min(np.concatenate([numbers, ~numbers]), self.control)  # ~x = -x - 1 turns the order round
+            # ~x = -x - 1 turns the order round.
+            smallest = all_reduce_min(np.concatenate([numbers, ~numbers]), self.control)
         return bool((smallest[: len(numbers)] == ~smallest[len(numbers) :]).all())
 
-    def gather_async(self, row: IntArray, *, doing: str, on_arrival: Callable[[Sequence[IntArray]], object]) -> Rendezvous:
+    def gather_async(
+        self, row: IntArray, *, doing: str, on_arrival: Callable[[Sequence[IntArray]], object]
+    ) -> Rendezvous:
         """Start to gather a row of integers from every rank, without waiting.
 
         Args:
@@ -276,7 +325,9 @@ class AttentionGroup:
         """
         return Rendezvous(*self._start_gathering(row), on_arrival, self.monitor, doing)
 
-    def all_to_all(self, sent: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, doing: str) -> torch.Tensor:
+    def all_to_all(
+        self, sent: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, doing: str
+    ) -> torch.Tensor:
         """Send rows of a CPU tensor to every rank, with row counts to and from each.
 
         Both tensors are in rank order. Collective.
@@ -285,11 +336,14 @@ class AttentionGroup:
             return sent
         received = sent.new_empty((sum(receive), *sent.shape[1:]))
         with self.monitor.collective(doing):
-            dist.all_to_all_single(received, sent.contiguous(), list(receive), list(send), group=self.control)
+            dist.all_to_all_single(
+                received, sent.contiguous(), list(receive), list(send), group=self.control
+            )
         return received
 
     def raise_pending(self) -> None:
-        """Raise the error that another thread has found, if any; see `FailureMonitor.raise_pending`.
+        """Raise the error that another thread has found, if any; see
+        `FailureMonitor.raise_pending`.
 
         Takes no time.
         """
@@ -304,17 +358,21 @@ class AttentionGroup:
         return [text] if self.monitor is None else self.monitor.gather_text(text)
 
     def _start_gathering(self, row: IntArray) -> tuple[torch.Tensor, dist.Work | None]:
-        """Start to gather rows padded to (ranks, 1 + `inline_row_capacity`); the
-        first number of each is its true length.
+        """Start to gather rows padded to (ranks, 1 + `inline_row_capacity`); the first number of
+        each is its true length.
         """
         padded = torch.zeros(1 + self.inline_row_capacity, dtype=torch.int64, device="cpu")
-        first = torch.tensor([len(row), *row[: self.inline_row_capacity]], dtype=torch.int64, device="cpu")
+        first = torch.tensor(
+            [len(row), *row[: self.inline_row_capacity]], dtype=torch.int64, device="cpu"
+        )
         padded[: len(first)] = first
         if self.control is None:
             return padded[None], None
         rows = torch.empty((self.size, len(padded)), dtype=torch.int64, device="cpu")
         # Over gloo an all-to-all is one step, an all-gather one a rank.
-        return rows, dist.all_to_all_single(rows.view(-1), padded.repeat(self.size), group=self.control, async_op=True)
+        return rows, dist.all_to_all_single(
+            rows.view(-1), padded.repeat(self.size), group=self.control, async_op=True
+        )
 
 
 # The groups that `AttentionGroup.of` made in the world of now.

@@ -25,7 +25,15 @@ from hf_distca.borrowed import PrefixStore, Store, group_of_members, names_of_gr
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["Members", "PoolRanks", "make_communicator", "launched_per_node", "all_reduce_min", "node_number", "ranks_per_node"]
+__all__ = [
+    "Members",
+    "PoolRanks",
+    "make_communicator",
+    "launched_per_node",
+    "all_reduce_min",
+    "node_number",
+    "ranks_per_node",
+]
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -45,7 +53,10 @@ class Members:
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Members:
         """Return the members of a process group, the world if None."""
-        return cls(tuple(dist.get_process_group_ranks(group or dist.GroupMember.WORLD)), dist.get_backend(group))
+        return cls(
+            tuple(dist.get_process_group_ranks(group or dist.GroupMember.WORLD)),
+            dist.get_backend(group),
+        )
 
     def subset(self, size: int | None) -> Members:
         """Return the part of `size` neighbours that this rank is in; all members if None.
@@ -58,8 +69,8 @@ class Members:
             return self
         if len(ranks) % size:
             raise ConfigError(
-                f"group_size={size} does not divide the {len(ranks)} ranks that could share core attention: groups are equally "
-                "large, best of whole nodes."
+                f"group_size={size} does not divide the {len(ranks)} ranks that could share core"
+                " attention: groups are equally large, best of whole nodes."
             )
         first = ranks.index(rank) // size * size
         return Members(tuple(ranks[first : first + size]), self.backend)
@@ -92,24 +103,30 @@ class PoolRanks:
         return self.ranks, self.rank
 
     def without(self, leaving: Sequence[int]) -> PoolRanks:
-        """Return the seats of the others, once those of these indices
-        have left; this process is none of them.
+        """Return the seats of the others, once those of these indices have left; this process is
+        none of them.
         """
         stay = [index for index in range(len(self.ranks)) if index not in leaving]
-        ranks, holds = tuple(self.ranks[index] for index in stay), tuple(self.holds[index] for index in stay)
+        ranks, holds = (
+            tuple(self.ranks[index] for index in stay),
+            tuple(self.holds[index] for index in stay),
+        )
         meeting = PrefixStore(f"distca pool of {len(stay)}", self.store)
         return PoolRanks(ranks, holds, self.names, stay.index(self.rank), self.backend, meeting)
 
 
-def make_communicator(ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, purpose: str) -> dist.ProcessGroup:
+def make_communicator(
+    ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, purpose: str
+) -> dist.ProcessGroup:
     """Make a process group by its members alone, at any time.
 
-    `dist.new_group` has two reasons to wait for ranks that need not come. If the world is bound to a device, it splits the
-    communicator of the world, for which NCCL needs all its ranks: here the world is not bound meanwhile. And it names a group
-    after the number of groups that a rank is in, so members in different numbers of groups wait for each other in vain.
+    `dist.new_group` has two reasons to wait for ranks that need not come. If the world is bound to
+    a device, it splits the communicator of the world, for which NCCL needs all its ranks: here the
+    world is not bound meanwhile. And it names a group after the number of groups that a rank is in,
+    so members in different numbers of groups wait for each other in vain.
 
-    If that fails on some ranks, all of them take another name the next time: the store of the world tells those of the failure
-    that have made the group, or did not come.
+    If that fails on some ranks, all of them take another name the next time: the store of the world
+    tells those of the failure that have made the group, or did not come.
     """
     taken, store = names_of_groups(), store_of_world()
     stem = f"{purpose} {hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
@@ -132,7 +149,8 @@ def all_reduce_min(numbers: IntArray, control: dist.ProcessGroup) -> IntArray:
 
 def node_number() -> int:
     """Return a number that identifies the node that this process runs on: 56 bits."""
-    # A host's name may be that of several machines, as "localhost" is; their boots differ. Containers on one have the same boot.
+    # A host's name may be that of several machines, as "localhost" is; their boots differ.
+    # Containers on one have the same boot.
     boot = _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else ""
     several = os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"
     words = [socket.gethostname(), boot, os.environ.get("GROUP_RANK", "") if several else ""]
@@ -140,8 +158,8 @@ def node_number() -> int:
 
 
 def launched_per_node(ranks: int) -> int | None:
-    """Return the launcher's number of ranks a node among so many neighbours;
-    None if it is unknown or does not divide them.
+    """Return the launcher's number of ranks a node among so many neighbours; None if it is unknown
+    or does not divide them.
     """
     launched = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks_of_node = min(int(launched), ranks) if launched.isdecimal() else 0

@@ -62,7 +62,8 @@ class RowRun(NamedTuple):
 
 
 class PoolRun(NamedTuple):
-    """Keys [start, start + rows) of a section of the message, or of this rank's own, `step` apart, if `section` is None.
+    """Keys [start, start + rows) of a section of the message, or of this rank's own, `step` apart,
+    if `section` is None.
 
     Sections of the second hop, if there is one, count on after those of the first.
     """
@@ -78,7 +79,8 @@ class Rows:
     """Rows of a tensor to send to each rank, and row counts to receive from each.
 
     Attributes:
-        runs: the rows that are sent, in the order in which they arrive; runs for one rank are neighbours, and ranks in order.
+        runs: the rows that are sent, in the order in which they arrive; runs for one rank are
+            neighbours, and ranks in order.
         receive: rows that come from each rank that sends any, in the order of ranks.
     """
 
@@ -97,17 +99,20 @@ class Rows:
 
     @cached_property
     def way_back(self) -> Rows:
-        """The reverse exchange: rows that travel when everything received goes
-        back to its sender, in the order of arrival.
+        """The reverse exchange: rows that travel when everything received goes back to its sender,
+        in the order of arrival.
         """
         starts = accumulate(self.receive.values(), initial=0)
-        runs = [RowRun(rank, start, rows) for (rank, rows), start in zip(self.receive.items(), starts, strict=False)]
+        runs = [
+            RowRun(rank, start, rows)
+            for (rank, rows), start in zip(self.receive.items(), starts, strict=False)
+        ]
         return Rows(tuple(runs), self.send)
 
 
 def view_rows(tensor: torch.Tensor, start: int, rows: int, step: int = 1) -> torch.Tensor:
-    """Return `rows` rows from `start` on, `step` apart, as a view;
-    the tensor itself if it has no others.
+    """Return `rows` rows from `start` on, `step` apart, as a view; the tensor itself if it has no
+    others.
     """
     if step > 1:
         return tensor[start : start + step * rows : step]
@@ -115,13 +120,15 @@ def view_rows(tensor: torch.Tensor, start: int, rows: int, step: int = 1) -> tor
 
 
 def concat_rows(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Concatenate rows of several tensors into a new tensor; without any,
-    return zero rows of the shape of `like`.
+    """Concatenate rows of several tensors into a new tensor; without any, return zero rows of the
+    shape of `like`.
     """
     return torch.cat(list(pieces)) if pieces else like.new_empty((0, *like.shape[1:]))
 
 
-def split_runs(runs: Sequence[RowRun | PoolRun], sections: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def split_runs(
+    runs: Sequence[RowRun | PoolRun], sections: Sequence[torch.Tensor]
+) -> Iterator[torch.Tensor]:
     """Cut consecutive sections into the rows of each run. No run is in two of them."""
     left, rest = iter(sections), 0
     for run in runs:
@@ -132,18 +139,24 @@ def split_runs(runs: Sequence[RowRun | PoolRun], sections: Sequence[torch.Tensor
         rest -= run.rows
 
 
-def put_rows(tensors: Sequence[torch.Tensor], runs: Sequence[RowRun], sections: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Write the rows in the sections of each tensor to the places of
-    the runs, by one operation a tensor.
+def put_rows(
+    tensors: Sequence[torch.Tensor],
+    runs: Sequence[RowRun],
+    sections: Sequence[Sequence[torch.Tensor]],
+) -> None:
+    """Write the rows in the sections of each tensor to the places of the runs, by one operation a
+    tensor.
     """
     for tensor, came in zip(tensors, sections, strict=True):
         if runs:
             copy_each([view_rows(tensor, *run[1:]) for run in runs], list(split_runs(runs, came)))
 
 
-def add_rows(grad_TKD: torch.Tensor, runs: Sequence[RowRun | PoolRun], addends: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Add addends to the rows of each run and return the gradients: sums in
-    float32 or float64, if there are runs.
+def add_rows(
+    grad_TKD: torch.Tensor, runs: Sequence[RowRun | PoolRun], addends: Iterable[torch.Tensor]
+) -> torch.Tensor:
+    """Add addends to the rows of each run and return the gradients: sums in float32 or float64, if
+    there are runs.
     """
     total = grad_TKD if not runs or grad_TKD.dtype == torch.float64 else grad_TKD.float()
     for run, rows_TKD in zip(runs, addends, strict=True):
@@ -164,8 +177,8 @@ class MessagePart(NamedTuple):
 
 
 class _CopySpan(NamedTuple):
-    """Span of bytes of a part, or zeros if `part` is None: `times`
-    times `size` bytes, `stride` apart.
+    """Span of bytes of a part, or zeros if `part` is None: `times` times `size` bytes, `stride`
+    apart.
     """
 
     part: int | None
@@ -187,10 +200,17 @@ class _CopySpan(NamedTuple):
             return flat.narrow(0, self.start, self.size)
         rows = flat.narrow(0, self.start, (self.times - 1) * self.stride + self.size)
         offsets = (rows.storage_offset(), self.stride, self.size)
-        word = next(dtype for dtype in _WORDS if not any(offset % dtype.itemsize for offset in offsets))
+        word = next(
+            dtype for dtype in _WORDS if not any(offset % dtype.itemsize for offset in offsets)
+        )
         words = rows.view(word)
         size, stride = self.size // word.itemsize, self.stride // word.itemsize
-        return words.as_strided((self.times, size), (stride, 1), words.storage_offset()).contiguous().view(-1).view(torch.uint8)
+        return (
+            words.as_strided((self.times, size), (stride, 1), words.storage_offset())
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +245,9 @@ class MessageLayout:
         for rank in sorted({rank for rows, _ in parts for rank in rows.send}):
             form.send[rank] = 0
             for number, (rows, row_bytes) in enumerate(parts):
-                form.pieces.extend(_CopySpan.of(number, run, row_bytes) for run in rows.runs_by_rank.get(rank, []))
+                form.pieces.extend(
+                    _CopySpan.of(number, run, row_bytes) for run in rows.runs_by_rank.get(rank, [])
+                )
                 size = rows.send.get(rank, 0) * row_bytes
                 if padding := -size % _ALIGNMENT:
                     form.pieces.append(_CopySpan(None, 0, padding))
@@ -250,21 +272,29 @@ class Pending:
     It holds its messages until it is waited for, and nothing afterwards.
 
     Attributes:
-        sent_bytes, between_bytes: bytes sent to other ranks, and those of them that go to other nodes,
-            without padding.
+        sent_bytes, between_bytes: bytes sent to other ranks, and those of them that go to other
+            nodes, without padding.
         device: device of its messages.
         transfer: the transfer to wait for; None if there is none, or if it is over.
-        earlier_sections: sections of an earlier exchange. Its last parts are those of this one; their
-            sections go in front of its own.
-        earlier_transfer: the transfer of that exchange, if another stream has waited for it; held so that
-            memory it sends is not reused earlier.
+        earlier_sections: sections of an earlier exchange. Its last parts are those of this one;
+            their sections go in front of its own.
+        earlier_transfer: the transfer of that exchange, if another stream has waited for it; held
+            so that memory it sends is not reused earlier.
         launched: time of the launch, for measurements.
     """
 
     def __init__(
-        self, parts: Sequence[MessagePart], form: MessageLayout, transfer: Transfer | None, received: torch.Tensor
+        self,
+        parts: Sequence[MessagePart],
+        form: MessageLayout,
+        transfer: Transfer | None,
+        received: torch.Tensor,
     ) -> None:
-        self.sent_bytes, self.between_bytes, self.device = form.payload, form.between, received.device
+        self.sent_bytes, self.between_bytes, self.device = (
+            form.payload,
+            form.between,
+            received.device,
+        )
         self.transfer = transfer
         self.earlier_transfer: Transfer | None = None
         self.earlier_sections: list[list[torch.Tensor]] = []
@@ -282,13 +312,19 @@ class Pending:
         if self.transfer is not None:
             self.transfer.wait()
         came = [
-            _view_sections(self._received, *kind, sections) for kind, sections in zip(self._kinds, self._sections, strict=True)
+            _view_sections(self._received, *kind, sections)
+            for kind, sections in zip(self._kinds, self._sections, strict=True)
         ]
         before, self.earlier_sections = self.earlier_sections, []
         del self._received
         self.transfer = self.earlier_transfer = None
         alone = len(before) - len(came) if before else 0
-        return before[:alone] + [first + second for first, second in zip(before[alone:], came, strict=True)] if before else came
+        return (
+            before[:alone]
+            + [first + second for first, second in zip(before[alone:], came, strict=True)]
+            if before
+            else came
+        )
 
 
 @contextmanager
@@ -340,7 +376,9 @@ def launch(
     if channel is None:
         return Pending(parts, form, None, sent)
     received = sent.new_empty(sum(form.receive.values()))
-    return Pending(parts, form, channel.start(received, sent, form.receive, form.send, name), received)
+    return Pending(
+        parts, form, channel.start(received, sent, form.receive, form.send, name), received
+    )
 
 
 def pack(tensors: Sequence[torch.Tensor], pieces: Sequence[_CopySpan]) -> torch.Tensor:
@@ -348,14 +386,23 @@ def pack(tensors: Sequence[torch.Tensor], pieces: Sequence[_CopySpan]) -> torch.
     if not pieces:
         return tensors[0].new_empty(0, dtype=torch.uint8)
     flat = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
-    padding = flat[0].new_zeros(_ALIGNMENT) if any(piece.part is None for piece in pieces) else flat[0]
-    return torch.cat([piece.cut(padding if piece.part is None else flat[piece.part]) for piece in pieces])
+    padding = (
+        flat[0].new_zeros(_ALIGNMENT) if any(piece.part is None for piece in pieces) else flat[0]
+    )
+    return torch.cat(
+        [piece.cut(padding if piece.part is None else flat[piece.part]) for piece in pieces]
+    )
 
 
 def _view_sections(
-    message: torch.Tensor, dtype: torch.dtype, row: tuple[int, ...], sections: Sequence[tuple[int, int]]
+    message: torch.Tensor,
+    dtype: torch.dtype,
+    row: tuple[int, ...],
+    sections: Sequence[tuple[int, int]],
 ) -> list[torch.Tensor]:
     """Return sections of a message, given by first byte and number of rows, as tensors."""
     typed = message.view(dtype)
     strides = [math.prod(row[place:]) for place in range(len(row) + 1)]
-    return [typed.as_strided((rows, *row), strides, start // dtype.itemsize) for start, rows in sections]
+    return [
+        typed.as_strided((rows, *row), strides, start // dtype.itemsize) for start, rows in sections
+    ]

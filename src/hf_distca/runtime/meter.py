@@ -16,17 +16,19 @@ __all__ = ["Mark", "Meter", "mark_now"]
 # A moment: of the host's clock, or on a CUDA stream.
 Mark = float | torch.Event
 
-# Spans that count, and as which seconds: tasks that run; rows that are packed, waited for, put in their places.
+# Spans that count, and as which seconds: tasks that run; rows that are packed, waited for, put in
+# their places.
 _COUNTED = {"server": "_seconds", **dict.fromkeys(("pack", "wait", "unpack"), "_exchange_seconds")}
 
-# Spans on CUDA whose times are not known yet, at most. A stream takes about a thousand launches before it makes the host wait,
-# and each of these is several of them: a host is hardly ever this far ahead.
+# Spans on CUDA whose times are not known yet, at most. A stream takes about a thousand launches
+# before it makes the host wait, and each of these is several of them: a host is hardly ever this
+# far ahead.
 _MOST_RUNNING = 1024
 
 
 def mark_now(device: torch.device) -> Mark:
-    """Return the current time: of the host for the CPU; for CUDA an
-    event recorded on the current stream.
+    """Return the current time: of the host for the CPU; for CUDA an event recorded on the current
+    stream.
     """
     if device.type != "cuda":
         return time.perf_counter()
@@ -54,7 +56,8 @@ class Meter:
         kernel_calls: batches of tasks handed to a kernel, empty ones included.
         backward_calls: those of them in backward.
         dispatches, returns: exchanges launched, forward and backward.
-        sent_bytes, between_bytes: bytes sent to other ranks, and those of them that go to other nodes.
+        sent_bytes, between_bytes: bytes sent to other ranks, and those of them that go to other
+            nodes.
         calls: calls that computed core attention: layers times forward passes.
         recalls: calls in a recompute that found the outputs of the first forward.
         state_exchanges, state_bytes: exchanges of recurrent layers launched, forward and backward;
@@ -65,7 +68,9 @@ class Meter:
 
     def __init__(self, whole: Meter | None = None, *, timed: bool = True) -> None:
         self.whole, self.timed = whole, timed
-        self.kernel_calls = self.backward_calls = self.dispatches = self.returns = self.sent_bytes = self.calls = self.recalls = 0
+        self.kernel_calls = self.backward_calls = self.dispatches = self.returns = (
+            self.sent_bytes
+        ) = self.calls = self.recalls = 0
         self.between_bytes = self.state_exchanges = self.state_bytes = 0
         self.running: deque[_Running] = deque() if whole is None else whole.running
         self._seconds = self._exchange_seconds = 0.0
@@ -81,10 +86,10 @@ class Meter:
             meter = meter.whole
 
     def span(self, name: str, begin: Mark, end: Mark, *, backward: bool = False) -> None:
-        """Count a span between two times: "server", or "pack",
-        "wait" and "unpack" of an exchange.
+        """Count a span between two times: "server", or "pack", "wait" and "unpack" of an exchange.
 
-        On CUDA the host waits here only where it is more than a thousand spans ahead of the device, for the oldest of them.
+        On CUDA the host waits here only where it is more than a thousand spans ahead of the device,
+        for the oldest of them.
         """
         if (counter := _COUNTED.get(name)) is None:
             return
@@ -112,8 +117,8 @@ class Meter:
 
     @property
     def exchange_seconds(self) -> float:
-        """Seconds in packing for exchanges, waiting for them and unpacking; on
-        CUDA, of those that have finished by now.
+        """Seconds in packing for exchanges, waiting for them and unpacking; on CUDA, of those that
+        have finished by now.
         """
         self._read()
         return self._exchange_seconds

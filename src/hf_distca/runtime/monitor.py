@@ -1,5 +1,5 @@
-"""Failure propagation between ranks: a rank that gives up tells the
-others, and wakes those that wait for it.
+"""Failure propagation between ranks: a rank that gives up tells the others, and wakes those that
+wait for it.
 
 Messages of failure, here called words, travel through the key-value store of a process group, where
 no other rank needs to take part. A rank that gives up writes its word and breaks its connections,
@@ -39,23 +39,35 @@ import torch.distributed as dist
 
 from hf_distca.errors import DistCADesyncError
 
-__all__ = ["BREAK_TAG", "NO_NAMES", "AwaitedThread", "FailureMonitor", "start_polling", "reserved_seconds"]
+__all__ = [
+    "BREAK_TAG",
+    "NO_NAMES",
+    "AwaitedThread",
+    "FailureMonitor",
+    "start_polling",
+    "reserved_seconds",
+]
 
 NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
 _LOOK_SECONDS = 0.25  # between two looks at the store; longer where more than `_MANY` ranks look
 _MANY = 512
-# How late a thread of gloo may be when the interpreter ends: what one has to do takes it microseconds, once it has a processor.
+# How late a thread of gloo may be when the interpreter ends: what one has to do takes it
+# microseconds, once it has a processor.
 _LATE_SECONDS = 0.1
 _COUNT = "distca words"  # the key that counts them; the only one that ranks look at while they wait
 _LONGEST_WORD = 400  # characters
 _WOKEN_SECONDS = 0.2  # after an error is found, a rank is woken where it waits
-_ANSWER_SECONDS = 0.5  # that a store has to answer, however late it is asked, and threads have to end
+# That a store has to answer, however late it is asked, and threads have to end.
+_ANSWER_SECONDS = 0.5
 _FAREWELL_SECONDS = 5.0  # that a store has to take down that a rank ends
 BREAK_TAG = 2**31 - 1  # tags of messages are below
-_ALL_CLOSED = ("Timed out", "Application timeout")  # in gloo's errors: now, or before; other errors are of one connection
+# In gloo's errors: now, or before; other errors are of one connection.
+_ALL_CLOSED = ("Timed out", "Application timeout")
 _SILENT = "is silent (dead, stuck, or running something else)"
-_SERVER_SILENT = "is silent (dead or stuck: look at its log, and start it again before training goes on)"
+_SERVER_SILENT = (
+    "is silent (dead or stuck: look at its log, and start it again before training goes on)"
+)
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
@@ -65,10 +77,11 @@ def reserved_seconds(timeout_seconds: float) -> float:
 
 
 class AwaitedThread(threading.Thread):
-    """A thread that starts at once, and that the interpreter waits
-    for at its end, half a second at most.
+    """A thread that starts at once, and that the interpreter waits for at its end, half a second at
+    most.
 
-    torch and compiled code release the GIL, and abort the process if they want it back while the interpreter ends.
+    torch and compiled code release the GIL, and abort the process if they want it back while the
+    interpreter ends.
     """
 
     def __init__(self, run: Callable[[], object], name: str) -> None:
@@ -77,19 +90,21 @@ class AwaitedThread(threading.Thread):
 
 
 class Message(Protocol):
-    """An exchange under way between ranks; `works` are those of its
-    parts that were not waited for yet.
+    """An exchange under way between ranks; `works` are those of its parts that were not waited for
+    yet.
     """
 
     works: list[dist.Work | None]
 
     def drain(self, deadline: float) -> None:
-        """Wait until it has arrived, or until `time.monotonic()` reaches the deadline. Never raises."""
+        """Wait until it has arrived, or until `time.monotonic()` reaches the deadline. Never
+        raises.
+        """
 
 
 class FailureMonitor:
-    """A rank's record of the last point that all ranks of its group reached
-    together, and its reports of failures.
+    """A rank's record of the last point that all ranks of its group reached together, and its
+    reports of failures.
 
     Attributes:
         last_collective: the last thing that all ranks did together.
@@ -109,8 +124,16 @@ class FailureMonitor:
         self.last_collective = "making the attention group"
         self.under_way: WeakSet[Message] = WeakSet()
         self.pollers = max(len(ranks), dist.get_world_size() if dist.is_initialized() else 1)
-        self.ranks, self._rank, self._timeout_seconds, self._links = ranks, rank, timeout_seconds, links
-        self._names, self._servers = {rank: names.get(rank, f"rank {rank}") for rank in ranks}, frozenset(names)
+        self.ranks, self._rank, self._timeout_seconds, self._links = (
+            ranks,
+            rank,
+            timeout_seconds,
+            links,
+        )
+        self._names, self._servers = (
+            {rank: names.get(rank, f"rank {rank}") for rank in ranks},
+            frozenset(names),
+        )
         self._store = links[-1].get_group_store()
         self._word: str | None = None
         self._found: DistCADesyncError | None = None
@@ -141,7 +164,9 @@ class FailureMonitor:
             raise
 
     def deadline(self) -> float:
-        """Return the end of a `reserved_seconds` that begins now, in the time of `time.monotonic()`."""
+        """Return the end of a `reserved_seconds` that begins now, in the time of
+        `time.monotonic()`.
+        """
         return time.monotonic() + reserved_seconds(self._timeout_seconds)
 
     @property
@@ -150,8 +175,8 @@ class FailureMonitor:
         return self._word is not None
 
     def leave(self, word: str) -> None:
-        """Leave the group for a reason that the others read, such as "was told
-        to end"; do nothing if this rank has left.
+        """Leave the group for a reason that the others read, such as "was told to end"; do nothing
+        if this rank has left.
         """
         self._leave(word, self.deadline())
 
@@ -182,24 +207,28 @@ class FailureMonitor:
         said = dict(tuple(words.values()))
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         others = "; ".join(
-            f"{self._names[rank]} {said.get(rank, _SERVER_SILENT if rank in self._servers else _SILENT)}"
+            f"{self._names[rank]}"
+            f" {said.get(rank, _SERVER_SILENT if rank in self._servers else _SILENT)}"
             for rank in self.ranks
             if rank != rank_here
         )
         return DistCADesyncError(
-            f"{self._names[rank_here]} waited up to {self._timeout_seconds:g} s for ranks {self.ranks} while {doing}, and not "
-            f"all came.{before} The others: {others}. All ranks were last together when {self.last_collective}. "
-            "Every rank must run the same number of training forwards and backwards through the same layers: look at the "
-            f"other ranks' logs for one that failed, stopped early or is still in another step. ({first_line})"
+            f"{self._names[rank_here]} waited up to {self._timeout_seconds:g} s for ranks"
+            f" {self.ranks} while {doing}, and not all came.{before} The others: {others}. All"
+            f" ranks were last together when {self.last_collective}. Every rank must run the same"
+            " number of training forwards and backwards through the same layers: look at the other"
+            " ranks' logs for one that failed, stopped early or is still in another step."
+            f" ({first_line})"
         )
 
     def abort_with(self, error: DistCADesyncError) -> None:
-        """Wake this rank from a wait for others, to raise an error that
-        another thread has found on every rank.
+        """Wake this rank from a wait for others, to raise an error that another thread has found on
+        every rank.
         """
         self._found = error
         _print_error(str(error))  # nobody may ask for long: the host may wait for its GPU
-        time.sleep(_WOKEN_SECONDS)  # for messages of ranks that do belong together: a wait for half of one would not wake up
+        # For messages of ranks that do belong together: a wait for half of one would not wake up.
+        time.sleep(_WOKEN_SECONDS)
         for link in self._links:
             _break_link(link)
 
@@ -219,7 +248,10 @@ class FailureMonitor:
         self._told += 1
         keys = [f"distca said {self._told} {rank}" for rank in range(len(self.ranks))]
         self._store.set(keys[self._rank], text)
-        deadline, said = time.monotonic() + self._timeout_seconds - reserved_seconds(self._timeout_seconds), [""] * len(keys)
+        deadline, said = (
+            time.monotonic() + self._timeout_seconds - reserved_seconds(self._timeout_seconds),
+            [""] * len(keys),
+        )
         for rank, key in enumerate(keys):
             with suppress(RuntimeError):
                 # Not `Store.wait`: no other thread could use the store meanwhile.
@@ -254,7 +286,9 @@ class FailureMonitor:
             return True
         rank, word = first
         if word and rank != self.ranks[self._rank] and not self.has_left:
-            _print_error(f"{self._names[rank]} has left the attention group of ranks {self.ranks}: it {word}")
+            _print_error(
+                f"{self._names[rank]} has left the attention group of ranks {self.ranks}: it {word}"
+            )
             self._abort()
         return False
 
@@ -264,7 +298,10 @@ class FailureMonitor:
         Over NCCL, also wake this rank's host from its wait for the GPU.
         """
         if self._abort():
-            _print_error(f"not all of ranks {self.ranks} came while {doing} ({str(error).partition(chr(10))[0]})")
+            _print_error(
+                f"not all of ranks {self.ranks} came while {doing}"
+                f" ({str(error).partition(chr(10))[0]})"
+            )
 
     def _abort(self) -> bool:
         """Break links whose waits nothing else ends; over gloo, the leaving rank breaks them.
@@ -293,15 +330,17 @@ class FailureMonitor:
             return
         self._word = word if len(word) <= _LONGEST_WORD else word[:_LONGEST_WORD] + "..."
         entry = f"{self.ranks[self._rank]} {self._word}"
-        _query_store(lambda: self._store.set(_failure_key(self._store.add(_COUNT, 1)), entry), deadline)
+        _query_store(
+            lambda: self._store.set(_failure_key(self._store.add(_COUNT, 1)), entry), deadline
+        )
         for message in tuple(self.under_way):
             message.drain(deadline)
         for link in self._links:
             _break_link(link)
 
     def _read_words(self, words: dict[int, tuple[int, str]], deadline: float) -> None:
-        """Collect the words of the ranks that have left, this one included,
-        until all have or the deadline passes.
+        """Collect the words of the ranks that have left, this one included, until all have or the
+        deadline passes.
         """
         pause = 0.02
         while True:
@@ -323,8 +362,8 @@ class FailureMonitor:
 
 
 def _query_store(question: Callable[[], None], deadline: float) -> None:
-    """Query a store, and wait until the deadline at most; without
-    result if the store's rank or node is lost.
+    """Query a store, and wait until the deadline at most; without result if the store's rank or
+    node is lost.
     """
 
     def ask() -> None:
@@ -335,8 +374,8 @@ def _query_store(question: Callable[[], None], deadline: float) -> None:
 
 
 def _served_by_a_process(store: Any) -> bool:
-    """Return whether a store ends with one of the processes: a
-    store over TCP, under any prefixes.
+    """Return whether a store ends with one of the processes: a store over TCP, under any
+    prefixes.
     """
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
@@ -358,7 +397,11 @@ def _break_link(link: dist.ProcessGroup) -> None:
         return
     for peer in range(link.size()):
         try:
-            never = None if peer == link.rank() else dist.irecv(_NOTHING, group=link, group_src=peer, tag=BREAK_TAG)
+            never = (
+                None
+                if peer == link.rank()
+                else dist.irecv(_NOTHING, group=link, group_src=peer, tag=BREAK_TAG)
+            )
             if never is not None:
                 never.wait(datetime.timedelta(milliseconds=1))
         except RuntimeError as error:
@@ -388,13 +431,16 @@ class _MonitorPoller:
 
         A rank whose process may hold the store waits until others have stopped.
 
-        Every rank of a group lets gloo's threads drop the tensors of the last collective, ours or the user's: one that does it
-        later aborts the process, under any attention (https://github.com/pytorch/pytorch/issues/190489), and the Trainer's own
-        last collective comes about a millisecond before a script ends that stops after `train()`.
+        Every rank of a group lets gloo's threads drop the tensors of the last collective, ours or
+        the user's: one that does it later aborts the process, under any attention
+        (https://github.com/pytorch/pytorch/issues/190489), and the Trainer's own last collective
+        comes about a millisecond before a script ends that stops after `train()`.
         """
         self._ended.set()
         deadline = time.monotonic() + _ANSWER_SECONDS
-        for thread in (thread for thread in threading.enumerate() if isinstance(thread, AwaitedThread)):
+        for thread in (
+            thread for thread in threading.enumerate() if isinstance(thread, AwaitedThread)
+        ):
             with suppress(RuntimeError):  # it is about to start
                 thread.join(max(deadline - time.monotonic(), 0.0))
         if self._thread is not None and self._process == os.getpid():
@@ -402,13 +448,22 @@ class _MonitorPoller:
             time.sleep(self._last_pause)
 
     def _run(self) -> None:
-        while not self._ended.wait(max(map(_poll_pause, tuple(self._monitors)), default=_LOOK_SECONDS)):
+        while not self._ended.wait(
+            max(map(_poll_pause, tuple(self._monitors)), default=_LOOK_SECONDS)
+        ):
             for monitor in tuple(self._monitors):
                 if not self._ended.is_set() and not monitor.poll():
                     self._monitors.discard(monitor)
         # Not in `end`: what asks a store does it in a thread, and Python 3.12 starts none any more.
         self._last_pause = max(
-            [_LATE_SECONDS, *(_poll_pause(monitor) for monitor in tuple(self._monitors) if monitor.announce_exit())]
+            [
+                _LATE_SECONDS,
+                *(
+                    _poll_pause(monitor)
+                    for monitor in tuple(self._monitors)
+                    if monitor.announce_exit()
+                ),
+            ]
         )
 
 

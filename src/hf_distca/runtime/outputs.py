@@ -1,5 +1,5 @@
-"""Outputs of a micro-batch's layers, kept at home so that activation
-checkpointing repeats no attention and no exchange.
+"""Outputs of a micro-batch's layers, kept at home so that activation checkpointing repeats no
+attention and no exchange.
 
 The first forward leaves o and lse of every layer that is to be recomputed in a store. Each
 checkpoint holds the store, through the handle among its arguments, until its backward is over; the
@@ -27,8 +27,8 @@ __all__ = ["LayerOutputs", "OutputStore"]
 
 
 class _StoredOutputs(NamedTuple):
-    """Outputs of a forward, packed by `hooks` if there are any, and the in-place
-    version of the first output at that time.
+    """Outputs of a forward, packed by `hooks` if there are any, and the in-place version of the
+    first output at that time.
     """
 
     outputs: tuple[Any, ...]
@@ -47,7 +47,9 @@ class OutputStore:
     by_layer: dict[int, _StoredOutputs] = field(default_factory=dict)
     repeated: set[int] = field(default_factory=set)
 
-    def of(self, module: torch.nn.Module, inputs: Sequence[torch.Tensor | None]) -> LayerOutputs | None:
+    def of(
+        self, module: torch.nn.Module, inputs: Sequence[torch.Tensor | None]
+    ) -> LayerOutputs | None:
         """Return the place of one attention module with these inputs in the current
         forward; None if no recompute can follow.
         """
@@ -56,17 +58,20 @@ class OutputStore:
             return None
         saved = SavedTensors.current()
         if recorded:
-            # What is saved is dropped only by the hooks of a checkpoint. Reentrant ones run forward without gradients.
+            # What is saved is dropped only by the hooks of a checkpoint. Reentrant ones run forward
+            # without gradients.
             trained = any(tensor is not None and tensor.requires_grad for tensor in inputs)
             if not (trained and saved.is_recomputed):
                 return None
-        return LayerOutputs(weakref.ref(self), id(module), type(module).__name__, saved.hooks_outside_checkpoints)
+        return LayerOutputs(
+            weakref.ref(self), id(module), type(module).__name__, saved.hooks_outside_checkpoints
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class LayerOutputs:
-    """The place of one layer in a store, as long as the store
-    exists; `hooks` pack what is put there.
+    """The place of one layer in a store, as long as the store exists; `hooks` pack what is put
+    there.
     """
 
     store: weakref.ref[OutputStore]
@@ -75,8 +80,8 @@ class LayerOutputs:
     hooks: Hooks | None
 
     def take(self) -> tuple[torch.Tensor, ...] | None:
-        """Return the outputs of the first forward, if this is a recompute:
-        a forward that runs inside backward.
+        """Return the outputs of the first forward, if this is a recompute: a forward that runs
+        inside backward.
 
         Raises:
             UnsupportedError: if the output was changed in place since then, so that its old value
@@ -89,14 +94,15 @@ class LayerOutputs:
             return tuple(map(kept.hooks.unpack, kept.outputs))
         if _count_changes(kept.outputs[0]) != kept.changes:
             raise UnsupportedError(
-                f"the output of attention in {self.name} was changed in place after the forward, and activation checkpointing "
-                "needs it in backward: change a copy of it, or switch checkpointing off."
+                f"the output of attention in {self.name} was changed in place after the forward,"
+                " and activation checkpointing needs it in backward: change a copy of it, or"
+                " switch checkpointing off."
             )
         return kept.outputs
 
     def keep(self, *outputs: torch.Tensor) -> None:
-        """Keep the outputs of a forward: o_THV and lse_TH, or the
-        tensors that a recurrent layer received.
+        """Keep the outputs of a forward: o_THV and lse_TH, or the tensors that a recurrent layer
+        received.
         """
         store = self.store()
         if store is None:
@@ -105,11 +111,14 @@ class LayerOutputs:
             self.drop()
             store.repeated.add(self.layer)
         else:
-            # Detached: a tensor that is returned to autograd would hold the graph, which holds the handle and so the store.
+            # Detached: a tensor that is returned to autograd would hold the graph, which holds the
+            # handle and so the store.
             moved = tuple(tensor.detach() for tensor in outputs)
             if self.hooks is not None:
                 moved = tuple(map(self.hooks.pack, moved))
-            store.by_layer[self.layer] = _StoredOutputs(moved, self.hooks, _count_changes(outputs[0]))
+            store.by_layer[self.layer] = _StoredOutputs(
+                moved, self.hooks, _count_changes(outputs[0])
+            )
 
     def drop(self) -> None:
         """Drop the outputs: backward has used them."""

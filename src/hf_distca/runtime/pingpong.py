@@ -26,13 +26,14 @@ T = TypeVar("T")
 
 
 class _NanoBatch(greenlet):
-    """A nano-batch with the per-thread state of torch, which a
-    switch between greenlets does not change.
+    """A nano-batch with the per-thread state of torch, which a switch between greenlets does not
+    change.
     """
 
     def __init__(self, compute: Callable[[], Any], device_type: str) -> None:
         super().__init__()
-        # Collectors of router logits and the like are found through context variables: both nano-batches see the caller's.
+        # Collectors of router logits and the like are found through context variables: both
+        # nano-batches see the caller's.
         self.gr_context = contextvars.copy_context()
         self.compute, self.device_type = compute, device_type
         self.modes = _Modes.current(device_type)
@@ -41,27 +42,33 @@ class _NanoBatch(greenlet):
         self.result = self.compute()
 
     def resume(self, step: Callable[[], object]) -> None:
-        """Continue by a step such as `switch`, with its own modes
-        in place, until it yields or ends.
+        """Continue by a step such as `switch`, with its own modes in place, until it yields or
+        ends.
         """
         outside = _Modes.current(self.device_type)
         self.modes.set(self.device_type)
         try:
-            step()  # its result is dropped here: a `GreenletExit` holds frames, and those what checkpointing leaves when they go
+            # Its result is dropped here: a `GreenletExit` holds frames, and those what
+            # checkpointing leaves when they go.
+            step()
         finally:
             self.modes = _Modes.current(self.device_type)
             outside.set(self.device_type)
 
 
-# Dynamo keeps per thread whether it compiles: inside attention, where it does not, a nano-batch would find it on after a turn.
+# Dynamo keeps per thread whether it compiles: inside attention, where it does not, a nano-batch
+# would find it on after a turn.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def run_nano_batches(first: Callable[[], T], second: Callable[[], T], device_type: str) -> tuple[T, T]:
+def run_nano_batches(
+    first: Callable[[], T], second: Callable[[], T], device_type: str
+) -> tuple[T, T]:
     """Run two functions in turns, the first one first.
 
     An exception in one of them ends the other at the place where it waits, and is raised as it was.
 
     Args:
-        first, second: the nano-batches; they may call `yield_to_other_nano_batch` any number of times.
+        first, second: the nano-batches; they may call `yield_to_other_nano_batch` any number of
+            times.
         device_type: the device whose autocast state each nano-batch has for itself.
     """
     both = [_NanoBatch(first, device_type), _NanoBatch(second, device_type)]
@@ -85,13 +92,17 @@ def yield_to_other_nano_batch() -> None:
 
 
 def find_checkpointed_parts(layer: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules below a layer that checkpoint their activations
-    themselves, by a wrapper or by hooks.
+    """Return the modules below a layer that checkpoint their activations themselves, by a wrapper
+    or by hooks.
 
     Nano-batches of a layer may pass tensors from inside such a part to each other. Backward
     recomputes the second one's part first, before the first one's tensors exist.
     """
-    return [module for module in layer.modules() if module is not layer and borrowed.checkpoints_itself(module)]
+    return [
+        module
+        for module in layer.modules()
+        if module is not layer and borrowed.checkpoints_itself(module)
+    ]
 
 
 class _Modes(NamedTuple):
@@ -109,7 +120,9 @@ class _Modes(NamedTuple):
         autocast = torch.is_autocast_enabled(device_type)
         dtype, cache = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
         dispatch = tuple(borrowed.dispatch_modes())
-        return cls(torch.is_grad_enabled(), autocast, dtype, cache, dispatch, SavedTensors.current())
+        return cls(
+            torch.is_grad_enabled(), autocast, dtype, cache, dispatch, SavedTensors.current()
+        )
 
     def set(self, device_type: str) -> None:
         torch.set_grad_enabled(self.grad)

@@ -21,8 +21,8 @@ class Rendezvous:
         rows: (ranks, width) tensor that receives them; the first number of a row is its length.
         work: the collective that fills it; None if it is done.
         on_arrival: called with the rows once they have arrived, in a thread of its own. It raises
-            `DistCADesyncError` if they show that the ranks do different things; then `monitor` wakes
-            this rank from its wait for the others.
+            `DistCADesyncError` if they show that the ranks do different things; then `monitor`
+            wakes this rank from its wait for the others.
         monitor: of the group; None for a group without messages.
         doing: description of what the ranks are doing, for errors.
     """
@@ -35,7 +35,13 @@ class Rendezvous:
         monitor: FailureMonitor | None,
         doing: str,
     ) -> None:
-        self._rows, self._work, self._on_arrival, self._monitor, self._doing = rows, work, on_arrival, monitor, doing
+        self._rows, self._work, self._on_arrival, self._monitor, self._doing = (
+            rows,
+            work,
+            on_arrival,
+            monitor,
+            doing,
+        )
         self._lost: RuntimeError | None = None  # of the collective: others did not come
         self._failure: Exception | None = None  # of what was to be done with the rows
         self._thread = AwaitedThread(self._attend, "meeting")
@@ -51,7 +57,11 @@ class Rendezvous:
         if self._thread.is_alive():
             return False
         if self._lost is not None:
-            raise self._lost if self._monitor is None else self._monitor.give_up(self._doing, self._lost)
+            raise (
+                self._lost
+                if self._monitor is None
+                else self._monitor.give_up(self._doing, self._lost)
+            )
         if self._failure is not None:
             raise self._failure
         return True

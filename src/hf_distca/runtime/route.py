@@ -18,7 +18,16 @@ import numpy as np
 import torch
 
 from hf_distca.kernels.base import TaskBatch
-from hf_distca.runtime.messages import MessageLayouts, PoolRun, RowRun, Rows, add_rows, concat_rows, split_runs, view_rows
+from hf_distca.runtime.messages import (
+    MessageLayouts,
+    PoolRun,
+    RowRun,
+    Rows,
+    add_rows,
+    concat_rows,
+    split_runs,
+    view_rows,
+)
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.share import Columns, RankMessage, RelayDuty, WaveShare, compute_share
 from hf_distca.schedule.waves import Waves
@@ -43,28 +52,37 @@ class KeyPool:
     def own_runs(self) -> list[tuple[int, PoolRun]]:
         """Runs of this rank's own keys, each with its first row in the pool."""
         starts = accumulate((piece.rows for piece in self.pieces), initial=0)
-        return [(first, piece) for first, piece in zip(starts, self.pieces, strict=False) if piece.section is None]
+        return [
+            (first, piece)
+            for first, piece in zip(starts, self.pieces, strict=False)
+            if piece.section is None
+        ]
 
     def assemble(self, own_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Build the pool of keys or of values, (size, key/value heads, width),
-        from own rows and the message's sections.
+        """Build the pool of keys or of values, (size, key/value heads, width), from own rows and
+        the message's sections.
         """
-        from_each = ((own_TKD if piece.section is None else sections[piece.section], piece) for piece in self.pieces)
+        from_each = (
+            (own_TKD if piece.section is None else sections[piece.section], piece)
+            for piece in self.pieces
+        )
         return concat_rows([view_rows(tensor, *piece[1:]) for tensor, piece in from_each], own_TKD)
 
     def add_own(self, grad_TKD: torch.Tensor, pool_TKD: torch.Tensor) -> torch.Tensor:
-        """Add gradients of the pool to gradients of this rank's
-        own keys; the sums are wide enough.
+        """Add gradients of the pool to gradients of this rank's own keys; the sums are wide
+        enough.
         """
         return add_rows(
-            grad_TKD, [run for _, run in self.own_runs], (pool_TKD.narrow(0, row, run.rows) for row, run in self.own_runs)
+            grad_TKD,
+            [run for _, run in self.own_runs],
+            (pool_TKD.narrow(0, row, run.rows) for row, run in self.own_runs),
         )
 
 
 @dataclass(frozen=True, eq=False)
 class KeyRelay:
-    """The second hop of keys: rows that this rank forwards as a relay,
-    and rows that come from other relays.
+    """The second hop of keys: rows that this rank forwards as a relay, and rows that come from
+    other relays.
 
     Attributes:
         pieces: forwarded runs, in sections of the first hop.
@@ -86,20 +104,28 @@ class KeyRelay:
         return sum(piece.rows for piece in self.pieces)
 
     def copy_forwarded(self, sections: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        """Copy the forwarded rows out of the sections of k or of v; without any,
-        return zero rows of the shape of `like`.
+        """Copy the forwarded rows out of the sections of k or of v; without any, return zero rows
+        of the shape of `like`.
         """
         return concat_rows(
-            [view_rows(sections[piece.section], *piece[1:]) for piece in self.pieces if piece.section is not None], like
+            [
+                view_rows(sections[piece.section], *piece[1:])
+                for piece in self.pieces
+                if piece.section is not None
+            ],
+            like,
         )
 
     def add_copies(self, pool_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Add gradients of the forwarded copies to gradients of a pool, rank
-        after rank so that the sum has one order.
+        """Add gradients of the forwarded copies to gradients of a pool, rank after rank so that the
+        sum has one order.
         """
         if not self.size:
             return pool_TKD
-        passed = pool_TKD.new_zeros((self.size, *pool_TKD.shape[1:]), dtype=torch.promote_types(pool_TKD.dtype, torch.float32))
+        passed = pool_TKD.new_zeros(
+            (self.size, *pool_TKD.shape[1:]),
+            dtype=torch.promote_types(pool_TKD.dtype, torch.float32),
+        )
         add_rows(passed, self.keys.runs, split_runs(self.keys.runs, sections))
         return add_rows(pool_TKD, self.rows, split_runs(self.rows, [passed]))
 
@@ -136,11 +162,14 @@ class Wave:
         """True if both pools are exactly what one rank sent."""
         if self.passing is not None:
             return False
-        return not self.own_queries and len(self.queries.receive) == len(self.pool.pieces) == len(self.keys.receive) == 1
+        return (
+            not self.own_queries
+            and len(self.queries.receive) == len(self.pool.pieces) == len(self.keys.receive) == 1
+        )
 
     def add_copies(self, grad_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Add gradients of other ranks' copies to gradients of own keys, rank
-        after rank so that the sum has one order.
+        """Add gradients of other ranks' copies to gradients of own keys, rank after rank so that
+        the sum has one order.
         """
         return add_rows(grad_TKD, self.keys.runs, split_runs(self.keys.runs, sections))
 
@@ -175,16 +204,23 @@ class Route:
         waves = waves or Waves(plan, np.zeros_like(plan.start))
         local_tasks, shares, local = compute_share(waves, rank)
         groups, moved = waves.plan.layout.groups, waves.plan.moved
-        built, local_wave = (_wave(share, groups) for share in shares), None if local is None else _wave(local, groups)
-        return cls(_batch(local_tasks), tuple(built) or (_make_empty_wave(),), moved, groups, local_wave)
+        built, local_wave = (
+            (_wave(share, groups) for share in shares),
+            None if local is None else _wave(local, groups),
+        )
+        return cls(
+            _batch(local_tasks), tuple(built) or (_make_empty_wave(),), moved, groups, local_wave
+        )
 
     @classmethod
     def for_whole_documents(cls, lengths: Sequence[int]) -> Route:
-        """Make the route of a rank that holds all tokens of documents of these
-        lengths, with no other rank to exchange with.
+        """Make the route of a rank that holds all tokens of documents of these lengths, with no
+        other rank to exchange with.
         """
         starts = tuple(accumulate(lengths, initial=0))[:-1]
-        return cls(TaskBatch(starts, lengths, starts, lengths), (_make_empty_wave(),), exchanges=False)
+        return cls(
+            TaskBatch(starts, lengths, starts, lengths), (_make_empty_wave(),), exchanges=False
+        )
 
 
 def _make_empty_wave() -> Wave:
@@ -195,7 +231,13 @@ def _make_empty_wave() -> Wave:
 
 def _wave(share: WaveShare, groups: int) -> Wave:
     sections, starts, rows = share.pool
-    pool = map(PoolRun, (None if s < 0 else s for s in sections), starts, rows, (groups if s < 0 else 1 for s in sections))
+    pool = map(
+        PoolRun,
+        (None if s < 0 else s for s in sections),
+        starts,
+        rows,
+        (groups if s < 0 else 1 for s in sections),
+    )
     return Wave(
         _rows(share.queries, groups),
         _rows(share.keys, groups),

@@ -21,20 +21,24 @@ class Hooks(NamedTuple):
 
     @property
     def is_recompute(self) -> bool:
-        """True if these are the hooks of a checkpoint: they drop what is
-        saved, and compute it again in backward.
+        """True if these are the hooks of a checkpoint: they drop what is saved, and compute it
+        again in backward.
         """
         return "checkpoint" in getattr(self.pack, "__module__", "")
 
     @property
     def checkpoint(self) -> tuple[object, Hashable | None] | None:
-        """Checkpoint that these hooks belong to, and its
-        recompute that runs, None in its forward.
+        """Checkpoint that these hooks belong to, and its recompute that runs, None in its forward.
 
-        None for other hooks. Reentrant checkpoints have no hooks. Names are those that `torch.utils.checkpoint` has in 2.13.
+        None for other hooks. Reentrant checkpoints have no hooks. Names are those that
+        `torch.utils.checkpoint` has in 2.13.
         """
         pack = inspect.unwrap(self.pack)
-        held = inspect.getclosurevars(pack).nonlocals if self.is_recompute and inspect.isfunction(pack) else {}
+        held = (
+            inspect.getclosurevars(pack).nonlocals
+            if self.is_recompute and inspect.isfunction(pack)
+            else {}
+        )
         if "target_frame_ref" in held:
             return held["target_frame_ref"](), held["gid"]
         return (held["frame"], None) if "frame" in held else None
@@ -85,8 +89,8 @@ class SavedTensors(NamedTuple):
 
 
 def _suspend_hooks() -> Iterator[Hooks]:
-    """Remove and yield the active saved-tensor hooks, innermost
-    first: only the innermost one is visible.
+    """Remove and yield the active saved-tensor hooks, innermost first: only the innermost one is
+    visible.
     """
     while (hooks := borrowed.top_saved_tensor_hooks(True)) is not None:
         borrowed.pop_saved_tensor_hooks()

@@ -37,20 +37,24 @@ from hf_distca.schedule.waves import TransientBytes, Waves
 
 __all__ = ["balance"]
 
-# The finest band that is aimed at: below, tiles are too coarse. And the finest for compute and exchange together.
+# The finest band that is aimed at: below, tiles are too coarse. And the finest for compute and
+# exchange together.
 _FINEST_TOLERANCE = 0.002
 _FINEST_TOLERANCE_WITH_EXCHANGE = 0.02
-# Part of the band of ranks that nodes are evened out to: what they differ by adds to what their ranks do.
+# Part of the band of ranks that nodes are evened out to: what they differ by adds to what their
+# ranks do.
 _NODE_TOLERANCE_PART = 0.25
 # Of exchanges that hide behind compute, the parts that are tried to count where they take longer.
 _HIDDEN_EXCHANGE_PARTS = (0.25, 0.5)
-# Part of the tolerance by which a plan has to end before those tried earlier, which exchange less between nodes; and the same
-# where exchanges are hidden, for then the estimate knows of no other gain.
+# Part of the tolerance by which a plan has to end before those tried earlier, which exchange less
+# between nodes; and the same where exchanges are hidden, for then the estimate knows of no other
+# gain.
 _TIE_PART = 0.2
 _TIE_PART_HIDDEN = 0.5
 # Times the mean that a rank takes for plans with few servers to be tried.
 _EXTREME_RATIO = 12
-# Part of its seconds that a plan of nodes may end after the least: nothing else is tried then. Less where exchanges are hidden.
+# Part of its seconds that a plan of nodes may end after the least: nothing else is tried then. Less
+# where exchanges are hidden.
 _CLOSE_PART = 0.03
 _CLOSE_PART_HIDDEN = 0.02
 
@@ -60,10 +64,12 @@ class _PlanStrategy(NamedTuple):
 
     Attributes:
         lower_bound: seconds before which none of them can end.
-        exchange_parts: parts of exchanges that count, one for each plan; or the seconds that ranks may take.
+        exchange_parts: parts of exchanges that count, one for each plan; or the seconds that ranks
+            may take.
         make_steps: its moves, for each of these.
         unmoved_exchange: what ranks exchange if nothing moves, as this strategy sees it.
-        picks_per_node: whether nodes are independent, so that each may have the best of several plans.
+        picks_per_node: whether nodes are independent, so that each may have the best of several
+            plans.
     """
 
     lower_bound: float
@@ -74,7 +80,12 @@ class _PlanStrategy(NamedTuple):
 
 
 def balance(
-    layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks = UNIFORM_RANKS, *, allow_relays: bool = True
+    layout: Layout,
+    cost: CostModel,
+    config: DistCAConfig,
+    ranks: Ranks = UNIFORM_RANKS,
+    *,
+    allow_relays: bool = True,
 ) -> Plan:
     """Assign every query token of `layout` to a server.
 
@@ -100,18 +111,36 @@ def balance(
             tile fits the bound.
     """
     ranks.check_count(layout.world_size)
-    if ranks.per_node == layout.world_size and cost.node_bytes_per_second is not None:  # all links are those inside a node
-        cost, ranks = replace(cost, exchange_bytes_per_second=cost.node_bytes_per_second), replace(ranks, per_node=None)
+    # All links are those inside a node.
+    if ranks.per_node == layout.world_size and cost.node_bytes_per_second is not None:
+        cost, ranks = (
+            replace(cost, exchange_bytes_per_second=cost.node_bytes_per_second),
+            replace(ranks, per_node=None),
+        )
     ranks = ranks.without_irrelevant_nodes(cost)
     cost = cost.without_unused_window(layout.longest)
-    trials = _PlanTrials(layout, cost, config, ranks, allow_relays and cost.window is None and config.max_transient_bytes is None)
+    trials = _PlanTrials(
+        layout,
+        cost,
+        config,
+        ranks,
+        allow_relays and cost.window is None and config.max_transient_bytes is None,
+    )
     unmoved_load = trials.unmoved_load
     if not config.balance or layout.world_size < 2 or trials.cannot_gain:
         return unmoved_load.plan
     best, required_seconds = unmoved_load, unmoved_load.slowest_seconds * (1 - config.min_gain)
-    close_part = max(config.min_gain, _CLOSE_PART_HIDDEN if config.ping_pong else _CLOSE_PART) if config.min_gain else 0.0
+    close_part = (
+        max(config.min_gain, _CLOSE_PART_HIDDEN if config.ping_pong else _CLOSE_PART)
+        if config.min_gain
+        else 0.0
+    )
     for strategy in trials.list_strategies():
-        if close_part and best is not unmoved_load and best.slowest_seconds * (1 - close_part) < trials.lower_bound:
+        if (
+            close_part
+            and best is not unmoved_load
+            and best.slowest_seconds * (1 - close_part) < trials.lower_bound
+        ):
             break
         if best.slowest_seconds * trials.improvement_factor <= strategy.lower_bound:
             continue
@@ -136,8 +165,8 @@ class _PlanTrials:
 
     @cached_property
     def unmoved_load(self) -> PlanLoad:
-        """Load of the plan that moves nothing, except that keys are
-        forwarded if that alone gains enough.
+        """Load of the plan that moves nothing, except that keys are forwarded if that alone gains
+        enough.
         """
         return self.weigh_plan(Plan.local(self.layout, self.cost.window), self.config.min_gain)
 
@@ -151,50 +180,89 @@ class _PlanTrials:
         """Seconds before which the slowest rank seldom ends: it cannot end before
         the mean, and moves seldom save exchanges.
         """
-        exchange = 0.0 if self.config.ping_pong else math.fsum(self.unmoved_load.exchange_seconds.tolist())
+        exchange = (
+            0.0 if self.config.ping_pong else math.fsum(self.unmoved_load.exchange_seconds.tolist())
+        )
         return self.mean_seconds + exchange / self.layout.world_size
 
     @property
     def improvement_factor(self) -> float:
         """Times the seconds of the best plan so far that another one has to end before."""
-        return 1 - self.config.tolerance * (_TIE_PART_HIDDEN if self.config.ping_pong else _TIE_PART)
+        return 1 - self.config.tolerance * (
+            _TIE_PART_HIDDEN if self.config.ping_pong else _TIE_PART
+        )
 
     @property
     def cannot_gain(self) -> bool:
         """True if no plan can gain enough: common in narrow bands, and for dealt documents."""
         seconds, tolerance = self.unmoved_load.compute_seconds, self.config.tolerance
-        even = seconds.max() <= self.mean_seconds * (1 + tolerance) and seconds.min() >= self.mean_seconds * (1 - tolerance)
+        even = seconds.max() <= self.mean_seconds * (
+            1 + tolerance
+        ) and seconds.min() >= self.mean_seconds * (1 - tolerance)
         return (
             even
             or self.unmoved_load.slowest_seconds * (1 - self.config.min_gain) < self.lower_bound
-            # Without a cost per pair, attention is as long as its tokens are many: there is nothing that moving could gain.
+            # Without a cost per pair, attention is as long as its tokens are many: there is nothing
+            # that moving could gain.
             or not MarginalCost.of(self.cost, self.config.tile).pair
         )
 
     @cached_property
     def planner(self) -> GreedyPlanner:
         """The greedy planner, for documents cut on the grid that keeps slices long."""
-        config, cost, layout, marginal = self.config, self.cost, self.layout, MarginalCost.of(self.cost, self.config.tile)
-        heads = HeadSplit.of(layout, marginal, cost, self.unmoved_load.compute_seconds, config.head_groups)
+        config, cost, layout, marginal = (
+            self.config,
+            self.cost,
+            self.layout,
+            MarginalCost.of(self.cost, self.config.tile),
+        )
+        heads = HeadSplit.of(
+            layout, marginal, cost, self.unmoved_load.compute_seconds, config.head_groups
+        )
         if config.max_transient_bytes is None:  # which may allow no more than a tile of rows
-            # Where nodes are evened out before ranks are and nothing else counts, both share the tolerance.
+            # Where nodes are evened out before ranks are and nothing else counts, both share the
+            # tolerance.
             shared = 0.5 if config.ping_pong and self.ranks.per_node is not None else 1.0
             marginal = marginal._replace(
-                grid=choose_grid(marginal, heads, layout.longest, shared * config.tolerance * self.mean_seconds)
+                grid=choose_grid(
+                    marginal, heads, layout.longest, shared * config.tolerance * self.mean_seconds
+                )
             )
         transient = TransientBytes.of(cost.shape)
-        ends = [transient.find_last_row(config.max_transient_bytes, marginal, groups) for groups in (heads.groups, 1)]
-        can_serve = np.ones(layout.world_size, dtype=np.bool_) if config.serve_in_place else layout.query_tokens == 0
+        ends = [
+            transient.find_last_row(config.max_transient_bytes, marginal, groups)
+            for groups in (heads.groups, 1)
+        ]
+        can_serve = (
+            np.ones(layout.world_size, dtype=np.bool_)
+            if config.serve_in_place
+            else layout.query_tokens == 0
+        )
         return GreedyPlanner(
-            layout, heads, marginal, np.array(self.ranks.list_speeds(layout.world_size)), ends, cost.window, can_serve
+            layout,
+            heads,
+            marginal,
+            np.array(self.ranks.list_speeds(layout.world_size)),
+            ends,
+            cost.window,
+            can_serve,
         )
 
     def list_strategies(self) -> list[_PlanStrategy]:
         """List strategies, those that exchange the least between nodes first."""
-        world_size, node_size, unmoved_load = self.layout.world_size, self.ranks.per_node, self.unmoved_load
-        bytes_per_second, longest = self.cost.exchange_bytes_per_second, float(unmoved_load.compute_seconds.max())
+        world_size, node_size, unmoved_load = (
+            self.layout.world_size,
+            self.ranks.per_node,
+            self.unmoved_load,
+        )
+        bytes_per_second, longest = (
+            self.cost.exchange_bytes_per_second,
+            float(unmoved_load.compute_seconds.max()),
+        )
         parts = (0.0,) if self.config.ping_pong or math.isinf(bytes_per_second) else (0.0, 1.0)
-        exchange_without_nodes = replace(unmoved_load, ranks=replace(self.ranks, per_node=None)).exchange_seconds
+        exchange_without_nodes = replace(
+            unmoved_load, ranks=replace(self.ranks, per_node=None)
+        ).exchange_seconds
         one_group = [
             _PlanStrategy(
                 self.mean_seconds,
@@ -205,12 +273,17 @@ class _PlanTrials:
         ]
         if not self.allow_relays and longest >= _EXTREME_RATIO * self.mean_seconds:
             # One document outweighs all others: the fewer servers, the less its home has to send.
-            caps = [longest / 2 / 1.4**n for n in range(math.ceil(math.log(longest / (4 * self.mean_seconds), 1.4)))]
+            caps = [
+                longest / 2 / 1.4**n
+                for n in range(math.ceil(math.log(longest / (4 * self.mean_seconds), 1.4)))
+            ]
             one_group.append(
                 _PlanStrategy(
                     self.mean_seconds,
                     caps,
-                    lambda cap: [self._make_step(bytes_per_second, 0.0, world_size)._replace(cap=cap)],
+                    lambda cap: [
+                        self._make_step(bytes_per_second, 0.0, world_size)._replace(cap=cap)
+                    ],
                     0.0,
                 )
             )
@@ -218,36 +291,67 @@ class _PlanTrials:
             return one_group
 
         def make_inner_steps(part: float) -> list[BalanceStep]:
-            return [self._make_step(self.cost.node_bytes_per_second or bytes_per_second, part, node_size)]
+            return [
+                self._make_step(
+                    self.cost.node_bytes_per_second or bytes_per_second, part, node_size
+                )
+            ]
 
         def make_outer_steps(part: float) -> list[BalanceStep]:
             step = self._make_step(bytes_per_second, part, world_size)
-            return [step._replace(tolerance=_NODE_TOLERANCE_PART * step.tolerance, per_node=node_size), *make_inner_steps(part)]
+            return [
+                step._replace(tolerance=_NODE_TOLERANCE_PART * step.tolerance, per_node=node_size),
+                *make_inner_steps(part),
+            ]
 
         speeds = self.planner.speeds.reshape(-1, node_size)
-        longest = float(((unmoved_load.compute_seconds.reshape(-1, node_size) * speeds).sum(axis=1) / speeds.sum(axis=1)).max())
-        node_by_node = _PlanStrategy(longest, parts, make_inner_steps, unmoved_load.exchange_seconds, picks_per_node=True)
-        nodes_first = _PlanStrategy(self.mean_seconds, parts[-1:], make_outer_steps, unmoved_load.exchange_seconds)
+        longest = float(
+            (
+                (unmoved_load.compute_seconds.reshape(-1, node_size) * speeds).sum(axis=1)
+                / speeds.sum(axis=1)
+            ).max()
+        )
+        node_by_node = _PlanStrategy(
+            longest, parts, make_inner_steps, unmoved_load.exchange_seconds, picks_per_node=True
+        )
+        nodes_first = _PlanStrategy(
+            self.mean_seconds, parts[-1:], make_outer_steps, unmoved_load.exchange_seconds
+        )
         if longest <= self.mean_seconds * (1 + self.config.tolerance):
             return [node_by_node, nodes_first, *one_group]
         prefers_node = nodes_first._replace(
-            make_steps=lambda part: [self._make_step(bytes_per_second, part, world_size)._replace(preferred_node_size=node_size)]
+            make_steps=lambda part: [
+                self._make_step(bytes_per_second, part, world_size)._replace(
+                    preferred_node_size=node_size
+                )
+            ]
         )
         return [nodes_first, prefers_node, *one_group, node_by_node]
 
     def _make_step(self, bytes_per_second: float, part: float, size: int) -> BalanceStep:
-        """Make the step of moves in groups of so many ranks, where so much of an exchange counts."""
+        """Make the step of moves in groups of so many ranks, where so much of an exchange
+        counts.
+        """
         marginal = self.planner.marginal
         server_cost = marginal.with_exchange(bytes_per_second / part) if part else marginal
         return BalanceStep(
             MarginalCosts(server_cost, marginal),
-            max(self.config.tolerance, _FINEST_TOLERANCE_WITH_EXCHANGE if part else _FINEST_TOLERANCE),
+            max(
+                self.config.tolerance,
+                _FINEST_TOLERANCE_WITH_EXCHANGE if part else _FINEST_TOLERANCE,
+            ),
             size,
         )
 
     def weigh_strategy(self, strategy: _PlanStrategy) -> list[PlanLoad]:
-        """Make and weigh the plans of a strategy: for compute alone, and with exchanges as far as these count."""
-        planner, compute, parts = self.planner, self.unmoved_load.compute_seconds, list(strategy.exchange_parts)
+        """Make and weigh the plans of a strategy: for compute alone, and with exchanges as far as
+        these count.
+        """
+        planner, compute, parts = (
+            self.planner,
+            self.unmoved_load.compute_seconds,
+            list(strategy.exchange_parts),
+        )
         group = (self.ranks.per_node if strategy.picks_per_node else None) or len(compute)
         rows, loads = [], list[PlanLoad]()
 
@@ -255,20 +359,38 @@ class _PlanTrials:
             return np.asarray(seconds.reshape(-1, group).max(axis=1))
 
         for part in parts:
-            rows.append(planner.even_out(strategy.make_steps(part), compute + np.multiply(part, strategy.unmoved_exchange)))
+            rows.append(
+                planner.even_out(
+                    strategy.make_steps(part),
+                    compute + np.multiply(part, strategy.unmoved_exchange),
+                )
+            )
             loads.append(self.weigh_plan(planner.make_plan(rows[-1])))
             if not part and self.config.ping_pong:
-                latest = find_latest(loads[0].exchange_seconds) > find_latest(loads[0].compute_seconds)
+                latest = find_latest(loads[0].exchange_seconds) > find_latest(
+                    loads[0].compute_seconds
+                )
                 parts += _HIDDEN_EXCHANGE_PARTS if latest.any() else ()
         ends = np.array([find_latest(load.end_seconds) for load in [*loads, self.unmoved_load]])
-        if strategy.picks_per_node and ends.min(axis=0).max() < ends[:-1].max(axis=1).min() * self.improvement_factor:
+        if (
+            strategy.picks_per_node
+            and ends.min(axis=0).max() < ends[:-1].max(axis=1).min() * self.improvement_factor
+        ):
             rows.append(planner.even_out([], compute))
-            loads.append(self.weigh_plan(planner.make_plan(planner.combine_rows(rows, np.repeat(ends.argmin(axis=0), group)))))
+            loads.append(
+                self.weigh_plan(
+                    planner.make_plan(
+                        planner.combine_rows(rows, np.repeat(ends.argmin(axis=0), group))
+                    )
+                )
+            )
         return loads
 
     def weigh_plan(self, plan: Plan, min_gain: float = 0.0) -> PlanLoad:
         """Weigh a plan, with forwarded keys if they gain at least so much."""
         config, cost = self.config, self.cost
-        waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups)
+        waves = Waves.of(
+            plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups
+        )
         load = PlanLoad(plan, cost, waves, overlapped=config.ping_pong, ranks=self.ranks)
         return add_relays(load, min_gain) if self.allow_relays else load

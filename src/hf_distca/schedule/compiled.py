@@ -1,5 +1,5 @@
-"""Compilation of functions by numba for `schedule.moves`, and a
-substitute where it is not installed.
+"""Compilation of functions by numba for `schedule.moves`, and a substitute where it is not
+installed.
 """
 
 from __future__ import annotations
@@ -38,16 +38,25 @@ def compile_function(function: F, *, keep: Path | None = None, inside: bool = Fa
     if numba is None:
         return function
     if keep:
-        # numba names what it keeps by this, and otherwise looks at times of files, which copies may share.
+        # numba names what it keeps by this, and otherwise looks at times of files, which copies may
+        # share.
         function.__qualname__ += f"-{hashlib.sha256(keep.read_bytes()).hexdigest()[:16]}"
-    # Without the GIL, so that plans can be made beside training. The arrays outlive the call, so nothing counts references.
-    options = {"error_model": "numpy", "nogil": True, "_nrt": False, "no_cfunc_wrapper": True, "no_cpython_wrapper": inside}
+    # Without the GIL, so that plans can be made beside training. The arrays outlive the call, so
+    # nothing counts references.
+    options = {
+        "error_model": "numpy",
+        "nogil": True,
+        "_nrt": False,
+        "no_cfunc_wrapper": True,
+        "no_cpython_wrapper": inside,
+    }
     try:
         machine_code: F = numba.njit(cache=keep is not None, **options)(function)
     except RuntimeError:
         _log.warning(
-            "numba finds no folder that it can write to, so every process compiles the moves of the scheduler again, in a few "
-            "seconds: set NUMBA_CACHE_DIR to a folder that can be written."
+            "numba finds no folder that it can write to, so every process compiles the moves of the"
+            " scheduler again, in a few seconds: set NUMBA_CACHE_DIR to a folder that can be"
+            " written."
         )
         return compile_function(function)
     return machine_code

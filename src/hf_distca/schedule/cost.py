@@ -4,15 +4,18 @@ One direction of a CA-task with n query rows and m keys is modelled as three par
 
     seconds = task_seconds + bytes / bytes_per_second + flops(n, m) / flops_per_second
 
-where flops are those of whole kernel tiles, so that slivers are known to be slow, and the keys behind a row that are in its tile
-count, too. The flop count of causal attention is that of FlashAttention-2 (arXiv 2307.08691, section 4.1): 4 * head_dim per
-query-key pair and head forward, 2.5 times that backward. Bytes are those that a block of the kernel reads first and writes last,
-for no product hides them. A block of forward has rows, and one of backward keys, of one query head (section 3.2); others stream
-past, beside products. So forward reads q and writes o. Backward reads q, o and do and writes dq for each row. For each key and
-query head it reads k and v and writes dk and dv, and reads these once more to add them up where heads share keys. What fills up a
-tile is neither read nor written. The three coefficients come from a built-in profile or from timing the kernel. Where slices were
-timed, which tell bytes of rows from those of keys, a kernel may also move its rows more than once (`KernelCost.row_passes`): in
-backward one more kernel reads o and do first, and another one dq last, in float32.
+where flops are those of whole kernel tiles, so that slivers are known to be slow, and the keys
+behind a row that are in its tile count, too. The flop count of causal attention is that of
+FlashAttention-2 (arXiv 2307.08691, section 4.1): 4 * head_dim per query-key pair and head forward,
+2.5 times that backward. Bytes are those that a block of the kernel reads first and writes last, for
+no product hides them. A block of forward has rows, and one of backward keys, of one query head
+(section 3.2); others stream past, beside products. So forward reads q and writes o. Backward reads
+q, o and do and writes dq for each row. For each key and query head it reads k and v and writes dk
+and dv, and reads these once more to add them up where heads share keys. What fills up a tile is
+neither read nor written. The three coefficients come from a built-in profile or from timing the
+kernel. Where slices were timed, which tell bytes of rows from those of keys, a kernel may also move
+its rows more than once (`KernelCost.row_passes`): in backward one more kernel reads o and do first,
+and another one dq last, in float32.
 
 With a sliding window of w keys, position p sees keys (p - w, p]: only the pairs of that band count,
 and of the keys only the last n + w - 1 are read.
@@ -53,13 +56,17 @@ MAX_SECONDS = 1e6
 ALL_KEYS = 2**62
 
 
-def count_causal_pairs(rows: npt.ArrayLike, keys: npt.ArrayLike, window: int | None = None) -> FloatArray:
+def count_causal_pairs(
+    rows: npt.ArrayLike, keys: npt.ArrayLike, window: int | None = None
+) -> FloatArray:
     """Count the query-key pairs of `rows` query rows that end at document position `keys`.
 
     The last row sees `keys` keys, its own position included, or the last `window` of them.
     """
     n, m = np.broadcast_arrays(rows, keys)
-    return np.asarray(count_task_work(n, m, 1, ALL_KEYS if window is None else window)[1], dtype=np.float64)
+    return np.asarray(
+        count_task_work(n, m, 1, ALL_KEYS if window is None else window)[1], dtype=np.float64
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +87,9 @@ class AttentionShape:
 
     def __post_init__(self) -> None:
         if min(astuple(self)) < 1 or self.query_heads % self.key_value_heads:
-            raise ConfigError(f"{self}: all must be >= 1 and query_heads a multiple of key_value_heads.")
+            raise ConfigError(
+                f"{self}: all must be >= 1 and query_heads a multiple of key_value_heads."
+            )
 
     @property
     def heads_per_key_head(self) -> int:
@@ -109,8 +118,8 @@ class AttentionShape:
 
     @property
     def backward_key_bytes(self) -> int:
-        """Bytes that backward moves for a key: k, v, dk, dv of every query head;
-        the latter twice where heads share a key.
+        """Bytes that backward moves for a key: k, v, dk, dv of every query head; the latter twice
+        where heads share a key.
         """
         return (3 if self.heads_per_key_head > 1 else 2) * self.row_bytes
 
@@ -121,7 +130,9 @@ class AttentionShape:
 
     @property
     def moved_query_bytes(self) -> int:
-        """Bytes exchanged for one moved query token, forward (q; o, lse) and backward (q, o, dO, lse; dq)."""
+        """Bytes exchanged for one moved query token, forward (q; o, lse) and backward (q, o, dO,
+        lse; dq).
+        """
         return 3 * self.query_bytes + 3 * self.output_bytes + 2 * self.lse_bytes
 
     @property
@@ -137,8 +148,8 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """Costs of one direction of a kernel: seconds per task, memory bytes and
-    floating-point operations per second.
+    """Costs of one direction of a kernel: seconds per task, memory bytes and floating-point
+    operations per second.
 
     The time of a call besides its tasks is about the same on all ranks, so plans leave it out.
 
@@ -162,20 +173,33 @@ class KernelCost:
         return np.array([self.task_seconds, 1 / self.bytes_per_second, 1 / self.flops_per_second])
 
     def add_call_overhead(self, seconds: npt.ArrayLike, calls: npt.ArrayLike = 1) -> FloatArray:
-        """Return the seconds of so many calls whose tasks take `seconds`
-        together; without tasks there is no call.
+        """Return the seconds of so many calls whose tasks take `seconds` together; without tasks
+        there is no call.
         """
         task_seconds = np.asarray(seconds, dtype=np.float64)
-        call_seconds = np.maximum(task_seconds + self.call_seconds * np.asarray(calls), self.least_seconds * np.asarray(calls))
+        call_seconds = np.maximum(
+            task_seconds + self.call_seconds * np.asarray(calls),
+            self.least_seconds * np.asarray(calls),
+        )
         return np.where(task_seconds > 0, call_seconds, 0.0)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> KernelCost:
         """Read the coefficients by name, None for an infinite one."""
         cost = cls(**{name: read_rate(value) for name, value in data.items()})
-        fits = all(0 <= seconds <= MAX_SECONDS for seconds in (cost.task_seconds, cost.call_seconds, cost.least_seconds))
-        if not (fits and min(cost.bytes_per_second, cost.flops_per_second) >= MIN_RATE and 0 < cost.row_passes < math.inf):
-            raise ValueError(f"{cost}: seconds must be from 0 to 1e6, rates at least 1 a second, passes positive and finite")
+        fits = all(
+            0 <= seconds <= MAX_SECONDS
+            for seconds in (cost.task_seconds, cost.call_seconds, cost.least_seconds)
+        )
+        if not (
+            fits
+            and min(cost.bytes_per_second, cost.flops_per_second) >= MIN_RATE
+            and 0 < cost.row_passes < math.inf
+        ):
+            raise ValueError(
+                f"{cost}: seconds must be from 0 to 1e6, rates at least 1 a second, passes positive"
+                " and finite"
+            )
         return cost
 
     @classmethod
@@ -203,16 +227,19 @@ def fit_coefficients(counts: FloatArray, seconds: FloatArray) -> FloatArray:
     from scipy.optimize import nnls  # scipy takes long to import, and few processes fit anything
 
     scaled = counts / seconds[:, None]
-    sizes = np.linalg.norm(scaled, axis=0)  # tasks, bytes and flops are of unlike sizes, and nnls has one tolerance for all
+    # tasks, bytes and flops are of unlike sizes, and nnls has one tolerance for all.
+    sizes = np.linalg.norm(scaled, axis=0)
     sizes[sizes == 0] = 1
     return np.asarray(nnls(scaled / sizes, np.ones(len(scaled)))[0] / sizes)
 
 
 # Round figures, good enough to decide what is worth moving; calibrate where the decision is close.
-# cpu: one thread of a recent server core over loopback. cuda: for GPUs without a shipped profile; an H100, flash-attention 2 and
-# a 400 Gbit/s link a GPU; forward is close to published packed documents, backward is assumed to reach 0.8 of its rate. Inside a
-# node, NVLink 4 carries 450 GB/s each way (NVIDIA H100 datasheet: 900 GB/s in both directions together), of which exchanges are
-# taken to reach two thirds. Processes of one machine without a GPU exchange over loopback, for which the one rate stands.
+# cpu: one thread of a recent server core over loopback. cuda: for GPUs without a shipped profile;
+# an H100, flash-attention 2 and a 400 Gbit/s link a GPU; forward is close to published packed
+# documents, backward is assumed to reach 0.8 of its rate. Inside a node, NVLink 4 carries 450 GB/s
+# each way (NVIDIA H100 datasheet: 900 GB/s in both directions together), of which exchanges are
+# taken to reach two thirds. Processes of one machine without a GPU exchange over loopback, for
+# which the one rate stands.
 _PROFILES = {
     "cpu": (KernelCost(3e-5, 5e9, 4.5e10), KernelCost(6e-5, 5e9, 4.5e10), 1e9, 3e-4, None),
     "cuda": (KernelCost(5e-7, 2e12, 3.5e14), KernelCost(1e-6, 1.6e12, 2.8e14), 4e10, 3e-5, 3e11),
@@ -256,22 +283,39 @@ class CostModel:
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
-            raise ConfigError(f"window={self.window}: a query position sees at least itself, or pass None for no window.")
+            raise ConfigError(
+                f"window={self.window}: a query position sees at least itself, or pass None for no"
+                " window."
+            )
         if self.node_bytes_per_second is not None and not 0 < self.node_bytes_per_second < math.inf:
             raise ConfigError(
-                f"node_bytes_per_second={self.node_bytes_per_second} must be a positive number, or None for one rate everywhere."
+                f"node_bytes_per_second={self.node_bytes_per_second} must be a positive number, or"
+                " None for one rate everywhere."
             )
         if type(self.ranks_per_link) is not int or self.ranks_per_link < 1:
-            raise ConfigError(f"ranks_per_link={self.ranks_per_link!r} must be a whole number of at least 1.")
+            raise ConfigError(
+                f"ranks_per_link={self.ranks_per_link!r} must be a whole number of at least 1."
+            )
 
     @classmethod
-    def analytic(cls, shape: AttentionShape, *, device_type: str = "cuda", tile: int = 128) -> CostModel:
-        """Make a model of built-in figures for a device type (``"cpu"`` or
-        ``"cuda"``; anything else is treated as ``"cuda"``).
+    def analytic(
+        cls, shape: AttentionShape, *, device_type: str = "cuda", tile: int = 128
+    ) -> CostModel:
+        """Make a model of built-in figures for a device type (``"cpu"`` or ``"cuda"``; anything
+        else is treated as ``"cuda"``).
         """
         kind = device_type if device_type in _PROFILES else "cuda"
         forward, backward, bandwidth, latency, inside = _PROFILES[kind]
-        return cls(shape, forward, backward, bandwidth, latency, tile, f"analytic {kind}", node_bytes_per_second=inside)
+        return cls(
+            shape,
+            forward,
+            backward,
+            bandwidth,
+            latency,
+            tile,
+            f"analytic {kind}",
+            node_bytes_per_second=inside,
+        )
 
     @classmethod
     def of_pairs(cls, shape: AttentionShape) -> CostModel:
@@ -279,11 +323,19 @@ class CostModel:
         else: balances pairs, as published planners do.
         """
         forward = KernelCost(0.0, np.inf, 2.0**30 * shape.pair_flops)
-        return cls(shape, forward, KernelCost(0.0, np.inf, np.inf), np.inf, tile=1, name="causal pairs")
+        return cls(
+            shape, forward, KernelCost(0.0, np.inf, np.inf), np.inf, tile=1, name="causal pairs"
+        )
 
     def without_unused_window(self, longest: int) -> Self:
-        """Return this model for documents of at most `longest` tokens: without a window that none exceeds."""
-        return replace(self, window=None) if self.window is not None and self.window >= longest else self
+        """Return this model for documents of at most `longest` tokens: without a window that none
+        exceeds.
+        """
+        return (
+            replace(self, window=None)
+            if self.window is not None and self.window >= longest
+            else self
+        )
 
     def to_json(self) -> str:
         """Return the model as JSON, with the names of its attributes as keys.
@@ -302,63 +354,93 @@ class CostModel:
         try:
             data: Any = json.loads(text)
             shape = AttentionShape(**data.pop("shape"))
-            forward, backward = (KernelCost.from_json(data.pop(direction)) for direction in ("forward", "backward"))
+            forward, backward = (
+                KernelCost.from_json(data.pop(direction)) for direction in ("forward", "backward")
+            )
             data["exchange_bytes_per_second"] = read_rate(data["exchange_bytes_per_second"])
             model = cls(shape, forward, backward, **data)
-            numbers = (model.exchange_bytes_per_second, model.exchange_seconds, model.peer_seconds, model.tile)
+            numbers = (
+                model.exchange_bytes_per_second,
+                model.exchange_seconds,
+                model.peer_seconds,
+                model.tile,
+            )
             if not (min(numbers) >= 0 and model.exchange_bytes_per_second > 0 and model.tile >= 1):
-                raise ValueError(f"exchange and tile are {numbers}: a rate must be positive, a tile at least 1")
+                raise ValueError(
+                    f"exchange and tile are {numbers}: a rate must be positive, a tile at least 1"
+                )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"the text is no cost model in JSON ({type(error).__name__}: {error}): it is an object with the attributes of "
-                f"`CostModel` as keys, got {text[:100]!r}."
+                f"the text is no cost model in JSON ({type(error).__name__}: {error}): it is an"
+                f" object with the attributes of `CostModel` as keys, got {text[:100]!r}."
             ) from error
         return model
 
-    def count_work(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
-        """Count tasks, bytes and flops of tasks with `rows`
-        query rows that end at position `keys`.
+    def count_work(
+        self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0
+    ) -> FloatArray:
+        """Count tasks, bytes and flops of tasks with `rows` query rows that end at position `keys`.
 
-        `heads` is the part of the heads that each computes, as in the methods below. Shape (2, tasks, 3), forward and backward.
+        `heads` is the part of the heads that each computes, as in the methods below. Shape (2,
+        tasks, 3), forward and backward.
         """
         n, m = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(keys))
-        read, pairs = count_task_work(n, m, self.tile, ALL_KEYS if self.window is None else self.window)
+        read, pairs = count_task_work(
+            n, m, self.tile, ALL_KEYS if self.window is None else self.window
+        )
         tasks, flops = np.ones(n.shape), pairs * (self.shape.pair_flops * np.asarray(heads))
         rows_moved = n * (self.shape.row_bytes * np.asarray(heads, dtype=np.float64))
         forward = rows_moved * self.forward.row_passes
-        backward = 2.0 * rows_moved * self.backward.row_passes + read * self.shape.backward_key_bytes * heads
-        return np.array([[tasks, forward, flops], [tasks, backward, 2.5 * flops]]).transpose(0, 2, 1)
+        backward = (
+            2.0 * rows_moved * self.backward.row_passes
+            + read * self.shape.backward_key_bytes * heads
+        )
+        return np.array([[tasks, forward, flops], [tasks, backward, 2.5 * flops]]).transpose(
+            0, 2, 1
+        )
 
-    def estimate_parts(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
+    def estimate_parts(
+        self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0
+    ) -> FloatArray:
         """Return the three parts that add up to `estimate_directions`: of the task, of
         bytes and of flops, shape (2, tasks, 3).
         """
         coefficients = np.stack([self.forward.coefficients, self.backward.coefficients])
         return np.asarray(self.count_work(rows, keys, heads) * coefficients[:, None])
 
-    def estimate_directions(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
+    def estimate_directions(
+        self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0
+    ) -> FloatArray:
         """Return the seconds of each task, forward and backward: shape (2, tasks)."""
-        # Not a matrix product: BLAS rounds differently from one processor to the next, and plans are decided by these seconds.
+        # Not a matrix product: BLAS rounds differently from one processor to the next, and plans
+        # are decided by these seconds.
         task, moved, computed = np.moveaxis(self.estimate_parts(rows, keys, heads), -1, 0)
         return np.asarray(task + moved + computed)
 
-    def estimate_seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
+    def estimate_seconds(
+        self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0
+    ) -> FloatArray:
         """Return forward plus backward seconds of each task."""
         return np.asarray(self.estimate_directions(rows, keys, heads).sum(axis=0))
 
     @property
     def key_seconds(self) -> float:
-        """Seconds on the wire of a moved key, forward and backward together, without the fixed part."""
+        """Seconds on the wire of a moved key, forward and backward together, without the fixed
+        part.
+        """
         return self.shape.moved_key_bytes / self.exchange_bytes_per_second
 
 
 class MarginalCost(NamedTuple):
-    """Marginal cost of slices: a cost model as numbers, for the loop that weighs one slice after another (`schedule.moves`).
+    """Marginal cost of slices: a cost model as numbers, for the loop that weighs one slice after
+    another (`schedule.moves`).
 
     Attributes:
-        task, row, key, pair: seconds of a task, query row, key and query-key pair, forward and backward.
+        task, row, key, pair: seconds of a task, query row, key and query-key pair, forward and
+            backward.
         query_bytes, key_bytes: exchanged for a moved query and key token.
-        tile, grid: query rows of a kernel tile, and of the grid at whose multiples documents are cut.
+        tile, grid: query rows of a kernel tile, and of the grid at whose multiples documents are
+            cut.
         window: keys that a row sees, `ALL_KEYS` if it sees all.
     """
 
@@ -376,12 +458,16 @@ class MarginalCost(NamedTuple):
     def of(cls, cost: CostModel, grid: int) -> Self:
         """Convert a cost model to marginal costs, for documents cut at multiples of `grid`."""
         shape, forward, backward = cost.shape, cost.forward, cost.backward
-        passes = forward.row_passes / forward.bytes_per_second + 2.0 * backward.row_passes / backward.bytes_per_second
+        passes = (
+            forward.row_passes / forward.bytes_per_second
+            + 2.0 * backward.row_passes / backward.bytes_per_second
+        )
         return cls(
             task=float(forward.task_seconds + backward.task_seconds),
             row=shape.row_bytes * passes,
             key=shape.backward_key_bytes / backward.bytes_per_second,
-            pair=shape.pair_flops * (1 / forward.flops_per_second + 2.5 / backward.flops_per_second),
+            pair=shape.pair_flops
+            * (1 / forward.flops_per_second + 2.5 / backward.flops_per_second),
             query_bytes=float(shape.moved_query_bytes),
             key_bytes=float(shape.moved_key_bytes),
             tile=cost.tile,
@@ -390,15 +476,17 @@ class MarginalCost(NamedTuple):
         )
 
     def with_exchange(self, bytes_per_second: float) -> Self:
-        """Add the cost of receiving to the marginal cost, for a server that
-        receives and computes one after the other.
+        """Add the cost of receiving to the marginal cost, for a server that receives and computes
+        one after the other.
         """
         row, key = self.query_bytes / bytes_per_second, self.key_bytes / bytes_per_second
         return self._replace(row=self.row + row, key=self.key + key)
 
 
 def replace_infinities(attributes: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dictionary of attributes, with None for infinite rates, which cost nothing and have no JSON number."""
+    """Make a dictionary of attributes, with None for infinite rates, which cost nothing and have no
+    JSON number.
+    """
     return {name: None if value == math.inf else value for name, value in attributes}
 
 

@@ -27,10 +27,12 @@ from hf_distca.schedule.ranks import Ranks
 
 __all__ = ["deal", "deal_nano_batches", "deal_in_order"]
 
-# Tokens of the short documents that make the halves of a global batch equal, at most, and how many documents at least.
+# Tokens of the short documents that make the halves of a global batch equal, at most, and how many
+# documents at least.
 _SMALL_TOKENS = 2**19
 _MIN_SMALL_DOCUMENTS = 16
-# Part by which a layout by nodes may be slower than one over all ranks; and than the mean, for no other to be made.
+# Part by which a layout by nodes may be slower than one over all ranks; and than the mean, for no
+# other to be made.
 _TIE_PART = 0.002
 _CLOSE_PART = 0.05
 # Tokens of a document. Cuts are found with products of such numbers, which must fit 64 bits.
@@ -47,8 +49,8 @@ def deal(
     ranks_per_node: int | None = None,
     overlapped: bool = False,
 ) -> Layout:
-    """Deal the documents of a global batch to ranks: equal tokens, and
-    the slowest rank as early as possible.
+    """Deal the documents of a global batch to ranks: equal tokens, and the slowest rank as early as
+    possible.
 
     Short documents stay whole where they fit. A long one is cut head and tail over as few ranks as
     hold its tokens and its attention. Every machine finds the same layout.
@@ -76,7 +78,9 @@ def deal(
     """
     length, tokens = _check_arguments(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
     cost = cost.without_unused_window(int(length.max(initial=0)))
-    return _deal_documents(length, np.arange(len(length)), tokens, cost, tile, ranks_per_node, overlapped=overlapped)
+    return _deal_documents(
+        length, np.arange(len(length)), tokens, cost, tile, ranks_per_node, overlapped=overlapped
+    )
 
 
 def deal_nano_batches(
@@ -88,8 +92,8 @@ def deal_nano_batches(
     tile: int = 128,
     ranks_per_node: int | None = None,
 ) -> tuple[Layout, Layout]:
-    """Deal the documents of a global batch for ping-pong: the layouts of
-    both nano-batches, which share no document.
+    """Deal the documents of a global batch for ping-pong: the layouts of both nano-batches, which
+    share no document.
 
     Both layouts number documents as `lengths` does. A rank has `tokens_per_rank` tokens in both
     together. Its two halves are equal (the second has one more token, if the number is odd)
@@ -105,19 +109,34 @@ def deal_nano_batches(
     first_tokens = _divide_halves(tokens, int(length[first].sum()))
     second_tokens = [total - half for total, half in zip(tokens, first_tokens, strict=True)]
     return (
-        _deal_documents(length, np.flatnonzero(first), first_tokens, cost, tile, ranks_per_node, overlapped=True),
-        _deal_documents(length, np.flatnonzero(~first), second_tokens, cost, tile, ranks_per_node, overlapped=True),
+        _deal_documents(
+            length, np.flatnonzero(first), first_tokens, cost, tile, ranks_per_node, overlapped=True
+        ),
+        _deal_documents(
+            length,
+            np.flatnonzero(~first),
+            second_tokens,
+            cost,
+            tile,
+            ranks_per_node,
+            overlapped=True,
+        ),
     )
 
 
-def deal_in_order(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence[int]) -> Layout:
-    """Put the documents of a global batch one after another, cut where a
-    rank is full, as a baseline for `deal`.
+def deal_in_order(
+    lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence[int]
+) -> Layout:
+    """Put the documents of a global batch one after another, cut where a rank is full, as a
+    baseline for `deal`.
 
     For arguments and errors see `deal`.
     """
     length, tokens = _check_arguments(lengths, ranks, tokens_per_rank, 1, None)
-    pieces = fill_rooms([DealtPiece(-1, document, 0, count) for document, count in enumerate(length.tolist())], tokens)
+    pieces = fill_rooms(
+        [DealtPiece(-1, document, 0, count) for document, count in enumerate(length.tolist())],
+        tokens,
+    )
     rank, document, start, size = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
     return Layout(document, start, size, np.searchsorted(rank, np.arange(ranks + 1)))
 
@@ -132,8 +151,8 @@ def _deal_documents(
     *,
     overlapped: bool,
 ) -> Layout:
-    """Deal some documents: to nodes first, or to all ranks if
-    the plan of that layout ends earlier.
+    """Deal some documents: to nodes first, or to all ranks if the plan of that layout ends
+    earlier.
     """
     ranks = Ranks(per_node=ranks_per_node).without_irrelevant_nodes(cost)
     config = DistCAConfig(tile=tile, ping_pong=overlapped)
@@ -160,23 +179,32 @@ def _deal_documents(
     if end <= (1 + _CLOSE_PART) * math.fsum(ends.tolist()) / len(ends):
         return by_nodes
     over_all_ranks = make_dealer().deal_to_ranks()
-    return by_nodes if end <= (1 + _TIE_PART) * find_slowest_seconds(over_all_ranks) else over_all_ranks
+    return (
+        by_nodes
+        if end <= (1 + _TIE_PART) * find_slowest_seconds(over_all_ranks)
+        else over_all_ranks
+    )
 
 
 def _divide_halves(tokens: list[int], total: int) -> list[int]:
-    """Divide `total` tokens of the first half among ranks: half of each
-    rank's own, and its part of the difference.
+    """Divide `total` tokens of the first half among ranks: half of each rank's own, and its part of
+    the difference.
     """
     halves = np.array(tokens) // 2
     difference = total - int(halves.sum())
     room = np.array(tokens) - halves if difference > 0 else halves
-    parts = [abs(difference) * count // max(int(room.sum()), 1) for count in np.cumsum([0, *room]).tolist()]
+    parts = [
+        abs(difference) * count // max(int(room.sum()), 1)
+        for count in np.cumsum([0, *room]).tolist()
+    ]
     return (halves + np.sign(difference) * np.diff(parts)).tolist()  # type: ignore[no-any-return]
 
 
-def _choose_half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> npt.NDArray[np.bool_]:
-    """Choose documents with `tokens` tokens together, or as close as
-    possible, and about half of the seconds.
+def _choose_half(
+    length: IntArray, cost: CostModel, ranks: int, tokens: int
+) -> npt.NDArray[np.bool_]:
+    """Choose documents with `tokens` tokens together, or as close as possible, and about half of
+    the seconds.
 
     Documents whose keys travel longer than ranks compute are all in one half, on different ranks,
     so that only this half is late.
@@ -186,7 +214,11 @@ def _choose_half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> 
     is_late = (keys * cost.key_seconds > math.fsum(seconds) / (2 * ranks)).tolist()
     order = np.argsort(-length, kind="stable")
     shortest_first = np.cumsum(length[order][::-1])
-    small_count = min(max(int(np.searchsorted(shortest_first, _SMALL_TOKENS)), _MIN_SMALL_DOCUMENTS), 256, len(length))
+    small_count = min(
+        max(int(np.searchsorted(shortest_first, _SMALL_TOKENS)), _MIN_SMALL_DOCUMENTS),
+        256,
+        len(length),
+    )
     first = np.zeros(len(length), dtype=np.bool_)
     rooms, loads = [tokens, int(length.sum()) - tokens], [0.0, 0.0]
     large, small = order[: len(order) - small_count], order[len(order) - small_count :]
@@ -194,7 +226,8 @@ def _choose_half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> 
     for document in large.tolist():
         count = int(length[document])
         half = 0 if is_late[document] or loads[0] <= loads[1] else 1
-        # With a part of the short documents to come, many more sums can be made than with hardly any or nearly all of them.
+        # With a part of the short documents to come, many more sums can be made than with hardly
+        # any or nearly all of them.
         if rooms[half] - count < reserve and rooms[1 - half] > rooms[half]:
             half = 1 - half
         rooms[half] -= count
@@ -207,7 +240,9 @@ def _choose_half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> 
 def _find_closest_subset(lengths: list[int], target: int) -> list[int]:
     """Find the indices of the coins whose sum is closest to an amount."""
     # Bit n of a number: whether the coins so far can make n.
-    sums = list(accumulate(lengths, lambda reachable, length: reachable | reachable << length, initial=1))
+    sums = list(
+        accumulate(lengths, lambda reachable, length: reachable | reachable << length, initial=1)
+    )
     total, chosen = _find_nearest_bit(sums[-1], target), []
     for index in range(len(lengths) - 1, -1, -1):
         if not sums[index] >> total & 1:
@@ -225,13 +260,22 @@ def _find_nearest_bit(bits: int, target: int) -> int:
 
 
 def _check_arguments(
-    lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence[int], tile: int, ranks_per_node: int | None
+    lengths: npt.ArrayLike,
+    ranks: int,
+    tokens_per_rank: int | Sequence[int],
+    tile: int,
+    ranks_per_node: int | None,
 ) -> tuple[IntArray, list[int]]:
     """Check the arguments, and return the lengths and the tokens of each rank."""
     given: Any = tokens_per_rank
     by_rank = list(given) if isinstance(given, list | tuple) else [given]
     per_node = 1 if ranks_per_node is None else ranks_per_node
-    numbers = {"ranks": ranks, "tokens_per_rank": min(by_rank, default=0), "tile": tile, "ranks_per_node": per_node}
+    numbers = {
+        "ranks": ranks,
+        "tokens_per_rank": min(by_rank, default=0),
+        "tile": tile,
+        "ranks_per_node": per_node,
+    }
     for name, value in numbers.items():
         # Not `isinstance`: True is no number of ranks.
         if type(value) is not int or value < 1:
@@ -242,12 +286,16 @@ def _check_arguments(
     wrong = (length < 1) | (length > _MAX_LENGTH)
     if wrong.any():
         document = int(wrong.argmax())
-        raise LayoutError(f"document {document} has length {length[document]}: at least 1 token is needed, the limit is 2**32.")
+        raise LayoutError(
+            f"document {document} has length {length[document]}: at least 1 token is needed, the"
+            " limit is 2**32."
+        )
     tokens = [given] * ranks if type(given) is int else by_rank
     total, expected = sum(length.tolist()), sum(tokens)
     if total != expected or len(tokens) != ranks:
         raise LayoutError(
-            f"{len(length)} documents have {total} tokens, {ranks} ranks with {tokens_per_rank} tokens each have {expected}: "
-            "every token must have its place, so the numbers must be equal."
+            f"{len(length)} documents have {total} tokens, {ranks} ranks with {tokens_per_rank}"
+            f" tokens each have {expected}: every token must have its place, so the numbers must be"
+            " equal."
         )
     return length, tokens

@@ -10,9 +10,9 @@ The steps for a group of ranks are:
 3. Fill ranks up with short ones, denser ones where more attention is missing; the last ones are cut
    to fit, to the token.
 
-The group is all ranks (`Dealer.deal_to_ranks`). Or documents go to nodes first (`Dealer.deal_to_nodes`):
-step 1 with those that alone take longer than a node should, over all ranks; steps 2 and 3 with
-nodes in place of ranks; then all steps inside each node.
+The group is all ranks (`Dealer.deal_to_ranks`). Or documents go to nodes first
+(`Dealer.deal_to_nodes`): step 1 with those that alone take longer than a node should, over all
+ranks; steps 2 and 3 with nodes in place of ranks; then all steps inside each node.
 
 Every rank deals for itself, so everything here is plain IEEE double arithmetic in a fixed order.
 """
@@ -34,11 +34,12 @@ from hf_distca.schedule.moves import estimate_slice_seconds
 
 __all__ = ["DealtPiece", "Dealer", "fill_rooms"]
 
-# Parts of the mean seconds of a rank: what documents take that only fill up ranks; and how much more than a whole number of
-# ranks a wide document may take.
+# Parts of the mean seconds of a rank: what documents take that only fill up ranks; and how much
+# more than a whole number of ranks a wide document may take.
 _SHORT_PART = 0.004
 _WIDE_SLACK = 0.3
-# Part of all seconds that documents which take longer than a node may have, for the others to go to nodes first.
+# Part of all seconds that documents which take longer than a node may have, for the others to go to
+# nodes first.
 _MAX_WIDE_PART = 0.5
 
 
@@ -65,8 +66,8 @@ def _divide_tokens(length: int, rooms: list[int], tile: int) -> list[int]:
 
 
 class _RankGroup(NamedTuple):
-    """Ranks [first, last) in nodes of `per_node`, and the
-    seconds that each takes to receive a key.
+    """Ranks [first, last) in nodes of `per_node`, and the seconds that each takes to receive a
+    key.
     """
 
     first: int
@@ -76,8 +77,8 @@ class _RankGroup(NamedTuple):
 
 
 class _Receivers(NamedTuple):
-    """Ranks or nodes that get whole documents: the number of the first, and the
-    tokens and seconds that each may still get.
+    """Ranks or nodes that get whole documents: the number of the first, and the tokens and seconds
+    that each may still get.
     """
 
     first: int
@@ -111,7 +112,8 @@ class Dealer:
         overlapped: bool,
     ) -> None:
         if not MarginalCost.of(cost, tile).pair:
-            # Attention that costs nothing a pair is as long as its tokens are many: pairs decide then.
+            # Attention that costs nothing a pair is as long as its tokens are many: pairs decide
+            # then.
             cost = replace(CostModel.of_pairs(cost.shape), window=cost.window)
         self.length, self.marginal, self.tile = length, MarginalCost.of(cost, tile), tile
         self.seconds = cost.estimate_seconds(length, length)
@@ -120,13 +122,17 @@ class Dealer:
         self.pieces: list[DealtPiece] = []
         self.room = np.array(tokens, dtype=np.int64)
         self.work = np.zeros(len(self.room))
-        # Which rank has all of a document, or -1: so many tuples would make Python look for garbage, in all there is.
+        # Which rank has all of a document, or -1: so many tuples would make Python look for
+        # garbage, in all there is.
         self.home = [-1] * len(length)
         ranks, key_seconds = len(self.room), 0.0 if overlapped else cost.key_seconds
         self.all_ranks = _RankGroup(0, ranks, per_node, key_seconds)
         inside = cost.node_bytes_per_second or cost.exchange_bytes_per_second
         node_key_seconds = min(key_seconds, cost.shape.moved_key_bytes / inside)
-        self.nodes = [_RankGroup(first, first + per_node, per_node, node_key_seconds) for first in range(0, ranks, per_node)]
+        self.nodes = [
+            _RankGroup(first, first + per_node, per_node, node_key_seconds)
+            for first in range(0, ranks, per_node)
+        ]
 
     def deal_to_ranks(self) -> Layout:
         """Deal all documents to all ranks."""
@@ -134,24 +140,35 @@ class Dealer:
         return self._build_layout()
 
     def deal_to_nodes(self) -> Layout | None:
-        """Deal documents that take longer than a node should to all ranks, the
-        others to nodes, and then inside each node.
+        """Deal documents that take longer than a node should to all ranks, the others to nodes, and
+        then inside each node.
 
         Returns None if such documents have most of the seconds: the others could not make nodes
         even.
         """
         nodes, size, documents = len(self.nodes), self.all_ranks.per_node, self.documents
-        fair_seconds, max_tokens = math.fsum(self.seconds[documents].tolist()) / nodes, int(self._sum_by_node(self.room).max())
+        fair_seconds, max_tokens = (
+            math.fsum(self.seconds[documents].tolist()) / nodes,
+            int(self._sum_by_node(self.room).max()),
+        )
         is_wide = (self.seconds[documents] > fair_seconds) | (self.length[documents] > max_tokens)
-        if math.fsum(self.seconds[documents[is_wide]].tolist()) > _MAX_WIDE_PART * nodes * fair_seconds:
+        if (
+            math.fsum(self.seconds[documents[is_wide]].tolist())
+            > _MAX_WIDE_PART * nodes * fair_seconds
+        ):
             return None
         self._spread_documents(self.all_ranks, documents[is_wide], fair_seconds / size)
         documents = documents[~is_wide]
         work = self._sum_by_node(self.work)
         level = (math.fsum(work.tolist()) + math.fsum(self.seconds[documents].tolist())) / nodes
-        places, home = _Receivers(0, self._sum_by_node(self.room).tolist(), (level - work).tolist()), [-1] * len(self.tokens)
+        places, home = (
+            _Receivers(0, self._sum_by_node(self.room).tolist(), (level - work).tolist()),
+            [-1] * len(self.tokens),
+        )
         cut: list[list[DealtPiece]] = [[] for _ in self.nodes]
-        for piece in fill_rooms(self._place_all_documents(documents, level, places, home), places.tokens):
+        for piece in fill_rooms(
+            self._place_all_documents(documents, level, places, home), places.tokens
+        ):
             cut[piece.rank].append(piece)
         node = np.array(home, dtype=np.int64)[documents]
         order = np.argsort(node, kind="stable")
@@ -164,31 +181,47 @@ class Dealer:
         """Sum values of the ranks of each node."""
         return np.add.reduceat(values, np.arange(0, len(values), self.all_ranks.per_node))
 
-    def _deal_to_group(self, group: _RankGroup, documents: IntArray, cut: Sequence[DealtPiece] = ()) -> None:
+    def _deal_to_group(
+        self, group: _RankGroup, documents: IntArray, cut: Sequence[DealtPiece] = ()
+    ) -> None:
         """Deal documents, the longest first, and then pieces of others, to the ranks of a group."""
         group_ranks, size = slice(group.first, group.last), group.last - group.first
         # The mean of ranks, with the documents that they are to get.
-        level = max(math.fsum(self.work[group_ranks].tolist() + self.seconds[documents].tolist()) / size, 1e-300)
+        level = max(
+            math.fsum(self.work[group_ranks].tolist() + self.seconds[documents].tolist()) / size,
+            1e-300,
+        )
         is_wide = (self.length[documents] > int(self.room[group_ranks].max())) | (
             self.seconds[documents] > (1 + _WIDE_SLACK) * level
         )
         received = self._spread_documents(group, documents[is_wide], level) / size
         documents = documents[~is_wide]
-        places = _Receivers(group.first, self.room[group_ranks].tolist(), (level + received - self.work[group_ranks]).tolist())
-        pieces = fill_rooms([*self._place_all_documents(documents, level, places, self.home), *cut], places.tokens)
+        places = _Receivers(
+            group.first,
+            self.room[group_ranks].tolist(),
+            (level + received - self.work[group_ranks]).tolist(),
+        )
+        pieces = fill_rooms(
+            [*self._place_all_documents(documents, level, places, self.home), *cut], places.tokens
+        )
         self.pieces += [piece._replace(rank=piece.rank + group.first) for piece in pieces]
 
     def _spread_documents(self, group: _RankGroup, documents: IntArray, level: float) -> float:
-        """Cut documents, the longest first, each over as few ranks of a group
-        as hold its tokens and its attention.
+        """Cut documents, the longest first, each over as few ranks of a group as hold its tokens
+        and its attention.
 
         Returns:
             Seconds that ranks take to receive keys.
         """
         tokens, keys = max(int(self.room[group.first : group.last].max()), 1), 0
         for document in documents.tolist():
-            parts = max(-(-self.tokens[document] // tokens), math.ceil(self._seconds[document] / ((1 + _WIDE_SLACK) * level)))
-            keys += self._spread_document(group, document, min(max(parts, 1), group.last - group.first), level)
+            parts = max(
+                -(-self.tokens[document] // tokens),
+                math.ceil(self._seconds[document] / ((1 + _WIDE_SLACK) * level)),
+            )
+            keys += self._spread_document(
+                group, document, min(max(parts, 1), group.last - group.first), level
+            )
         return group.key_seconds * keys
 
     def _spread_document(self, group: _RankGroup, document: int, parts: int, level: float) -> int:
@@ -206,7 +239,9 @@ class Dealer:
             for start, size in ((head, front), (tail, back)):
                 if size:
                     self.pieces.append(DealtPiece(rank, document, start, size))
-                    self.work[rank] += estimate_slice_seconds(self.marginal, 1.0, start, start + size)
+                    self.work[rank] += estimate_slice_seconds(
+                        self.marginal, 1.0, start, start + size
+                    )
             # It receives the keys before its last piece, but for its own.
             keys = tail - front if part else 0
             self.work[rank] += group.key_seconds * keys
@@ -215,7 +250,9 @@ class Dealer:
             head += front
         return received
 
-    def _choose_ranks(self, group: _RankGroup, length: int, parts: int, level: float) -> tuple[list[int], list[int]]:
+    def _choose_ranks(
+        self, group: _RankGroup, length: int, parts: int, level: float
+    ) -> tuple[list[int], list[int]]:
         """Choose ranks with the least to do that have room for a document together,
         in one node if possible, and the division.
         """
@@ -225,12 +262,23 @@ class Dealer:
         work, rooms = np.round(self.work[group_ranks] / level, 3), self.room[group_ranks]
         room, nodes = rooms.reshape(-1, group.per_node), work.reshape(-1, group.per_node)
         candidates = np.arange(len(work))
-        # Nodes in which enough ranks have room for a part; if there is none, those with room for the document.
+        # Nodes in which enough ranks have room for a part; if there is none, those with room for
+        # the document.
         is_able = (room >= share).sum(axis=1) >= parts
         is_able = is_able if is_able.any() else room.sum(axis=1) >= length
         if is_able.any():
-            mean_work = np.sort(np.where(room >= share, nodes, np.inf), axis=1)[:, :parts].mean(axis=1)
-            node = int(np.argmin(np.where(is_able, np.where(np.isfinite(mean_work), mean_work, nodes.mean(axis=1)), np.inf)))
+            mean_work = np.sort(np.where(room >= share, nodes, np.inf), axis=1)[:, :parts].mean(
+                axis=1
+            )
+            node = int(
+                np.argmin(
+                    np.where(
+                        is_able,
+                        np.where(np.isfinite(mean_work), mean_work, nodes.mean(axis=1)),
+                        np.inf,
+                    )
+                )
+            )
             candidates = np.arange(node * group.per_node, (node + 1) * group.per_node)
         order = candidates[np.lexsort((-rooms[candidates], work[candidates]))]
         able_ranks = order[rooms[order] >= share]
@@ -240,17 +288,27 @@ class Dealer:
         count = max(int(np.searchsorted(np.cumsum(rooms[order]), length)) + 1, parts)
         return (order[:count] + group.first).tolist(), rooms[order[:count]].tolist()
 
-    def _place_all_documents(self, documents: IntArray, level: float, places: _Receivers, home: list[int]) -> list[DealtPiece]:
+    def _place_all_documents(
+        self, documents: IntArray, level: float, places: _Receivers, home: list[int]
+    ) -> list[DealtPiece]:
         """Put whole documents on places: long ones by the seconds that these lack,
         short ones by the seconds they lack per token. Return those that fit nowhere.
         """
-        long_count = int(np.searchsorted(-self.seconds[documents], -_SHORT_PART * level, side="right"))
-        unplaced = self._place_documents(documents[:long_count].tolist(), places, home, per_token=False)
-        return unplaced + self._place_documents(documents[long_count:].tolist(), places, home, per_token=True)
+        long_count = int(
+            np.searchsorted(-self.seconds[documents], -_SHORT_PART * level, side="right")
+        )
+        unplaced = self._place_documents(
+            documents[:long_count].tolist(), places, home, per_token=False
+        )
+        return unplaced + self._place_documents(
+            documents[long_count:].tolist(), places, home, per_token=True
+        )
 
-    def _place_documents(self, documents: list[int], places: _Receivers, home: list[int], *, per_token: bool) -> list[DealtPiece]:
-        """Put whole documents, in this order, each on the place with room that
-        lacks the most seconds, in all or per token.
+    def _place_documents(
+        self, documents: list[int], places: _Receivers, home: list[int], *, per_token: bool
+    ) -> list[DealtPiece]:
+        """Put whole documents, in this order, each on the place with room that lacks the most
+        seconds, in all or per token.
 
         Args:
             documents: in order of falling length.
@@ -295,12 +353,19 @@ class Dealer:
         """Merge all pieces into a layout, in order of ranks, documents and positions."""
         home = np.array(self.home, dtype=np.int64)
         whole, cut = np.flatnonzero(home >= 0), np.array(self.pieces, dtype=np.int64).reshape(-1, 4)
-        rows = np.concatenate([np.column_stack([home[whole], whole, np.zeros_like(whole), self.length[whole]]), cut])
+        rows = np.concatenate(
+            [np.column_stack([home[whole], whole, np.zeros_like(whole), self.length[whole]]), cut]
+        )
         rank, document, start, size = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))].T
         # Pieces that join start where as many tokens of their document are on other ranks.
         begin = np.flatnonzero(mark_changes(rank, document, start - np.cumsum(size) + size))
         length = np.add.reduceat(size, begin) if len(begin) else size
-        return Layout(document[begin], start[begin], length, np.searchsorted(rank[begin], np.arange(len(self.room) + 1)))
+        return Layout(
+            document[begin],
+            start[begin],
+            length,
+            np.searchsorted(rank[begin], np.arange(len(self.room) + 1)),
+        )
 
 
 def fill_rooms(documents: Sequence[DealtPiece], room: Sequence[int]) -> list[DealtPiece]:
@@ -310,6 +375,11 @@ def fill_rooms(documents: Sequence[DealtPiece], room: Sequence[int]) -> list[Dea
     # Counted over all tokens, a piece begins and stops where a document does, or a room.
     stop = np.union1d(ends, room_ends[(room_ends > 0) & (room_ends < length.sum())])
     begin = np.append(0, stop[:-1])[: len(stop)]
-    row, rank = np.searchsorted(ends, begin, side="right"), np.searchsorted(room_ends, begin, side="right")
-    pieces = np.column_stack([rank, document[row], start[row] + begin - (ends - length)[row], stop - begin])
+    row, rank = (
+        np.searchsorted(ends, begin, side="right"),
+        np.searchsorted(room_ends, begin, side="right"),
+    )
+    pieces = np.column_stack(
+        [rank, document[row], start[row] + begin - (ends - length)[row], stop - begin]
+    )
     return list(itertools.starmap(DealtPiece, pieces.tolist()))

@@ -1,5 +1,5 @@
-"""Cuts of documents: by heads, each group of key/value heads with the query
-heads that read them; and the grid of rows.
+"""Cuts of documents: by heads, each group of key/value heads with the query heads that read them;
+and the grid of rows.
 
 A slice of query rows needs all keys before it, however few its rows are. With `groups` head groups,
 a slice of one group needs only its part of the keys: for the same compute it has `groups` times as
@@ -27,11 +27,13 @@ __all__ = ["HeadSplit", "choose_grid", "list_group_counts"]
 
 # The part of the mean seconds of a rank that a server typically lacks.
 _TYPICAL_DEFICIT = 0.25
-# Groups where that is enough, and the part of the mean seconds that the keys of a group may travel for it to be.
+# Groups where that is enough, and the part of the mean seconds that the keys of a group may travel
+# for it to be.
 _USUAL_GROUPS = 4
 _LONG_TRAVEL = 0.4
-# The part of the seconds of its pairs that the keys of a slice may take for it to be long enough; tiles that always are; and how
-# many times the tolerance a slice may take: ranks are evened out by many, most of them from earlier in a document.
+# The part of the seconds of its pairs that the keys of a slice may take for it to be long enough;
+# tiles that always are; and how many times the tolerance a slice may take: ranks are evened out by
+# many, most of them from earlier in a document.
 _KEY_SECONDS_PART = 0.125
 _LONG_TILES = 8
 _TOLERANCES_PER_SLICE = 4
@@ -51,8 +53,16 @@ class HeadSplit(NamedTuple):
     documents: npt.NDArray[np.bool_]
 
     @classmethod
-    def of(cls, layout: Layout, marginal: MarginalCost, cost: CostModel, seconds: FloatArray, max_groups: int) -> HeadSplit:
-        """Find documents whose slices would have more bytes of keys than of queries, on ranks with work to give away.
+    def of(
+        cls,
+        layout: Layout,
+        marginal: MarginalCost,
+        cost: CostModel,
+        seconds: FloatArray,
+        max_groups: int,
+    ) -> HeadSplit:
+        """Find documents whose slices would have more bytes of keys than of queries, on ranks with
+        work to give away.
 
         Args:
             layout: documents and their ranks.
@@ -73,22 +83,34 @@ class HeadSplit(NamedTuple):
             or np.abs(layout.documents).max(initial=0) > _LARGEST_NUMBER
         ):
             return cls(1, long)
-        # A slice of F seconds at position y has F / (p * y) rows. Its bytes of queries are as many as those of keys if
-        # q * F / (p * y) = kv * y.
+        # A slice of F seconds at position y has F / (p * y) rows. Its bytes of queries are as many
+        # as those of keys if q * F / (p * y) = kv * y.
         mean = math.fsum(seconds.tolist()) / len(seconds)
-        length = math.sqrt(_TYPICAL_DEFICIT * mean * marginal.query_bytes / (marginal.key_bytes * marginal.pair))
-        # More groups are more tasks; they are worth it where keys travel nearly as long as ranks compute.
-        travel_seconds = layout.longest * cost.shape.moved_key_bytes / cost.exchange_bytes_per_second
+        length = math.sqrt(
+            _TYPICAL_DEFICIT * mean * marginal.query_bytes / (marginal.key_bytes * marginal.pair)
+        )
+        # More groups are more tasks; they are worth it where keys travel nearly as long as ranks
+        # compute.
+        travel_seconds = (
+            layout.longest * cost.shape.moved_key_bytes / cost.exchange_bytes_per_second
+        )
         groups = max(count for count in group_counts if count <= _USUAL_GROUPS)
         groups = next(
-            (count for count in group_counts if count > groups and travel_seconds / groups > _LONG_TRAVEL * mean), groups
+            (
+                count
+                for count in group_counts
+                if count > groups and travel_seconds / groups > _LONG_TRAVEL * mean
+            ),
+            groups,
         )
         long[layout.place[layout.end >= length]] = True
         on_busy_rank[layout.place[seconds[layout.rank] > mean]] = True
         return cls(groups, long & on_busy_rank)
 
 
-def choose_grid(marginal: MarginalCost, heads: HeadSplit, longest: int, tolerated_seconds: float) -> int:
+def choose_grid(
+    marginal: MarginalCost, heads: HeadSplit, longest: int, tolerated_seconds: float
+) -> int:
     """Choose the grid on which documents are cut: the grid of the marginal cost, doubled
     until slices are long enough for their keys.
 
@@ -98,7 +120,10 @@ def choose_grid(marginal: MarginalCost, heads: HeadSplit, longest: int, tolerate
         longest: rows of the longest document, whose last rows take longest.
         tolerated_seconds: seconds by which ranks may differ from their mean.
     """
-    grid, max_slice_seconds = marginal.grid, _TOLERANCES_PER_SLICE * min(heads.groups, _USUAL_GROUPS) * tolerated_seconds
+    grid, max_slice_seconds = (
+        marginal.grid,
+        _TOLERANCES_PER_SLICE * min(heads.groups, _USUAL_GROUPS) * tolerated_seconds,
+    )
     while (
         grid < _LONG_TILES * marginal.tile
         and marginal.key > _KEY_SECONDS_PART * marginal.pair * grid

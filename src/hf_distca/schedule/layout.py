@@ -1,7 +1,8 @@
 """`Layout`: the place of documents on ranks, made of position ids, cu_seqlens or lengths.
 
-A *document* is a run of tokens that attend causally to each other and to nothing else. A *segment* is the part of a
-document that lies on one rank. A *layout* holds the segments of all ranks for one micro-batch, in token order.
+A *document* is a run of tokens that attend causally to each other and to nothing else. A *segment*
+is the part of a document that lies on one rank. A *layout* holds the segments of all ranks for one
+micro-batch, in token order.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class Layout:
         documents: the numbers of all documents, in order.
         place: for each segment, the place of its document among `documents`.
         has_many_ranks: for each of `documents`, whether it lies on more than one rank.
-        run_start: for each segment, the document position where its run of consecutive tokens on its rank
-            begins.
+        run_start: for each segment, the document position where its run of consecutive tokens on
+            its rank begins.
     """
 
     document: IntArray
@@ -110,25 +111,46 @@ class Layout:
             raise LayoutError(f"columns of {str(rows)[1:-1]} rows for {self.offsets[-1]} segments.")
         if not len(self.context):
             object.__setattr__(self, "context", np.zeros(self.world_size, dtype=np.int64))
-        if len(self.context) != self.world_size or (self.context < 0).any() or (self.context > counts).any():
+        if (
+            len(self.context) != self.world_size
+            or (self.context < 0).any()
+            or (self.context > counts).any()
+        ):
             raise LayoutError(
                 f"context of {self.context.tolist()} segments for ranks with {counts.tolist()}: "
                 "give one number a rank, at most as many as it has segments."
             )
-        wrong = (self.start < 0) | (self.start > _LARGEST_NUMBER) | (self.length < 1) | (self.length > _LARGEST_NUMBER)
+        wrong = (
+            (self.start < 0)
+            | (self.start > _LARGEST_NUMBER)
+            | (self.length < 1)
+            | (self.length > _LARGEST_NUMBER)
+        )
         if wrong.any():
             row = wrong.argmax()
-            segment = f"segment {row} is (document {self.document[row]}, start {self.start[row]}, length {self.length[row]})"
-            raise LayoutError(f"{segment}: start must be >= 0 and length >= 1 (leave empty documents out), none above 2**48.")
+            segment = (
+                f"segment {row} is (document {self.document[row]}, start {self.start[row]}, length"
+                f" {self.length[row]})"
+            )
+            raise LayoutError(
+                f"{segment}: start must be >= 0 and length >= 1 (leave empty documents out), none"
+                " above 2**48."
+            )
         vars(self).update(self._build_index(counts))
 
     def _build_index(self, counts: IntArray) -> dict[str, Any]:
         """Derive the other attributes from the columns; `counts` are the segments of each rank."""
-        length, end, rank = self.length, self.start + self.length, np.repeat(np.arange(len(counts)), counts)
+        length, end, rank = (
+            self.length,
+            self.start + self.length,
+            np.repeat(np.arange(len(counts)), counts),
+        )
         # Head groups of a document follow each other and are the same tokens.
         is_repeated_group = self._find_head_group(self.document) > 1
         tokens = np.append(0, np.cumsum(np.where(is_repeated_group, 0, length)))
-        token = tokens[:-1] - np.where(is_repeated_group, length, 0) - tokens[self.offsets[:-1]][rank]
+        token = (
+            tokens[:-1] - np.where(is_repeated_group, length, 0) - tokens[self.offsets[:-1]][rank]
+        )
         order = np.lexsort((self.start, self.document))
         document, start = self.document[order], self.start[order]
         starts_document = mark_changes(document)
@@ -137,12 +159,16 @@ class Layout:
         if gap.any():
             row = gap.argmax()
             raise LayoutError(
-                f"document {document[row]} has a segment that starts at {start[row]} where position {expected[row]} is next: "
-                "the segments of a document must cover it from 0 to its end without gap or overlap."
+                f"document {document[row]} has a segment that starts at {start[row]} where position"
+                f" {expected[row]} is next: the segments of a document must cover it from 0 to its"
+                " end without gap or overlap."
             )
         starts_run = mark_changes(document, rank[order], token[order] - start)
         place, run = np.empty_like(order), np.empty_like(order)
-        place[order], run[order] = np.cumsum(starts_document) - 1, start[starts_run][np.cumsum(starts_run) - 1]
+        place[order], run[order] = (
+            np.cumsum(starts_document) - 1,
+            start[starts_run][np.cumsum(starts_run) - 1],
+        )
         return {
             "longest": int(end.max(initial=0)),
             "is_scattered": bool((starts_run & ~starts_document).any()),
@@ -153,23 +179,36 @@ class Layout:
             "by_document": order,
             "documents": document[starts_document],
             "place": place,
-            "has_many_ranks": np.bincount(place[order], weights=mark_changes(rank[order]) & ~starts_document) > 0,
+            "has_many_ranks": (
+                np.bincount(place[order], weights=mark_changes(rank[order]) & ~starts_document) > 0
+            ),
             "run_start": run,
         }
 
     @classmethod
-    def from_segments(cls, ranks: Sequence[Sequence[tuple[int, int, int]]], context: Sequence[int] = ()) -> Layout:
-        """Build from ``(document, start, length)`` rows per rank. A document may lie on any number of ranks, in any cut.
+    def from_segments(
+        cls, ranks: Sequence[Sequence[tuple[int, int, int]]], context: Sequence[int] = ()
+    ) -> Layout:
+        """Build from ``(document, start, length)`` rows per rank. A document may lie on any number
+        of ranks, in any cut.
 
         The first ``context[rank]`` rows of a rank are context.
         """
-        rows = require_integers([row for rank in ranks for row in rank], "segments as (document, start, length)", (-1, 3))
+        rows = require_integers(
+            [row for rank in ranks for row in rank],
+            "segments as (document, start, length)",
+            (-1, 3),
+        )
         offsets = np.cumsum([0, *(len(rank) for rank in ranks)], dtype=np.int64)
-        return cls(rows[:, 0], rows[:, 1], rows[:, 2], offsets, require_integers(context, "context"))
+        return cls(
+            rows[:, 0], rows[:, 1], rows[:, 2], offsets, require_integers(context, "context")
+        )
 
     @classmethod
     def from_lengths(cls, ranks: Sequence[Sequence[int]]) -> Layout:
-        """Build from the document lengths of each rank, where no document crosses ranks. Documents are numbered in order."""
+        """Build from the document lengths of each rank, where no document crosses ranks. Documents
+        are numbered in order.
+        """
         length = require_integers([n for rank in ranks for n in rank], "document lengths")
         offsets = np.cumsum([0, *(len(rank) for rank in ranks)], dtype=np.int64)
         return cls(np.arange(len(length)), np.zeros_like(length), length, offsets)
@@ -188,33 +227,43 @@ class Layout:
 
     @classmethod
     def concatenate(cls, first: Layout, second: Layout) -> Layout:
-        """Put on each rank the tokens of the first layout and then those of the
-        second, with which it shares no document.
+        """Put on each rank the tokens of the first layout and then those of the second, with which
+        it shares no document.
         """
         order = np.argsort(np.append(first.rank, second.rank), kind="stable")
-        pairs = (first.document, second.document), (first.start, second.start), (first.length, second.length)
+        pairs = (
+            (first.document, second.document),
+            (first.start, second.start),
+            (first.length, second.length),
+        )
         document, start, length = (np.append(*pair)[order] for pair in pairs)
         return cls(document, start, length, first.offsets + second.offsets)
 
     def place_on_holders(self, holds: Sequence[bool]) -> Layout:
-        """Place the tokens on more ranks: those of rank r move
-        to the r-th rank that `holds` marks.
+        """Place the tokens on more ranks: those of rank r move to the r-th rank that `holds`
+        marks.
         """
         ranks_before = np.cumsum(holds)
         context = np.where(holds, self.context[ranks_before - 1], 0)
-        return Layout(self.document, self.start, self.length, self.offsets[np.append(0, ranks_before)], context)
+        return Layout(
+            self.document,
+            self.start,
+            self.length,
+            self.offsets[np.append(0, ranks_before)],
+            context,
+        )
 
     def split_heads(self, split_mask: BoolArray, groups: int) -> Layout:
-        """Split some documents by heads: each then counts as `groups`
-        documents, one for each group of heads.
+        """Split some documents by heads: each then counts as `groups` documents, one for each group
+        of heads.
 
         Document d is then number ``d * (groups + 1)``, and group g of one that is split ``d *
         (groups + 1) + 1 + g``. A group lies where the whole document lies, and takes its part of
         the attention and of the bytes (`compute_head_fractions`).
 
         Args:
-            split_mask: for each of `documents`, whether to split it. Only documents with all heads can
-                be split.
+            split_mask: for each of `documents`, whether to split it. Only documents with all heads
+                can be split.
             groups: at least 2; it must divide the key/value heads of the layers.
 
         Raises:
@@ -222,15 +271,18 @@ class Layout:
                 before.
         """
         if self.groups not in (1, groups) or self.context.any():
-            raise LayoutError(f"a layout with {self.groups} head groups and context {self.context.tolist()} cannot be split.")
+            raise LayoutError(
+                f"a layout with {self.groups} head groups and context {self.context.tolist()}"
+                " cannot be split."
+            )
         row, part = repeat_split_rows(split_mask[self.place], groups)
         number = self.document * (groups + 1) if self.groups == 1 else self.document
         offsets = np.searchsorted(row, self.offsets)
         return Layout(number[row] + part, self.start[row], self.length[row], offsets, groups=groups)
 
     def compute_head_fractions(self, document: IntArray) -> npt.NDArray[np.float64]:
-        """Return the part of the heads that each of these documents has:
-        1, or ``1 / groups`` for a head group.
+        """Return the part of the heads that each of these documents has: 1, or ``1 / groups`` for a
+        head group.
         """
         return np.where(self._find_head_group(document) == 0, 1.0, 1.0 / self.groups)
 
@@ -240,7 +292,9 @@ class Layout:
 
     def _find_head_group(self, document: IntArray) -> IntArray:
         """Return the head group of each document, from 1; 0 if it has all heads."""
-        return np.asarray(document % (self.groups + 1) if self.groups > 1 else np.zeros_like(document))
+        return np.asarray(
+            document % (self.groups + 1) if self.groups > 1 else np.zeros_like(document)
+        )
 
     @property
     def world_size(self) -> int:
@@ -249,18 +303,22 @@ class Layout:
 
     @cached_property
     def context_tokens(self) -> IntArray:
-        """Number of tokens of context on each rank: its first query
-        row has the key with this index.
+        """Number of tokens of context on each rank: its first query row has the key with this
+        index.
         """
-        return np.bincount(self.rank, weights=self.length * ~self.has_queries, minlength=self.world_size).astype(np.int64)
+        return np.bincount(
+            self.rank, weights=self.length * ~self.has_queries, minlength=self.world_size
+        ).astype(np.int64)
 
     @cached_property
     def query_tokens(self) -> IntArray:
-        """Number of tokens on each rank whose queries are to be computed;
-        those of a split document are counted once.
+        """Number of tokens on each rank whose queries are to be computed; those of a split document
+        are counted once.
         """
         counted = self.has_queries & (self._find_head_group(self.document) <= 1)
-        return np.bincount(self.rank, weights=self.length * counted, minlength=self.world_size).astype(np.int64)
+        return np.bincount(
+            self.rank, weights=self.length * counted, minlength=self.world_size
+        ).astype(np.int64)
 
     @cached_property
     def _positions(self) -> IntArray:
@@ -271,19 +329,31 @@ class Layout:
         """Return the index in `by_document` of the segment that holds a position of
         the document at a place among `documents`.
         """
-        return np.searchsorted(self._positions, place * (self.longest + 1) + position, side="right") - 1
+        return (
+            np.searchsorted(self._positions, place * (self.longest + 1) + position, side="right")
+            - 1
+        )
 
     def find_places(self, document: IntArray) -> IntArray:
         """Return the places of documents among `documents`.
 
         Unknown numbers get the place of another document.
         """
-        return np.minimum(np.searchsorted(self.documents, document), max(len(self.documents) - 1, 0))
+        return np.minimum(
+            np.searchsorted(self.documents, document), max(len(self.documents) - 1, 0)
+        )
 
     def list_segments(self, rank: int) -> list[Segment]:
         """Return the segments of one rank in token order."""
         rows = slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
-        return list(map(Segment, self.document[rows].tolist(), self.start[rows].tolist(), self.length[rows].tolist()))
+        return list(
+            map(
+                Segment,
+                self.document[rows].tolist(),
+                self.start[rows].tolist(),
+                self.length[rows].tolist(),
+            )
+        )
 
 
 def mark_changes(*columns: npt.NDArray[Any]) -> BoolArray:
@@ -309,12 +379,17 @@ def repeat_split_rows(split_mask: BoolArray, groups: int) -> tuple[IntArray, Int
         The original row of each, and the addition to its document number: 0 with all heads, 1 for
             the first group.
     """
-    row, part = enumerate_ranges(np.zeros(len(split_mask), dtype=np.int64), np.where(split_mask, groups, 1))
+    row, part = enumerate_ranges(
+        np.zeros(len(split_mask), dtype=np.int64), np.where(split_mask, groups, 1)
+    )
     return row, np.where(split_mask[row], 1 + part, 0)
 
 
 def require_integers(
-    values: object, what: str, shape: tuple[int, ...] = (-1,), error: type[DistCAError] = LayoutError
+    values: object,
+    what: str,
+    shape: tuple[int, ...] = (-1,),
+    error: type[DistCAError] = LayoutError,
 ) -> IntArray:
     """Convert `values` to an int64 array of this shape, where -1 is any length.
 
@@ -330,7 +405,9 @@ def require_integers(
         raise error(f"{expected}, got rows of different lengths: {values!r:.100}.") from ragged
     if not array.size:
         return np.zeros([max(n, 0) for n in shape], dtype=np.int64)
-    fits = array.ndim == len(shape) and all(n in (-1, size) for n, size in zip(shape, array.shape, strict=True))
+    fits = array.ndim == len(shape) and all(
+        n in (-1, size) for n, size in zip(shape, array.shape, strict=True)
+    )
     if not fits or array.dtype.kind not in "iu":
         raise error(f"{expected}, got shape {array.shape} of {array.dtype}: {values!r:.100}.")
     if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
@@ -339,22 +416,29 @@ def require_integers(
 
 
 def lengths_from_cu_seqlens(cu_seqlens: Iterable[int]) -> list[int]:
-    """Return document lengths from cumulative sequence lengths ``[0, n0, n0 +
-    n1, ...]``; empty documents are dropped.
+    """Return document lengths from cumulative sequence lengths ``[0, n0, n0 + n1, ...]``; empty
+    documents are dropped.
     """
     bounds = require_integers(list(cu_seqlens), "cu_seqlens").tolist()
     lengths = [b - a for a, b in itertools.pairwise(bounds)]
     if not bounds or bounds[0] != 0 or any(n < 0 for n in lengths):
-        raise LayoutError(f"cu_seqlens must start at 0 and never fall, got {bounds[:8]}{'...' if len(bounds) > 8 else ''}.")
+        raise LayoutError(
+            "cu_seqlens must start at 0 and never fall, got"
+            f" {bounds[:8]}{'...' if len(bounds) > 8 else ''}."
+        )
     return [n for n in lengths if n]
 
 
-def _number_documents(runs: Sequence[Sequence[tuple[int, int]]]) -> list[list[tuple[int, int, int]]]:
-    """Give runs document numbers: a run that starts above 0 has the
-    number of the run that ends there.
+def _number_documents(
+    runs: Sequence[Sequence[tuple[int, int]]],
+) -> list[list[tuple[int, int, int]]]:
+    """Give runs document numbers: a run that starts above 0 has the number of the run that ends
+    there.
     """
     rows = [
-        (start, rank, row, start + length) for rank, rank_runs in enumerate(runs) for row, (start, length) in enumerate(rank_runs)
+        (start, rank, row, start + length)
+        for rank, rank_runs in enumerate(runs)
+        for row, (start, length) in enumerate(rank_runs)
     ]
     starting, ending = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     for start, rank, _, end in sorted(rows):
@@ -363,13 +447,19 @@ def _number_documents(runs: Sequence[Sequence[tuple[int, int]]]) -> list[list[tu
     for position, ranks in starting.items():
         if position and not len(ranks) == len(ending[position]) == 1:
             raise LayoutError(
-                f"{len(ranks)} run(s) start at position {position} and {len(ending[position])} end there, on ranks {ranks} and "
-                f"{ending[position]}: which belong together is not in the position ids. Give document numbers instead "
-                "(PackedDocuments in the batch)."
+                f"{len(ranks)} run(s) start at position {position} and {len(ending[position])} end"
+                f" there, on ranks {ranks} and {ending[position]}: which belong together is not in"
+                " the position ids. Give document numbers instead (PackedDocuments in the batch)."
             )
-    # By the position that a run ends at, and by the run. A run without tokens may find none: the layout is refused.
+    # By the position that a run ends at, and by the run. A run without tokens may find none: the
+    # layout is refused.
     number_ending_at: dict[int, int] = {}
     numbers: dict[tuple[int, int], int] = {}
     for number, (start, rank, row, end) in enumerate(sorted(rows)):
-        number_ending_at[end] = numbers[rank, row] = number_ending_at.get(start, number) if start else number
-    return [[(numbers[rank, row], *run) for row, run in enumerate(rank_runs)] for rank, rank_runs in enumerate(runs)]
+        number_ending_at[end] = numbers[rank, row] = (
+            number_ending_at.get(start, number) if start else number
+        )
+    return [
+        [(numbers[rank, row], *run) for row, run in enumerate(rank_runs)]
+        for rank, rank_runs in enumerate(runs)
+    ]

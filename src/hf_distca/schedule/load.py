@@ -1,5 +1,5 @@
-"""Loads of ranks under a plan: seconds of compute and exchange,
-and tokens and bytes sent and received.
+"""Loads of ranks under a plan: seconds of compute and exchange, and tokens and bytes sent and
+received.
 
 Inside a node, every rank has a link to the others; to other nodes, it has one of its own or shares
 one with ranks of its node (`CostModel.ranks_per_link`). Both kinds of links carry at the same time:
@@ -31,16 +31,16 @@ _RELAY_EXCHANGES = 3
 
 
 class NodeBytes(NamedTuple):
-    """Bytes that each rank sends and receives: to and from ranks of its
-    node, and of other nodes; shape (2, ranks).
+    """Bytes that each rank sends and receives: to and from ranks of its node, and of other nodes;
+    shape (2, ranks).
     """
 
     intra_node: FloatArray
     inter_node: FloatArray
 
     def estimate_seconds(self, cost: CostModel, ranks: Ranks) -> FloatArray:
-        """Return the seconds that each rank sends and receives, without the
-        fixed part of exchanges: shape (2, ranks).
+        """Return the seconds that each rank sends and receives, without the fixed part of
+        exchanges: shape (2, ranks).
         """
         rank = np.arange(self.inter_node.shape[1])
         # A link to other nodes is busy with the bytes of all ranks that share it.
@@ -49,12 +49,15 @@ class NodeBytes(NamedTuple):
         link = rank // per_node * -(-per_node // shared) + rank % per_node // shared
         rate = np.bincount(link) * cost.exchange_bytes_per_second
         between = [(np.bincount(link, weights=amount) / rate)[link] for amount in self.inter_node]
-        return np.maximum(self.intra_node / (cost.node_bytes_per_second or cost.exchange_bytes_per_second), between)
+        return np.maximum(
+            self.intra_node / (cost.node_bytes_per_second or cost.exchange_bytes_per_second),
+            between,
+        )
 
 
 class Traffic(NamedTuple):
-    """Query rows and keys that travel, with source and server ranks;
-    tokens of some of the heads count in part.
+    """Query rows and keys that travel, with source and server ranks; tokens of some of the heads
+    count in part.
     """
 
     source: IntArray
@@ -98,32 +101,44 @@ class PlanLoad:
 
     def _sum_by_rank(self, rank: IntArray, weights: npt.NDArray[Any]) -> FloatArray:
         # bincount of nothing counts in integers, whatever the weights are.
-        return np.bincount(rank, weights=weights, minlength=self.plan.layout.world_size).astype(np.float64)
+        return np.bincount(rank, weights=weights, minlength=self.plan.layout.world_size).astype(
+            np.float64
+        )
 
     def _sum_by_role(self, weights: FloatArray) -> FloatArray:
         """Sum traffic by the rank that sends it and by the rank that receives it."""
-        return np.array([self._sum_by_rank(self.traffic.source, weights), self._sum_by_rank(self.traffic.server, weights)])
+        return np.array(
+            [
+                self._sum_by_rank(self.traffic.source, weights),
+                self._sum_by_rank(self.traffic.server, weights),
+            ]
+        )
 
     @cached_property
     def pairs(self) -> FloatArray:
-        """Causal query-key pairs that each rank computes; pairs
-        of some of the heads count in part.
+        """Causal query-key pairs that each rank computes; pairs of some of the heads count in
+        part.
         """
         plan = self.plan
-        return self._sum_by_rank(plan.server, count_causal_pairs(plan.end - plan.start, plan.end, plan.window) * plan.heads)
+        return self._sum_by_rank(
+            plan.server,
+            count_causal_pairs(plan.end - plan.start, plan.end, plan.window) * plan.heads,
+        )
 
     @cached_property
     def compute_seconds(self) -> FloatArray:
         """Forward plus backward seconds that each rank takes for its tasks."""
         plan = self.plan
         return self.ranks.scale_by_speed(
-            self._sum_by_rank(plan.server, self.cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads))
+            self._sum_by_rank(
+                plan.server, self.cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
+            )
         )
 
     @cached_property
     def needed_keys(self) -> KeyTransfers:
-        """Keys that each server needs, once in each wave; none
-        of documents that nobody exchanges.
+        """Keys that each server needs, once in each wave; none of documents that nobody
+        exchanges.
         """
         if self.waves is None or self.waves.bytes is None:
             plan, is_exchanged = self.plan, self.plan.layout.has_many_ranks.copy()
@@ -131,7 +146,9 @@ class PlanLoad:
             return plan.list_key_transfers(np.flatnonzero(is_exchanged[plan.place]))
         plan, number = self.waves.plan, self.waves.number
         tasks = np.flatnonzero(number >= 0)
-        keys = plan.list_key_transfers(tasks, number[tasks] * plan.layout.world_size + plan.server[tasks])
+        keys = plan.list_key_transfers(
+            tasks, number[tasks] * plan.layout.world_size + plan.server[tasks]
+        )
         return keys._replace(server=keys.server % plan.layout.world_size)
 
     @cached_property
@@ -146,50 +163,60 @@ class PlanLoad:
             np.concatenate([plan.home[moved_tasks], sent.source]),
             np.concatenate([plan.server[moved_tasks], sent.server]),
         )
-        tokens = np.concatenate([rows, np.zeros_like(keys)]), np.concatenate([np.zeros_like(rows), keys])
+        tokens = (
+            np.concatenate([rows, np.zeros_like(keys)]),
+            np.concatenate([np.zeros_like(rows), keys]),
+        )
         return Traffic(source, server, *tokens)
 
     @cached_property
     def query_tokens(self) -> FloatArray:
-        """Query tokens that each rank sends and receives, shape (2, ranks);
-        those of some of the heads count in part.
+        """Query tokens that each rank sends and receives, shape (2, ranks); those of some of the
+        heads count in part.
         """
         return self._sum_by_role(self.traffic.query_tokens)
 
     @cached_property
     def key_tokens(self) -> FloatArray:
-        """Number of K/V tokens that each rank sends and receives, each token
-        once per destination: shape (2, ranks).
+        """Number of K/V tokens that each rank sends and receives, each token once per destination:
+        shape (2, ranks).
         """
         return self._sum_by_role(self.traffic.key_tokens)
 
     @cached_property
     def exchange_bytes(self) -> FloatArray:
-        """Bytes, forward and backward, that each rank exchanges as a home and as a server: shape (2, ranks)."""
+        """Bytes, forward and backward, that each rank exchanges as a home and as a server: shape
+        (2, ranks).
+        """
         return np.asarray(
-            self.query_tokens * self.cost.shape.moved_query_bytes + self.key_tokens * self.cost.shape.moved_key_bytes
+            self.query_tokens * self.cost.shape.moved_query_bytes
+            + self.key_tokens * self.cost.shape.moved_key_bytes
         )
 
     @cached_property
     def node_bytes(self) -> NodeBytes:
-        """Same bytes as `exchange_bytes`, inside nodes and between them; all
-        between, if nodes are not told apart.
+        """Same bytes as `exchange_bytes`, inside nodes and between them; all between, if nodes are
+        not told apart.
         """
-        return self.count_node_bytes(self.cost.shape.moved_query_bytes, self.cost.shape.moved_key_bytes)
+        return self.count_node_bytes(
+            self.cost.shape.moved_query_bytes, self.cost.shape.moved_key_bytes
+        )
 
     def count_node_bytes(self, query_bytes: int, key_bytes: int) -> NodeBytes:
-        """Return the bytes that ranks send and receive, given the
-        bytes of a query row and of a key.
+        """Return the bytes that ranks send and receive, given the bytes of a query row and of a
+        key.
         """
         traffic, per_node = self.traffic, self.ranks.per_node or 1
         amount = traffic.query_tokens * query_bytes + traffic.key_tokens * key_bytes
         is_intra_node = traffic.source // per_node == traffic.server // per_node
-        return NodeBytes(self._sum_by_role(amount * is_intra_node), self._sum_by_role(amount * ~is_intra_node))
+        return NodeBytes(
+            self._sum_by_role(amount * is_intra_node), self._sum_by_role(amount * ~is_intra_node)
+        )
 
     @cached_property
     def wire_seconds(self) -> FloatArray:
-        """Seconds that each rank sends and receives, without the fixed
-        part of exchanges: shape (2, ranks).
+        """Seconds that each rank sends and receives, without the fixed part of exchanges: shape (2,
+        ranks).
         """
         if not self.plan.moved:
             return np.zeros((2, self.plan.layout.world_size))
@@ -199,7 +226,9 @@ class PlanLoad:
 
     @cached_property
     def exchange_seconds(self) -> FloatArray:
-        """Seconds that each rank exchanges: the busier of its two roles, plus the fixed part of every exchange."""
+        """Seconds that each rank exchanges: the busier of its two roles, plus the fixed part of
+        every exchange.
+        """
         exchanges = _EXCHANGES_PER_LAYER * (1 if self.waves is None else self.waves.count)
         exchanges += _RELAY_EXCHANGES if self.plan.relays is not None else 0
         fixed = self.cost.exchange_seconds + self.cost.peer_seconds * self.peer_counts
@@ -207,19 +236,22 @@ class PlanLoad:
 
     @cached_property
     def peer_counts(self) -> npt.NDArray[Any]:
-        """Number of ranks that each rank sends to or receives from,
-        whichever is larger; 0 if peers cost nothing.
+        """Number of ranks that each rank sends to or receives from, whichever is larger; 0 if peers
+        cost nothing.
         """
         ranks = self.plan.layout.world_size
         if not (self.cost.peer_seconds and self.plan.moved):
             return np.zeros(ranks)
         pairs = np.unique(self.traffic.source * ranks + self.traffic.server)
-        return np.maximum(np.bincount(pairs // ranks, minlength=ranks), np.bincount(pairs % ranks, minlength=ranks))
+        return np.maximum(
+            np.bincount(pairs // ranks, minlength=ranks),
+            np.bincount(pairs % ranks, minlength=ranks),
+        )
 
     @cached_property
     def end_seconds(self) -> FloatArray:
-        """Seconds after which each rank ends: compute plus exchange,
-        or the longer of both if overlapped.
+        """Seconds after which each rank ends: compute plus exchange, or the longer of both if
+        overlapped.
         """
         compute, exchange = self.compute_seconds, self.exchange_seconds
         return np.maximum(compute, exchange) if self.overlapped else compute + exchange
@@ -236,13 +268,18 @@ def compute_imbalance(values: FloatArray) -> float:
     return float(values.max()) * len(values) / total if total > 0 else 1.0
 
 
-def summarize_plan(plan: Plan, cost: CostModel, ranks: Ranks = UNIFORM_RANKS) -> dict[str, int | float]:
-    """Compare figures of a plan, "after", with those of the plan that moves
-    nothing, "before"; `json` can write them.
+def summarize_plan(
+    plan: Plan, cost: CostModel, ranks: Ranks = UNIFORM_RANKS
+) -> dict[str, int | float]:
+    """Compare figures of a plan, "after", with those of the plan that moves nothing, "before";
+    `json` can write them.
 
     Imbalance is max/mean over ranks, and bytes are exchanged forward and backward.
     """
-    before, after = (PlanLoad(weighed_plan, cost, ranks=ranks) for weighed_plan in (Plan.local(plan.layout, plan.window), plan))
+    before, after = (
+        PlanLoad(weighed_plan, cost, ranks=ranks)
+        for weighed_plan in (Plan.local(plan.layout, plan.window), plan)
+    )
     nodes = after.node_bytes
     return {
         "ranks": plan.layout.world_size,
@@ -250,41 +287,62 @@ def summarize_plan(plan: Plan, cost: CostModel, ranks: Ranks = UNIFORM_RANKS) ->
         "moved_tasks": int((plan.home != plan.server).sum()),  # whose server is not their home
         "pairs_imbalance_before": compute_imbalance(before.pairs),  # of causal pairs
         "pairs_imbalance_after": compute_imbalance(after.pairs),
-        "seconds_imbalance_before": compute_imbalance(before.compute_seconds),  # of estimated compute seconds
+        # Of estimated compute seconds.
+        "seconds_imbalance_before": compute_imbalance(before.compute_seconds),
         "seconds_imbalance_after": compute_imbalance(after.compute_seconds),
-        "slowest_seconds_before": before.slowest_seconds,  # estimated compute plus exchange of the slowest rank
+        # Estimated compute plus exchange of the slowest rank.
+        "slowest_seconds_before": before.slowest_seconds,
         "slowest_seconds_after": after.slowest_seconds,
         "query_tokens": int(plan.layout.query_tokens.sum()),  # of all ranks together
         "query_tokens_moved": int(after.query_tokens[0].sum()),
-        "key_tokens_sent": int(after.key_tokens[0].sum()),  # between ranks, each once per destination
-        "key_tokens_sent_unplanned": int(before.key_tokens[0].sum()),  # of documents on several ranks, with no move at all
+        # Between ranks, each once per destination.
+        "key_tokens_sent": int(after.key_tokens[0].sum()),
+        # Of documents on several ranks, with no move at all.
+        "key_tokens_sent_unplanned": int(before.key_tokens[0].sum()),
         "max_sent_key_tokens": int(after.key_tokens[0].max()),  # of the busiest rank
         "max_sent_bytes": int(after.exchange_bytes[0].max()),  # of the busiest home
         "max_received_bytes": int(after.exchange_bytes[1].max()),  # of the busiest server
         "bytes_inside_nodes": int(nodes.intra_node[0].sum()),  # of all ranks
-        "bytes_between_nodes": int(nodes.inter_node[0].sum()),  # all bytes, if nodes are not told apart
-        "max_bytes_between_nodes": int(nodes.inter_node.max()),  # of the busiest rank, as a home or as a server
+        # All bytes, if nodes are not told apart.
+        "bytes_between_nodes": int(nodes.inter_node[0].sum()),
+        # Of the busiest rank, as a home or as a server.
+        "max_bytes_between_nodes": int(nodes.inter_node.max()),
     }
 
 
 def format_summary(summary: dict[str, int | float], *, seconds: bool = True) -> str:
-    """Format the result of `summarize_plan` as lines of text; `seconds` is false
-    for a cost model of pairs, which has none.
+    """Format the result of `summarize_plan` as lines of text; `seconds` is false for a cost model
+    of pairs, which has none.
     """
     moved = summary["query_tokens_moved"] / max(summary["query_tokens"], 1)
     unplanned = ", {key_tokens_sent_unplanned} for documents that lie on several ranks anyway"
-    between = "{bytes_between_nodes:.1f} of {bytes:.1f} MB per layer, {max_bytes_between_nodes:.1f} MB of the busiest rank"
+    between = (
+        "{bytes_between_nodes:.1f} of {bytes:.1f} MB per layer, {max_bytes_between_nodes:.1f} MB of"
+        " the busiest rank"
+    )
     lines = {
-        "tasks": f"{{tasks}} on {{ranks}} rank{'s' * (summary['ranks'] != 1)}, {{moved_tasks}} moved",
-        "imbalance of causal pairs": "{pairs_imbalance_before:.3f} -> {pairs_imbalance_after:.3f} (max/mean)",
-        "imbalance of seconds": "{seconds_imbalance_before:.3f} -> {seconds_imbalance_after:.3f} (max/mean)" * seconds,
-        "slowest rank, estimated": "{slowest_seconds_before:.4g} s -> {slowest_seconds_after:.4g} s" * seconds,
+        "tasks": (
+            f"{{tasks}} on {{ranks}} rank{'s' * (summary['ranks'] != 1)}, {{moved_tasks}} moved"
+        ),
+        "imbalance of causal pairs": (
+            "{pairs_imbalance_before:.3f} -> {pairs_imbalance_after:.3f} (max/mean)"
+        ),
+        "imbalance of seconds": (
+            "{seconds_imbalance_before:.3f} -> {seconds_imbalance_after:.3f} (max/mean)" * seconds
+        ),
+        "slowest rank, estimated": (
+            "{slowest_seconds_before:.4g} s -> {slowest_seconds_after:.4g} s" * seconds
+        ),
         "query tokens moved": f"{{query_tokens_moved}} of {{query_tokens}} ({moved:.1%})",
-        "K/V tokens sent": "{key_tokens_sent}" + unplanned * (summary["key_tokens_sent_unplanned"] > 0),
+        "K/V tokens sent": (
+            "{key_tokens_sent}" + unplanned * (summary["key_tokens_sent_unplanned"] > 0)
+        ),
         "busiest sender": "{max_sent_bytes:.1f} MB per layer",
         "busiest receiver": "{max_received_bytes:.1f} MB per layer",
         "between nodes": between * (summary["bytes_inside_nodes"] > 0),
     }
     figures = summary | {"bytes": summary["bytes_inside_nodes"] + summary["bytes_between_nodes"]}
     figures = {name: value / 1e6 if "bytes" in name else value for name, value in figures.items()}
-    return "\n".join(f"{label:<26} {line.format_map(figures)}" for label, line in lines.items() if line)
+    return "\n".join(
+        f"{label:<26} {line.format_map(figures)}" for label, line in lines.items() if line
+    )

@@ -4,10 +4,11 @@ Ranks have a *level* that they should end at (`schedule.greedy`). The heaviest r
 until it is below the cap. A move follows steps 4.1 to 4.3 of docs/scheduler.md:
 
 1. Choose a server: the emptiest, or one of the same node with half as much room.
-2. For every piece that the rank still computes, find the tail, rows [x, end), that takes about what the server lacks; or the
-   first rows, where no tail fits.
-3. Move the slice that exchanges the fewest bytes per second moved. Keys that a server needs anyway, for its own rows of the
-   document or for a slice that it got before, cost nothing; so servers that have such keys are looked at too.
+2. For every piece that the rank still computes, find the tail, rows [x, end), that takes about what
+   the server lacks; or the first rows, where no tail fits.
+3. Move the slice that exchanges the fewest bytes per second moved. Keys that a server needs anyway,
+   for its own rows of the document or for a slice that it got before, cost nothing; so servers that
+   have such keys are looked at too.
 
 Moving adds work, because a server reads keys that the home reads too: the levels of all ranks rise
 with it.
@@ -51,14 +52,17 @@ __all__ = [
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-# Places in `RankLoads.levels`: the edges of the tolerated band, and where ranks outside it should end.
+# Places in `RankLoads.levels`: the edges of the tolerated band, and where ranks outside it should
+# end.
 FLOOR, LOW, HIGH, CAP = range(4)
-# Columns of `Ledger.moves`: a piece, rows [start, end) of its document, and the server that gets them.
+# Columns of `Ledger.moves`: a piece, rows [start, end) of its document, and the server that gets
+# them.
 PIECE, START, END, SERVER = range(4)
-# Columns of `Ledger.holders`: a rank that needs the first keys of a document anyway, how many, and the row of the holder before.
+# Columns of `Ledger.holders`: a rank that needs the first keys of a document anyway, how many, and
+# the row of the holder before.
 RANK, KEYS, PREVIOUS = range(3)
-# Pieces of a rank that are looked at for a move, and more only if none of them can be moved. The first are those deepest in their
-# documents, which exchange the fewest bytes for a second of work.
+# Pieces of a rank that are looked at for a move, and more only if none of them can be moved. The
+# first are those deepest in their documents, which exchange the fewest bytes for a second of work.
 _MAX_PIECES = 64
 # Holders of a document's keys that are looked at for each of its pieces.
 _MAX_HOLDERS = 8
@@ -67,8 +71,8 @@ _MIN_DEFICIT = 0.25
 
 
 class QueryPieces(NamedTuple):
-    """Rows that their homes still compute, in order of ranks; a document that
-    may be split has a piece for each head group.
+    """Rows that their homes still compute, in order of ranks; a document that may be split has a
+    piece for each head group.
 
     Attributes:
         number: number of the document or head group, from 0.
@@ -93,13 +97,15 @@ class RankLoads(NamedTuple):
         seconds, speed: seconds and speed of each rank.
         can_serve: whether each may get slices.
         size: ranks of a group.
-        start_levels: seconds at places `FLOOR` to `CAP` before the first move, a row for each group.
-        levels, group_span: current levels of the current group, and its first rank and the rank after its
-            last.
+        start_levels: seconds at places `FLOOR` to `CAP` before the first move, a row for each
+            group.
+        levels, group_span: current levels of the current group, and its first rank and the rank
+            after its last.
         excess, total_work: seconds of work to be moved, and of all work, of each group.
         per_node: ranks of a node, where nodes are evened out; else 1, and each rank is a node.
         node_seconds, node_speed: those of the nodes.
-        preferred_node_size: ranks of a node, where a server in the node of the source is preferred; else 0.
+        preferred_node_size: ranks of a node, where a server in the node of the source is preferred;
+            else 0.
     """
 
     seconds: FloatArray
@@ -122,8 +128,8 @@ class Ledger(NamedTuple):
 
     Attributes:
         moves: room for rows of `PIECE` to `SERVER`.
-        holders: rows of `RANK` to `PREVIOUS`, and behind them room for one for each move. The last of
-            a rank and document counts.
+        holders: rows of `RANK` to `PREVIOUS`, and behind them room for one for each move. The last
+            of a rank and document counts.
         last_holder: for each document, the last row of `holders`, or -1.
     """
 
@@ -168,8 +174,8 @@ class _Slice(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """A piece, the server that gets a slice of it, and the number of first keys
-    of the document that the server then needs.
+    """A piece, the server that gets a slice of it, and the number of first keys of the document
+    that the server then needs.
     """
 
     piece: int
@@ -195,7 +201,9 @@ def count_task_work(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, 
     rest = rest * (rest > 0)
     full, unseen = rows - rest, keys - rows - (window - 1)
     pairs = 1.0 * full * window + rest * (keys - full - (rest - 1) / 2)
-    return keys - unseen * (unseen > 0), pairs * (tiled / (rows + (rows == 0))) + tiled * (tile - 1) / 2
+    return keys - unseen * (unseen > 0), pairs * (tiled / (rows + (rows == 0))) + tiled * (
+        tile - 1
+    ) / 2
 
 
 _count_task_work = compile_function(count_task_work)
@@ -207,16 +215,22 @@ def estimate_slice_seconds(marginal: MarginalCost, heads: float, start: int, end
     if start >= end:
         return 0.0
     read, pairs = _count_task_work(end - start, end, marginal.tile, marginal.window)
-    return float(marginal.task + heads * (marginal.row * (end - start) + marginal.key * read + marginal.pair * pairs))
+    return float(
+        marginal.task
+        + heads * (marginal.row * (end - start) + marginal.key * read + marginal.pair * pairs)
+    )
 
 
 @compile_function
-def find_tail_start(marginal: MarginalCost, heads: float, start: int, end: int, target: float, max_seconds: float) -> int:
-    """Return the start of the tail of rows [start, end) that is nearest to
-    `target` seconds, up to `max_seconds`, or the shortest.
+def find_tail_start(
+    marginal: MarginalCost, heads: float, start: int, end: int, target: float, max_seconds: float
+) -> int:
+    """Return the start of the tail of rows [start, end) that is nearest to `target` seconds, up to
+    `max_seconds`, or the shortest.
     """
     grid = marginal.grid
-    first, last = start // grid + 1, (end - 1) // grid  # at last, `first` takes no more than `target`
+    # At last, `first` takes no more than `target`.
+    first, last = start // grid + 1, (end - 1) // grid
     if first > last:
         return start
     while first < last:
@@ -227,26 +241,38 @@ def find_tail_start(marginal: MarginalCost, heads: float, start: int, end: int, 
             last = middle
     before = max((first - 1) * grid, start)
     more = estimate_slice_seconds(marginal, heads, before, end)
-    if more <= max_seconds and more - target < target - estimate_slice_seconds(marginal, heads, first * grid, end):
+    if more <= max_seconds and more - target < target - estimate_slice_seconds(
+        marginal, heads, first * grid, end
+    ):
         return before
     return first * grid
 
 
 @compile_inner
 def _compute_deficit(loads: RankLoads, rank: int) -> float:
-    """Compute the seconds of work that a rank lacks to the lower level; between nodes, as far as its node does, too."""
+    """Compute the seconds of work that a rank lacks to the lower level; between nodes, as far as
+    its node does, too.
+    """
     level, node = loads.levels[LOW], rank // loads.per_node
     return float(
-        min((level - loads.seconds[rank]) * loads.speed[rank], (level - loads.node_seconds[node]) * loads.node_speed[node])
+        min(
+            (level - loads.seconds[rank]) * loads.speed[rank],
+            (level - loads.node_seconds[node]) * loads.node_speed[node],
+        )
     )
 
 
 @compile_inner
 def _compute_excess(loads: RankLoads, rank: int, place: int) -> float:
-    """Compute the seconds of work that a rank has above a level; between nodes, as far as its node does, too."""
+    """Compute the seconds of work that a rank has above a level; between nodes, as far as its node
+    does, too.
+    """
     level, node = loads.levels[place], rank // loads.per_node
     return float(
-        min((loads.seconds[rank] - level) * loads.speed[rank], (loads.node_seconds[node] - level) * loads.node_speed[node])
+        min(
+            (loads.seconds[rank] - level) * loads.speed[rank],
+            (loads.node_seconds[node] - level) * loads.node_speed[node],
+        )
     )
 
 
@@ -263,8 +289,13 @@ def _find_emptiest(loads: RankLoads, first: int, last: int) -> int:
 
 @compile_inner
 def _choose_server(loads: RankLoads, source: int, excess: float) -> int:
-    """Choose the emptiest rank that lacks work, or one in the preferred node with room for half as much; or -1."""
-    preferred_node_size, emptiest = loads.preferred_node_size, _find_emptiest(loads, loads.group_span[0], loads.group_span[1])
+    """Choose the emptiest rank that lacks work, or one in the preferred node with room for half as
+    much; or -1.
+    """
+    preferred_node_size, emptiest = (
+        loads.preferred_node_size,
+        _find_emptiest(loads, loads.group_span[0], loads.group_span[1]),
+    )
     if emptiest < 0 or not preferred_node_size:
         return emptiest
     other = _find_emptiest(
@@ -274,21 +305,29 @@ def _choose_server(loads: RankLoads, source: int, excess: float) -> int:
     )
     return (
         other
-        if other >= 0 and _compute_deficit(loads, other) >= 0.5 * min(excess, _compute_deficit(loads, emptiest))
+        if other >= 0
+        and _compute_deficit(loads, other) >= 0.5 * min(excess, _compute_deficit(loads, emptiest))
         else emptiest
     )
 
 
 @compile_inner
-def _cut_slice(marginals: MarginalCosts, heads: float, rows: tuple[int, int], held: int, candidate: _MoveCandidate) -> _Slice:
-    """Cut the tail of rows [start, end) that makes up the deficit of a server with the
-    first `held` keys, or else their first rows.
+def _cut_slice(
+    marginals: MarginalCosts,
+    heads: float,
+    rows: tuple[int, int],
+    held: int,
+    candidate: _MoveCandidate,
+) -> _Slice:
+    """Cut the tail of rows [start, end) that makes up the deficit of a server with the first `held`
+    keys, or else their first rows.
 
-    If neither does, the byte cost is inf and the rest means nothing. First rows are taken only if no
-    tail fits, because more of them make planning slow.
+    If neither does, the byte cost is inf and the rest means nothing. First rows are taken only if
+    no tail fits, because more of them make planning slow.
     """
     (start, end), server_cost, home_cost = rows, marginals.server, marginals.home
-    # What a server receives it does not compute meanwhile; its home sends it, so so much less is removed there.
+    # What a server receives it does not compute meanwhile; its home sends it, so so much less is
+    # removed there.
     send_seconds = (server_cost.row - home_cost.row) * heads
     server_seconds, home_seconds = (
         estimate_slice_seconds(server_cost, heads, start, end),
@@ -314,13 +353,22 @@ def _cut_slice(marginals: MarginalCosts, heads: float, rows: tuple[int, int], he
             - send_seconds * (y - x)
         )
         needed = max(y - max(held, x - (server_cost.window - 1)), 0)
-        added = estimate_slice_seconds(server_cost, heads, x, y) - (server_cost.key - home_cost.key) * heads * (y - needed)
+        added = estimate_slice_seconds(server_cost, heads, x, y) - (
+            server_cost.key - home_cost.key
+        ) * heads * (y - needed)
         if 0 < removed <= candidate.max_excess and added <= candidate.room:
-            byte_cost = heads * (server_cost.query_bytes * (y - x) + server_cost.key_bytes * needed) / removed
+            byte_cost = (
+                heads
+                * (server_cost.query_bytes * (y - x) + server_cost.key_bytes * needed)
+                / removed
+            )
             break
         if x == start or target < candidate.min_target:
             break
-        x, y = start, find_tail_start(server_cost, heads, start, end, server_seconds - target, math.inf)
+        x, y = (
+            start,
+            find_tail_start(server_cost, heads, start, end, server_seconds - target, math.inf),
+        )
         if estimate_slice_seconds(home_cost, heads, start, y) > candidate.max_excess:
             y = max((y - 1) // server_cost.grid * server_cost.grid, start)
     return _Slice(x, y, removed, added, byte_cost)
@@ -328,23 +376,32 @@ def _cut_slice(marginals: MarginalCosts, heads: float, rows: tuple[int, int], he
 
 @compile_inner
 def _find_best_move(
-    pieces: QueryPieces, marginals: MarginalCosts, loads: RankLoads, ledger: Ledger, request: tuple[int, int, int, float]
+    pieces: QueryPieces,
+    marginals: MarginalCosts,
+    loads: RankLoads,
+    ledger: Ledger,
+    request: tuple[int, int, int, float],
 ) -> tuple[_Move, _Slice]:
     """Find the move with the fewest bytes per second; its piece is -1 if there is none.
 
-    `request` holds the source, a server, the level that the source should come down to, and a leeway:
-    the part of the work of both that the server may come up to, while the source may end below the
-    band. Another server that has keys of a document may get a slice of it instead.
+    `request` holds the source, a server, the level that the source should come down to, and a
+    leeway: the part of the work of both that the server may come up to, while the source may end
+    below the band. Another server that has keys of a document may get a slice of it instead.
     """
     source, asked_server, target_place, leeway = request
     work, speed, level, holders = loads.seconds, loads.speed, loads.levels, ledger.holders
     move, best = _Move(-1, -1, 0), _Slice(0, 0, 0.0, 0.0, math.inf)
     looked_at = 0
-    # Holders that lack much less than the server that was asked would get slivers, in very many moves.
+    # Holders that lack much less than the server that was asked would get slivers, in very many
+    # moves.
     excess = _compute_excess(loads, source, target_place)
     enough = _MIN_DEFICIT * min(excess, _compute_deficit(loads, asked_server))
     for piece in range(pieces.offsets[source], pieces.offsets[source + 1]):
-        start, end, last = pieces.start[piece], pieces.end[piece], ledger.last_holder[pieces.number[piece]]
+        start, end, last = (
+            pieces.start[piece],
+            pieces.end[piece],
+            ledger.last_holder[pieces.number[piece]],
+        )
         if start >= end:
             continue
         if looked_at >= _MAX_PIECES and move.piece >= 0:
@@ -355,7 +412,9 @@ def _find_best_move(
         server, held = asked_server, holders[row, KEYS] if row >= 0 else 0
         row, tried, looked_at = last, 0, looked_at + 1
         while server >= 0:
-            room = (max(level[CAP], leeway * (work[source] + work[server])) - work[server]) * speed[server]
+            room = (max(level[CAP], leeway * (work[source] + work[server])) - work[server]) * speed[
+                server
+            ]
             max_excess = room if leeway > 0 else _compute_excess(loads, source, FLOOR)
             deficit = _compute_deficit(loads, server) if work[server] < level[FLOOR] else math.inf
             candidate = _MoveCandidate(excess, max_excess, deficit, room, level[CAP] - level[HIGH])
@@ -371,14 +430,22 @@ def _find_best_move(
                     and work[rank] < level[FLOOR]
                     and _compute_deficit(loads, rank) >= enough
                 )
-                if is_candidate and loads.can_serve[rank] and loads.group_span[0] <= rank < loads.group_span[1]:
+                if (
+                    is_candidate
+                    and loads.can_serve[rank]
+                    and loads.group_span[0] <= rank < loads.group_span[1]
+                ):
                     server, tried = rank, tried + 1
     return move, best
 
 
 @compile_inner
 def _make_group_moves(
-    pieces: QueryPieces, marginals: MarginalCosts, loads: RankLoads, ledger: Ledger, group_state: tuple[IntArray, int, int]
+    pieces: QueryPieces,
+    marginals: MarginalCosts,
+    loads: RankLoads,
+    ledger: Ledger,
+    group_state: tuple[IntArray, int, int],
 ) -> int:
     """Make all moves in a group.
 
@@ -386,21 +453,35 @@ def _make_group_moves(
     ranks, its number, and the moves so far.
     """
     order, group, count = group_state
-    work, speed, level, moves, holders = loads.seconds, loads.speed, loads.levels, ledger.moves, ledger.holders
+    work, speed, level, moves, holders = (
+        loads.seconds,
+        loads.speed,
+        loads.levels,
+        ledger.moves,
+        ledger.holders,
+    )
     removed, added_work = 0.0, 0.0
-    # First ranks above the band give, and then, while others are below it, those that have more than these should.
+    # First ranks above the band give, and then, while others are below it, those that have more
+    # than these should.
     for giving_place, target_place in ((CAP, HIGH), (LOW, FLOOR)):
         for source in order:
             leeway = 0.0
             while _compute_excess(loads, source, giving_place) > 0:
-                excess = _compute_excess(loads, source, HIGH) if giving_place == CAP and leeway == 0 else math.inf
+                excess = (
+                    _compute_excess(loads, source, HIGH)
+                    if giving_place == CAP and leeway == 0
+                    else math.inf
+                )
                 server = _choose_server(loads, source, excess)
                 if server < 0 or (giving_place == LOW and work[server] >= level[FLOOR]):
                     break
-                move, cut = _find_best_move(pieces, marginals, loads, ledger, (source, server, target_place, leeway))
+                move, cut = _find_best_move(
+                    pieces, marginals, loads, ledger, (source, server, target_place, leeway)
+                )
                 if move.piece < 0 or (giving_place == LOW and cut.added > 2.0 * cut.removed):
-                    # The shortest slice may be more than the tolerated band is wide. Then a source below it, or a server above it
-                    # but lower than the source was, is better than leaving the source as it is.
+                    # The shortest slice may be more than the tolerated band is wide. Then a source
+                    # below it, or a server above it but lower than the source was, is better than
+                    # leaving the source as it is.
                     if giving_place == LOW or leeway > 0 or loads.per_node > 1:
                         break
                     leeway = 0.5
@@ -428,14 +509,24 @@ def _make_group_moves(
                 loads.node_seconds[node] += cut.added / loads.node_speed[node]
                 # Levels rise to where they will be when all surplus is moved at the same rate.
                 removed, added_work = removed + cut.removed, added_work + cut.added - cut.removed
-                rise = 1 + added_work / removed * max(loads.excess[group], removed) / loads.total_work[group]
+                rise = (
+                    1
+                    + added_work
+                    / removed
+                    * max(loads.excess[group], removed)
+                    / loads.total_work[group]
+                )
                 for place in range(len(level)):
                     level[place] = loads.start_levels[group, place] * rise
     return count
 
 
 def _make_moves(
-    pieces: QueryPieces, marginals: MarginalCosts, loads: RankLoads, ledger: Ledger, progress: tuple[IntArray, int]
+    pieces: QueryPieces,
+    marginals: MarginalCosts,
+    loads: RankLoads,
+    ledger: Ledger,
+    progress: tuple[IntArray, int],
 ) -> int:
     """Make all moves, in one group after another.
 
@@ -457,7 +548,9 @@ def _make_moves(
         loads.group_span[0], loads.group_span[1] = first, last
         for place in range(len(loads.levels)):
             loads.levels[place] = loads.start_levels[group, place]
-        count = _make_group_moves(pieces, marginals, loads, ledger, (order[first:last], group, count))
+        count = _make_group_moves(
+            pieces, marginals, loads, ledger, (order[first:last], group, count)
+        )
         if count < 0:
             break
     return count

@@ -41,18 +41,27 @@ def parse_placement(text: bytes, name: str) -> Layout:
 
 
 def build_layout(data: Any, name: str) -> Layout:
-    """Make the layout of a placement that was read from JSON; `name`
-    and errors as in `parse_placement`.
+    """Make the layout of a placement that was read from JSON; `name` and errors as in
+    `parse_placement`.
     """
     keys = [key for key in ("rank_segments", "lengths") if isinstance(data, dict) and key in data]
     if len(keys) != 1:
-        raise LayoutError(f"{name} must be a JSON object with either 'rank_segments' or 'lengths', it has {keys or 'neither'}.")
+        raise LayoutError(
+            f"{name} must be a JSON object with either 'rank_segments' or 'lengths', it has"
+            f" {keys or 'neither'}."
+        )
     ranks = data[keys[0]]
-    if not isinstance(ranks, list) or not all(isinstance(rank, list) for rank in ranks) or not ranks:
+    if (
+        not isinstance(ranks, list)
+        or not all(isinstance(rank, list) for rank in ranks)
+        or not ranks
+    ):
         raise LayoutError(f"{name}: {keys[0]!r} must be a list with one list per rank.")
     try:
         if keys[0] == "lengths":
-            return Layout.from_lengths([[require_whole_number(length) for length in rank] for rank in ranks])
+            return Layout.from_lengths(
+                [[require_whole_number(length) for length in rank] for rank in ranks]
+            )
         return Layout.from_segments([[_parse_segment(row) for row in rank] for rank in ranks])
     except LayoutError as error:
         raise LayoutError(f"{name}: {error}") from error
@@ -60,10 +69,15 @@ def build_layout(data: Any, name: str) -> Layout:
 
 def _parse_segment(row: Any) -> tuple[int, int, int]:
     if not isinstance(row, Sequence) or len(row) not in (3, 4):
-        raise LayoutError(f"segment {row!r} must be [document, start, end] or [document, start, end, document length].")
+        raise LayoutError(
+            f"segment {row!r} must be [document, start, end] or [document, start, end, document"
+            " length]."
+        )
     document, start, end, *length = (require_whole_number(value) for value in row)
     if length and end > length[0]:
-        raise LayoutError(f"segment {row!r} ends at {end}, behind the document's length of {length[0]}.")
+        raise LayoutError(
+            f"segment {row!r} ends at {end}, behind the document's length of {length[0]}."
+        )
     return document, start, end - start
 
 
@@ -76,5 +90,7 @@ def require_whole_number(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise LayoutError(f"{value!r} must be an integer.")
     if abs(value) >= 2**63:
-        raise LayoutError(f"{value} is too large: lengths, positions and numbers of documents are below 2**48.")
+        raise LayoutError(
+            f"{value} is too large: lengths, positions and numbers of documents are below 2**48."
+        )
     return value

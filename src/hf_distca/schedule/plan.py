@@ -1,5 +1,5 @@
-"""Assignment of query tokens to servers: `CATask` and
-`Plan`, with invariants, JSON and a digest.
+"""Assignment of query tokens to servers: `CATask` and `Plan`, with invariants, JSON and a
+digest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ __all__ = ["CATask", "KeyTransfers", "Plan", "Relays"]
 
 
 class CATask(NamedTuple):
-    """Query tokens [start, end) of a document, owned by `home`, computed by `server` against keys [0, end).
+    """Query tokens [start, end) of a document, owned by `home`, computed by `server` against keys
+    [0, end).
 
     In a plan with a window, against keys [max(0, start - window + 1), end).
     """
@@ -56,10 +57,11 @@ class KeyTransfers(NamedTuple):
 
 
 class Relays(NamedTuple):
-    """Runs of keys that a server, its relay, gets first and forwards to the
-    others that need them; see `schedule.relays`.
+    """Runs of keys that a server, its relay, gets first and forwards to the others that need them;
+    see `schedule.relays`.
 
-    Ordered by document and start. The runs of a document follow each other from position 0, each with another relay.
+    Ordered by document and start. The runs of a document follow each other from position 0, each
+    with another relay.
     """
 
     document: IntArray
@@ -103,16 +105,30 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
-            raise PlanError(f"window={self.window!r}: a query position sees at least itself, or pass None for no window.")
+            raise PlanError(
+                f"window={self.window!r}: a query position sees at least itself, or pass None for"
+                " no window."
+            )
         if self.window is not None and self.layout.groups > 1:
-            raise PlanError(f"window={self.window}: only documents of layers without a window can be split by heads.")
-        columns = [np.ascontiguousarray(getattr(self, name), dtype=np.int64) for name in CATask._fields]
+            raise PlanError(
+                f"window={self.window}: only documents of layers without a window can be split by"
+                " heads."
+            )
+        columns = [
+            np.ascontiguousarray(getattr(self, name), dtype=np.int64) for name in CATask._fields
+        ]
         document, start = columns[:2]
-        if ((document[1:] < document[:-1]) | ((document[1:] == document[:-1]) & (start[1:] < start[:-1]))).any():
+        if (
+            (document[1:] < document[:-1])
+            | ((document[1:] == document[:-1]) & (start[1:] < start[:-1]))
+        ).any():
             order = np.lexsort((start, document))
             columns = [column[order] for column in columns]
         vars(self).update(zip(CATask._fields, columns, strict=True))
-        vars(self).update(segment=self._find_segments(), moved=self.layout.is_scattered or bool((self.home != self.server).any()))
+        vars(self).update(
+            segment=self._find_segments(),
+            moved=self.layout.is_scattered or bool((self.home != self.server).any()),
+        )
 
     def _find_segments(self) -> IntArray:
         """Find the row of the layout that each task lies in.
@@ -124,19 +140,41 @@ class Plan:
             (self.server < 0) | (self.server >= layout.world_size),
             f"names a server outside the {layout.world_size} ranks of the layout",
         )
-        held, computed = int(layout.length[layout.has_queries].sum()), int((self.end - self.start).sum())
+        held, computed = (
+            int(layout.length[layout.has_queries].sum()),
+            int((self.end - self.start).sum()),
+        )
         if not held and len(self.document):
-            raise PlanError(f"{len(self.document)} task(s) for a layout without tokens, the first is {self.tasks[0]}.")
-        self._check_tasks(self.end > layout.longest, f"ends behind the longest document, which has {layout.longest} tokens")
-        segment = layout.by_document[np.maximum(layout.find_segments(layout.find_places(self.document), self.start), 0)]
-        outside = (self.start < 0) | (layout.document[segment] != self.document) | (self.start >= self.end)
-        outside |= (self.end > layout.end[segment]) | (self.home != layout.rank[segment]) | ~layout.has_queries[segment]
+            raise PlanError(
+                f"{len(self.document)} task(s) for a layout without tokens, the first is"
+                f" {self.tasks[0]}."
+            )
+        self._check_tasks(
+            self.end > layout.longest,
+            f"ends behind the longest document, which has {layout.longest} tokens",
+        )
+        segment = layout.by_document[
+            np.maximum(layout.find_segments(layout.find_places(self.document), self.start), 0)
+        ]
+        outside = (
+            (self.start < 0)
+            | (layout.document[segment] != self.document)
+            | (self.start >= self.end)
+        )
+        outside |= (
+            (self.end > layout.end[segment])
+            | (self.home != layout.rank[segment])
+            | ~layout.has_queries[segment]
+        )
         self._check_tasks(outside, "does not lie in one segment of its home rank")
         expected = layout.start[segment]
         expected[1:] = np.where(segment[1:] == segment[:-1], self.end[:-1], expected[1:])
         wrong = self.start != expected
         following = expected[wrong.argmax()] if len(wrong) else 0
-        self._check_tasks(wrong, f"starts where position {following} is next: every query token must be computed once")
+        self._check_tasks(
+            wrong,
+            f"starts where position {following} is next: every query token must be computed once",
+        )
         if computed != held:
             raise PlanError(f"the tasks compute {computed} query tokens, the layout holds {held}.")
         return segment
@@ -151,27 +189,42 @@ class Plan:
         """Make the plan that moves nothing: every rank computes its own segments."""
         rows = layout.by_document[layout.has_queries[layout.by_document]]
         rank = layout.rank[rows]
-        return cls(layout, layout.document[rows], layout.start[rows], layout.end[rows], rank, rank, window)
+        return cls(
+            layout, layout.document[rows], layout.start[rows], layout.end[rows], rank, rank, window
+        )
 
     @classmethod
     def from_tasks(
-        cls, layout: Layout, tasks: Sequence[CATask | tuple[int, int, int, int, int]], window: int | None = None
+        cls,
+        layout: Layout,
+        tasks: Sequence[CATask | tuple[int, int, int, int, int]],
+        window: int | None = None,
     ) -> Plan:
         """Build a plan from rows, as for hand-written plans."""
         if window is not None and type(window) is not int:
             raise PlanError(f"window={window!r} must be a whole number or None.")
-        rows = require_integers(tasks, "tasks as (document, start, end, home, server)", (-1, 5), PlanError)
+        rows = require_integers(
+            tasks, "tasks as (document, start, end, home, server)", (-1, 5), PlanError
+        )
         document, start, end, home, server = rows.T
         return cls(layout, document, start, end, home, server, window)
 
     def split_heads(self, split_mask: BoolArray, groups: int) -> Plan:
-        """Split some documents with all heads into head groups, with
-        the same tasks; see `Layout.split_heads`.
+        """Split some documents with all heads into head groups, with the same tasks; see
+        `Layout.split_heads`.
         """
         numbers = self.document if self.layout.groups == groups else self.document * (groups + 1)
         row, part = repeat_split_rows(split_mask[self.place], groups)
         layout = self.layout.split_heads(split_mask, groups)
-        return Plan(layout, numbers[row] + part, self.start[row], self.end[row], self.home[row], self.server[row], self.window)
+        return Plan(
+            layout,
+            numbers[row] + part,
+            self.start[row],
+            self.end[row],
+            self.home[row],
+            self.server[row],
+            self.window,
+        )
 
     def with_relays(self, relays: Relays | None) -> Plan:
         """Return the plan with these relays, which are not checked."""
@@ -198,16 +251,24 @@ class Plan:
     @cached_property
     def first_key(self) -> IntArray:
         """First key that each task needs."""
-        return np.zeros_like(self.start) if self.window is None else np.maximum(self.start - (self.window - 1), 0)
+        return (
+            np.zeros_like(self.start)
+            if self.window is None
+            else np.maximum(self.start - (self.window - 1), 0)
+        )
 
     @cached_property
     def needs_exchange(self) -> BoolArray:
         """True for each task that runs on another rank than its home, or whose keys
         do not lie in one run of its home's tokens.
         """
-        return np.asarray((self.home != self.server) | (self.first_key < self.layout.run_start[self.segment]))
+        return np.asarray(
+            (self.home != self.server) | (self.first_key < self.layout.run_start[self.segment])
+        )
 
-    def list_key_transfers(self, tasks: IntArray | None = None, server: IntArray | None = None) -> KeyTransfers:
+    def list_key_transfers(
+        self, tasks: IntArray | None = None, server: IntArray | None = None
+    ) -> KeyTransfers:
         """List the K/V runs that each server needs, each token once, cut where segments end.
 
         Runs the server holds itself included.
@@ -222,11 +283,18 @@ class Plan:
         """
         tasks = np.arange(len(self.document)) if tasks is None else tasks
         server = self.server[tasks] if server is None else server
-        # Tasks are in order of document and position, and never overlap: those of one server are in order of their ends.
+        # Tasks are in order of document and position, and never overlap: those of one server are in
+        # order of their ends.
         order = np.argsort(server, kind="stable")
         tasks, server = tasks[order], server[order]
-        layout, place, first, end = self.layout, self.place[tasks], self.first_key[tasks], self.end[tasks]
-        # Rows that follow each other share a run if the second needs a key that the first needs, or the next one.
+        layout, place, first, end = (
+            self.layout,
+            self.place[tasks],
+            self.first_key[tasks],
+            self.end[tasks],
+        )
+        # Rows that follow each other share a run if the second needs a key that the first needs, or
+        # the next one.
         starts_range = mark_changes(server, place)
         starts_range[1:] |= first[1:] > end[:-1]
         server, place, first, end = (
@@ -235,9 +303,14 @@ class Plan:
             first[starts_range],
             end[np.append(starts_range, True)[1:]],
         )
-        run, segment = enumerate_ranges(layout.find_segments(place, first), layout.find_segments(place, end - 1) + 1)
+        run, segment = enumerate_ranges(
+            layout.find_segments(place, first), layout.find_segments(place, end - 1) + 1
+        )
         row = layout.by_document[segment]
-        first, end = np.maximum(layout.start[row], first[run]), np.minimum(layout.end[row], end[run])
+        first, end = (
+            np.maximum(layout.start[row], first[run]),
+            np.minimum(layout.end[row], end[run]),
+        )
         return KeyTransfers(layout.document[row], first, end, layout.rank[row], server[run])
 
     def to_json(self) -> str:
@@ -246,8 +319,14 @@ class Plan:
 
         The keys ``"window"``, ``"context"`` and ``"groups"`` are there if the plan has them.
         """
-        ranks = [[[s.document, s.start, s.end] for s in self.layout.list_segments(r)] for r in range(self.layout.world_size)]
-        data: dict[str, Any] = {"tasks": [list(task) for task in self.tasks], "rank_segments": ranks}
+        ranks = [
+            [[s.document, s.start, s.end] for s in self.layout.list_segments(r)]
+            for r in range(self.layout.world_size)
+        ]
+        data: dict[str, Any] = {
+            "tasks": [list(task) for task in self.tasks],
+            "rank_segments": ranks,
+        }
         if self.window is not None:
             data["window"] = self.window
         if self.layout.context.any():
@@ -264,11 +343,20 @@ class Plan:
         except ValueError as error:
             raise PlanError(f"the text is not JSON: {error}.") from error
         if not isinstance(data, dict) or (missing := {"tasks", "rank_segments"} - data.keys()):
-            problem = f"missing: {sorted(missing)}" if isinstance(data, dict) else f"found: {type(data).__name__}"
-            raise PlanError(f"a plan in JSON is an object with the keys 'tasks' and 'rank_segments', {problem}.")
+            problem = (
+                f"missing: {sorted(missing)}"
+                if isinstance(data, dict)
+                else f"found: {type(data).__name__}"
+            )
+            raise PlanError(
+                f"a plan in JSON is an object with the keys 'tasks' and 'rank_segments', {problem}."
+            )
         groups = data.get("groups", 1)
         if type(groups) is not int or groups < 1:
-            raise PlanError(f"the head groups of a plan in JSON are a whole number of at least 1, found: {groups!r}.")
+            raise PlanError(
+                "the head groups of a plan in JSON are a whole number of at least 1, found:"
+                f" {groups!r}."
+            )
         context = require_integers(data.get("context", ()), "context")
         layout = replace(build_layout(data, "a plan in JSON"), context=context, groups=groups)
         return cls.from_tasks(layout, data["tasks"], data.get("window"))
@@ -282,11 +370,16 @@ class Plan:
         layout = self.layout
         columns = [layout.document, layout.start, layout.length, layout.offsets, layout.context]
         columns += [getattr(self, column) for column in CATask._fields]
-        parts = [np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes() for column in columns]
+        parts = [
+            np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes()
+            for column in columns
+        ]
         if self.window is not None:
             parts.append(b"window" + np.int64(self.window).tobytes())
         if layout.groups > 1:
             parts.append(b"groups" + np.int64(layout.groups).tobytes())
         for column in self.relays or ():
-            parts.append(b"relays" + np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes())
+            parts.append(
+                b"relays" + np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes()
+            )
         return hashlib.sha256(b"".join(parts)).hexdigest()

@@ -35,12 +35,21 @@ __all__ = ["ExchangeRates", "KernelRates", "Profile"]
 _FORMAT = 2
 _SHIPPED_FOLDER = "profiles_data"
 _MAX_SIZE = 2**31  # of a width or a tile
-# By a word of a GPU's name, the device whose timings stand for it; by the name of a kernel, what it runs. The multiprocessors of
-# an H200 are those of an H100.
-_GPUS = {"A100": "a100", "H100": "h100", "H200": "h100", "GH200": "h100", "B200": "b200", "GB200": "b200"}
-_KERNELS = {"cuda": "flash_attn_2", "flash_attn": "flash_attn_2", "flash_attn_4": "flash_attn_4"} | dict.fromkeys(
-    ("flash_attn_3", "kernels-community/flash-attn3"), "flash_attn_3"
-)
+# By a word of a GPU's name, the device whose timings stand for it; by the name of a kernel, what it
+# runs. The multiprocessors of an H200 are those of an H100.
+_GPUS = {
+    "A100": "a100",
+    "H100": "h100",
+    "H200": "h100",
+    "GH200": "h100",
+    "B200": "b200",
+    "GB200": "b200",
+}
+_KERNELS = {
+    "cuda": "flash_attn_2",
+    "flash_attn": "flash_attn_2",
+    "flash_attn_4": "flash_attn_4",
+} | dict.fromkeys(("flash_attn_3", "kernels-community/flash-attn3"), "flash_attn_3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,29 +131,38 @@ class Profile:
 
     def __post_init__(self) -> None:
         if not self.kernels:
-            raise ConfigError(f"profile {self.name!r} has no kernel rates: measure some with `hf-distca profile`.")
+            raise ConfigError(
+                f"profile {self.name!r} has no kernel rates: measure some with `hf-distca profile`."
+            )
 
     def __repr__(self) -> str:
         """Short text, because settings that hold a profile are printed and compared by ranks."""
         return f"Profile({self.name!r}, {self.device!r}, {self.processor!r}, {self.date!r})"
 
     def find_rates(self, shape: AttentionShape) -> KernelRates:
-        """Return the rates whose element size and widths are nearest to those of
-        a shape; the element size counts first.
+        """Return the rates whose element size and widths are nearest to those of a shape; the
+        element size counts first.
         """
 
         def measure_distance(rates: KernelRates) -> tuple[float, float]:
-            key, value = rates.head_dim / shape.head_dim, rates.value_head_dim / shape.value_head_dim
-            return abs(math.log(rates.element_bytes / shape.element_bytes)), abs(math.log(key)) + abs(math.log(value))
+            key, value = (
+                rates.head_dim / shape.head_dim,
+                rates.value_head_dim / shape.value_head_dim,
+            )
+            return abs(math.log(rates.element_bytes / shape.element_bytes)), abs(
+                math.log(key)
+            ) + abs(math.log(value))
 
         return min(self.kernels, key=measure_distance)
 
-    def make_cost_model(self, shape: AttentionShape, window: int | None = None, *, tile: int | None = None) -> CostModel:
-        """Make the cost model of a shape: rates of the kernel with the
-        nearest widths, and of the links.
+    def make_cost_model(
+        self, shape: AttentionShape, window: int | None = None, *, tile: int | None = None
+    ) -> CostModel:
+        """Make the cost model of a shape: rates of the kernel with the nearest widths, and of the
+        links.
 
-        Without measured exchanges, those of the built-in figures for the type of device are taken. Where only one kind of link
-        was measured, it stands for both.
+        Without measured exchanges, those of the built-in figures for the type of device are taken.
+        Where only one kind of link was measured, it stands for both.
 
         Args:
             shape: heads and widths.
@@ -165,7 +183,9 @@ class Profile:
             tile or self.tile,
             f"profile {self.name}",
             window,
-            node_bytes_per_second=self.inside.bytes_per_second if self.inside and self.between else None,
+            node_bytes_per_second=(
+                self.inside.bytes_per_second if self.inside and self.between else None
+            ),
             peer_seconds=0.0 if links is None else links.peer_seconds,
         )
 
@@ -174,7 +194,9 @@ class Profile:
 
         Infinite rates, which cost nothing, are null.
         """
-        return json.dumps({"format": _FORMAT, **asdict(self, dict_factory=replace_infinities)}, indent=1)
+        return json.dumps(
+            {"format": _FORMAT, **asdict(self, dict_factory=replace_infinities)}, indent=1
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
@@ -186,25 +208,38 @@ class Profile:
         try:
             data: Any = json.loads(text)
             if data.pop("format") != _FORMAT:
-                raise ValueError(f"its format is not {_FORMAT}, which this version reads: measure again")
+                raise ValueError(
+                    f"its format is not {_FORMAT}, which this version reads: measure again"
+                )
             data["kernels"] = tuple(_parse_kernel_rates(row) for row in data["kernels"])
             for link in ("inside", "between"):
                 data[link] = None if data.get(link) is None else _parse_exchange_rates(data[link])
             profile = cls(**data)
             texts = [profile.name, profile.device, profile.processor, profile.date, profile.made_by]
-            texts += [*(rates.kernel for rates in profile.kernels), *profile.versions.values(), *profile.sources.values()]
+            texts += [
+                *(rates.kernel for rates in profile.kernels),
+                *profile.versions.values(),
+                *profile.sources.values(),
+            ]
             if not all(isinstance(text, str) for text in texts):
                 raise TypeError("its names, date, versions, sources and command must be texts")
-            measured: list[Any] = [*profile.kernels, *filter(None, (profile.inside, profile.between))]
-            if not all(isinstance(error, int | float) for rates in measured for error in rates.errors.values()):
+            measured: list[Any] = [
+                *profile.kernels,
+                *filter(None, (profile.inside, profile.between)),
+            ]
+            if not all(
+                isinstance(error, int | float)
+                for rates in measured
+                for error in rates.errors.values()
+            ):
                 raise TypeError("its errors must be numbers")
             if type(profile.tile) is not int or not 1 <= profile.tile < _MAX_SIZE:
                 raise ValueError(f"a tile of {profile.tile} rows: it must be from 1 to 2**31")
             return profile
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"the text is no profile in JSON ({type(error).__name__}: {error}): `hf-distca profile` writes them, got "
-                f"{text[:100]!r}."
+                f"the text is no profile in JSON ({type(error).__name__}: {error}): `hf-distca"
+                f" profile` writes them, got {text[:100]!r}."
             ) from error
 
     @classmethod
@@ -215,12 +250,18 @@ class Profile:
             ConfigError: if there is neither, or it cannot be read as a profile.
         """
         if str(source) in cls.list_shipped():
-            return cls.from_json((resources.files(__package__) / _SHIPPED_FOLDER / f"{source}.json").read_text(encoding="utf-8"))
+            return cls.from_json(
+                (resources.files(__package__) / _SHIPPED_FOLDER / f"{source}.json").read_text(
+                    encoding="utf-8"
+                )
+            )
         try:
             text = read_file(Path(source)).decode("utf-8")
         except (OSError, ValueError) as error:
             names = ", ".join(cls.list_shipped())
-            raise ConfigError(f"{source}: neither a profile in a file ({error}) nor a shipped one ({names}).") from error
+            raise ConfigError(
+                f"{source}: neither a profile in a file ({error}) nor a shipped one ({names})."
+            ) from error
         return cls.from_json(text)
 
     @staticmethod
@@ -228,24 +269,34 @@ class Profile:
         """Return the name of the shipped profile of a GPU and a kernel, both as torch and
         `DistCAConfig` name them; None if there is none.
 
-        Cards with fewer multiprocessors than those that were timed, as PCIe ones of Hopper, have none.
+        Cards with fewer multiprocessors than those that were timed, as PCIe ones of Hopper, have
+        none.
         """
         words = set(re.split(r"[\s-]+", device))
         kind = next((kind for model, kind in _GPUS.items() if model in words), None)
         name = f"{kind}_{_KERNELS.get(kernel)}"
-        return name if name in Profile.list_shipped() and not (kind == "h100" and words & {"PCIe", "NVL"}) else None
+        return (
+            name
+            if name in Profile.list_shipped() and not (kind == "h100" and words & {"PCIe", "NVL"})
+            else None
+        )
 
     @staticmethod
     def list_shipped() -> list[str]:
         """List the names of the profiles that come with the package."""
         files = (resources.files(__package__) / _SHIPPED_FOLDER).iterdir()
-        return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
+        return sorted(
+            file.name.removesuffix(".json") for file in files if file.name.endswith(".json")
+        )
 
 
 def _parse_kernel_rates(row: dict[str, Any]) -> KernelRates:
-    rates = KernelRates(**{**row, **{name: KernelCost.from_json(row[name]) for name in ("forward", "backward")}})
+    rates = KernelRates(
+        **{**row, **{name: KernelCost.from_json(row[name]) for name in ("forward", "backward")}}
+    )
     if not all(
-        type(size) is int and 1 <= size < _MAX_SIZE for size in (rates.element_bytes, rates.head_dim, rates.value_head_dim)
+        type(size) is int and 1 <= size < _MAX_SIZE
+        for size in (rates.element_bytes, rates.head_dim, rates.value_head_dim)
     ):
         raise ValueError(f"{rates}: bytes and widths must be from 1 to 2**31")
     return rates

@@ -37,14 +37,26 @@ class Ranks:
 
     def __post_init__(self) -> None:
         if self.speeds is not None and not all(0 < speed < math.inf for speed in self.speeds):
-            raise ConfigError(f"speeds={self.speeds}: the speed of a rank is a positive number, 1 for one like the others.")
+            raise ConfigError(
+                f"speeds={self.speeds}: the speed of a rank is a positive number, 1 for one like"
+                " the others."
+            )
         if self.per_node is not None and (type(self.per_node) is not int or self.per_node < 1):
-            raise ConfigError(f"per_node={self.per_node!r}: a node has a whole number of ranks, at least 1.")
+            raise ConfigError(
+                f"per_node={self.per_node!r}: a node has a whole number of ranks, at least 1."
+            )
 
     @classmethod
     def of(cls, speeds: npt.ArrayLike | None, per_node: int | None = None) -> Ranks:
         """Make ranks with these speeds, an array of shape (ranks,) or array-like."""
-        return cls(None if speeds is None else tuple(np.asarray(speeds, dtype=np.float64).reshape(-1).tolist()), per_node)
+        return cls(
+            (
+                None
+                if speeds is None
+                else tuple(np.asarray(speeds, dtype=np.float64).reshape(-1).tolist())
+            ),
+            per_node,
+        )
 
     def check_count(self, count: int) -> None:
         """Raise unless these properties are for so many ranks.
@@ -53,27 +65,37 @@ class Ranks:
             ConfigError: if they are not; states both numbers.
         """
         if self.speeds is not None and len(self.speeds) != count:
-            raise ConfigError(f"{len(self.speeds)} speeds were given for {count} ranks: give one for each rank, in rank order.")
+            raise ConfigError(
+                f"{len(self.speeds)} speeds were given for {count} ranks: give one for each rank,"
+                " in rank order."
+            )
         if self.per_node is not None and count % self.per_node:
-            raise ConfigError(f"{count} ranks cannot be nodes of {self.per_node}: per_node must divide the number of ranks.")
+            raise ConfigError(
+                f"{count} ranks cannot be nodes of {self.per_node}: per_node must divide the number"
+                " of ranks."
+            )
 
     def without_irrelevant_nodes(self, cost: CostModel) -> Ranks:
         """Drop nodes if they make no difference to a cost model."""
-        return replace(self, per_node=None) if self.per_node == 1 or cost.node_bytes_per_second is None else self
+        return (
+            replace(self, per_node=None)
+            if self.per_node == 1 or cost.node_bytes_per_second is None
+            else self
+        )
 
     def list_speeds(self, count: int) -> list[float]:
         """Return the speed of each of so many ranks."""
         return [1.0] * count if self.speeds is None else list(self.speeds)
 
     def scale_by_speed(self, seconds: FloatArray) -> FloatArray:
-        """Return the seconds that each rank takes for work of so many
-        seconds; arrays of shape (ranks,).
+        """Return the seconds that each rank takes for work of so many seconds; arrays of shape
+        (ranks,).
         """
         return seconds if self.speeds is None else np.asarray(seconds / np.array(self.speeds))
 
     def compute_even_seconds(self, seconds: FloatArray) -> float:
-        """Return the seconds of every rank if the same work were spread by
-        speed: the mean if all are equally fast.
+        """Return the seconds of every rank if the same work were spread by speed: the mean if all
+        are equally fast.
         """
         speeds = np.array(self.list_speeds(len(seconds)))
         # fsum: what plain `sum` rounds to depends on the version of Python.

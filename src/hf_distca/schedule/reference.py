@@ -18,17 +18,22 @@ document see the most keys, so its *tail* takes the most seconds along for the f
 
 **The steps.**
 
-1. Weigh the plan that moves nothing: `PlanLoad` says how many seconds each rank computes and exchanges, and when the last ends.
-2. `HeadSplit` (`schedule.heads`): long documents may be split by heads, for a server of some of the heads needs the keys of these
-   alone. To the other steps, each head group is a document.
-3. `Levels` (`schedule.greedy`): ranks below `floor` come up to `low`, ranks above `cap` come down to `high`.
-4. `even_out`: the heaviest rank gives slices away until it is below the cap, then the next one does; then, while ranks are below
-   the floor, those above `low` do (`is_filling`). A slice goes to the emptiest rank, or to one that has keys of the document. Of
-   all tails that the rank could cut off its pieces (`cut_tail`), it gives the one that sends the fewest bytes per second.
-5. `add_relays` (`schedule.relays`): keys that several servers need leave their holder once, and servers pass them on.
-6. `make_reference_plan` takes steps 3 to 5 twice, to even out compute alone, and compute and exchange together
-   (`list_objectives`); and with nodes for each node by itself, and again for all ranks as one group. The plan whose last rank
-   ends first is taken; if it gains less than `min_gain`, nothing moves.
+1. Weigh the plan that moves nothing: `PlanLoad` says how many seconds each rank computes and
+  exchanges, and when the last ends.
+2. `HeadSplit` (`schedule.heads`): long documents may be split by heads, for a server of some of the
+   heads needs the keys of these alone. To the other steps, each head group is a document.
+3. `Levels` (`schedule.greedy`): ranks below `floor` come up to `low`, ranks above `cap` come down
+  to `high`.
+4. `even_out`: the heaviest rank gives slices away until it is below the cap, then the next one
+   does; then, while ranks are below the floor, those above `low` do (`is_filling`). A slice goes to
+   the emptiest rank, or to one that has keys of the document. Of all tails that the rank could cut
+   off its pieces (`cut_tail`), it gives the one that sends the fewest bytes per second.
+5. `add_relays` (`schedule.relays`): keys that several servers need leave their holder once, and
+  servers pass them on.
+6. `make_reference_plan` takes steps 3 to 5 twice, to even out compute alone, and compute and
+   exchange together (`list_objectives`); and with nodes for each node by itself, and again for all
+   ranks as one group. The plan whose last rank ends first is taken; if it gains less than
+   `min_gain`, nothing moves.
 
 Left out are windows, unequal speeds, a bound of transient bytes, moves of first rows, moves that
 even out nodes before their ranks, and the further plans of `balance`.
@@ -60,21 +65,29 @@ from hf_distca.schedule.relays import add_relays
 __all__ = ["make_reference_plan"]
 
 _FINEST, _FINEST_WITH_EXCHANGE = 0.002, 0.02  # tolerances below which the grid is too coarse
-_MIN_DEFICIT = 0.25  # part of what a server should get that ranks with keys of the document have to lack
+# Part of what a server should get that ranks with keys of the document have to lack.
+_MIN_DEFICIT = 0.25
 _MAX_HOLDERS = 8  # ranks that have keys of a document and are looked at
-_TIE_PART, _TIE_PART_HIDDEN = 0.2, 0.5  # parts of the tolerance by which a plan has to end before one of nodes
+# Parts of the tolerance by which a plan has to end before one of nodes.
+_TIE_PART, _TIE_PART_HIDDEN = 0.2, 0.5
 
 
 def apply_formula(marginal: MarginalCost, heads: float, start: int, end: int) -> float:
     """Return the seconds of rows [start, end), 0 if there are none."""
     rows = end - start
     pairs = -(-rows // marginal.tile) * marginal.tile * (end - (rows - marginal.tile) / 2)
-    return marginal.task + heads * (marginal.row * rows + marginal.key * end + marginal.pair * pairs) if rows else 0.0
+    return (
+        marginal.task + heads * (marginal.row * rows + marginal.key * end + marginal.pair * pairs)
+        if rows
+        else 0.0
+    )
 
 
 @dataclass(slots=True)
 class QueryPiece:
-    """Rows [start, end) of a document that their home still computes, and the slices (start, end, server) that were moved."""
+    """Rows [start, end) of a document that their home still computes, and the slices (start, end,
+    server) that were moved.
+    """
 
     document: int
     heads: float
@@ -85,7 +98,9 @@ class QueryPiece:
 
 
 class TailMove(NamedTuple):
-    """Rows of a piece from `start` on, for a server: seconds removed from its home and added to the server, and the bytes."""
+    """Rows of a piece from `start` on, for a server: seconds removed from its home and added to the
+    server, and the bytes.
+    """
 
     piece: QueryPiece
     start: int
@@ -97,7 +112,8 @@ class TailMove(NamedTuple):
 
 @dataclass
 class BalanceState:
-    """Steps 3 and 4: slices move until no rank of a group is above the cap, or nothing fits any more.
+    """Steps 3 and 4: slices move until no rank of a group is above the cap, or nothing fits any
+    more.
 
     Attributes:
         pieces: what the ranks of the group compute; their tails become slices.
@@ -118,10 +134,18 @@ class BalanceState:
         """Make all moves; pieces are cut at multiples of the grid."""
         group_seconds = [self.work[rank] for rank in self.group]
         self.levels = base = Levels.of(
-            np.array(group_seconds), np.ones(len(group_seconds)), np.ones(len(group_seconds), dtype=np.bool_), self.tolerance
+            np.array(group_seconds),
+            np.ones(len(group_seconds)),
+            np.ones(len(group_seconds), dtype=np.bool_),
+            self.tolerance,
         )
-        excess, removed, added_work = math.fsum(max(seconds - base.high, 0.0) for seconds in group_seconds), 0.0, 0.0
-        # By document: how many keys ranks have there anyway, in the order in which they came by them.
+        excess, removed, added_work = (
+            math.fsum(max(seconds - base.high, 0.0) for seconds in group_seconds),
+            0.0,
+            0.0,
+        )
+        # By document: how many keys ranks have there anyway, in the order in which they came by
+        # them.
         self.held_keys: dict[int, dict[int, int]] = defaultdict(dict)
         for piece in sorted(self.pieces, key=lambda piece: piece.end):
             self.held_keys[piece.document][piece.home] = piece.end
@@ -130,12 +154,14 @@ class BalanceState:
             mine = [piece for piece in self.pieces if piece.home == source]
             while move := self.find_next_move(source, mine, grid):
                 piece, holder_keys = move.piece, self.held_keys[move.piece.document]
-                holder_keys[move.server] = max(holder_keys.pop(move.server, 0), piece.end)  # to the end of the order
+                # To the end of the order.
+                holder_keys[move.server] = max(holder_keys.pop(move.server, 0), piece.end)
                 piece.slices.append((move.start, piece.end, move.server))
                 piece.end = move.start
                 self.work[source] -= move.removed
                 self.work[move.server] += move.added
-                # A slice may cost its server more than its home. Levels rise with what that adds to the work of all.
+                # A slice may cost its server more than its home. Levels rise with what that adds to
+                # the work of all.
                 removed, added_work = removed + move.removed, added_work + move.added - move.removed
                 scale = 1 + added_work / removed * max(excess, removed) / math.fsum(group_seconds)
                 self.levels = Levels(*(scale * level for level in base))
@@ -146,20 +172,35 @@ class BalanceState:
         If none fits the levels, a server may get up to half of the work of both.
         """
         work, levels = self.work, self.levels
-        giving_level, target_level = (levels.low, levels.floor) if self.is_filling else (levels.cap, levels.high)
+        giving_level, target_level = (
+            (levels.low, levels.floor) if self.is_filling else (levels.cap, levels.high)
+        )
         emptiest = min(self.group, key=lambda rank: work[rank])
-        if work[source] <= giving_level or work[emptiest] >= (levels.floor if self.is_filling else levels.low):
+        if work[source] <= giving_level or work[emptiest] >= (
+            levels.floor if self.is_filling else levels.low
+        ):
             return None
         # Holders of keys that lack much less would get slivers, in very many moves.
-        max_seconds = min(levels.floor, levels.low - _MIN_DEFICIT * min(work[source] - target_level, levels.low - work[emptiest]))
+        max_seconds = min(
+            levels.floor,
+            levels.low
+            - _MIN_DEFICIT * min(work[source] - target_level, levels.low - work[emptiest]),
+        )
         for leeway in (0.0,) if self.is_filling else (0.0, 0.5):
             moves = []
             for piece in (piece for piece in pieces if piece.start < piece.end):
                 holders = reversed(self.held_keys[piece.document])
                 candidates = [
-                    rank for rank in holders if rank in self.group and rank not in (emptiest, source) and work[rank] < max_seconds
+                    rank
+                    for rank in holders
+                    if rank in self.group
+                    and rank not in (emptiest, source)
+                    and work[rank] < max_seconds
                 ]
-                tails = (self.cut_tail(piece, server, leeway, grid) for server in (emptiest, *candidates[:_MAX_HOLDERS]))
+                tails = (
+                    self.cut_tail(piece, server, leeway, grid)
+                    for server in (emptiest, *candidates[:_MAX_HOLDERS])
+                )
                 moves += [move for move in tails if move is not None]
             if moves:
                 move = min(moves, key=lambda move: move.bytes / move.removed)
@@ -167,10 +208,16 @@ class BalanceState:
         return None
 
     def cut_tail(self, piece: QueryPiece, server: int, leeway: float, grid: int) -> TailMove | None:
-        """Cut off the tail of a piece that its home should lose and
-        a server lacks; None if none fits.
+        """Cut off the tail of a piece that its home should lose and a server lacks; None if none
+        fits.
         """
-        home_cost, server_cost, levels, heads, end = self.home_cost, self.server_cost, self.levels, piece.heads, piece.end
+        home_cost, server_cost, levels, heads, end = (
+            self.home_cost,
+            self.server_cost,
+            self.levels,
+            piece.heads,
+            piece.end,
+        )
         home, filled = self.work[piece.home], self.work[server]
         room = max(levels.cap, leeway * (home + filled)) - filled
         max_excess = room if leeway else home - levels.floor
@@ -183,40 +230,72 @@ class BalanceState:
             apply_formula(home_cost, heads, piece.start, end),
         )
         removable = home_seconds - send * (end - piece.start)
-        scale = server_seconds / removable if removable > 0 else 0.0  # for each second less at home the server gets so many more
+        # For each second less at home the server gets so many more.
+        scale = server_seconds / removable if removable > 0 else 0.0
         target_level = levels.floor if self.is_filling else levels.high
-        target = min((home - target_level) * scale, room, levels.low - filled if filled < levels.floor else math.inf)
+        target = min(
+            (home - target_level) * scale,
+            room,
+            levels.low - filled if filled < levels.floor else math.inf,
+        )
         max_seconds = room if leeway else min(max_excess * scale, room)
         if target <= 0:
             return None
         start, starts = piece.start, range(piece.start // grid * grid + grid, end, grid)
         if starts and server_seconds > target and server_seconds > min(max_seconds, 1.1 * target):
-            first = bisect_left(starts, -target, key=lambda start: -apply_formula(server_cost, heads, start, end))
-            tails = {start: apply_formula(server_cost, heads, start, end) for start in starts[max(first - 1, 0) : first + 1]}
+            first = bisect_left(
+                starts, -target, key=lambda start: -apply_formula(server_cost, heads, start, end)
+            )
+            tails = {
+                start: apply_formula(server_cost, heads, start, end)
+                for start in starts[max(first - 1, 0) : first + 1]
+            }
             fitting = (start for start, seconds in tails.items() if seconds <= max_seconds)
             start = min(fitting, key=lambda start: abs(tails[start] - target), default=starts[-1])
         keys = max(end - self.held_keys[piece.document].get(server, 0), 0)
         added = apply_formula(server_cost, heads, start, end) - receive * (end - keys)
-        removed = home_seconds - apply_formula(home_cost, heads, piece.start, start) - send * (end - start)
+        removed = (
+            home_seconds
+            - apply_formula(home_cost, heads, piece.start, start)
+            - send * (end - start)
+        )
         if not 0 < removed <= max_excess or added > room:
             return None
         return TailMove(
-            piece, start, server, removed, added, heads * (home_cost.query_bytes * (end - start) + home_cost.key_bytes * keys)
+            piece,
+            start,
+            server,
+            removed,
+            added,
+            heads * (home_cost.query_bytes * (end - start) + home_cost.key_bytes * keys),
         )
 
 
 def list_unmoved_pieces(layout: Layout) -> list[QueryPiece]:
     """List the pieces of all ranks if nothing moves, the deepest in their documents first."""
-    rows = [(rank, *row) for rank in range(layout.world_size) for row in layout.list_segments(rank)[int(layout.context[rank]) :]]
-    heads = layout.compute_head_fractions(np.array([document for _, document, _, _ in rows], dtype=np.int64)).tolist()
-    pieces = [QueryPiece(row[1], part, row[2], row[2] + row[3], row[0]) for row, part in zip(rows, heads, strict=True)]
+    rows = [
+        (rank, *row)
+        for rank in range(layout.world_size)
+        for row in layout.list_segments(rank)[int(layout.context[rank]) :]
+    ]
+    heads = layout.compute_head_fractions(
+        np.array([document for _, document, _, _ in rows], dtype=np.int64)
+    ).tolist()
+    pieces = [
+        QueryPiece(row[1], part, row[2], row[2] + row[3], row[0])
+        for row, part in zip(rows, heads, strict=True)
+    ]
     return sorted(pieces, key=lambda piece: (-piece.end, piece.document))
 
 
 def build_plan(layout: Layout, groups: int, pieces: list[QueryPiece]) -> Plan:
-    """Build a plan of pieces; a document of which no head group moved is not split, and neighbours on one server are one task."""
+    """Build a plan of pieces; a document of which no head group moved is not split, and neighbours
+    on one server are one task.
+    """
     width = groups + 1 if groups > 1 else 1
-    split_documents = {piece.document // width for piece in pieces if piece.slices and piece.document % width}
+    split_documents = {
+        piece.document // width for piece in pieces if piece.slices and piece.document % width
+    }
     tasks = []
     for piece in pieces:
         document, group = divmod(piece.document, width)
@@ -224,7 +303,9 @@ def build_plan(layout: Layout, groups: int, pieces: list[QueryPiece]) -> Plan:
             continue
         number = piece.document if document in split_documents else document * width
         rows = [(piece.start, piece.end, piece.home), *reversed(piece.slices)]
-        for server, run in itertools.groupby([row for row in rows if row[0] < row[1]], key=itemgetter(2)):
+        for server, run in itertools.groupby(
+            [row for row in rows if row[0] < row[1]], key=itemgetter(2)
+        ):
             start, end, _ = zip(*run, strict=True)
             tasks.append((number, start[0], end[-1], piece.home, server))
     split = np.isin(layout.documents, np.array(sorted(split_documents), dtype=np.int64))
@@ -241,23 +322,46 @@ def list_objectives(
     objectives = [(compute.tolist(), max(config.tolerance, _FINEST), marginal)]
     if not config.ping_pong and rate < math.inf:
         both = compute + unmoved.exchange_seconds
-        objectives.append((both.tolist(), max(config.tolerance, _FINEST_WITH_EXCHANGE), marginal.with_exchange(rate)))
+        objectives.append(
+            (
+                both.tolist(),
+                max(config.tolerance, _FINEST_WITH_EXCHANGE),
+                marginal.with_exchange(rate),
+            )
+        )
     return objectives
 
 
-def make_reference_plan(layout: Layout, cost: CostModel, config: DistCAConfig, per_node: int | None = None) -> Plan:
-    """Assign every query token of `layout` to a server, as `balance` does for ranks that are all alike.
+def make_reference_plan(
+    layout: Layout, cost: CostModel, config: DistCAConfig, per_node: int | None = None
+) -> Plan:
+    """Assign every query token of `layout` to a server, as `balance` does for ranks that are all
+    alike.
 
-    With nodes of `per_node` ranks, plans are made node by node and in one group, and measured with the rates of both links. No
-    work moves between nodes before the rest moves inside them, as it does in `balance`.
+    With nodes of `per_node` ranks, plans are made node by node and in one group, and measured with
+    the rates of both links. No work moves between nodes before the rest moves inside them, as it
+    does in `balance`.
 
     Raises:
-        ConfigError: if a document is longer than the cost model's window, or `config` bounds transient bytes.
+        ConfigError: if a document is longer than the cost model's window, or `config` bounds
+            transient bytes.
     """
-    if config.max_transient_bytes is not None or (cost.window is not None and cost.window < layout.longest):
-        raise ConfigError(f"window={cost.window}, {config}: the reference knows no windows and no bound of transient bytes.")
-    cost, ranks, world = replace(cost, window=None), Ranks(per_node=per_node).without_irrelevant_nodes(cost), layout.world_size
-    unmoved = add_relays(PlanLoad(Plan.local(layout), cost, overlapped=config.ping_pong, ranks=ranks), config.min_gain)
+    if config.max_transient_bytes is not None or (
+        cost.window is not None and cost.window < layout.longest
+    ):
+        raise ConfigError(
+            f"window={cost.window}, {config}: the reference knows no windows and no bound of"
+            " transient bytes."
+        )
+    cost, ranks, world = (
+        replace(cost, window=None),
+        Ranks(per_node=per_node).without_irrelevant_nodes(cost),
+        layout.world_size,
+    )
+    unmoved = add_relays(
+        PlanLoad(Plan.local(layout), cost, overlapped=config.ping_pong, ranks=ranks),
+        config.min_gain,
+    )
     compute, marginal = unmoved.compute_seconds, MarginalCost.of(cost, config.tile)
     mean = math.fsum(compute.tolist()) / len(compute)
     is_even = np.abs(compute - mean).max() <= mean * config.tolerance
@@ -269,12 +373,24 @@ def make_reference_plan(layout: Layout, cost: CostModel, config: DistCAConfig, p
     best, required_seconds = unmoved, unmoved.slowest_seconds * (1 - config.min_gain)
     tie_part = (_TIE_PART_HIDDEN if config.ping_pong else _TIE_PART) * config.tolerance
     objectives = list_objectives(unmoved, marginal, config)
-    for size, (work, tolerance, server_cost) in itertools.product(sorted({ranks.per_node or world, world}), objectives):
+    for size, (work, tolerance, server_cost) in itertools.product(
+        sorted({ranks.per_node or world, world}), objectives
+    ):
         pieces = list_unmoved_pieces(split)
         for group in (range(first, first + size) for first in range(0, world, size)):
             mine = [piece for piece in pieces if piece.home in group]
             BalanceState(mine, list(work), tolerance, server_cost, marginal, group).even_out(grid)
-        load = add_relays(PlanLoad(build_plan(layout, heads.groups, pieces), cost, overlapped=config.ping_pong, ranks=ranks))
-        if load.slowest_seconds < best.slowest_seconds * (1 - tie_part) and load.slowest_seconds <= required_seconds:
+        load = add_relays(
+            PlanLoad(
+                build_plan(layout, heads.groups, pieces),
+                cost,
+                overlapped=config.ping_pong,
+                ranks=ranks,
+            )
+        )
+        if (
+            load.slowest_seconds < best.slowest_seconds * (1 - tie_part)
+            and load.slowest_seconds <= required_seconds
+        ):
             best = load
     return best.plan

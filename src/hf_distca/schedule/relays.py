@@ -47,15 +47,28 @@ def with_relay_hops(keys: KeyTransfers, relays: Relays | None) -> tuple[KeyTrans
     """
     if relays is None:
         return keys, np.full(len(keys.document), -1)
-    # The keys of a document that have no relay are its last run. Positions count on from one document to the next.
-    documents, width = np.union1d(keys.document, relays.document), int(max(relays.end.max(), keys.end.max(initial=0))) + 1
-    base, relayed = (np.searchsorted(documents, document) * width for document in (keys.document, relays.document))
+    # The keys of a document that have no relay are its last run. Positions count on from one
+    # document to the next.
+    documents, width = (
+        np.union1d(keys.document, relays.document),
+        int(max(relays.end.max(), keys.end.max(initial=0))) + 1,
+    )
+    base, relayed = (
+        np.searchsorted(documents, document) * width
+        for document in (keys.document, relays.document)
+    )
     end = np.append(relayed + relays.end, np.arange(1, len(documents) + 1) * width - 1)
     order = np.argsort(end, kind="stable")
     end, relay = end[order], np.append(relays.relay, np.full(len(documents), -1))[order]
-    row, run = enumerate_ranges(np.searchsorted(end, base + keys.start, side="right"), np.searchsorted(end, base + keys.end) + 1)
+    row, run = enumerate_ranges(
+        np.searchsorted(end, base + keys.start, side="right"),
+        np.searchsorted(end, base + keys.end) + 1,
+    )
     cut, base = KeyTransfers(*(column[row] for column in keys)), base[row]
-    start, end = np.maximum(cut.start, np.append(0, end)[run] - base), np.minimum(cut.end, end[run] - base)
+    start, end = (
+        np.maximum(cut.start, np.append(0, end)[run] - base),
+        np.minimum(cut.end, end[run] - base),
+    )
     return cut._replace(start=start, end=end), relay[run]
 
 
@@ -113,17 +126,26 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
     document, server, key_end = keys.document[last], keys.server[last], keys.end[last]
     order = np.lexsort((server, key_end, document))
     document, server, key_end = document[order], server[order], key_end[order]
-    # Seconds that each rank has left to pass keys on, once its own leave it but once; shared by all documents it may do it for.
+    # Seconds that each rank has left to pass keys on, once its own leave it but once; shared by all
+    # documents it may do it for.
     spare_seconds = (
-        unchanged - seconds + load.cost.key_seconds * _count_resent(_select_rows(keys, keys.source != keys.server), layout)
+        unchanged
+        - seconds
+        + load.cost.key_seconds
+        * _count_resent(_select_rows(keys, keys.source != keys.server), layout)
     )
-    weight, place = np.maximum(spare_seconds, 0.0)[server] / np.bincount(server)[server], np.cumsum(mark_changes(document)) - 1
+    weight, place = (
+        np.maximum(spare_seconds, 0.0)[server] / np.bincount(server)[server],
+        np.cumsum(mark_changes(document)) - 1,
+    )
     total = np.bincount(place, weights=weight)[place]
     weight = np.where(np.bincount(place)[place] > 1, np.where(total > 0, weight, 1.0), 0.0)
     return _divide_keys(document, server, key_end, weight)
 
 
-def _divide_keys(document: IntArray, server: IntArray, key_end: IntArray, weight: FloatArray) -> Relays | None:
+def _divide_keys(
+    document: IntArray, server: IntArray, key_end: IntArray, weight: FloatArray
+) -> Relays | None:
     """Choose relays that forward in proportion to weights, as far as each has the
     keys; servers of weight 0 forward nothing.
 
@@ -133,7 +155,8 @@ def _divide_keys(document: IntArray, server: IntArray, key_end: IntArray, weight
         weight: weight of each server.
     """
     forwarding = np.flatnonzero(weight > 0)
-    # How often the keys before each reach are sent beyond the first time: it grows evenly from one reach to the next.
+    # How often the keys before each reach are sent beyond the first time: it grows evenly from one
+    # reach to the next.
     place = np.cumsum(mark_changes(document)) - 1
     times = np.searchsorted(place, place, side="right") - 1 - np.arange(len(place))
     resent = _sum_running(place, times * (key_end - _shift_down(place, key_end)))
@@ -145,16 +168,32 @@ def _divide_keys(document: IntArray, server: IntArray, key_end: IntArray, weight
     amounts = np.append(documents * most, place * most + resent)[rows]
     # Where the last keys end that two servers need and one of these has.
     second = key_end[np.searchsorted(place, place, side="right") - 2][forwarding]
-    document, server, key_end, place = document[forwarding], server[forwarding], key_end[forwarding], place[forwarding]
-    parts, last = _sum_running(place, weight[forwarding]), np.searchsorted(place, place, side="right") - 1
+    document, server, key_end, place = (
+        document[forwarding],
+        server[forwarding],
+        key_end[forwarding],
+        place[forwarding],
+    )
+    parts, last = (
+        _sum_running(place, weight[forwarding]),
+        np.searchsorted(place, place, side="right") - 1,
+    )
     end = np.minimum(second, key_end[last])
-    resent_target = (np.interp(place * width + end, positions, amounts) - place * most) * (parts / parts[last])
-    run_end = (np.interp(place * most + resent_target, amounts, positions) - place * width + 0.5).astype(np.int64)
-    run_end = np.where(last == np.arange(len(place)), end, np.minimum(np.minimum(run_end, key_end), end))
+    resent_target = (np.interp(place * width + end, positions, amounts) - place * most) * (
+        parts / parts[last]
+    )
+    run_end = (
+        np.interp(place * most + resent_target, amounts, positions) - place * width + 0.5
+    ).astype(np.int64)
+    run_end = np.where(
+        last == np.arange(len(place)), end, np.minimum(np.minimum(run_end, key_end), end)
+    )
     run_end = np.maximum(run_end, _shift_down(place, run_end))
     run_start = _shift_down(place, run_end)
     runs = run_end > run_start
-    return Relays(document[runs], run_start[runs], run_end[runs], server[runs]) if runs.any() else None
+    return (
+        Relays(document[runs], run_start[runs], run_end[runs], server[runs]) if runs.any() else None
+    )
 
 
 def _shift_down(place: IntArray, values: IntArray) -> IntArray:
@@ -169,12 +208,14 @@ def _sum_running(place: IntArray, values: Array) -> Array:
 
 
 def _count_resent(remote_keys: KeyTransfers, layout: Layout) -> FloatArray:
-    """Count K/V tokens that each rank sends beyond the first time;
-    those of some of the heads count in part.
+    """Count K/V tokens that each rank sends beyond the first time; those of some of the heads count
+    in part.
     """
     tokens = remote_keys.end - remote_keys.start
     order = np.lexsort((-tokens, remote_keys.start, remote_keys.document))
     resent = order[~mark_changes(remote_keys.document[order], remote_keys.start[order])]
     resent.sort()
     weights = (tokens * layout.compute_head_fractions(remote_keys.document))[resent]
-    return np.bincount(remote_keys.source[resent], weights=weights, minlength=layout.world_size).astype(np.float64)
+    return np.bincount(
+        remote_keys.source[resent], weights=weights, minlength=layout.world_size
+    ).astype(np.float64)

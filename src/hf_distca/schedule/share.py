@@ -80,11 +80,22 @@ def compute_share(waves: Waves, rank: int) -> tuple[Columns, list[WaveShare], Wa
     is_local = (plan.server[tasks] == rank) & ~plan.needs_exchange[tasks]
     in_groups = is_local & (plan.heads[tasks] < 1)
     in_waves = [waves.number[tasks] == wave for wave in range(waves.count * plan.moved)]
-    shares = [_compute_wave(plan, rank, tasks[in_wave], tasks[in_wave & ~is_local], plan.relays) for in_wave in in_waves]
-    local_wave = _compute_wave(plan, rank, tasks[in_groups], tasks[in_groups], None) if in_groups.any() else None
+    shares = [
+        _compute_wave(plan, rank, tasks[in_wave], tasks[in_wave & ~is_local], plan.relays)
+        for in_wave in in_waves
+    ]
+    local_wave = (
+        _compute_wave(plan, rank, tasks[in_groups], tasks[in_groups], None)
+        if in_groups.any()
+        else None
+    )
     rows = _TokenRows.of_tasks(plan, tasks[is_local & ~in_groups], groups=1)
     rows = rows.select(np.argsort(rows.row))
-    return _merge_tasks(rows, rows.row - rows.start, rows.row - layout.context_tokens[rank]), shares, local_wave
+    return (
+        _merge_tasks(rows, rows.row - rows.start, rows.row - layout.context_tokens[rank]),
+        shares,
+        local_wave,
+    )
 
 
 class _TokenRows(NamedTuple):
@@ -108,11 +119,15 @@ class _TokenRows(NamedTuple):
     first_key: IntArray
 
     @classmethod
-    def of(cls, plan: Plan, tokens: KeyTransfers, relay: IntArray, first_key: IntArray, groups: int) -> Self:
+    def of(
+        cls, plan: Plan, tokens: KeyTransfers, relay: IntArray, first_key: IntArray, groups: int
+    ) -> Self:
         """Select tokens of documents, with all of so many head groups or of one."""
         layout, (document, start, end, source, server) = plan.layout, tokens
         group = document % (groups + 1) if groups > 1 else np.ones_like(document)
-        index, part = enumerate_ranges(np.where(group > 0, group, 1), np.where(group > 0, group, groups) + 1)
+        index, part = enumerate_ranges(
+            np.where(group > 0, group, 1), np.where(group > 0, group, groups) + 1
+        )
         segment = layout.by_document[layout.find_segments(layout.find_places(document), start)]
         row = (layout.token[segment] - layout.start[segment] + start)[index] * groups + part - 1
         others = (column[index] for column in (end - start, source, server, relay, first_key))
@@ -122,17 +137,28 @@ class _TokenRows(NamedTuple):
     @classmethod
     def of_tasks(cls, plan: Plan, tasks: IntArray, groups: int) -> Self:
         """Select the query rows of tasks."""
-        server, columns = plan.server[tasks], (plan.document, plan.start, plan.end, plan.home, plan.server)
-        return cls.of(plan, KeyTransfers(*(column[tasks] for column in columns)), server, plan.first_key[tasks], groups)
+        server, columns = (
+            plan.server[tasks],
+            (plan.document, plan.start, plan.end, plan.home, plan.server),
+        )
+        return cls.of(
+            plan,
+            KeyTransfers(*(column[tasks] for column in columns)),
+            server,
+            plan.first_key[tasks],
+            groups,
+        )
 
     @classmethod
     def of_keys(cls, plan: Plan, tasks: IntArray, rank: int, relays: Relays | None) -> Self:
-        """Select the keys that tasks need, as far as a rank sends,
-        forwards, gets, or holds them for itself.
+        """Select the keys that tasks need, as far as a rank sends, forwards, gets, or holds them
+        for itself.
         """
         keys, relay = with_relay_hops(plan.list_key_transfers(tasks), relays)
         # Relays get theirs in the first hop, and keys of their own go to all in it.
-        relay = np.where((relay < 0) | (relay == keys.source) | (keys.source == keys.server), keys.server, relay)
+        relay = np.where(
+            (relay < 0) | (relay == keys.source) | (keys.source == keys.server), keys.server, relay
+        )
         rows = np.flatnonzero((keys.source == rank) | (keys.server == rank) | (relay == rank))
         keys = KeyTransfers(*(column[rows] for column in keys))
         return cls.of(plan, keys, relay[rows], keys.start, plan.layout.groups)
@@ -142,29 +168,52 @@ class _TokenRows(NamedTuple):
         return type(self)(*(column[which] for column in self))
 
 
-def _compute_wave(plan: Plan, rank: int, needed_tasks: IntArray, run_tasks: IntArray, relays: Relays | None) -> WaveShare:
-    """Compute a wave that carries the keys of the tasks `needed_tasks`; the tasks `run_tasks` run on pools."""
+def _compute_wave(
+    plan: Plan, rank: int, needed_tasks: IntArray, run_tasks: IntArray, relays: Relays | None
+) -> WaveShare:
+    """Compute a wave that carries the keys of the tasks `needed_tasks`; the tasks `run_tasks` run
+    on pools.
+    """
     layout, groups = plan.layout, plan.layout.groups
-    queries = _TokenRows.of_tasks(plan, run_tasks[(plan.server[run_tasks] == rank) | (plan.home[run_tasks] == rank)], groups)
+    queries = _TokenRows.of_tasks(
+        plan, run_tasks[(plan.server[run_tasks] == rank) | (plan.home[run_tasks] == rank)], groups
+    )
     queries = queries._replace(row=queries.row - layout.context_tokens[rank] * groups)
-    keys, pool_tasks = _TokenRows.of_keys(plan, needed_tasks, rank, relays), queries.select(queries.server == rank)
+    keys, pool_tasks = (
+        _TokenRows.of_keys(plan, needed_tasks, rank, relays),
+        queries.select(queries.server == rank),
+    )
     pool = keys.select((keys.server == rank) & np.isin(keys.number, pool_tasks.number))
     in_pool = pool._replace(row=_sum_rows_before(pool.rows))
     direct = pool.relay == rank
     # Sections of the second hop come after those of the first.
-    sender = np.where(direct, np.where(pool.source == rank, -1, pool.source), pool.relay + layout.world_size)
+    sender = np.where(
+        direct, np.where(pool.source == rank, -1, pool.source), pool.relay + layout.world_size
+    )
     section, section_rows = _number_sections(sender, pool.rows)
     local = section < 0
-    leaving = keys.select((keys.source == rank) & (keys.server != rank) & (keys.relay == keys.server))
-    key_message, gradient_message = _describe_exchange(leaving, in_pool.select(direct & ~local), groups)
-    own_first = pool_tasks.select(np.argsort(np.where(pool_tasks.source == rank, -1, pool_tasks.source), kind="stable"))
+    leaving = keys.select(
+        (keys.source == rank) & (keys.server != rank) & (keys.relay == keys.server)
+    )
+    key_message, gradient_message = _describe_exchange(
+        leaving, in_pool.select(direct & ~local), groups
+    )
+    own_first = pool_tasks.select(
+        np.argsort(np.where(pool_tasks.source == rank, -1, pool_tasks.source), kind="stable")
+    )
     place = (in_pool.row - pool.start)[_find_pool_rows(pool, own_first.number, own_first.first_key)]
     own_queries = pool_tasks.select(pool_tasks.source == rank)
     wave = WaveShare(
-        _describe_exchange(queries.select(queries.server != rank), pool_tasks.select(pool_tasks.source != rank), groups)[0],
+        _describe_exchange(
+            queries.select(queries.server != rank),
+            pool_tasks.select(pool_tasks.source != rank),
+            groups,
+        )[0],
         _join_runs(own_queries.server, own_queries.row, own_queries.rows, groups),
         key_message,
-        _join_runs(section, np.where(local, pool.row, section_rows), pool.rows, np.where(local, groups, 1)),
+        _join_runs(
+            section, np.where(local, pool.row, section_rows), pool.rows, np.where(local, groups, 1)
+        ),
         gradient_message,
         _merge_tasks(own_first, place, _sum_rows_before(own_first.rows)),
     )
@@ -172,23 +221,39 @@ def _compute_wave(plan: Plan, rank: int, needed_tasks: IntArray, run_tasks: IntA
         return wave
     relayed_keys = keys.select((keys.relay == rank) & (keys.server != rank))
     # Each run of the pool is passed on as far as the server needs it that needs most of it.
-    pool_row, relayed_rows = _find_pool_rows(pool, relayed_keys.number, relayed_keys.start), np.zeros_like(pool.rows)
+    pool_row, relayed_rows = (
+        _find_pool_rows(pool, relayed_keys.number, relayed_keys.start),
+        np.zeros_like(pool.rows),
+    )
     np.maximum.at(relayed_rows, pool_row, relayed_keys.rows)
     is_relayed = relayed_rows > 0
-    pieces = _to_lists(section[is_relayed], section_rows[is_relayed], relayed_rows[is_relayed], in_pool.row[is_relayed])
+    pieces = _to_lists(
+        section[is_relayed],
+        section_rows[is_relayed],
+        relayed_rows[is_relayed],
+        in_pool.row[is_relayed],
+    )
     relayed = in_pool._replace(source=pool.relay).select(~direct)
     return wave._replace(
         relay_duty=RelayDuty(
-            pieces, *_describe_exchange(relayed_keys._replace(row=_sum_rows_before(relayed_rows)[pool_row]), relayed)
+            pieces,
+            *_describe_exchange(
+                relayed_keys._replace(row=_sum_rows_before(relayed_rows)[pool_row]), relayed
+            ),
         )
     )
 
 
 def _find_pool_rows(pool: _TokenRows, number: IntArray, position: IntArray) -> IntArray:
     """Find the row of a pool that holds the key of each position."""
-    starts_run, width = mark_changes(pool.number), int(max(pool.start.max(initial=0), position.max(initial=0))) + 1
+    starts_run, width = (
+        mark_changes(pool.number),
+        int(max(pool.start.max(initial=0), position.max(initial=0))) + 1,
+    )
     wanted = np.searchsorted(pool.number[starts_run], number) * width + position
-    return np.searchsorted((np.cumsum(starts_run) - 1) * width + pool.start, wanted, side="right") - 1
+    return (
+        np.searchsorted((np.cumsum(starts_run) - 1) * width + pool.start, wanted, side="right") - 1
+    )
 
 
 def _merge_tasks(rows: _TokenRows, place: IntArray, query: IntArray) -> Columns:
@@ -202,13 +267,19 @@ def _merge_tasks(rows: _TokenRows, place: IntArray, query: IntArray) -> Columns:
     end = rows.start + rows.rows
     starts_run = mark_changes(rows.number, place)
     starts_run[1:] |= rows.start[1:] != end[:-1]
-    start, end, first_key = rows.start[starts_run], end[np.append(starts_run, True)[1:]], rows.first_key[starts_run]
+    start, end, first_key = (
+        rows.start[starts_run],
+        end[np.append(starts_run, True)[1:]],
+        rows.first_key[starts_run],
+    )
     return _to_lists(query[starts_run], end - start, place[starts_run] + first_key, end - first_key)
 
 
-def _describe_exchange(sent: _TokenRows, received: _TokenRows, step: int = 1) -> tuple[RankMessage, RankMessage]:
-    """Describe a message of sent rows, `step` apart, and received
-    rows; and the message of the gradients that go back.
+def _describe_exchange(
+    sent: _TokenRows, received: _TokenRows, step: int = 1
+) -> tuple[RankMessage, RankMessage]:
+    """Describe a message of sent rows, `step` apart, and received rows; and the message of the
+    gradients that go back.
     """
     message = _group_runs(sent.server, sent, step), _sum_rows(received.source, received.rows)
     return message, (_group_runs(received.source, received, 1), _sum_rows(sent.server, sent.rows))
@@ -236,8 +307,8 @@ def _sum_rows(rank: IntArray, rows: IntArray) -> Columns:
 
 
 def _number_sections(sender: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
-    """Number the senders of consecutive received rows, and the rows
-    within each section; -1 without a sender.
+    """Number the senders of consecutive received rows, and the rows within each section; -1 without
+    a sender.
     """
     section = np.unique(np.append(-1, sender), return_inverse=True)[1][1:] - 1
     order = np.argsort(section, kind="stable")

@@ -1,5 +1,5 @@
-"""Waves: the moved part of a plan in several exchanges, so that
-traffic fits a bound at every moment.
+"""Waves: the moved part of a plan in several exchanges, so that traffic fits a bound at every
+moment.
 
 The tasks that need something from elsewhere are cut into *units* that fit the bound alone: slices
 of one document on one server together, because they share one prefix of keys. A document that does
@@ -35,8 +35,8 @@ _OPEN_WAVES = 64
 
 
 class TransientBytes(NamedTuple):
-    """Bytes that live during a call for each token that travels,
-    the larger of forward and backward.
+    """Bytes that live during a call for each token that travels, the larger of forward and
+    backward.
 
     Backward decides, with do, q, o, log-sum-exp for each query row and k, v for each key. A server
     holds them as received and as pools first, then as pools and gradients; a home holds the rows
@@ -60,16 +60,28 @@ class TransientBytes(NamedTuple):
         row = shape.query_bytes + 2 * shape.output_bytes + shape.query_heads * wide
         key, wide_key = shape.key_value_bytes, shape.key_value_bytes * wide // shape.element_bytes
         # Gradients of copies that are not wide yet become so when they are added up at home.
-        return cls(2 * row, key + wide_key, row, key + (wide_key if wide > shape.element_bytes else 0))
+        return cls(
+            2 * row, key + wide_key, row, key + (wide_key if wide > shape.element_bytes else 0)
+        )
 
     def find_last_row(self, max_bytes: int | None, marginal: MarginalCost, groups: int) -> int:
-        """Find the last row of a head group for which a grid cell of rows fits the bound with its keys.
+        """Find the last row of a head group for which a grid cell of rows fits the bound with its
+        keys.
 
         `max_bytes` bytes bound one of `groups` head groups; None for no bound.
         """
-        if max_bytes is None or self.query * marginal.grid + self.key * (marginal.window + marginal.grid) <= max_bytes * groups:
+        if (
+            max_bytes is None
+            or self.query * marginal.grid + self.key * (marginal.window + marginal.grid)
+            <= max_bytes * groups
+        ):
             return ALL_KEYS
-        return max(max_bytes * groups - self.query * marginal.grid, 0) // self.key // marginal.grid * marginal.grid
+        return (
+            max(max_bytes * groups - self.query * marginal.grid, 0)
+            // self.key
+            // marginal.grid
+            * marginal.grid
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +89,12 @@ class Waves:
     """A plan and the wave in which each of its tasks travels.
 
     Attributes:
-        plan: the plan, with documents split by heads and tasks cut where they go in different waves.
+        plan: the plan, with documents split by heads and tasks cut where they go in different
+            waves.
         number: wave of each task of `plan`; -1 for tasks that a home runs on its own tokens alone.
         count: waves, at least 1.
-        bytes: estimated transient bytes of each rank in its largest wave. None if there is no bound.
+        bytes: estimated transient bytes of each rank in its largest wave. None if there is no
+            bound.
     """
 
     plan: Plan
@@ -89,9 +103,11 @@ class Waves:
     bytes: IntArray | None = None
 
     @classmethod
-    def of(cls, plan: Plan, shape: AttentionShape, tile: int, bound: int | None, head_groups: int = 1) -> Waves:
-        """Split `plan`, cut on tiles, so that no rank has more than `bound`
-        transient bytes in a wave; None for no bound.
+    def of(
+        cls, plan: Plan, shape: AttentionShape, tile: int, bound: int | None, head_groups: int = 1
+    ) -> Waves:
+        """Split `plan`, cut on tiles, so that no rank has more than `bound` transient bytes in a
+        wave; None for no bound.
 
         Documents are split by heads into at most `head_groups` groups, if the plan has not split
         some already. A tile of rows with the keys it needs is never split: if it is more than the
@@ -104,35 +120,67 @@ class Waves:
         min_bytes = transient.query + transient.key
         if bound is not None and bound < min_bytes:
             raise ConfigError(
-                f"max_transient_bytes={bound} is less than the {min_bytes} bytes that one query row and one key take in a layer "
-                f"of {shape}: give what many rows take, or None for no bound."
+                f"max_transient_bytes={bound} is less than the {min_bytes} bytes that one query row"
+                f" and one key take in a layer of {shape}: give what many rows take, or None for no"
+                " bound."
             )
         if bound is None or not plan.moved:
             return cls(plan, np.zeros_like(plan.start))
         groups = plan.layout.groups
-        group_counts = [groups] if groups > 1 else list_group_counts(shape.key_value_heads, head_groups)
+        group_counts = (
+            [groups] if groups > 1 else list_group_counts(shape.key_value_heads, head_groups)
+        )
         plan = _split_large_documents(plan, transient, group_counts, bound)
         # Tasks that do not travel are in no unit, which is number -1.
         local_tasks = np.flatnonzero(~plan.needs_exchange)
-        rows = np.stack([local_tasks, plan.start[local_tasks], plan.end[local_tasks], np.full(len(local_tasks), -1)], axis=1)
-        rows = np.concatenate([rows, np.array(_cut_units(plan, transient, tile, bound), dtype=np.int64).reshape(-1, 4)])
-        task, start, end, unit = rows[np.lexsort((rows[:, 1], plan.document[rows[:, 0]]))].T  # as a plan orders its tasks
+        rows = np.stack(
+            [
+                local_tasks,
+                plan.start[local_tasks],
+                plan.end[local_tasks],
+                np.full(len(local_tasks), -1),
+            ],
+            axis=1,
+        )
+        rows = np.concatenate(
+            [
+                rows,
+                np.array(_cut_units(plan, transient, tile, bound), dtype=np.int64).reshape(-1, 4),
+            ]
+        )
+        # As a plan orders its tasks.
+        task, start, end, unit = rows[np.lexsort((rows[:, 1], plan.document[rows[:, 0]]))].T
         unit = np.unique(np.append(-1, unit), return_inverse=True)[1][1:] - 1
-        cut = Plan(plan.layout, plan.document[task], start, end, plan.home[task], plan.server[task], plan.window)
-        wave, loads = _assign_waves(_compute_unit_bytes(cut, unit, transient), plan.layout.world_size, bound)
-        # The rest of a task that was cut may see no further than its home's own tokens, if there is a window.
+        cut = Plan(
+            plan.layout,
+            plan.document[task],
+            start,
+            end,
+            plan.home[task],
+            plan.server[task],
+            plan.window,
+        )
+        wave, loads = _assign_waves(
+            _compute_unit_bytes(cut, unit, transient), plan.layout.world_size, bound
+        )
+        # The rest of a task that was cut may see no further than its home's own tokens, if there is
+        # a window.
         number = np.where(cut.needs_exchange, np.append(wave, -1)[unit], -1)
         return cls(cut, number, max(len(loads), 1), loads.max(axis=0, initial=0))
 
 
-def _split_large_documents(plan: Plan, transient: TransientBytes, group_counts: list[int], bound: int) -> Plan:
+def _split_large_documents(
+    plan: Plan, transient: TransientBytes, group_counts: list[int], bound: int
+) -> Plan:
     """Split documents by heads of which a server would need more than the bound."""
     layout = plan.layout
     if plan.window is not None or layout.context.any() or group_counts == [1]:
         return plan
     # Of a document, a server needs all keys before its last row.
     tasks = np.flatnonzero(plan.needs_exchange & (plan.heads == 1))
-    unit, index = np.unique(plan.place[tasks] * layout.world_size + plan.server[tasks], return_inverse=True)
+    unit, index = np.unique(
+        plan.place[tasks] * layout.world_size + plan.server[tasks], return_inverse=True
+    )
     last = np.zeros(len(unit), dtype=np.int64)
     np.maximum.at(last, index, plan.end[tasks])
     rows = np.bincount(index, weights=plan.end[tasks] - plan.start[tasks])
@@ -140,44 +188,71 @@ def _split_large_documents(plan: Plan, transient: TransientBytes, group_counts: 
     large = needed_bytes > bound
     if not large.any():
         return plan
-    groups = next((count for count in group_counts if needed_bytes.max() / count <= bound), group_counts[-1])
+    groups = next(
+        (count for count in group_counts if needed_bytes.max() / count <= bound), group_counts[-1]
+    )
     split_mask = np.zeros(len(layout.documents), dtype=np.bool_)
     split_mask[unit[large] // layout.world_size] = True
     return plan.split_heads(split_mask, groups)
 
 
-def _cut_units(plan: Plan, transient: TransientBytes, tile: int, bound: int) -> list[tuple[int, int, int, int]]:
-    """Cut the tasks that travel into slices, each of which lies in one
-    unit: the task, its start and end, the unit.
+def _cut_units(
+    plan: Plan, transient: TransientBytes, tile: int, bound: int
+) -> list[tuple[int, int, int, int]]:
+    """Cut the tasks that travel into slices, each of which lies in one unit: the task, its start
+    and end, the unit.
 
-    Units are numbered in their order, with gaps: servers take turns, and each begins with the first of its own.
+    Units are numbered in their order, with gaps: servers take turns, and each begins with the first
+    of its own.
     """
-    groups, ranks, window = plan.layout.groups, plan.layout.world_size, ALL_KEYS if plan.window is None else plan.window
+    groups, ranks, window = (
+        plan.layout.groups,
+        plan.layout.world_size,
+        ALL_KEYS if plan.window is None else plan.window,
+    )
     tasks = np.flatnonzero(plan.needs_exchange)
     tasks = tasks[np.argsort(plan.server[tasks], kind="stable")]
-    columns = (column[tasks] for column in (plan.server, plan.place, plan.heads == 1, plan.start, plan.end))
+    columns = (
+        column[tasks] for column in (plan.server, plan.place, plan.heads == 1, plan.start, plan.end)
+    )
     rows = zip(*(column.tolist() for column in columns), tasks.tolist(), strict=True)
     units, turns = list[tuple[int, int, int, int]](), Counter[int]()
     group_transient = TransientBytes(*(count // groups for count in transient))
     for (server, _, whole), slices in itertools.groupby(rows, key=itemgetter(0, 1, 2)):
-        unit_slices = list(_fill_units([row[3:] for row in slices], transient if whole else group_transient, window, tile, bound))
-        units += [(task, start, end, (turns[server] + unit) * ranks + server) for task, start, end, unit in unit_slices]
+        unit_slices = list(
+            _fill_units(
+                [row[3:] for row in slices],
+                transient if whole else group_transient,
+                window,
+                tile,
+                bound,
+            )
+        )
+        units += [
+            (task, start, end, (turns[server] + unit) * ranks + server)
+            for task, start, end, unit in unit_slices
+        ]
         turns[server] += unit_slices[-1][-1] + 1
     return units
 
 
 def _fill_units(
-    slices: Sequence[tuple[int, int, int]], transient: TransientBytes, window: int, tile: int, bound: int
+    slices: Sequence[tuple[int, int, int]],
+    transient: TransientBytes,
+    window: int,
+    tile: int,
+    bound: int,
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield slices of a document on a server, which fill one unit after
-    another: task, start, end, number of the unit.
+    """Yield slices of a document on a server, which fill one unit after another: task, start, end,
+    number of the unit.
 
     Slices are given as start, end and task, in order.
     """
     last, query, key = slices[-1][1], transient.query, transient.key
     keys = min(last, window + tile)
     if key * keys + query * min(tile, last) > bound:
-        # A tile of rows with its keys is more than the bound: that many bytes again for rows, or each tile would be a wave.
+        # A tile of rows with its keys is more than the bound: that many bytes again for rows, or
+        # each tile would be a wave.
         bound = max(bound, 2 * key * keys)
     unit, used, keys_end = 0, 0, 0  # its number, its bytes, and where its keys end so far
     for start, end, task in slices:
@@ -208,10 +283,13 @@ def _compute_unit_bytes(plan: Plan, unit: IntArray, transient: TransientBytes) -
         transient: bytes of a token, of all heads.
     """
     tasks, ranks, groups = np.flatnonzero(unit >= 0), plan.layout.world_size, plan.layout.groups
-    unit, rows, home, server = (column[tasks] for column in (unit, plan.end - plan.start, plan.home, plan.server))
+    unit, rows, home, server = (
+        column[tasks] for column in (unit, plan.end - plan.start, plan.home, plan.server)
+    )
     keys = plan.list_key_transfers(tasks, unit)
     split, split_keys = (
-        np.where(heads == 1, 1, groups) for heads in (plan.heads[tasks], plan.layout.compute_head_fractions(keys.document))
+        np.where(heads == 1, 1, groups)
+        for heads in (plan.heads[tasks], plan.layout.compute_head_fractions(keys.document))
     )
     tokens, held_by = keys.end - keys.start, np.zeros(int(unit.max(initial=-1)) + 1, dtype=np.int64)
     held_by[unit] = server
@@ -219,8 +297,16 @@ def _compute_unit_bytes(plan: Plan, unit: IntArray, transient: TransientBytes) -
     sent = keys.source != receiver
     units = np.concatenate([unit, keys.server, unit[away], keys.server[sent]])
     rank = np.concatenate([server, receiver, home[away], keys.source[sent]])
-    sent_rows, sent_tokens = transient.sent_query // split * rows, transient.sent_key // split_keys * tokens
-    amount = [transient.query // split * rows, transient.key // split_keys * tokens, sent_rows[away], sent_tokens[sent]]
+    sent_rows, sent_tokens = (
+        transient.sent_query // split * rows,
+        transient.sent_key // split_keys * tokens,
+    )
+    amount = [
+        transient.query // split * rows,
+        transient.key // split_keys * tokens,
+        sent_rows[away],
+        sent_tokens[sent],
+    ]
     index, inverse = np.unique(units * ranks + rank, return_inverse=True)
     total = np.bincount(inverse, weights=np.concatenate(amount)).astype(np.int64)
     return np.stack([index // ranks, index % ranks, total])
@@ -232,7 +318,8 @@ def _assign_waves(unit_bytes: IntArray, ranks: int, bound: int) -> tuple[IntArra
     Return the waves, and bytes of each rank in each wave: (waves, ranks).
     """
     units, holder, bytes_ = unit_bytes
-    # What a single unit needs cannot be avoided; a rank that passes the bound for one may use as much for others.
+    # What a single unit needs cannot be avoided; a rank that passes the bound for one may use as
+    # much for others.
     limit = np.full(ranks, bound)
     np.maximum.at(limit, holder, bytes_)
     loads = np.zeros((16, ranks), dtype=np.int64)
@@ -244,7 +331,9 @@ def _assign_waves(unit_bytes: IntArray, ranks: int, bound: int) -> tuple[IntArra
         if count == len(loads):
             loads = np.concatenate([loads, np.zeros_like(loads)])
         # A wave in which nothing travels yet always fits.
-        number = low + int((loads[low : count + 1, rank] + amount <= limit[rank]).all(axis=1).argmax())
+        number = low + int(
+            (loads[low : count + 1, rank] + amount <= limit[rank]).all(axis=1).argmax()
+        )
         count = max(count, number + 1)
         loads[number, rank] += amount
         wave[unit] = number

@@ -13,11 +13,13 @@ from hf_distca.simulate.strategies import OURS, STRATEGIES, Strategy, find_strat
 
 __all__ = ["Advice", "advise", "assumptions"]
 
-# Part of a step below which a gain is none: the scheduler moves nothing for less (DistCAConfig.min_gain).
+# Part of a step below which a gain is none: the scheduler moves nothing for less
+# (DistCAConfig.min_gain).
 _NOTHING = 0.02
 # Of predicted steps that were measured, the median (benchmarks/simulator_validation.py).
 _ERROR = 0.06
-# How to have the others with Hugging Face, the simplest first. Of the rest no library for it has them with packed documents.
+# How to have the others with Hugging Face, the simplest first. Of the rest no library for it has
+# them with packed documents.
 _HOW = {
     "plain": "transformers' DataCollatorWithFlattening, or TRL's packing=True",
     "batch-rebalance": 'TrainingArguments(train_sampling_strategy="batch_rebalance")',
@@ -25,16 +27,24 @@ _HOW = {
 }
 
 _SHARDING = {
-    "fsdp": "weights, gradients and optimizer are sharded over the attention group; weights are gathered for both directions of "
-    "every micro-batch, a layer ahead (FSDP2, ZeRO-3)",
-    "zero1": "the optimizer is sharded over the attention group; gradients are reduced in float32 beside backward, weights are "
-    "gathered beside forward, once a step (ZeRO-1, Megatron's distributed optimizer)",
+    "fsdp": (
+        "weights, gradients and optimizer are sharded over the attention group; weights are"
+        " gathered for both directions of every micro-batch, a layer ahead (FSDP2, ZeRO-3)"
+    ),
+    "zero1": (
+        "the optimizer is sharded over the attention group; gradients are reduced in float32 beside"
+        " backward, weights are gathered beside forward, once a step (ZeRO-1, Megatron's"
+        " distributed optimizer)"
+    ),
     "ddp": "nothing is sharded; gradients are reduced in float32 beside backward, once a step",
 }
 _CHECKPOINTING = {
     "none": "no activation checkpointing",
     "selective": "linear layers are repeated in backward, attention is not",
-    "full": "layers are repeated in backward, attention and its messages included; hf-distca keeps attention's output",
+    "full": (
+        "layers are repeated in backward, attention and its messages included; hf-distca keeps"
+        " attention's output"
+    ),
 }
 
 
@@ -65,36 +75,53 @@ def advise(setting: Setting, predictions: Sequence[Prediction]) -> Advice:
     names = ours.strategy if ours else None, other.strategy if other else None
     if ours is None:
         text = (
-            f"hf-distca does not fit: every way needs more than the {setting.hardware.memory_bytes / 1e9:.0f} GB of a device. "
-            "Use fewer tokens a rank, checkpointing, or tensor parallelism."
+            "hf-distca does not fit: every way needs more than the"
+            f" {setting.hardware.memory_bytes / 1e9:.0f} GB of a device. Use fewer tokens a rank,"
+            " checkpointing, or tensor parallelism."
         )
         return Advice(False, *names, None, text, ())
     by_name = {prediction.strategy: prediction for prediction in predictions}
     about = _documents(by_name["lpt"]) + " " if "lpt" in by_name else ""
     if other is None:
-        text = f"Only hf-distca fits and keeps these documents whole: {ours.title} takes {ours.step_seconds:.3g} s a step."
+        text = (
+            f"Only hf-distca fits and keeps these documents whole: {ours.title} takes"
+            f" {ours.step_seconds:.3g} s a step."
+        )
         return Advice(True, *names, None, about + text, _settings(setting, ours))
     gain = other.step_seconds / ours.step_seconds
     if gain < 1 + _NOTHING:
         text, settings = _instead(setting, ours, other, predictions)
         return Advice(False, *names, gain, about + text, settings)
-    ranks = "" if other.degree is None else f" over {other.degree} rank{'s' if other.degree > 1 else ''}"
+    ranks = (
+        ""
+        if other.degree is None
+        else f" over {other.degree} rank{'s' if other.degree > 1 else ''}"
+    )
     text = (
-        f"{ours.title} takes {ours.step_seconds:.3g} s a step; the best of the others, {other.title}{ranks}, takes "
-        f"{other.step_seconds:.3g} s: {gain:.2f} times as long. {_why(setting, ours, other)}"
+        f"{ours.title} takes {ours.step_seconds:.3g} s a step; the best of the others,"
+        f" {other.title}{ranks}, takes {other.step_seconds:.3g} s: {gain:.2f} times as long."
+        f" {_why(setting, ours, other)}"
     )
     text += _between(setting, ours, predictions)
     plain = by_name.get("plain")
     if plain is not None and not plain.comparable:
         lost = 1 - plain.attention_share
-        text += f" Packed rows take {plain.step_seconds:.3g} s, and their ends cut {lost:.0%} of the attention off."
+        text += (
+            f" Packed rows take {plain.step_seconds:.3g} s, and their ends cut {lost:.0%} of the"
+            " attention off."
+        )
     if gain < 1 + _ERROR:
-        text += f" Predictions are that far off ({_ERROR:.0%} in the median of the steps that were measured): try it first."
+        text += (
+            f" Predictions are that far off ({_ERROR:.0%} in the median of the steps that were"
+            " measured): try it first."
+        )
     return Advice(gain >= 1 + _ERROR, *names, gain, about + text, _settings(setting, ours))
 
 
 def _between(setting: Setting, ours: Prediction, predictions: Sequence[Prediction]) -> str:
-    """Say what crosses between nodes, and which way of ours sends far less and is nearly as fast."""
+    """Say what crosses between nodes, and which way of ours sends far less and is nearly as
+    fast.
+    """
     if setting.ranks <= setting.ranks_per_node or ours.between_bytes is None:
         return ""
 
@@ -105,12 +132,16 @@ def _between(setting: Setting, ours: Prediction, predictions: Sequence[Predictio
     near = [
         step
         for step in predictions
-        if step.strategy in OURS and step.comparable and step.step_seconds < ours.step_seconds * (1 + _NOTHING)
+        if step.strategy in OURS
+        and step.comparable
+        and step.step_seconds < ours.step_seconds * (1 + _NOTHING)
     ]
     least = min(near, key=gigabytes, default=ours)
     if 2 * gigabytes(least) < gigabytes(ours):
         more = least.step_seconds / ours.step_seconds - 1
-        text += f"; {least.title} would take {more:.1%} longer and send {gigabytes(least):.2g} GB there"
+        text += (
+            f"; {least.title} would take {more:.1%} longer and send {gigabytes(least):.2g} GB there"
+        )
     return text + "."
 
 
@@ -127,18 +158,29 @@ def _instead(
     text = f"hf-distca gains nothing over {other.title}: that {took.format(other.step_seconds)}."
     text += " But no library for Hugging Face has it"
     if not ready:
-        return f"{text}, nor another way that fits and keeps documents whole.", _settings(setting, ours)
+        return f"{text}, nor another way that fits and keeps documents whole.", _settings(
+            setting, ours
+        )
     best = min(ready, key=lambda step: step.step_seconds)
     slower = best.step_seconds / ours.step_seconds
-    text += f"; the fastest that one has, {best.title}, takes {best.step_seconds:.3g} s: {slower:.2f} times as long."
+    text += (
+        f"; the fastest that one has, {best.title}, takes {best.step_seconds:.3g} s: {slower:.2f}"
+        " times as long."
+    )
     return text, _settings(setting, ours)
 
 
 def _documents(loader: Prediction) -> str:
     """Describe a step in which a loader balances whole documents."""
     if loader.idle_share > 0.5:
-        return f"Some documents are longer than a fair share: balanced whole, ranks would wait {loader.idle_share:.0%} of a step."
-    return f"Balanced whole in the loader, ranks wait {loader.idle_share:.0%} of a step for the slowest one."
+        return (
+            "Some documents are longer than a fair share: balanced whole, ranks would wait"
+            f" {loader.idle_share:.0%} of a step."
+        )
+    return (
+        f"Balanced whole in the loader, ranks wait {loader.idle_share:.0%} of a step for the"
+        " slowest one."
+    )
 
 
 def _why(setting: Setting, ours: Prediction, other: Prediction) -> str:
@@ -149,12 +191,16 @@ def _why(setting: Setting, ours: Prediction, other: Prediction) -> str:
         reasons.append(f"{other.exposed_share:.0%} of a step goes to waiting for messages")
     if setting.checkpointing == "full":
         reasons.append("checkpointing computes attention twice (hf-distca: once)")
-    return f"There, {' and '.join(reasons)}." if reasons else "Nothing single makes the difference: ranks are more even in all."
+    return (
+        f"There, {' and '.join(reasons)}."
+        if reasons
+        else "Nothing single makes the difference: ranks are more even in all."
+    )
 
 
 def _settings(setting: Setting, ours: Prediction) -> tuple[str, ...]:
-    """Return lines to paste into a script; if the Trainer supports it,
-    also the command for an unchanged script.
+    """Return lines to paste into a script; if the Trainer supports it, also the command for an
+    unchanged script.
     """
     tokens, changes = setting.tokens_per_rank, ""
     lines = ['model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="distca")']
@@ -163,12 +209,18 @@ def _settings(setting: Setting, ours: Prediction) -> tuple[str, ...]:
         changes = " --set ping_pong=true"
     if setting.tensor * setting.stages > 1:  # what the Trainer does not do
         if ours.strategy.startswith("dealt"):
-            lines.append(f"shares = hf_distca.document_shares(documents, tokens_per_rank={tokens}, model=model)")
+            lines.append(
+                f"shares = hf_distca.document_shares(documents, tokens_per_rank={tokens},"
+                " model=model)"
+            )
         return tuple(lines)
     if ours.strategy.startswith("dealt"):
         lines.append(f"hf_distca.deal(trainer, tokens_per_rank={tokens})")
         changes += f" --tokens-per-rank {tokens}"
-    return *lines, f"# or: hf-distca run --attn-implementation distca{changes} accelerate launch train.py"
+    return (
+        *lines,
+        f"# or: hf-distca run --attn-implementation distca{changes} accelerate launch train.py",
+    )
 
 
 def assumptions(
@@ -183,8 +235,10 @@ def assumptions(
         ("exchange", _exchange(setting)),
         (
             "linear layers",
-            "the longer of arithmetic and memory traffic for each product (roofline), norms, rotary embedding and activation by "
-            "memory traffic; backward twice as long",
+            (
+                "the longer of arithmetic and memory traffic for each product (roofline), norms,"
+                " rotary embedding and activation by memory traffic; backward twice as long"
+            ),
         ),
         ("weights", _SHARDING[setting.sharding]),
         ("checkpointing", _CHECKPOINTING[setting.checkpointing]),
@@ -192,34 +246,60 @@ def assumptions(
     ]
     if setting.profile is not None:
         facts.append(
-            ("profile", f"attention and exchange by the cost model {setting.profile.name!r}, not by the hardware's figures")
+            (
+                "profile",
+                (
+                    f"attention and exchange by the cost model {setting.profile.name!r}, not by the"
+                    " hardware's figures"
+                ),
+            )
         )
     if setting.tensor > 1:
-        facts.append(("tensor parallelism", "with sequence parallelism, four exchanges a layer and direction, hidden by nothing"))
+        facts.append(
+            (
+                "tensor parallelism",
+                (
+                    "with sequence parallelism, four exchanges a layer and direction, hidden by"
+                    " nothing"
+                ),
+            )
+        )
     if setting.stages > 1:
         facts.append(
             (
                 "pipeline",
-                f"{setting.stages} stages of equally many layers, 1F1B; hf-distca runs the same phase on all stages, "
-                "2 (m + p - 1) ticks for m micro-batches and p stages, of which the first holds 2 p - 1 micro-batches; stages "
-                "without a micro-batch compute attention",
+                (
+                    f"{setting.stages} stages of equally many layers, 1F1B; hf-distca runs the same"
+                    " phase on all stages, 2 (m + p - 1) ticks for m micro-batches and p stages,"
+                    " of which the first holds 2 p - 1 micro-batches; stages without a micro-batch"
+                    " compute attention"
+                ),
             )
         )
     return [
         *facts,
-        ("all", "nothing but what is said here takes time: no host overhead, no fragmentation, no noise, no data loading"),
+        (
+            "all",
+            (
+                "nothing but what is said here takes time: no host overhead, no fragmentation, no"
+                " noise, no data loading"
+            ),
+        ),
         *((strategy.title, strategy.about) for strategy in map(find_strategy, strategies)),
     ]
 
 
 def _model(model: ModelShape) -> str:
-    text = f"{model.name}: {model.parameters / 1e9:.1f} billion weights, {model.layers} layers, bf16"
+    text = (
+        f"{model.name}: {model.parameters / 1e9:.1f} billion weights, {model.layers} layers, bf16"
+    )
     if model.active is not None:
         text += (
-            f"; {model.attending} times core attention, of which {model.windowed_layers} with a window; a token meets "
-            f"{model.active / 1e9:.1f} billion weights of the layers, counted in the model of transformers. What layers have "
-            "instead of attention is taken for linear layers; where heads differ, those of layers without a window count; "
-            "experts are evenly used, and every rank has all of them"
+            f"; {model.attending} times core attention, of which {model.windowed_layers} with a"
+            f" window; a token meets {model.active / 1e9:.1f} billion weights of the layers,"
+            " counted in the model of transformers. What layers have instead of attention is taken"
+            " for linear layers; where heads differ, those of layers without a window count;"
+            " experts are evenly used, and every rank has all of them"
         )
     return text
 
@@ -228,8 +308,8 @@ def _memory(setting: Setting) -> str:
     loss = "of all tokens" if setting.loss_tokens is None else f"of {setting.loss_tokens} tokens"
     layers = "fused" if setting.fused else "transformers'"
     return (
-        f"what autograd saves, with {layers} norms and gated activations; logits {loss} at a time; Adam in float32; nothing for "
-        "fragmentation, libraries and communicators"
+        f"what autograd saves, with {layers} norms and gated activations; logits {loss} at a time;"
+        " Adam in float32; nothing for fragmentation, libraries and communicators"
     )
 
 
@@ -238,7 +318,10 @@ def _exchange(setting: Setting) -> str:
     inside = setting.nodes.without_irrelevant_nodes(cost).per_node
     rates = f"{cost.exchange_bytes_per_second / 1e9:.0f} GB/s from each rank"
     if inside is not None and cost.node_bytes_per_second is not None:
-        rates += f" to other nodes, {cost.node_bytes_per_second / 1e9:.0f} GB/s to the {inside} of its own, both at once"
+        rates += (
+            f" to other nodes, {cost.node_bytes_per_second / 1e9:.0f} GB/s to the {inside} of its"
+            " own, both at once"
+        )
         rates += "; documents are dealt to nodes first, and work is moved inside them first"
     groups = setting.group // setting.shared
     shared = f"{setting.shared} ranks share attention"

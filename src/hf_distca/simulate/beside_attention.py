@@ -1,5 +1,5 @@
-"""Everything of a step but core attention: linear layers, tensor
-parallelism, weights and gradients, and the optimizer.
+"""Everything of a step but core attention: linear layers, tensor parallelism, weights and
+gradients, and the optimizer.
 
 A matrix product takes the longer of its arithmetic at the rate of large products and of its reads
 and writes (the roofline model). Operations between products only read and write memory: per layer
@@ -29,11 +29,13 @@ __all__ = [
 
 Directions = FloatArray  # seconds of each rank, forward and backward: shape (2, ranks)
 
-# Exchanges of all hidden states in each direction of a layer with tensor and sequence parallelism: an all-gather in front of
-# attention and of the feed-forward layer, a reduce-scatter behind each (arXiv 2205.05198, section 4.2.2).
+# Exchanges of all hidden states in each direction of a layer with tensor and sequence parallelism:
+# an all-gather in front of attention and of the feed-forward layer, a reduce-scatter behind each
+# (arXiv 2205.05198, section 4.2.2).
 _TENSOR_EXCHANGES = 4
 _GRADIENT_BYTES = 4  # gradients that are kept whole are summed in float32
-# Adam with weights in float32: gradient, two moments and weights are read; moments and weights are written, also in 16 bits.
+# Adam with weights in float32: gradient, two moments and weights are read; moments and weights are
+# written, also in 16 bits.
 _UPDATE_BYTES = 30
 
 
@@ -42,18 +44,31 @@ def _products(setting: Setting, sizes: list[tuple[float, float]], tokens: FloatA
     seconds = np.zeros_like(tokens)
     for inner, outer in sizes:
         arithmetic = 2 * tokens * inner * outer / hardware.matmul_flops
-        moved = (tokens * (inner + outer) + inner * outer * (tokens > 0)) * hardware.element_bytes / hardware.memory_rate
+        moved = (
+            (tokens * (inner + outer) + inner * outer * (tokens > 0))
+            * hardware.element_bytes
+            / hardware.memory_rate
+        )
         seconds += np.maximum(arithmetic, moved)
     return seconds
 
 
 def layer_seconds(setting: Setting, tokens: FloatArray) -> Directions:
-    """Return the seconds of the linear layers of one decoder layer for so
-    many tokens of each rank, shape (ranks,).
+    """Return the seconds of the linear layers of one decoder layer for so many tokens of each rank,
+    shape (ranks,).
     """
     model, tensor = setting.model, setting.tensor
-    queries, keys, wide = model.attention_width / tensor, model.key_width / tensor, model.feed_forward / tensor
-    sizes = [(model.hidden, queries + 2 * keys), (queries, model.hidden), (model.hidden, 2 * wide), (wide, model.hidden)]
+    queries, keys, wide = (
+        model.attention_width / tensor,
+        model.key_width / tensor,
+        model.feed_forward / tensor,
+    )
+    sizes = [
+        (model.hidden, queries + 2 * keys),
+        (queries, model.hidden),
+        (model.hidden, 2 * wide),
+        (wide, model.hidden),
+    ]
     elements = 10 * model.hidden / tensor + 2 * (queries + keys) + 3 * wide
     between = tokens * elements * setting.hardware.element_bytes / setting.hardware.memory_rate
     forward = _products(setting, sizes, tokens) * model.active_share + between
@@ -61,12 +76,13 @@ def layer_seconds(setting: Setting, tokens: FloatArray) -> Directions:
 
 
 def head_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
-    """Return forward and backward seconds of the output layer and the loss
-    together on each rank, shape (ranks,).
+    """Return forward and backward seconds of the output layer and the loss together on each rank,
+    shape (ranks,).
     """
     model = setting.model
     outer = model.vocabulary / setting.tensor
-    # The loss reads the logits, and writes and reads them in float32 for the softmax and its gradient.
+    # The loss reads the logits, and writes and reads them in float32 for the softmax and its
+    # gradient.
     loss = tokens * outer * (setting.hardware.element_bytes + 8) / setting.hardware.memory_rate
     return np.asarray(3 * _products(setting, [(model.hidden, outer)], tokens) + loss)
 
@@ -80,7 +96,9 @@ def tensor_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
     hardware = setting.hardware
     rate = hardware.gather_rate if setting.tensor <= setting.ranks_per_node else hardware.link_rate
     share = (setting.tensor - 1) / setting.tensor
-    return np.asarray(_TENSOR_EXCHANGES * tokens * setting.model.hidden * hardware.element_bytes * share / rate)
+    return np.asarray(
+        _TENSOR_EXCHANGES * tokens * setting.model.hidden * hardware.element_bytes * share / rate
+    )
 
 
 class Exchange(NamedTuple):
@@ -113,7 +131,8 @@ def weight_exchange(setting: Setting, forward: float, backward: float) -> Exchan
     once = setting.rank_parameters * (group - 1) / group / gather_rate(setting, group)
     element = setting.hardware.element_bytes
     if setting.sharding == "fsdp":
-        # Weights are gathered for both directions of each micro-batch and gradients reduced, a layer ahead of computing.
+        # Weights are gathered for both directions of each micro-batch and gradients reduced, a
+        # layer ahead of computing.
         gather, both = once * element, 2 * once * element
         first = gather / setting.stage_layers
         exposed = max(gather - forward, first) + max(both - backward, first)

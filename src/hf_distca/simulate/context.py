@@ -1,8 +1,9 @@
-"""Context parallelism within groups of ranks: zigzag ring, all-gather,
-Ulysses, and WLB-LLM, which chooses its cut.
+"""Context parallelism within groups of ranks: zigzag ring, all-gather, Ulysses, and WLB-LLM, which
+chooses its cut.
 
-Gathered keys are kept for backward, as by the baseline of arXiv 2510.18121 (section 3.2, and PerDocumentCPAttention of
-hao-ai-lab/DistCA, commit 2afd219), or come a second time where there is no room for them.
+Gathered keys are kept for backward, as by the baseline of arXiv 2510.18121 (section 3.2, and
+PerDocumentCPAttention of hao-ai-lab/DistCA, commit 2afd219), or come a second time where there is
+no room for them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.beside_attention import Directions, gather_rate
 from hf_distca.simulate.memory import KernelBytes, in_flight
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import MicroBatchWork, all_layers, copy_seconds, fixed_seconds, in_calls, sums
+from hf_distca.simulate.work import (
+    MicroBatchWork,
+    all_layers,
+    copy_seconds,
+    fixed_seconds,
+    in_calls,
+    sums,
+)
 
 __all__ = [
     "SharedRows",
@@ -48,8 +56,8 @@ class SharedRows(NamedTuple):
     row_count: int
 
     def sums(self, values: npt.NDArray[Any]) -> FloatArray:
-        """Sum values of documents by row: shape (row_count,), or
-        (2, row_count) for both directions.
+        """Sum values of documents by row: shape (row_count,), or (2, row_count) for both
+        directions.
         """
         return sums(values, self.row, self.row_count)
 
@@ -65,26 +73,44 @@ def degrees(group: int) -> list[int]:
 
 
 def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int = 1) -> Directions:
-    """Compute the seconds of each rank if each document is cut into 2 * degree
-    chunks, a head and a tail for each rank of its row.
+    """Compute the seconds of each rank if each document is cut into 2 * degree chunks, a head and a
+    tail for each rank of its row.
 
-    All ranks of a row take about as long. Chunks shorter than a tile still fill it. With `hops`, as many kernel calls see a part
-    of the keys each, and read q and write o again. Shape (2, rows).
+    All ranks of a row take about as long. Chunks shorter than a tile still fill it. With `hops`, as
+    many kernel calls see a part of the keys each, and read q and write o again. Shape (2, rows).
     """
-    shape, length, chunks = cost.shape, rows.length, np.minimum(2 * degree if degree > 1 else 1, rows.length)
+    shape, length, chunks = (
+        cost.shape,
+        rows.length,
+        np.minimum(2 * degree if degree > 1 else 1, rows.length),
+    )
     chunk_rows = -(-length // chunks)
     tiled = -(-chunk_rows // cost.tile) * cost.tile
-    pairs = count_causal_pairs(length, length, cost.window) * (tiled / chunk_rows) + tiled * chunks * (cost.tile - 1) / 2
+    pairs = (
+        count_causal_pairs(length, length, cost.window) * (tiled / chunk_rows)
+        + tiled * chunks * (cost.tile - 1) / 2
+    )
     read = length * (chunks + 1) / 2
     if cost.window is not None:
         read = np.minimum(read, length + (chunks - 1) * (cost.window - 1.0))
     # As `CostModel.counts`; each key is in one of the calls.
     tasks, moved, flops = chunks * hops, length * shape.row_bytes * hops, shape.pair_flops * pairs
-    backward = tasks, 2 * moved * cost.backward.row_passes + read * shape.backward_key_bytes, 2.5 * flops
+    backward = (
+        tasks,
+        2 * moved * cost.backward.row_passes + read * shape.backward_key_bytes,
+        2.5 * flops,
+    )
     forward = tasks, moved * cost.forward.row_passes, flops
-    counts = [np.stack([rows.sums(part / degree) for part in parts]) for parts in (forward, backward)]
-    calls = 2 if hops == 1 and degree > 1 else hops  # heads and tails are computed one after the other
-    return in_calls(cost, np.stack([cost.forward.coefficients @ counts[0], cost.backward.coefficients @ counts[1]]), calls)
+    counts = [
+        np.stack([rows.sums(part / degree) for part in parts]) for parts in (forward, backward)
+    ]
+    # Heads and tails are computed one after the other.
+    calls = 2 if hops == 1 and degree > 1 else hops
+    return in_calls(
+        cost,
+        np.stack([cost.forward.coefficients @ counts[0], cost.backward.coefficients @ counts[1]]),
+        calls,
+    )
 
 
 def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
@@ -103,17 +129,26 @@ def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
     owner = row[document]
     # A cut rounds down, so the piece that begins at it may seem to lie in the chunk before.
     chunk = (piece - begins[owner]) * (2 * degree) // np.maximum(sizes[owner], 1)
-    chunk += piece >= begins[owner] + sizes[owner] * np.minimum(chunk + 1, 2 * degree) // (2 * degree)
+    chunk += piece >= begins[owner] + sizes[owner] * np.minimum(chunk + 1, 2 * degree) // (
+        2 * degree
+    )
     rank = np.minimum(chunk, 2 * degree - 1 - chunk)
-    seconds = sums(cost.estimate_directions(end - piece, end - starts[document]), owner * degree + rank, rows.row_count * degree)
+    seconds = sums(
+        cost.estimate_directions(end - piece, end - starts[document]),
+        owner * degree + rank,
+        rows.row_count * degree,
+    )
     return in_calls(cost, seconds.reshape(2, rows.row_count, degree).max(axis=2))
 
 
 def _work(
-    setting: Setting, rows: SharedRows, degree: int, of_rows: Callable[[CostModel], tuple[Directions, Directions]]
+    setting: Setting,
+    rows: SharedRows,
+    degree: int,
+    of_rows: Callable[[CostModel], tuple[Directions, Directions]],
 ) -> MicroBatchWork:
-    """Compute the work of rows that `degree` ranks share, from the seconds of
-    attention and of waiting of each row in a layer.
+    """Compute the work of rows that `degree` ranks share, from the seconds of attention and of
+    waiting of each row in a layer.
     """
     tokens, nothing = np.repeat(rows.tokens / degree, degree), np.zeros(rows.row_count * degree)
 
@@ -126,8 +161,8 @@ def _work(
 
 
 def comes_again(setting: Setting, degree: int) -> bool:
-    """Return whether keys that are not kept must be gathered again; a layer that
-    is repeated in backward gathers them anyway.
+    """Return whether keys that are not kept must be gathered again; a layer that is repeated in
+    backward gathers them anyway.
     """
     return degree > 1 and setting.checkpointing != "full"
 
@@ -169,44 +204,60 @@ def _neighbour_rate(setting: Setting, degree: int) -> float:
 
 
 def _all_to_all_rate(setting: Setting, degree: int) -> float:
-    """Return the bytes per second from a rank to all others of its row, some of
-    them in its node: both links carry at once.
+    """Return the bytes per second from a rank to all others of its row, some of them in its node:
+    both links carry at once.
     """
     beside = min(degree, max(setting.ranks_per_node // setting.tensor, 1))
     away, others = degree - beside, max(degree - 1, 1)
-    seconds = max(away / others / setting.hardware.link_rate, (beside - 1) / others / setting.hardware.node_rate)
+    seconds = max(
+        away / others / setting.hardware.link_rate,
+        (beside - 1) / others / setting.hardware.node_rate,
+    )
     return 1 / seconds if seconds else setting.hardware.node_rate
 
 
 def _gathering(
-    setting: Setting, rows: SharedRows, degree: int, cut: Callable[[CostModel, SharedRows, int], Directions], *, again: bool
+    setting: Setting,
+    rows: SharedRows,
+    degree: int,
+    cut: Callable[[CostModel, SharedRows, int], Directions],
+    *,
+    again: bool,
 ) -> MicroBatchWork:
-    """Compute the work if all ranks of a row gather its keys and values, and
-    keep them for backward or gather them `again`.
+    """Compute the work if all ranks of a row gather its keys and values, and keep them for backward
+    or gather them `again`.
 
-    Gradients of keys go back in backward, summed: those of heads and of tails are added before. What came is put in order, and so
-    is what goes back. Heads and tails are a call each, which takes rows and keys one after another: they are copied there.
+    Gradients of keys go back in backward, summed: those of heads and of tails are added before.
+    What came is put in order, and so is what goes back. Heads and tails are a call each, which
+    takes rows and keys one after another: they are copied there.
     """
     shape = setting.shape
 
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
-        once = _others_key_bytes(cost, rows, degree) / gather_rate(setting, degree) + fixed_seconds(cost, degree - 1)
+        once = _others_key_bytes(cost, rows, degree) / gather_rate(setting, degree) + fixed_seconds(
+            cost, degree - 1
+        )
         order = copy_seconds(setting, rows.tokens * shape.key_value_bytes)
-        # A call takes q and puts o, and in backward takes q, o and do and puts dq. The keys of both are about those of the row.
+        # A call takes q and puts o, and in backward takes q, o and do and puts dq. The keys of both
+        # are about those of the row.
         taken = order + copy_seconds(setting, rows.tokens / degree * shape.row_bytes)
         added = 2 * order  # set to zero, and then read with what is added, and written
         back = once + order + added + 2 * taken
         gather = once + order
-        return cut(cost, rows, degree), np.stack([gather + taken, gather + back if again else back]) * (degree > 1)
+        return cut(cost, rows, degree), np.stack(
+            [gather + taken, gather + back if again else back]
+        ) * (degree > 1)
 
     work = _work(setting, rows, degree, of_rows)
     keys = key_bytes(setting, degree, again=again)
     return replace(work, received=work.tokens * keys.received, kept=work.tokens * keys.kept)
 
 
-def all_gather(setting: Setting, rows: SharedRows, degree: int, *, again: bool = False) -> MicroBatchWork:
-    """Compute the work if each rank gets all keys of its row before it
-    computes its head and tail of every document.
+def all_gather(
+    setting: Setting, rows: SharedRows, degree: int, *, again: bool = False
+) -> MicroBatchWork:
+    """Compute the work if each rank gets all keys of its row before it computes its head and tail
+    of every document.
     """
     return _gathering(setting, rows, degree, shared_by_document, again=again)
 
@@ -217,34 +268,47 @@ def wlb(setting: Setting, rows: SharedRows, degree: int, *, again: bool = False)
     """
 
     def faster(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
-        by_document, by_row = (cut(cost, rows, degree) for cut in (shared_by_document, shared_by_row))
+        by_document, by_row = (
+            cut(cost, rows, degree) for cut in (shared_by_document, shared_by_row)
+        )
         return np.where(by_document.sum(axis=0) <= by_row.sum(axis=0), by_document, by_row)
 
     return _gathering(setting, rows, degree, faster, again=again)
 
 
 def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
-    """Compute the work if keys travel from neighbour to neighbour, hidden
-    by the attention to the previous ones.
+    """Compute the work if keys travel from neighbour to neighbour, hidden by the attention to the
+    previous ones.
     """
     shape = setting.shape
 
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
-        once = _others_key_bytes(cost, rows, degree) / _neighbour_rate(setting, degree) + (degree - 1) * fixed_seconds(cost, 1)
+        once = _others_key_bytes(cost, rows, degree) / _neighbour_rate(setting, degree) + (
+            degree - 1
+        ) * fixed_seconds(cost, 1)
         # In backward gradients of keys travel with them.
-        added = np.stack([shape.output_bytes * rows.tokens, (shape.query_bytes + shape.key_value_bytes) * rows.tokens])
-        # Each of `degree` calls on as many ranks reads and adds to sums in float32, which are read and written.
+        added = np.stack(
+            [
+                shape.output_bytes * rows.tokens,
+                (shape.query_bytes + shape.key_value_bytes) * rows.tokens,
+            ]
+        )
+        # Each of `degree` calls on as many ranks reads and adds to sums in float32, which are read
+        # and written.
         merged = copy_seconds(setting, added * (1 + 8 / shape.element_bytes) / 2) * (degree > 1)
-        return shared_by_document(cost, rows, degree, hops=degree) + merged, np.stack([once, 2 * once])
+        return shared_by_document(cost, rows, degree, hops=degree) + merged, np.stack(
+            [once, 2 * once]
+        )
 
     work = _work(setting, rows, degree, of_rows)
-    kept = work.tokens * 3 * 2 * shape.key_value_bytes * (degree > 1)  # the keys at hand and those that come
+    # The keys at hand and those that come.
+    kept = work.tokens * 3 * 2 * shape.key_value_bytes * (degree > 1)
     return replace(work, exposed=np.maximum(work.exposed - work.attention, 0), received=kept)
 
 
 def ulysses(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
-    """Compute the work if each rank of a row computes some heads of all its
-    documents: q, k, v and o of all tokens change ranks.
+    """Compute the work if each rank of a row computes some heads of all its documents: q, k, v and
+    o of all tokens change ranks.
     """
     shape = setting.shape
     # Where there are fewer key/value heads than ranks, each is sent to several.
@@ -255,7 +319,9 @@ def ulysses(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
         tokens = rows.tokens / degree
         # q, k, v and o each go by themselves, and are put in order before and after.
-        once = tokens * moved / _all_to_all_rate(setting, degree) + 4 * fixed_seconds(cost, degree - 1)
+        once = tokens * moved / _all_to_all_rate(setting, degree) + 4 * fixed_seconds(
+            cost, degree - 1
+        )
         once = once + 2 * copy_seconds(setting, tokens * held) * (degree > 1)
         attention = rows.sums(cost.estimate_directions(rows.length, rows.length, 1 / degree))
         return in_calls(cost, attention), np.stack([once, once])

@@ -1,5 +1,5 @@
-"""Core attention disaggregation: placement of documents on ranks, as given or
-dealt, their plans, and the resulting work.
+"""Core attention disaggregation: placement of documents on ranks, as given or dealt, their plans,
+and the resulting work.
 """
 
 from __future__ import annotations
@@ -19,20 +19,28 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.simulate.loader_rules import packed_rows
 from hf_distca.simulate.setting import TILE, Setting
-from hf_distca.simulate.work import Candidate, MicroBatchWork, all_layers, of_nano_batches, of_plan, side_by_side
+from hf_distca.simulate.work import (
+    Candidate,
+    MicroBatchWork,
+    all_layers,
+    of_nano_batches,
+    of_plan,
+    side_by_side,
+)
 
 __all__ = ["Placement", "candidates", "dealt", "given", "halved", "in_groups", "work_of"]
 
 # Where the documents of a micro-batch lie: a layout, or those of both nano-batches of ping-pong.
 Placement = tuple[Layout, ...]
-# As ping-pong cuts in training (`hf_distca.integration.nano_batches`): the least part of the tokens in the smaller nano-batch.
+# As ping-pong cuts in training (`hf_distca.integration.nano_batches`): the least part of the tokens
+# in the smaller nano-batch.
 _SMALLEST = 3 / 8
 Planner = Callable[[Layout, CostModel, DistCAConfig, Ranks], Plan]
 
 
 def given(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
-    """Fill rows like a packing loader: documents are cut at the end of a
-    row, and each part is a document of its own.
+    """Fill rows like a packing loader: documents are cut at the end of a row, and each part is a
+    document of its own.
     """
     layout = packed_rows(lengths, setting.group, setting.tokens_per_rank)
     return halved(layout) if ping_pong else (layout,)
@@ -49,10 +57,11 @@ def dealt(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
 
 
 def halved(layout: Layout) -> tuple[Layout, Layout]:
-    """Split a layout in which every document lies on one rank into nano-batches,
-    between documents near the middle of a rank.
+    """Split a layout in which every document lies on one rank into nano-batches, between documents
+    near the middle of a rank.
 
-    Where no document begins near it, a document is cut, and the second nano-batch has its first part as context.
+    Where no document begins near it, a document is cut, and the second nano-batch has its first
+    part as context.
     """
     cuts = []
     for begin, end in pairwise(layout.offsets.tolist()):
@@ -65,15 +74,26 @@ def halved(layout: Layout) -> tuple[Layout, Layout]:
     before = np.clip(np.array(cuts)[layout.rank] - layout.token, 0, layout.length)
     after = layout.length - before
     crosses = (before > 0) & (after > 0)
-    # The second nano-batch has of each segment the part before the cut, as context, where it crosses, and the part after it.
+    # The second nano-batch has of each segment the part before the cut, as context, where it
+    # crosses, and the part after it.
     there = np.stack([crosses, after > 0], axis=1)
-    document, rank = (np.stack([column, column], axis=1)[there] for column in (layout.document, layout.rank))
-    start, length = np.stack([layout.start, layout.start + before], axis=1)[there], np.stack([before, after], axis=1)[there]
+    document, rank = (
+        np.stack([column, column], axis=1)[there] for column in (layout.document, layout.rank)
+    )
+    start, length = (
+        np.stack([layout.start, layout.start + before], axis=1)[there],
+        np.stack([before, after], axis=1)[there],
+    )
     ranks = np.arange(layout.world_size + 1)
     context = np.bincount(layout.rank[crosses], minlength=layout.world_size)
     first = before > 0
     return (
-        Layout(layout.document[first], layout.start[first], before[first], np.searchsorted(layout.rank[first], ranks)),
+        Layout(
+            layout.document[first],
+            layout.start[first],
+            before[first],
+            np.searchsorted(layout.rank[first], ranks),
+        ),
         Layout(document, start, length, np.searchsorted(rank, ranks), context),
     )
 
@@ -85,18 +105,26 @@ def work_of(setting: Setting, placement: Placement, planner: Planner = balance) 
     def of_layer(cost: CostModel) -> MicroBatchWork:
         nodes = setting.nodes.without_irrelevant_nodes(cost)
         plans = [planner(layout, cost, config, nodes) for layout in placement]
-        return of_plan(setting, plans[0], cost, nodes) if len(plans) == 1 else of_nano_batches(setting, plans, cost, nodes)
+        return (
+            of_plan(setting, plans[0], cost, nodes)
+            if len(plans) == 1
+            else of_nano_batches(setting, plans, cost, nodes)
+        )
 
     return all_layers(setting, of_layer)
 
 
-def candidates(setting: Setting, placements: Sequence[Placement], planner: Planner = balance) -> list[Candidate]:
-    """Make the only candidate for micro-batches with these
-    placements; with stages, idle ones serve.
+def candidates(
+    setting: Setting, placements: Sequence[Placement], planner: Planner = balance
+) -> list[Candidate]:
+    """Make the only candidate for micro-batches with these placements; with stages, idle ones
+    serve.
     """
     staged = setting.stages > 1
     placements = _ticks(setting, placements) if staged else placements
-    return [Candidate([work_of(setting, placement, planner) for placement in placements], ticks=staged)]
+    return [
+        Candidate([work_of(setting, placement, planner) for placement in placements], ticks=staged)
+    ]
 
 
 def in_groups(
@@ -106,32 +134,44 @@ def in_groups(
     setting: Setting,
     batches: Sequence[IntArray],
 ) -> list[Candidate]:
-    """Make the candidates of hf-distca: ranks of a large attention group share
-    attention in smaller ones, each with its own documents.
+    """Make the candidates of hf-distca: ranks of a large attention group share attention in smaller
+    ones, each with its own documents.
 
     `place` places the documents of a micro-batch, as `given` does; `share` divides a micro-batch
     among so many groups, with so many tokens each.
     """
     count = setting.group // setting.shared
     if count == 1:
-        return candidates(setting, [place(setting, lengths, ping_pong=ping_pong) for lengths in batches])
+        return candidates(
+            setting, [place(setting, lengths, ping_pong=ping_pong) for lengths in batches]
+        )
     group, works = replace(setting, ranks=setting.ranks // count), []
     for lengths in batches:
         parts = share(lengths, count, group.tokens)
-        works.append(side_by_side([work_of(group, place(group, part, ping_pong=ping_pong)) for part in parts]))
+        works.append(
+            side_by_side(
+                [work_of(group, place(group, part, ping_pong=ping_pong)) for part in parts]
+            )
+        )
     return [Candidate(works)]
 
 
 def _ticks(setting: Setting, placements: Sequence[Placement]) -> list[Placement]:
-    """Return the placements on the ranks of all stages in each tick of one
-    direction; stages without a micro-batch have nothing.
+    """Return the placements on the ranks of all stages in each tick of one direction; stages
+    without a micro-batch have nothing.
     """
     none = np.zeros(0, dtype=np.int64)
-    empty = (Layout(none, none, none, np.zeros(setting.group + 1, dtype=np.int64)),) * len(placements[0])
+    empty = (Layout(none, none, none, np.zeros(setting.group + 1, dtype=np.int64)),) * len(
+        placements[0]
+    )
     padded = [empty] * (setting.stages - 1) + [*placements] + [empty] * (setting.stages - 1)
     ticks = range(len(placements) + setting.stages - 1)
-    running = [padded[tick : tick + setting.stages][::-1] for tick in ticks]  # a micro-batch is in the first stage first
-    return [tuple(_side_by_side(nano_batch) for nano_batch in zip(*stages, strict=True)) for stages in running]
+    # A micro-batch is in the first stage first.
+    running = [padded[tick : tick + setting.stages][::-1] for tick in ticks]
+    return [
+        tuple(_side_by_side(nano_batch) for nano_batch in zip(*stages, strict=True))
+        for stages in running
+    ]
 
 
 def _side_by_side(layouts: Sequence[Layout]) -> Layout:

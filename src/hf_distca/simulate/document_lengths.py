@@ -36,9 +36,11 @@ class DocumentSource:
     source: str
 
     @classmethod
-    def drawn(cls, name: str, draw: Callable[[np.random.Generator], FloatArray], longest: int, source: str) -> DocumentSource:
-        """Make a source from a distribution; lengths are rounded down
-        to whole tokens from 1 to `longest`.
+    def drawn(
+        cls, name: str, draw: Callable[[np.random.Generator], FloatArray], longest: int, source: str
+    ) -> DocumentSource:
+        """Make a source from a distribution; lengths are rounded down to whole tokens from 1 to
+        `longest`.
         """
 
         def stream(generator: np.random.Generator) -> Iterator[IntArray]:
@@ -61,8 +63,8 @@ class DocumentSource:
             while total < tokens:
                 if len(pieces) > _MOST_PIECES:
                     raise LayoutError(
-                        f"a global batch of {tokens} tokens would hold over {_MOST_PIECES * _PIECE} of these documents: use "
-                        "fewer ranks, micro-batches, or tokens of a rank."
+                        f"a global batch of {tokens} tokens would hold over {_MOST_PIECES * _PIECE}"
+                        " of these documents: use fewer ranks, micro-batches, or tokens of a rank."
                     )
                 pieces.append(next(stream))
                 total += int(pieces[-1].sum())
@@ -75,7 +77,9 @@ class DocumentSource:
             yield batch
             rest = rest[last + 1 :]
 
-    def steps(self, tokens: int, micro_batches: int, count: int, seed: int = 0) -> Iterator[list[IntArray]]:
+    def steps(
+        self, tokens: int, micro_batches: int, count: int, seed: int = 0
+    ) -> Iterator[list[IntArray]]:
         """Yield `count` steps of so many micro-batches of exactly so many tokens each.
 
         For any number of micro-batches that share the tokens of a step, its documents are the same,
@@ -92,8 +96,8 @@ class DocumentSource:
 def _check_longest(lengths: IntArray, tokens: int, what: str) -> None:
     if lengths.max() > tokens:
         raise LayoutError(
-            f"a document of {lengths.max()} tokens is longer than a {what} of {tokens}: raise the tokens of a rank or the number "
-            "of ranks, or bound lengths with --max-length."
+            f"a document of {lengths.max()} tokens is longer than a {what} of {tokens}: raise the"
+            " tokens of a rank or the number of ranks, or bound lengths with --max-length."
         )
 
 
@@ -111,8 +115,8 @@ def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> 
     if (wrong := (length < 1) | (length > _LONGEST)).any():
         document = int(wrong.argmax())
         raise LayoutError(
-            f"{name}: document {document} has length {length[document]}: every document must have at least 1 token, and the "
-            "limit is 2**32."
+            f"{name}: document {document} has length {length[document]}: every document must have"
+            " at least 1 token, and the limit is 2**32."
         )
     if longest is not None:
         length = np.minimum(length, _checked(longest))
@@ -121,13 +125,17 @@ def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> 
         while True:
             yield from np.split(generator.permutation(length), range(_PIECE, len(length), _PIECE))
 
-    return DocumentSource(name, stream, f"{len(length)} lengths, mean {length.mean():.0f}, longest {length.max()}, shuffled")
+    return DocumentSource(
+        name,
+        stream,
+        f"{len(length)} lengths, mean {length.mean():.0f}, longest {length.max()}, shuffled",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Mixture:
-    """Short and long documents, each lognormal: mean and standard
-    deviation of the logarithm of a length.
+    """Short and long documents, each lognormal: mean and standard deviation of the logarithm of a
+    length.
 
     Both are fitted to a list made for contexts of 65,536 tokens. For longer ones, long documents
     are stretched.
@@ -164,8 +172,8 @@ class _Mixture:
         return DocumentSource.drawn(f"{self.name} up to {longest}", draw, longest, self.source)
 
     def _mean(self, mean: float, width: float, *, side: int) -> float:
-        """Compute the mean of a distribution cut off at the boundary: with
-        `side` 1 it lies above, with -1 below.
+        """Compute the mean of a distribution cut off at the boundary: with `side` 1 it lies above,
+        with -1 below.
         """
         distance = side * (mean - math.log(self.boundary)) / width
 
@@ -179,22 +187,24 @@ DISTRIBUTIONS = {
     "pretrain": _Mixture(  # web text with long documents kept more often
         "pretrain-like",
         *((7.747, 0.998), (10.128, 0.885), 8192, 0.5),
-        "two lognormal distributions fitted to the list 'wlbllm' of hao-ai-lab/DistCA (commit 2afd219) below and above 8192 "
-        "tokens; long ones stretched with the context and kept more often, until they hold half of the tokens: assumed, as "
-        "arXiv 2510.18121 says that short ones are filtered out and not how many",
+        "two lognormal distributions fitted to the list 'wlbllm' of hao-ai-lab/DistCA (commit"
+        " 2afd219) below and above 8192 tokens; long ones stretched with the context and kept more"
+        " often, until they hold half of the tokens: assumed, as arXiv 2510.18121 says that short"
+        " ones are filtered out and not how many",
     ),
     "prolong": _Mixture(  # long-context data
         "ProLong-like",
         *((7.657, 0.697), (10.162, 0.522), 16384, 0.6),
-        "two lognormal distributions fitted to the list 'prolong' of hao-ai-lab/DistCA (commit 2afd219) below and above 16384 "
-        "tokens; long ones stretched with the context, with 60 % of the tokens, the best mixture of arXiv 2410.02660",
+        "two lognormal distributions fitted to the list 'prolong' of hao-ai-lab/DistCA (commit"
+        " 2afd219) below and above 16384 tokens; long ones stretched with the context, with 60 % of"
+        " the tokens, the best mixture of arXiv 2410.02660",
     ),
 }
 
 
 def distribution(text: str, longest: int) -> DocumentSource:
-    """Find a distribution by name: ``pretrain``, ``prolong``,
-    ``equal:TOKENS`` or ``lognormal:MEDIAN:SIGMA``.
+    """Find a distribution by name: ``pretrain``, ``prolong``, ``equal:TOKENS`` or
+    ``lognormal:MEDIAN:SIGMA``.
 
     Raises:
         ConfigError: if there is none of this name, or its numbers are out of range.
@@ -212,10 +222,12 @@ def distribution(text: str, longest: int) -> DocumentSource:
         return DocumentSource.drawn(text, lambda _: np.full(_PIECE, values[0]), longest, "as given")
     if name == "lognormal" and len(values) == 2 and good and values[1] <= 10:
         logs = (math.log(values[0]), values[1])
-        return DocumentSource.drawn(text, lambda generator: generator.lognormal(*logs, _PIECE), longest, "as given")
+        return DocumentSource.drawn(
+            text, lambda generator: generator.lognormal(*logs, _PIECE), longest, "as given"
+        )
     raise ConfigError(
-        f"lengths {text!r} are neither a file nor one of {', '.join(DISTRIBUTIONS)}, equal:TOKENS, lognormal:MEDIAN:SIGMA with "
-        "positive numbers."
+        f"lengths {text!r} are neither a file nor one of {', '.join(DISTRIBUTIONS)}, equal:TOKENS,"
+        " lognormal:MEDIAN:SIGMA with positive numbers."
     )
 
 

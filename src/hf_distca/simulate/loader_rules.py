@@ -35,7 +35,9 @@ def packed_rows(lengths: IntArray, ranks: int, tokens: int) -> Layout:
     """
     total = int(lengths.sum())
     if total != ranks * tokens:
-        raise LayoutError(f"documents of {total} tokens do not fill {ranks} rows of {tokens} tokens.")
+        raise LayoutError(
+            f"documents of {total} tokens do not fill {ranks} rows of {tokens} tokens."
+        )
     ends = np.unique(np.concatenate([np.cumsum(lengths), np.arange(1, ranks + 1) * tokens]))
     pieces = np.diff(ends, prepend=0)
     offsets = np.searchsorted(ends, np.arange(ranks + 1) * tokens, side="right")
@@ -52,8 +54,8 @@ def cut_into_batches(lengths: IntArray, count: int, tokens: int) -> list[IntArra
 
 
 def shared_out(lengths: IntArray, count: int, tokens: int) -> list[IntArray]:
-    """Distribute documents to `count` batches of so many tokens: longest first,
-    each where most room is left. The rest is cut.
+    """Distribute documents to `count` batches of so many tokens: longest first, each where most
+    room is left. The rest is cut.
 
     Batches keep the order of documents.
     """
@@ -91,9 +93,11 @@ def document_seconds(setting: Setting, lengths: IntArray) -> FloatArray:
     return seconds
 
 
-def longest_first(seconds: FloatArray, lengths: IntArray, bins: int, cap: int | None = None) -> IntArray:
-    """Assign each document, longest first, to the bin with the least seconds,
-    of those where its tokens fit under a cap.
+def longest_first(
+    seconds: FloatArray, lengths: IntArray, bins: int, cap: int | None = None
+) -> IntArray:
+    """Assign each document, longest first, to the bin with the least seconds, of those where its
+    tokens fit under a cap.
 
     Returns:
         The bin of each document. Where nothing fits, it is the bin with the fewest tokens.
@@ -142,7 +146,8 @@ def batch_rebalance(lengths: IntArray, bins: int) -> IntArray:
         return starts
 
     dearest = float(sample_costs.max(initial=0))
-    low, high = dearest, dearest * (len(sample_costs) + 1)  # a single run of all documents costs less, however that is rounded
+    # A single run of all documents costs less, however that is rounded.
+    low, high = dearest, dearest * (len(sample_costs) + 1)
     while high - low > 1e-3 * high:
         cap = (low + high) / 2
         low, high = (low, cap) if len(runs(cap)) <= bins else (cap, high)

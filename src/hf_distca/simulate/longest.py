@@ -1,4 +1,6 @@
-"""`longest_documents`: the longest document that ranks hold together, and its step, under ways to save memory."""
+"""`longest_documents`: the longest document that ranks hold together, and its step, under ways to
+save memory.
+"""
 
 from __future__ import annotations
 
@@ -49,22 +51,31 @@ class LongestDocument:
     limit: str
 
 
-def longest_documents(setting: Setting, strategies: tuple[str, ...] = DEALT) -> list[LongestDocument]:
-    """Find the longest document of each way, to within 1024 tokens a rank, by
-    the fastest of these strategies that fits.
+def longest_documents(
+    setting: Setting, strategies: tuple[str, ...] = DEALT
+) -> list[LongestDocument]:
+    """Find the longest document of each way, to within 1024 tokens a rank, by the fastest of these
+    strategies that fits.
 
     Every micro-batch is one document, dealt to all ranks.
 
     Raises:
         ConfigError: if not even 1024 tokens a rank fit.
     """
-    longest = [_longest(replace(setting, **changes), way, strategies) for way, changes in WAYS.items()]
+    longest = [
+        _longest(replace(setting, **changes), way, strategies) for way, changes in WAYS.items()
+    ]
     if all(document.step is None for document in longest):
         least = _step(replace(setting, tokens_per_rank=_UNIT, **WAYS["+ fused layers"]), strategies)
-        needed = f"{least.peak_bytes / 1e9:.0f} GB, of which {_largest(least)}" if least else "more than one micro-batch can have"
+        needed = (
+            f"{least.peak_bytes / 1e9:.0f} GB, of which {_largest(least)}"
+            if least
+            else "more than one micro-batch can have"
+        )
         raise ConfigError(
-            f"{setting.model.name} on {setting.ranks} {setting.hardware.name} with {setting.hardware.memory_bytes / 1e9:.0f} GB "
-            f"each: a document of {_UNIT} tokens a rank needs {needed}. Use more ranks, --sharding fsdp, or a smaller model."
+            f"{setting.model.name} on {setting.ranks} {setting.hardware.name} with"
+            f" {setting.hardware.memory_bytes / 1e9:.0f} GB each: a document of {_UNIT} tokens a"
+            f" rank needs {needed}. Use more ranks, --sharding fsdp, or a smaller model."
         )
     return longest
 
@@ -77,8 +88,14 @@ def _largest(step: Prediction) -> str:
 
 def _longest(setting: Setting, way: str, strategies: tuple[str, ...]) -> LongestDocument:
     # A token has at least one layer's input on the device, or on the host.
-    memory, element = max(setting.hardware.memory_bytes, setting.hardware.host_bytes), setting.hardware.element_bytes
-    most = min(int(memory / (setting.model.hidden / setting.tensor * element)), MOST_TOKENS - _UNIT) // _UNIT
+    memory, element = (
+        max(setting.hardware.memory_bytes, setting.hardware.host_bytes),
+        setting.hardware.element_bytes,
+    )
+    most = (
+        min(int(memory / (setting.model.hidden / setting.tensor * element)), MOST_TOKENS - _UNIT)
+        // _UNIT
+    )
 
     def step(units: int) -> Prediction | None:
         return _step(replace(setting, tokens_per_rank=units * _UNIT), strategies)
@@ -89,14 +106,24 @@ def _longest(setting: Setting, way: str, strategies: tuple[str, ...]) -> Longest
 
     units = bisect_left(range(1, most + 1), True, key=is_full)
     beyond = step(units + 1)
-    limit = "host" if beyond is not None and beyond.peak_bytes <= setting.hardware.memory_bytes else "device"
-    return LongestDocument(way, units * _UNIT * setting.group, step(units) if units else None, limit)
+    limit = (
+        "host"
+        if beyond is not None and beyond.peak_bytes <= setting.hardware.memory_bytes
+        else "device"
+    )
+    return LongestDocument(
+        way, units * _UNIT * setting.group, step(units) if units else None, limit
+    )
 
 
 def _step(setting: Setting, strategies: tuple[str, ...]) -> Prediction | None:
-    """Predict the step of a document that fills all ranks: the fastest that
-    fits, or else the one that needs the least.
+    """Predict the step of a document that fills all ranks: the fastest that fits, or else the one
+    that needs the least.
     """
     batches = [np.array([setting.tokens])] * setting.micro_batches
-    steps = [step for name in strategies if (step := predict_step(setting, batches, find_strategy(name))) is not None]
+    steps = [
+        step
+        for name in strategies
+        if (step := predict_step(setting, batches, find_strategy(name))) is not None
+    ]
     return best_of(steps, strategies) or min(steps, key=lambda step: step.peak_bytes, default=None)

@@ -37,7 +37,8 @@ __all__ = [
 
 _MOMENT_BYTES = 8  # Adam's two moments in float32
 _WIDE = 4  # bytes of a float32
-# Of each logit: its log-softmax, that one's gradient and its own, all in float32 (torch's cross_entropy, in backward).
+# Of each logit: its log-softmax, that one's gradient and its own, all in float32 (torch's
+# cross_entropy, in backward).
 _LOGIT_BYTES = 12
 _CHUNK_WORDS = 32768  # of the vocabulary, of which a chunked loss has logits at a time (TRL)
 
@@ -90,21 +91,25 @@ TERMS = tuple(part.name for part in fields(RankMemory) if part.name != "host")
 def state_of(setting: Setting) -> RankMemory:
     """Compute the bytes of weights, gradients and optimizer, which is Adam's.
 
-    Under FSDP2 all are sharded and in float32, as accelerate has them in mixed precision. Otherwise gradients are whole and in
-    float32, and weights of two bytes have a copy in float32, which ``"zero1"`` shards with the optimizer.
+    Under FSDP2 all are sharded and in float32, as accelerate has them in mixed precision. Otherwise
+    gradients are whole and in float32, and weights of two bytes have a copy in float32, which
+    ``"zero1"`` shards with the optimizer.
     """
     held, element, group = setting.rank_parameters, setting.hardware.element_bytes, setting.group
     if setting.sharding == "fsdp":
         return RankMemory(held * _WIDE / group, held * _WIDE / group, held * _MOMENT_BYTES / group)
     optimizer = held * (_MOMENT_BYTES + (_WIDE if element < _WIDE else 0))
-    return RankMemory(held * element, held * _WIDE, optimizer / (group if setting.sharding == "zero1" else 1))
+    return RankMemory(
+        held * element, held * _WIDE, optimizer / (group if setting.sharding == "zero1" else 1)
+    )
 
 
 class KernelBytes(NamedTuple):
     """Bytes that a kernel's backward needs inside, for each row and for each key.
 
-    Flash-attention 2 sums gradients of rows in float32 and writes those of keys for every query head (`mha_varlen_bwd` in
-    flash_api.cpp: dq_accum, dk_expanded, dv_expanded); torch's kernel for CPUs needs about as much.
+    Flash-attention 2 sums gradients of rows in float32 and writes those of keys for every query
+    head (`mha_varlen_bwd` in flash_api.cpp: dq_accum, dk_expanded, dv_expanded); torch's kernel for
+    CPUs needs about as much.
     """
 
     row: float
@@ -113,7 +118,9 @@ class KernelBytes(NamedTuple):
     @classmethod
     def of(cls, shape: AttentionShape) -> KernelBytes:
         """Compute the bytes for an attention shape."""
-        return cls(shape.query_bytes / shape.element_bytes * _WIDE, shape.query_bytes + shape.output_bytes)
+        return cls(
+            shape.query_bytes / shape.element_bytes * _WIDE, shape.query_bytes + shape.output_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +144,25 @@ class _LayerBytes:
 
     @classmethod
     def of(cls, setting: Setting) -> _LayerBytes:
-        """Compute the bytes of transformers' decoder layers, or of layers
-        with fused norms and gated activations.
+        """Compute the bytes of transformers' decoder layers, or of layers with fused norms and
+        gated activations.
 
-        A norm of transformers saves its input in float32, what it makes of it, and its output (`LlamaRMSNorm`); a fused one saves
-        its input and its output (`LigerRMSNorm`). The gated activation saves gate, silu, up and their product, and in backward
-        has gate, silu and up with three gradients (`LlamaMLP`); a fused one saves gate, up and the product (`LigerSiLUMul`).
+        A norm of transformers saves its input in float32, what it makes of it, and its output
+        (`LlamaRMSNorm`); a fused one saves its input and its output (`LigerRMSNorm`). The gated
+        activation saves gate, silu, up and their product, and in backward has gate, silu and up
+        with three gradients (`LlamaMLP`); a fused one saves gate, up and the product
+        (`LigerSiLUMul`).
         """
-        model, shape, element, fused = setting.model, setting.shape, setting.hardware.element_bytes, setting.fused
-        hidden, wide = model.hidden / setting.tensor * element, model.feed_forward / setting.tensor * element
+        model, shape, element, fused = (
+            setting.model,
+            setting.shape,
+            setting.hardware.element_bytes,
+            setting.fused,
+        )
+        hidden, wide = (
+            model.hidden / setting.tensor * element,
+            model.feed_forward / setting.tensor * element,
+        )
         in_float = hidden if fused else hidden / element * _WIDE
         norm = in_float + hidden * (1 if fused else 2)
         qkv = shape.query_bytes + shape.key_value_bytes
@@ -153,7 +170,9 @@ class _LayerBytes:
         outputs = (shape.output_bytes + shape.lse_bytes) * model.attention_share
         return cls(
             input=hidden,
-            attention=norm + (qkv + heads * (1 if fused else (_WIDE / element + 1))) * model.attention_share + outputs,
+            attention=norm
+            + (qkv + heads * (1 if fused else (_WIDE / element + 1))) * model.attention_share
+            + outputs,
             feed_forward=norm + wide * (3 if fused else 4),
             attention_work=hidden + shape.output_bytes + qkv + sum(KernelBytes.of(shape)),
             feed_forward_work=hidden + wide * (1 if fused else 2),
@@ -161,8 +180,8 @@ class _LayerBytes:
         )
 
     def waiting(self, setting: Setting) -> float:
-        """Return the bytes that a layer keeps for backward, without attention's
-        outputs where checkpointing keeps them.
+        """Return the bytes that a layer keeps for backward, without attention's outputs where
+        checkpointing keeps them.
         """
         return self.attention + self.feed_forward if setting.checkpointing == "none" else self.input
 
@@ -192,37 +211,55 @@ def in_flight(setting: Setting, *, same_phase: bool = False) -> int:
 
 
 def _gathered(setting: Setting, layers: int) -> float:
-    """Return the bytes of whole weights beside those of so many layers, and
-    gradients of the output layer and of a layer.
+    """Return the bytes of whole weights beside those of so many layers, and gradients of the output
+    layer and of a layer.
     """
     if setting.sharding != "fsdp" or setting.group == 1:
         return 0.0
     model, head = setting.model, setting.model.hidden * setting.model.vocabulary
     root = head * (1 if model.tied else 2)
-    return (root + head + layers * model.layer_parameters) / setting.tensor * setting.hardware.element_bytes
+    return (
+        (root + head + layers * model.layer_parameters)
+        / setting.tensor
+        * setting.hardware.element_bytes
+    )
 
 
 def _loss_bytes(setting: Setting, tokens: FloatArray) -> FloatArray:
-    """Return the bytes of the last norm, and of logits and their
-    gradients for all tokens or a chunk.
+    """Return the bytes of the last norm, and of logits and their gradients for all tokens or a
+    chunk.
 
-    In chunks, gradients of hidden states and of the output layer's weights are summed in float32 (TRL's ChunkedLogProbFunction).
+    In chunks, gradients of hidden states and of the output layer's weights are summed in float32
+    (TRL's ChunkedLogProbFunction).
     """
     model, element = setting.model, setting.hardware.element_bytes
-    logits, norm = model.vocabulary / setting.tensor * _LOGIT_BYTES, model.hidden * (_WIDE + 2 * element)
+    logits, norm = (
+        model.vocabulary / setting.tensor * _LOGIT_BYTES,
+        model.hidden * (_WIDE + 2 * element),
+    )
     if setting.loss_tokens is None:
         return tokens * (norm + logits)
     sums = model.hidden * (_WIDE + 2 * element)
     weights = model.hidden * model.vocabulary / setting.tensor * _WIDE
     part = min(_CHUNK_WORDS * setting.tensor / model.vocabulary, 1.0)
-    return tokens * (norm + sums) + weights + np.minimum(tokens, setting.loss_tokens) * logits * part
+    return (
+        tokens * (norm + sums) + weights + np.minimum(tokens, setting.loss_tokens) * logits * part
+    )
 
 
 def _moments(
-    setting: Setting, tokens: npt.ArrayLike, received: npt.ArrayLike, kept: npt.ArrayLike, flying: int
+    setting: Setting,
+    tokens: npt.ArrayLike,
+    received: npt.ArrayLike,
+    kept: npt.ArrayLike,
+    flying: int,
 ) -> Iterator[RankMemory]:
     """Yield moments that may be the fullest of a rank; for the arguments see `fullest`."""
-    count, layer, state = np.asarray(tokens, dtype=np.float64), _LayerBytes.of(setting), state_of(setting)
+    count, layer, state = (
+        np.asarray(tokens, dtype=np.float64),
+        _LayerBytes.of(setting),
+        state_of(setting),
+    )
     repeated, all_layers = setting.checkpointing != "none", flying * setting.stage_layers
     before, after = replace(state, gradients=0.0), state
     if setting.micro_batches > 1:
@@ -241,11 +278,22 @@ def _moments(
             host=count * host_bytes(setting) * flying,
         )
 
-    yield replace(moment_with(before, all_layers), gathered=_gathered(setting, 0), loss=_loss_bytes(setting, count))
-    # A layer that is repeated saves everything anew, but what of it waits anyway: outputs, and the input if a norm saves that.
-    shared = layer.kept(setting) + (layer.input if setting.fused or setting.hardware.element_bytes == _WIDE else 0.0)
-    attention = (layer.attention - shared if repeated else -layer.feed_forward) + layer.attention_work
-    feed_forward = (layer.attention + layer.feed_forward - shared if repeated else 0.0) + layer.feed_forward_work
+    yield replace(
+        moment_with(before, all_layers),
+        gathered=_gathered(setting, 0),
+        loss=_loss_bytes(setting, count),
+    )
+    # A layer that is repeated saves everything anew, but what of it waits anyway: outputs, and the
+    # input if a norm saves that.
+    shared = layer.kept(setting) + (
+        layer.input if setting.fused or setting.hardware.element_bytes == _WIDE else 0.0
+    )
+    attention = (
+        layer.attention - shared if repeated else -layer.feed_forward
+    ) + layer.attention_work
+    feed_forward = (
+        layer.attention + layer.feed_forward - shared if repeated else 0.0
+    ) + layer.feed_forward_work
     for held, waiting in ((before, all_layers), (after, all_layers - setting.stage_layers + 1)):
         held = replace(moment_with(held, waiting), gathered=_gathered(setting, 4))
         yield replace(held, layer=count * feed_forward)
@@ -269,15 +317,26 @@ def fullest(
         kept: bytes that exchanges keep for backward.
         same_phase: whether all stages run the same phase.
     """
-    moments = list(_moments(setting, tokens, received, kept, in_flight(setting, same_phase=same_phase)))
+    moments = list(
+        _moments(setting, tokens, received, kept, in_flight(setting, same_phase=same_phase))
+    )
     moment = max(moments, key=lambda memory: float(np.max(memory.total)))
     return moment.of_rank(int(np.argmax(np.atleast_1d(moment.total))))
 
 
 def most_tokens(setting: Setting, received: float = 0.0, kept: float = 0.0) -> int:
-    """Return the tokens of a micro-batch that fill a rank's memory, if
-    exchanges hold so many bytes for each.
+    """Return the tokens of a micro-batch that fill a rank's memory, if exchanges hold so many bytes
+    for each.
     """
-    limit = int(setting.hardware.memory_bytes / _LayerBytes.of(setting).input) + 1  # a token has at least a layer's input
+    # A token has at least a layer's input.
+    limit = int(setting.hardware.memory_bytes / _LayerBytes.of(setting).input) + 1
     room = setting.hardware.memory_bytes
-    return max(bisect_right(range(limit), room, key=lambda n: float(fullest(setting, n, n * received, n * kept).total)) - 1, 0)
+    return max(
+        bisect_right(
+            range(limit),
+            room,
+            key=lambda n: float(fullest(setting, n, n * received, n * kept).total),
+        )
+        - 1,
+        0,
+    )

@@ -1,4 +1,6 @@
-"""Shapes of a few known models, by name. Others are counted where transformers may be imported (`doctor.counting`)."""
+"""Shapes of a few known models, by name. Others are counted where transformers may be imported
+(`doctor.counting`).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from hf_distca.model_shape import ModelShape
 
 __all__ = ["KNOWN_MODELS", "find_model"]
 
-# Sizes are those of the published config.json files. Llama-34B is table 2 of arXiv 2510.18121, which names no width of the
-# feed-forward layers and no vocabulary: those are CodeLlama-34B's.
+# Sizes are those of the published config.json files. Llama-34B is table 2 of arXiv 2510.18121,
+# which names no width of the feed-forward layers and no vocabulary: those are CodeLlama-34B's.
 KNOWN_MODELS = {
     shape.name: shape
     for shape in (
@@ -31,5 +33,7 @@ def find_model(name: str) -> ModelShape:
         ConfigError: if there is none.
     """
     if name.lower() not in KNOWN_MODELS:
-        raise ConfigError(f"model {name!r} is neither a config.json nor one of {', '.join(KNOWN_MODELS)}.")
+        raise ConfigError(
+            f"model {name!r} is neither a config.json nor one of {', '.join(KNOWN_MODELS)}."
+        )
     return KNOWN_MODELS[name.lower()]

@@ -16,19 +16,25 @@ from hf_distca.simulate.document_lengths import DocumentSource
 from hf_distca.simulate.memory import RankMemory, fullest
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import STRATEGIES, Strategy, find_strategy
-from hf_distca.simulate.timelines import data_parallel, one_forward_one_backward, rank_seconds, same_phase
+from hf_distca.simulate.timelines import (
+    data_parallel,
+    one_forward_one_backward,
+    rank_seconds,
+    same_phase,
+)
 from hf_distca.simulate.work import Candidate
 
 __all__ = ["Prediction", "best_alternative", "best_of", "predict_step", "simulate"]
 
-# A strategy that skips more than this part of the attention trains on other documents: it is shown, and not compared.
+# A strategy that skips more than this part of the attention trains on other documents: it is shown,
+# and not compared.
 _SKIPPED = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted step of a strategy; over several batches, the mean of each
-    figure except memory, where the largest counts.
+    """Predicted step of a strategy; over several batches, the mean of each figure except memory,
+    where the largest counts.
 
     Attributes:
         strategy, title: its name, and its name in tables.
@@ -73,34 +79,58 @@ class Prediction:
         return self.fits and self.attention_share >= 1 - _SKIPPED
 
 
-def predict_step(setting: Setting, batches: Sequence[IntArray], strategy: Strategy) -> Prediction | None:
-    """Predict the step of these micro-batches of the attention group, each its
-    document lengths; None if a strategy cannot run them.
+def predict_step(
+    setting: Setting, batches: Sequence[IntArray], strategy: Strategy
+) -> Prediction | None:
+    """Predict the step of these micro-batches of the attention group, each its document lengths;
+    None if a strategy cannot run them.
     """
-    if strategy.disaggregated and setting.checkpointing == "full":  # hf-distca keeps attention's output
+    # hf-distca keeps attention's output.
+    if strategy.disaggregated and setting.checkpointing == "full":
         setting = replace(setting, checkpointing="selective")
-    predictions = [_of_candidate(setting, candidate, strategy, batches) for candidate in strategy.candidates(setting, batches)]
+    predictions = [
+        _of_candidate(setting, candidate, strategy, batches)
+        for candidate in strategy.candidates(setting, batches)
+    ]
     if not predictions:
         return None
-    return min(predictions, key=lambda step: (not step.fits, step.attention_share < 1 - _SKIPPED, step.step_seconds))
+    return min(
+        predictions,
+        key=lambda step: (not step.fits, step.attention_share < 1 - _SKIPPED, step.step_seconds),
+    )
 
 
-def _of_candidate(setting: Setting, candidate: Candidate, strategy: Strategy, batches: Sequence[IntArray]) -> Prediction:
+def _of_candidate(
+    setting: Setting, candidate: Candidate, strategy: Strategy, batches: Sequence[IntArray]
+) -> Prediction:
     works, stages, holders = candidate.works, setting.stages, candidate.holders or setting
     parts = [rank_seconds(setting, work) for work in works]
-    timeline_of = same_phase if candidate.ticks else one_forward_one_backward if stages > 1 else data_parallel
+    timeline_of = (
+        same_phase if candidate.ticks else one_forward_one_backward if stages > 1 else data_parallel
+    )
     timeline = timeline_of(setting, works, parts)
-    forward, backward = (float(np.mean([part[direction].mean() for part in parts])) / stages for direction in (0, 1))
+    forward, backward = (
+        float(np.mean([part[direction].mean() for part in parts])) / stages for direction in (0, 1)
+    )
     weights = weight_exchange(holders, forward, backward)
     step = timeline.seconds + weights.exposed + optimizer_seconds(holders)
-    # Of a rank: in ticks all stages' ranks are in each work, and else each rank stands for a pipeline.
+    # Of a rank: in ticks all stages' ranks are in each work, and else each rank stands for a
+    # pipeline.
     exposed = sum(float(work.exposed.sum(axis=0).mean()) for work in works) / stages
     wire = sum(float(work.wire.mean()) for work in works) / stages
     tokens = np.max([work.tokens for work in works], axis=0)
-    exchanged = (np.max([getattr(work, name) for work in works], axis=0) for name in ("received", "kept"))
+    exchanged = (
+        np.max([getattr(work, name) for work in works], axis=0) for name in ("received", "kept")
+    )
     memory = fullest(holders, tokens, *exchanged, same_phase=candidate.ticks)
     peak = float(memory.total)
-    whole = float(sum(count_causal_pairs(n, n, window).sum() for n in batches for window, _ in setting.model.kinds))
+    whole = float(
+        sum(
+            count_causal_pairs(n, n, window).sum()
+            for n in batches
+            for window, _ in setting.model.kinds
+        )
+    )
     between = [work.between for work in works if work.between is not None]
     computed = sum(work.pairs for work in works) / (stages if candidate.ticks else 1)
     return Prediction(
@@ -114,12 +144,17 @@ def _of_candidate(setting: Setting, candidate: Candidate, strategy: Strategy, ba
         weight_exposed_seconds=weights.exposed,
         peak_bytes=peak,
         memory=memory,
-        fits=peak <= setting.hardware.memory_bytes and float(memory.host) <= setting.hardware.host_bytes,
+        fits=peak <= setting.hardware.memory_bytes
+        and float(memory.host) <= setting.hardware.host_bytes,
         attention_share=computed / whole,
         most_tokens=int(tokens.max()),
         degree=candidate.degree,
         tokens_per_second=sum(int(n.sum()) for n in batches) / step,
-        between_bytes=sum(between) * setting.tensor / (stages if candidate.ticks else 1) if len(between) == len(works) else None,
+        between_bytes=(
+            sum(between) * setting.tensor / (stages if candidate.ticks else 1)
+            if len(between) == len(works)
+            else None
+        ),
     )
 
 
@@ -161,8 +196,8 @@ def simulate(
     able = [_mean(steps) for steps in predicted.values() if len(steps) == batches]
     if not able:
         raise ConfigError(
-            f"none of {', '.join(predicted) or 'no strategies'} can run {batches} such batch{'es' if batches > 1 else ''}: name "
-            "another one of the strategies."
+            f"none of {', '.join(predicted) or 'no strategies'} can run {batches} such"
+            f" batch{'es' if batches > 1 else ''}: name another one of the strategies."
         )
     return able
 
@@ -170,8 +205,12 @@ def simulate(
 def _mean(steps: list[Prediction]) -> Prediction:
     degrees = [step.degree for step in steps]
     fullest_step = max(steps, key=lambda step: step.peak_bytes)
-    names = [field.name for field in fields(Prediction) if field.name.endswith(("_seconds", "_share"))]
-    means: dict[str, Any] = {name: float(np.mean([getattr(step, name) for step in steps])) for name in names}
+    names = [
+        field.name for field in fields(Prediction) if field.name.endswith(("_seconds", "_share"))
+    ]
+    means: dict[str, Any] = {
+        name: float(np.mean([getattr(step, name) for step in steps])) for name in names
+    }
     return replace(
         steps[0],
         **means,
@@ -180,20 +219,31 @@ def _mean(steps: list[Prediction]) -> Prediction:
         fits=all(step.fits for step in steps),
         most_tokens=max(step.most_tokens for step in steps),
         degree=max(set(degrees), key=degrees.count),
-        between_bytes=None if steps[0].between_bytes is None else float(np.mean([step.between_bytes for step in steps])),
-        tokens_per_second=sum(step.tokens_per_second * step.step_seconds for step in steps) / sum(s.step_seconds for s in steps),
+        between_bytes=(
+            None
+            if steps[0].between_bytes is None
+            else float(np.mean([step.between_bytes for step in steps]))
+        ),
+        tokens_per_second=sum(step.tokens_per_second * step.step_seconds for step in steps)
+        / sum(s.step_seconds for s in steps),
     )
 
 
 def best_of(predictions: Iterable[Prediction], names: Iterable[str]) -> Prediction | None:
-    """Return the fastest of these strategies that fits and computes the
-    attention of whole documents; None if none does.
+    """Return the fastest of these strategies that fits and computes the attention of whole
+    documents; None if none does.
     """
     chosen = set(names)
-    able = [prediction for prediction in predictions if prediction.strategy in chosen and prediction.comparable]
+    able = [
+        prediction
+        for prediction in predictions
+        if prediction.strategy in chosen and prediction.comparable
+    ]
     return min(able, key=lambda prediction: prediction.step_seconds, default=None)
 
 
 def best_alternative(predictions: Iterable[Prediction]) -> Prediction | None:
     """Return the fastest strategy that does not disaggregate attention."""
-    return best_of(predictions, [name for name, strategy in STRATEGIES.items() if not strategy.disaggregated])
+    return best_of(
+        predictions, [name for name, strategy in STRATEGIES.items() if not strategy.disaggregated]
+    )

@@ -24,7 +24,8 @@ Sharding = Literal["fsdp", "zero1", "ddp"]
 TILE = DistCAConfig().tile  # query rows of a kernel tile
 _MOST_RANKS = 65536
 MOST_TOKENS = 2**28
-_MOST_SECONDS = 1e30  # of a document: the longest possible one takes some 1e21 at the rates of a CPU
+# Of a document: the longest possible one takes some 1e21 at the rates of a CPU.
+_MOST_SECONDS = 1e30
 
 
 @dataclass(frozen=True)
@@ -81,15 +82,24 @@ class Setting:
                 raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {most}.")
         if self.ranks % (self.tensor * self.stages):
             raise ConfigError(
-                f"ranks={self.ranks} must be a multiple of tensor * stages (--tp, --pp) = {self.tensor} * {self.stages}: what "
-                "is left shares core attention."
+                f"ranks={self.ranks} must be a multiple of tensor * stages (--tp, --pp) ="
+                f" {self.tensor} * {self.stages}: what is left shares core attention."
             )
         if self.model.query_heads % self.tensor:
-            raise ConfigError(f"tensor={self.tensor} must divide the {self.model.query_heads} query heads of {self.model.name}.")
+            raise ConfigError(
+                f"tensor={self.tensor} must divide the {self.model.query_heads} query heads of"
+                f" {self.model.name}."
+            )
         if self.offload and self.checkpointing == "none":
-            raise ConfigError("offload=True moves what checkpointing keeps, and checkpointing='none' keeps nothing.")
+            raise ConfigError(
+                "offload=True moves what checkpointing keeps, and checkpointing='none' keeps"
+                " nothing."
+            )
         if self.model.layers % self.stages:
-            raise ConfigError(f"stages={self.stages} must divide the {self.model.layers} layers of {self.model.name}.")
+            raise ConfigError(
+                f"stages={self.stages} must divide the {self.model.layers} layers of"
+                f" {self.model.name}."
+            )
         if self.profile is not None:
             self._check_rates(self.cost())
 
@@ -97,22 +107,27 @@ class Setting:
         """Raise if rates make sums of seconds too large to compute with.
 
         Raises:
-            ConfigError: if one document of all tokens takes longer than any device would, or no number of seconds.
+            ConfigError: if one document of all tokens takes longer than any device would, or no
+                number of seconds.
         """
         bytes_ = self.tokens * (cost.shape.moved_query_bytes + cost.shape.moved_key_bytes)
         rates = (cost.exchange_bytes_per_second, cost.node_bytes_per_second or math.inf)
         with np.errstate(over="ignore", invalid="ignore"):
-            seconds = float(cost.estimate_seconds(self.tokens, self.tokens)[0]) + bytes_ / min(rates) + cost.exchange_seconds
+            seconds = (
+                float(cost.estimate_seconds(self.tokens, self.tokens)[0])
+                + bytes_ / min(rates)
+                + cost.exchange_seconds
+            )
         if not seconds < _MOST_SECONDS:
             raise ConfigError(
-                f"profile {cost.name!r} gives no seconds that a device takes: {seconds:g} for {self.tokens} tokens. "
-                "Measure one with `hf-distca profile`."
+                f"profile {cost.name!r} gives no seconds that a device takes: {seconds:g} for"
+                f" {self.tokens} tokens. Measure one with `hf-distca profile`."
             )
 
     @property
     def group(self) -> int:
-        """Number of ranks of the attention group, all with other tokens:
-        data-parallel and context-parallel ranks together.
+        """Number of ranks of the attention group, all with other tokens: data-parallel and
+        context-parallel ranks together.
         """
         return self.ranks // (self.tensor * self.stages)
 
@@ -156,8 +171,13 @@ class Setting:
         model = self.model
         heads, keys = model.query_heads // self.tensor, max(model.key_value_heads // self.tensor, 1)
         if heads % keys:
-            raise ConfigError(f"tensor={self.tensor} leaves {heads} query and {keys} key/value heads: choose a divisor of both.")
-        return AttentionShape(heads, keys, model.head_dim, model.head_dim, self.hardware.element_bytes)
+            raise ConfigError(
+                f"tensor={self.tensor} leaves {heads} query and {keys} key/value heads: choose a"
+                " divisor of both."
+            )
+        return AttentionShape(
+            heads, keys, model.head_dim, model.head_dim, self.hardware.element_bytes
+        )
 
     def cost(self, window: int | None = None) -> CostModel:
         """Return the cost model that the scheduler gets."""

@@ -42,25 +42,40 @@ class Strategy:
 
 
 def _plain(setting: Setting, batches: Batches) -> list[Candidate]:
-    layouts = [loader_rules.packed_rows(lengths, setting.group, setting.tokens_per_rank) for lengths in batches]
+    layouts = [
+        loader_rules.packed_rows(lengths, setting.group, setting.tokens_per_rank)
+        for lengths in batches
+    ]
     return [Candidate([of_documents(setting, layout.length, layout.rank) for layout in layouts])]
 
 
 def _lpt(setting: Setting, batches: Batches) -> list[Candidate]:
     seconds = [loader_rules.document_seconds(setting, lengths) for lengths in batches]
-    ranks = [loader_rules.longest_first(*pair, setting.group) for pair in zip(seconds, batches, strict=True)]
+    ranks = [
+        loader_rules.longest_first(*pair, setting.group)
+        for pair in zip(seconds, batches, strict=True)
+    ]
     return [Candidate([of_documents(setting, *pair) for pair in zip(batches, ranks, strict=True)])]
 
 
 def _batch_rebalance(setting: Setting, batches: Batches) -> list[Candidate]:
-    return [Candidate([of_documents(setting, n, loader_rules.batch_rebalance(n, setting.group)) for n in batches])]
+    return [
+        Candidate(
+            [
+                of_documents(setting, n, loader_rules.batch_rebalance(n, setting.group))
+                for n in batches
+            ]
+        )
+    ]
 
 
 def _context(
-    work_of_rows: Callable[[Setting, context.SharedRows, int], MicroBatchWork], setting: Setting, batches: Batches
+    work_of_rows: Callable[[Setting, context.SharedRows, int], MicroBatchWork],
+    setting: Setting,
+    batches: Batches,
 ) -> list[Candidate]:
-    """Make candidates of rows with equally many tokens, each shared by as many
-    ranks; documents are cut at the end of a row.
+    """Make candidates of rows with equally many tokens, each shared by as many ranks; documents are
+    cut at the end of a row.
     """
     candidates = []
     for degree in context.degrees(setting.group):
@@ -69,16 +84,20 @@ def _context(
         count, tokens = setting.group // degree, setting.tokens_per_rank * degree
         packed = [loader_rules.packed_rows(lengths, count, tokens) for lengths in batches]
         rows = [context.SharedRows(layout.length, layout.rank, count) for layout in packed]
-        candidates.append(Candidate([work_of_rows(setting, documents, degree) for documents in rows], degree))
+        candidates.append(
+            Candidate([work_of_rows(setting, documents, degree) for documents in rows], degree)
+        )
         if work_of_rows is context.all_gather and context.comes_again(setting, degree):
-            works = [context.all_gather(setting, documents, degree, again=True) for documents in rows]
+            works = [
+                context.all_gather(setting, documents, degree, again=True) for documents in rows
+            ]
             candidates.append(Candidate(works, degree))
     return candidates
 
 
 def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
-    """Make candidates of rows with about equal seconds, as many tokens as memory
-    allows, over all micro-batches of a step.
+    """Make candidates of rows with about equal seconds, as many tokens as memory allows, over all
+    micro-batches of a step.
     """
     lengths = np.concatenate(batches)
     seconds = loader_rules.document_seconds(setting, lengths)
@@ -91,11 +110,15 @@ def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
             cap = max(room, setting.tokens_per_rank) * degree
             if int(lengths.max()) > cap:
                 continue
-            if fullest > cap:  # else rows that were not filled to this cap are as they would be under it
+            # Else rows that were not filled to this cap are as they would be under it.
+            if fullest > cap:
                 row = loader_rules.longest_first(seconds, lengths, rows * count, cap)
                 fullest = float(np.bincount(row, weights=lengths).max())
             batch = row // rows
-            shared = [context.SharedRows(lengths[batch == n], row[batch == n] - n * rows, rows) for n in range(count)]
+            shared = [
+                context.SharedRows(lengths[batch == n], row[batch == n] - n * rows, rows)
+                for n in range(count)
+            ]
             works = [context.wlb(setting, documents, degree, again=again) for documents in shared]
             candidates.append(Candidate(works, degree))
     return candidates
@@ -112,39 +135,75 @@ _AS_GIVEN, _AS_DEALT = f"rows as packed; {_CUT}", "whole documents dealt with eq
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy("plain", "packed rows", _plain, f"documents in order in rows of equal tokens; {_CUT}"),
-        Strategy("lpt", "loader: longest first", _lpt, "whole documents, each to the rank with the least to do"),
+        Strategy(
+            "plain", "packed rows", _plain, f"documents in order in rows of equal tokens; {_CUT}"
+        ),
+        Strategy(
+            "lpt",
+            "loader: longest first",
+            _lpt,
+            "whole documents, each to the rank with the least to do",
+        ),
         Strategy(
             "batch-rebalance",
             "loader: batch_rebalance",
             _batch_rebalance,
-            "transformers' rule at its best: documents sorted by length in runs of equal cost, not padded",
+            "transformers' rule at its best: documents sorted by length in runs of equal cost, not"
+            " padded",
         ),
         Strategy(
-            "ring", "context parallel: ring", partial(_context, context.ring), f"head and tail of each document; {_BEST}; {_CUT}"
+            "ring",
+            "context parallel: ring",
+            partial(_context, context.ring),
+            f"head and tail of each document; {_BEST}; {_CUT}",
         ),
         Strategy(
             "all-gather",
             "context parallel: all-gather",
             partial(_context, context.all_gather),
-            f"head and tail of each document, keys gathered before attention; {_KEPT}; {_BEST}; {_CUT}",
+            f"head and tail of each document, keys gathered before attention; {_KEPT}; {_BEST};"
+            f" {_CUT}",
         ),
         Strategy(
-            "ulysses", "Ulysses", partial(_context, context.ulysses), f"heads instead of tokens in attention; {_BEST}; {_CUT}"
+            "ulysses",
+            "Ulysses",
+            partial(_context, context.ulysses),
+            f"heads instead of tokens in attention; {_BEST}; {_CUT}",
         ),
         Strategy(
             "wlb",
             "WLB-LLM",
             _wlb,
-            f"rows of equal seconds, tokens as memory allows, cut by document or by row; {_KEPT}; {_BEST}; nothing is deferred",
+            f"rows of equal seconds, tokens as memory allows, cut by document or by row; {_KEPT};"
+            f" {_BEST}; nothing is deferred",
         ),
-        Strategy("given", "hf-distca, as given", partial(_GIVEN, False), _AS_GIVEN + _ONE_STREAM, disaggregated=True),
         Strategy(
-            "given-ping-pong", "hf-distca, as given, ping-pong", partial(_GIVEN, True), _AS_GIVEN + _IN_TURNS, disaggregated=True
+            "given",
+            "hf-distca, as given",
+            partial(_GIVEN, False),
+            _AS_GIVEN + _ONE_STREAM,
+            disaggregated=True,
         ),
-        Strategy("dealt", "hf-distca, dealt", partial(_DEALT, False), _AS_DEALT + _ONE_STREAM, disaggregated=True),
         Strategy(
-            "dealt-ping-pong", "hf-distca, dealt, ping-pong", partial(_DEALT, True), _AS_DEALT + _IN_TURNS, disaggregated=True
+            "given-ping-pong",
+            "hf-distca, as given, ping-pong",
+            partial(_GIVEN, True),
+            _AS_GIVEN + _IN_TURNS,
+            disaggregated=True,
+        ),
+        Strategy(
+            "dealt",
+            "hf-distca, dealt",
+            partial(_DEALT, False),
+            _AS_DEALT + _ONE_STREAM,
+            disaggregated=True,
+        ),
+        Strategy(
+            "dealt-ping-pong",
+            "hf-distca, dealt, ping-pong",
+            partial(_DEALT, True),
+            _AS_DEALT + _IN_TURNS,
+            disaggregated=True,
         ),
     )
 }
@@ -160,5 +219,7 @@ def find_strategy(strategy: str | Strategy) -> Strategy:
     if isinstance(strategy, Strategy):
         return strategy
     if strategy not in STRATEGIES:
-        raise ConfigError(f"strategy {strategy!r} is not known: it must be one of {', '.join(STRATEGIES)}.")
+        raise ConfigError(
+            f"strategy {strategy!r} is not known: it must be one of {', '.join(STRATEGIES)}."
+        )
     return STRATEGIES[strategy]

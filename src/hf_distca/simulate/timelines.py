@@ -1,5 +1,5 @@
-"""Seconds of a step from the work of its micro-batches: data parallel, 1F1B,
-and ticks in which all stages do the same.
+"""Seconds of a step from the work of its micro-batches: data parallel, 1F1B, and ticks in which all
+stages do the same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_distca.schedule.cost import FloatArray
-from hf_distca.simulate.beside_attention import Directions, head_seconds, layer_seconds, tensor_seconds
+from hf_distca.simulate.beside_attention import (
+    Directions,
+    head_seconds,
+    layer_seconds,
+    tensor_seconds,
+)
 from hf_distca.simulate.memory import host_bytes
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import MicroBatchWork
@@ -38,33 +43,43 @@ class Timeline(NamedTuple):
 
 
 def linear_seconds(setting: Setting, tokens: FloatArray) -> Directions:
-    """Return the seconds of the linear layers of the whole model for so
-    many tokens of each rank, shape (ranks,).
+    """Return the seconds of the linear layers of the whole model for so many tokens of each rank,
+    shape (ranks,).
 
     With checkpointing, backward runs their forward once more.
     """
-    forward, backward = setting.model.layers * (layer_seconds(setting, tokens) + tensor_seconds(setting, tokens))
+    forward, backward = setting.model.layers * (
+        layer_seconds(setting, tokens) + tensor_seconds(setting, tokens)
+    )
     return np.stack([forward, backward if setting.checkpointing == "none" else backward + forward])
 
 
 def rank_seconds(setting: Setting, work: MicroBatchWork) -> Directions:
-    """Return the seconds of each rank for a micro-batch, all layers of
-    the model, without the output layer.
+    """Return the seconds of each rank for a micro-batch, all layers of the model, without the
+    output layer.
 
     Nothing hides the copies of offloading, as in transformers (`activation_checkpointing_kwargs`).
     """
     copies = setting.stages * host_bytes(setting) * work.tokens / setting.hardware.host_rate
-    seconds = linear_seconds(setting, work.tokens) / work.linear_speed + work.attention + work.exposed + copies
+    seconds = (
+        linear_seconds(setting, work.tokens) / work.linear_speed
+        + work.attention
+        + work.exposed
+        + copies
+    )
     if setting.checkpointing == "full":
         seconds[1] += work.attention[0] + work.exposed[0]
     return seconds
 
 
-def data_parallel(setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]) -> Timeline:
-    """Run the micro-batches of every rank, with `parts` from
-    `rank_seconds`; all wait for the last one at the end.
+def data_parallel(
+    setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]
+) -> Timeline:
+    """Run the micro-batches of every rank, with `parts` from `rank_seconds`; all wait for the last
+    one at the end.
 
-    Ranks that exchange something in every layer wait for each other in each direction of a micro-batch, too.
+    Ranks that exchange something in every layer wait for each other in each direction of a
+    micro-batch, too.
     """
     busy, ends = np.zeros((2, len(works[0].tokens)))
     for work, (forward, backward) in zip(works, parts, strict=True):
@@ -82,9 +97,11 @@ def _hop_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
     return np.asarray(bytes_ / setting.hardware.link_rate + setting.hardware.exchange_seconds)
 
 
-def one_forward_one_backward(setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]) -> Timeline:
-    """Run 1F1B: each rank of the group stands for a pipeline,
-    whose stages have equally many layers.
+def one_forward_one_backward(
+    setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]
+) -> Timeline:
+    """Run 1F1B: each rank of the group stands for a pipeline, whose stages have equally many
+    layers.
 
     If all calls took one tick, stage s of p would run the forward of micro-batch m in tick 2 m + s
     or before, and its backward in tick 2 (m + p) - 1 - s. In the order of these ticks every call
@@ -108,9 +125,11 @@ def one_forward_one_backward(setting: Setting, works: Sequence[MicroBatchWork], 
     return Timeline(float(free.max()), busy.ravel())
 
 
-def same_phase(setting: Setting, ticks: Sequence[MicroBatchWork], parts: Sequence[Directions]) -> Timeline:
-    """Run ticks: all stages in forward or all in backward, where
-    stages without a micro-batch serve.
+def same_phase(
+    setting: Setting, ticks: Sequence[MicroBatchWork], parts: Sequence[Directions]
+) -> Timeline:
+    """Run ticks: all stages in forward or all in backward, where stages without a micro-batch
+    serve.
 
     `ticks` has, for each tick of one direction, the work of all stages' ranks, stage after stage,
     in all layers of the model. The ticks of the other direction are the same.

@@ -1,5 +1,5 @@
-"""`MicroBatchWork`: the work of every rank for a micro-batch under
-a strategy, also derived from plans.
+"""`MicroBatchWork`: the work of every rank for a micro-batch under a strategy, also derived from
+plans.
 """
 
 from __future__ import annotations
@@ -100,12 +100,17 @@ def sums(values: npt.NDArray[Any], index: IntArray, count: int) -> FloatArray:
 
 def in_calls(cost: CostModel, seconds: Directions, calls: int = 1) -> Directions:
     """Return the seconds of tasks, shape (2, ranks), in so many calls of the kernel."""
-    return np.stack([cost.forward.add_call_overhead(seconds[0], calls), cost.backward.add_call_overhead(seconds[1], calls)])
+    return np.stack(
+        [
+            cost.forward.add_call_overhead(seconds[0], calls),
+            cost.backward.add_call_overhead(seconds[1], calls),
+        ]
+    )
 
 
 def copy_seconds(setting: Setting, bytes_: npt.ArrayLike) -> FloatArray:
-    """Return the seconds of packing rows to send, or of unpacking
-    received ones: each byte is read and written.
+    """Return the seconds of packing rows to send, or of unpacking received ones: each byte is read
+    and written.
     """
     return np.asarray(2 * np.asarray(bytes_) / setting.hardware.copy_rate)
 
@@ -116,8 +121,8 @@ def fixed_seconds(cost: CostModel, peers: int) -> float:
 
 
 def all_layers(setting: Setting, of_layer: Callable[[CostModel], MicroBatchWork]) -> MicroBatchWork:
-    """Combine the work of all layers of the model, from that of a layer of
-    each kind; kinds differ in their cost models.
+    """Combine the work of all layers of the model, from that of a layer of each kind; kinds differ
+    in their cost models.
     """
     kinds = [(layers, of_layer(setting.cost(window))) for window, layers in setting.model.kinds]
     works = [work for _, work in kinds]
@@ -141,15 +146,20 @@ def all_layers(setting: Setting, of_layer: Callable[[CostModel], MicroBatchWork]
 def side_by_side(groups: Sequence[MicroBatchWork]) -> MicroBatchWork:
     """Concatenate the work of several groups of ranks."""
     names = ("tokens", "attention", "exposed", "wire", "received")
-    joined = {name: np.concatenate([getattr(group, name) for group in groups], axis=-1) for name in names}
+    joined = {
+        name: np.concatenate([getattr(group, name) for group in groups], axis=-1) for name in names
+    }
     meeting = len(groups[0].tokens) if joined["wire"].any() else 1
-    pairs, between = sum(group.pairs for group in groups), sum(group.between or 0.0 for group in groups)
+    pairs, between = (
+        sum(group.pairs for group in groups),
+        sum(group.between or 0.0 for group in groups),
+    )
     return MicroBatchWork(**joined, pairs=pairs, meeting=meeting, between=between)
 
 
 def of_documents(setting: Setting, length: IntArray, rank: IntArray) -> MicroBatchWork:
-    """Compute the work of whole documents, each on one rank of the
-    attention group, without exchanges.
+    """Compute the work of whole documents, each on one rank of the attention group, without
+    exchanges.
     """
     ranks = setting.group
     nothing = np.zeros((2, ranks))
@@ -157,7 +167,9 @@ def of_documents(setting: Setting, length: IntArray, rank: IntArray) -> MicroBat
     def of_layer(cost: CostModel) -> MicroBatchWork:
         attention = in_calls(cost, sums(cost.estimate_directions(length, length), rank, ranks))
         pairs = float(count_causal_pairs(length, length, cost.window).sum())
-        return MicroBatchWork(sums(length, rank, ranks), attention, nothing, nothing[0], nothing[0], pairs)
+        return MicroBatchWork(
+            sums(length, rank, ranks), attention, nothing, nothing[0], nothing[0], pairs
+        )
 
     return all_layers(setting, of_layer)
 
@@ -190,24 +202,42 @@ def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Mov
         return Moves(attention, attention, nothing, nothing, nothing[0], pairs)
     queries, keys, transfers = load.query_tokens, load.key_tokens, load.needed_keys
     away = plan.home != plan.server
-    # Where rows are given away, others no longer lie one after another: a call takes copies of them, and puts results back.
+    # Where rows are given away, others no longer lie one after another: a call takes copies of
+    # them, and puts results back.
     left = sums(rows * plan.heads * ~away, plan.server, ranks) * (queries[0] > 0)
-    taken = np.outer([1, 2], copy_seconds(setting, left * (shape.row_bytes + shape.key_value_bytes)))
+    taken = np.outer(
+        [1, 2], copy_seconds(setting, left * (shape.row_bytes + shape.key_value_bytes))
+    )
 
     def seconds(query_bytes: int, key_bytes: int) -> FloatArray:
-        # The way back takes as long as the way there: what counts is the busier of a rank's two roles.
+        # The way back takes as long as the way there: what counts is the busier of a rank's two
+        # roles.
         moved = load.count_node_bytes(query_bytes, key_bytes)
-        copied = copy_seconds(setting, np.sum(moved, axis=(0, 1)))  # packed where they leave, and put in place where they come
+        # Packed where they leave, and put in place where they come.
+        copied = copy_seconds(setting, np.sum(moved, axis=(0, 1)))
         # Relays pass keys on, and get their gradients, in an exchange of their own.
         exchanges = 2 if plan.relays is not None and key_bytes else 1
         fixed = exchanges * (cost.exchange_seconds + cost.peer_seconds * load.peer_counts)
         return np.asarray(moved.estimate_seconds(cost, load.ranks).max(axis=0) + copied + fixed)
 
     saved_bytes = shape.query_bytes + 2 * shape.output_bytes + shape.lse_bytes
-    dispatch = np.stack([seconds(shape.query_bytes, shape.key_value_bytes), seconds(saved_bytes, shape.key_value_bytes)])
-    back = np.stack([seconds(shape.output_bytes + shape.lse_bytes, 0), seconds(shape.query_bytes, shape.key_value_bytes)])
+    dispatch = np.stack(
+        [
+            seconds(shape.query_bytes, shape.key_value_bytes),
+            seconds(saved_bytes, shape.key_value_bytes),
+        ]
+    )
+    back = np.stack(
+        [
+            seconds(shape.output_bytes + shape.lse_bytes, 0),
+            seconds(shape.query_bytes, shape.key_value_bytes),
+        ]
+    )
     remote = transfers.source != transfers.server
-    waits = np.isin(plan.document * ranks + plan.server, np.unique(transfers.document[remote] * ranks + transfers.server[remote]))
+    waits = np.isin(
+        plan.document * ranks + plan.server,
+        np.unique(transfers.document[remote] * ranks + transfers.server[remote]),
+    )
     unblocked = sums(tasks * ((plan.home == plan.server) & ~waits), plan.server, ranks)
     row_bytes = TransientBytes.of(shape)
     # Own rows that need keys from elsewhere go into a server's pools, too, with their own keys.
@@ -220,20 +250,31 @@ def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Mov
     return Moves(attention + taken, unblocked, dispatch, back, received, pairs, between)
 
 
-def of_plan(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks = UNIFORM_RANKS) -> MicroBatchWork:
-    """Compute one layer of a plan in one stream: a rank computes its own tasks
-    while messages arrive, and waits for outputs.
+def of_plan(
+    setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks = UNIFORM_RANKS
+) -> MicroBatchWork:
+    """Compute one layer of a plan in one stream: a rank computes its own tasks while messages
+    arrive, and waits for outputs.
     """
     layer = moves_of(setting, plan, cost, nodes)
     exposed = np.maximum(layer.dispatch - layer.unblocked, 0) + layer.back
     tokens = plan.layout.query_tokens.astype(np.float64)
     meeting = plan.layout.world_size if plan.moved else 1
     return MicroBatchWork(
-        tokens, layer.attention, exposed, layer.wire, layer.received, layer.pairs, meeting, between=layer.between
+        tokens,
+        layer.attention,
+        exposed,
+        layer.wire,
+        layer.received,
+        layer.pairs,
+        meeting,
+        between=layer.between,
     )
 
 
-def of_nano_batches(setting: Setting, plans: Sequence[Plan], cost: CostModel, nodes: Ranks = UNIFORM_RANKS) -> MicroBatchWork:
+def of_nano_batches(
+    setting: Setting, plans: Sequence[Plan], cost: CostModel, nodes: Ranks = UNIFORM_RANKS
+) -> MicroBatchWork:
     """Compute one layer of the plans of two nano-batches in ping-pong.
 
     In turns: linear layers of A beside the return of B, those of B beside the dispatch of A,
@@ -252,6 +293,11 @@ def of_nano_batches(setting: Setting, plans: Sequence[Plan], cost: CostModel, no
     exposed = np.asarray(sum(np.maximum(message - work, 0) for message, work in beside))
     attention, wire = first.attention + second.attention, first.wire + second.wire
     received = np.maximum(first.received, second.received)
-    pairs, meeting = first.pairs + second.pairs, len(received) if any(plan.moved for plan in plans) else 1
+    pairs, meeting = (
+        first.pairs + second.pairs,
+        len(received) if any(plan.moved for plan in plans) else 1,
+    )
     between = first.between + second.between
-    return MicroBatchWork(tokens[0] + tokens[1], attention, exposed, wire, received, pairs, meeting, between=between)
+    return MicroBatchWork(
+        tokens[0] + tokens[1], attention, exposed, wire, received, pairs, meeting, between=between
+    )

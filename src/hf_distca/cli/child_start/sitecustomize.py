@@ -1,5 +1,5 @@
-"""Start-up of Python processes that ``hf-distca run`` starts: this
-folder is in front of their ``PYTHONPATH``.
+"""Start-up of Python processes that ``hf-distca run`` starts: this folder is in front of their
+``PYTHONPATH``.
 """
 
 import os
@@ -14,7 +14,9 @@ if _hidden is not None and _hidden.loader is not None:
     _hidden.loader.exec_module(module_from_spec(_hidden))
 try:
     from hf_distca.run import Options, begin
-except ImportError:  # an interpreter of another environment, which then has no models that could run under distca
+except (
+    ImportError
+):  # an interpreter of another environment, which then has no models that could run under distca
     pass
 else:
     begin(Options.read(os.environ))
