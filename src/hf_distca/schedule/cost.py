@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -86,7 +86,11 @@ class AttentionShape:
     element_bytes: int
 
     def __post_init__(self) -> None:
-        if min(astuple(self)) < 1 or self.query_heads % self.key_value_heads:
+        heads, widths = (
+            (self.query_heads, self.key_value_heads),
+            (self.head_dim, self.value_head_dim),
+        )
+        if min(*heads, *widths, self.element_bytes) < 1 or self.query_heads % self.key_value_heads:
             raise ConfigError(
                 f"{self}: all must be >= 1 and query_heads a multiple of key_value_heads."
             )
