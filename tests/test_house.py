@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -172,3 +173,14 @@ def test_figures_are_those_of_the_sources(tmp_path: Path) -> None:
         "schedule": ["errors"],
         "top": [],
     }
+
+
+def test_names_of_tests_have_at_most_60_characters() -> None:
+    """The sentence goes into the docstring."""
+    names = [
+        name
+        for path in Path(__file__).parent.rglob("test_*.py")
+        for name in re.findall(r"^ *def (test_\w+)", path.read_text(), flags=re.MULTILINE)
+    ]
+    assert len(names) > 1000
+    assert [name for name in names if len(name) > 60] == []
