@@ -89,11 +89,10 @@ class Options(NamedTuple):
             for name, value in self._asdict().items()
             if value != self._field_defaults[name]
         }
-        paths = [
-            path
-            for path in environment.get(_PYTHONPATH, "").split(os.pathsep)
-            if path not in ("", _CHILD_START)
-        ]
+        before = environment.get(_PYTHONPATH)
+        paths = (
+            [path for path in before.split(os.pathsep) if path != _CHILD_START] if before else []
+        )
         changed = json.loads(environment.get(_OPTIONS, "{}")) | changed
         return {_OPTIONS: json.dumps(changed), _PYTHONPATH: os.pathsep.join([_CHILD_START, *paths])}
 
