@@ -165,10 +165,22 @@ def _deal_documents(
         plan = balance(layout, cost, config, ranks)
         return PlanLoad(plan, cost, overlapped=overlapped, ranks=ranks).slowest_seconds
 
+    def deal_to_all() -> Layout:
+        layout, served = make_dealer().deal_to_ranks(), None
+        if (
+            overlapped
+            and len(tokens) > 2
+            and cost.shape.key_value_heads > 1
+            and cost.window is None
+        ):
+            row_seconds = cost.shape.moved_query_bytes / cost.exchange_bytes_per_second
+            served = make_dealer().deal_to_servers(row_seconds)
+        return layout if served is None else min(layout, served, key=find_slowest_seconds)
+
     has_nodes = ranks.per_node is not None and per_node < len(tokens)
     by_nodes = make_dealer().deal_to_nodes() if has_nodes else None
     if by_nodes is None:
-        return make_dealer().deal_to_ranks()
+        return deal_to_all()
 
     end, unmoved = (
         find_slowest_seconds(by_nodes),
@@ -178,7 +190,7 @@ def _deal_documents(
     # No other layout ends much before what ranks take on average.
     if end <= (1 + _CLOSE_PART) * math.fsum(ends.tolist()) / len(ends):
         return by_nodes
-    over_all_ranks = make_dealer().deal_to_ranks()
+    over_all_ranks = deal_to_all()
     return (
         by_nodes
         if end <= (1 + _TIE_PART) * find_slowest_seconds(over_all_ranks)

@@ -38,6 +38,8 @@ __all__ = ["DealtPiece", "Dealer", "fill_rooms"]
 # more than a whole number of ranks a wide document may take.
 _SHORT_PART = 0.004
 _WIDE_SLACK = 0.3
+# Part of the mean seconds of a rank that sending its rows of a document to servers may take.
+_SENDING_PART = 0.3
 # Part of all seconds that documents which take longer than a node may have, for the others to go to
 # nodes first.
 _MAX_WIDE_PART = 0.5
@@ -126,6 +128,7 @@ class Dealer:
         # garbage, in all there is.
         self.home = [-1] * len(length)
         ranks, key_seconds = len(self.room), 0.0 if overlapped else cost.key_seconds
+        self.key_travel_seconds, self.most_tokens = cost.key_seconds, max(tokens)
         self.all_ranks = _RankGroup(0, ranks, per_node, key_seconds)
         inside = cost.node_bytes_per_second or cost.exchange_bytes_per_second
         node_key_seconds = min(key_seconds, cost.shape.moved_key_bytes / inside)
@@ -175,6 +178,38 @@ class Dealer:
         bounds = np.searchsorted(node[order], np.arange(nodes + 1)).tolist()
         for group, first, last, pieces in zip(self.nodes, bounds, bounds[1:], cut, strict=False):
             self._deal_to_group(group, documents[order[first:last]], pieces)
+        return self._build_layout()
+
+    def deal_to_servers(self, row_seconds: float) -> Layout | None:
+        """Cut documents whose keys travel longer than a rank should compute by their tokens alone,
+        and deal the others to all ranks. `balance` then gives the attention of the former to all
+        ranks, split by heads.
+
+        Args:
+            row_seconds: seconds that a row takes to a server and back.
+
+        Returns:
+            The layout; None without such documents.
+        """
+        ranks, documents = len(self.room), self.documents
+        mean = math.fsum(self.seconds[documents].tolist()) / ranks
+        is_late = self.length[documents] * self.key_travel_seconds > mean
+        if not is_late.any():
+            return None
+        served = np.zeros(len(documents), dtype=np.bool_)
+        for place, document in enumerate(documents[is_late].tolist()):
+            count = self.tokens[document]
+            # As many ranks as send their rows in a part of the mean; more than its tokens fill, as
+            # other documents have to be cut to fit as well.
+            wanted = math.ceil(count * row_seconds / (_SENDING_PART * mean))
+            over = min(max(wanted, count // self.most_tokens + 2), ranks)
+            chosen = sorted({(place + step * ranks // over) % ranks for step in range(over)})
+            rooms = self.room[chosen].tolist()
+            if sum(rooms) >= count:
+                self._cut_document(document, chosen, rooms, 0.0)
+                served[place] = True
+        self.work[:] = 0.0
+        self._deal_to_group(self.all_ranks, documents[~served])
         return self._build_layout()
 
     def _sum_by_node(self, values: Any) -> Any:
@@ -230,8 +265,16 @@ class Dealer:
 
         Return the keys that these receive.
         """
+        ranks, rooms = self._choose_ranks(group, self.tokens[document], parts, level)
+        return self._cut_document(document, ranks, rooms, group.key_seconds)
+
+    def _cut_document(
+        self, document: int, ranks: list[int], rooms: list[int], key_seconds: float
+    ) -> int:
+        """Cut a document head and tail over ranks with rooms for it. Return the keys that these
+        receive.
+        """
         length = self.tokens[document]
-        ranks, rooms = self._choose_ranks(group, length, parts, level)
         head, tail, received = 0, length, 0
         for rank, part in zip(ranks, _divide_tokens(length, rooms, self.tile), strict=True):
             front, back = part // 2, part - part // 2
@@ -244,7 +287,7 @@ class Dealer:
                     )
             # It receives the keys before its last piece, but for its own.
             keys = tail - front if part else 0
-            self.work[rank] += group.key_seconds * keys
+            self.work[rank] += key_seconds * keys
             self.room[rank] -= part
             received += keys
             head += front
