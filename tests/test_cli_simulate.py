@@ -450,10 +450,14 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_no_torch_and_no_transformers() -> None:
     code = (
-        "import sys\nfrom hf_distca.cli import app\ntry:\n    app(['simulate', '--lengths',"
-        " 'equal:64', '--ranks', '2', '--tokens-per-rank', '1024', '--batches', '1'])\nexcept"
-        " SystemExit as end:\n    assert not end.code, end.code\nsys.exit(any(name in sys.modules"
-        " for name in ('torch', 'transformers', 'accelerate')))"
+        "import sys\n"
+        "from hf_distca.cli import app\n"
+        "try:\n"
+        "    app(['simulate', '--lengths', 'equal:64', '--ranks', '2', '--tokens-per-rank',"
+        " '1024', '--batches', '1'])\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code, end.code\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'accelerate')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
 

@@ -106,17 +106,25 @@ def test_figures_are_those_of_the_sources(tmp_path: Path) -> None:
     sources = {
         "errors.py": '"""What went wrong."""\n\nclass Wrong(Exception):\n    """One of those."""\n',
         "cli/plan.py": (
-            "def plan() -> None:\n    from hf_distca.cli import tables\n    from"
-            " hf_distca.schedule.plan import Plan\n"
+            "def plan() -> None:\n"
+            "    from hf_distca.cli import tables\n"
+            "    from hf_distca.schedule.plan import Plan\n"
         ),
         "cli/tables.py": (
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import"
-            " hf_distca.cli.plan\none = 1\n"
+            "from typing import TYPE_CHECKING\n"
+            "if TYPE_CHECKING:\n"
+            "    import hf_distca.cli.plan\n"
+            "one = 1\n"
         ),
         "schedule/plan.py": (
-            "from hf_distca import errors\n\n\nclass Plan:\n    def cut(self, start, *, end,"
-            " **more):\n        at = start\n        at += self.one\n        return at\n\n\nclass"
-            " Wrong:\n    pass\n"
+            "from hf_distca import errors\n\n\n"
+            "class Plan:\n"
+            "    def cut(self, start, *, end, **more):\n"
+            "        at = start\n"
+            "        at += self.one\n"
+            "        return at\n\n\n"
+            "class Wrong:\n"
+            "    pass\n"
         ),
         "runtime/__init__.py": "import hf_distca.runtime.tables\n",
         "runtime/tables.py": (

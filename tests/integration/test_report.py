@@ -140,8 +140,8 @@ def test_the_summary_of_a_tally() -> None:
         "    tokens                             1.200   1.200\n"
         "    estimated                          1.575   1.006\n"
         "    measured                           1.569   1.008\n"
-        "  exchanged   0.825 MB per layer and micro-batch by the busiest rank, "
-        "for moved work and for documents on several ranks\n"
+        "  exchanged   0.825 MB per layer and micro-batch by the busiest rank, for moved work"
+        " and for documents on several ranks\n"
         "  planning    1.2 ms per micro-batch\n"
         "  attention   12% of this rank's time, in kernel cpu"
     )

@@ -298,8 +298,11 @@ print([model.config._attn_implementation for model in models])
 def test_the_script_gets_its_arguments_and_gives_its_status(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\nif 'fail' in sys.argv:\n    raise"
-        " ValueError('no')\nprint(sys.argv[1:])\nsys.exit(3)"
+        "import sys\n"
+        "if 'fail' in sys.argv:\n"
+        "    raise ValueError('no')\n"
+        "print(sys.argv[1:])\n"
+        "sys.exit(3)"
     )
     program = str(Path(sys.executable).with_name("hf-distca"))
     for arguments, status, said in (
@@ -466,8 +469,12 @@ def test_a_signal_ends_the_command_too(stop: signal.Signals, tmp_path: Path) -> 
 def test_an_interrupt_is_the_scripts(module: bool, tmp_path: Path) -> None:
     """It can clean up, and what it leaves alone ends it."""
     (tmp_path / "script.py").write_text(
-        "import time\ntry:\n    print('begun', flush=True)\n    time.sleep(100)\nfinally:\n   "
-        " print('cleaned up', flush=True)\n"
+        "import time\n"
+        "try:\n"
+        "    print('begun', flush=True)\n"
+        "    time.sleep(100)\n"
+        "finally:\n"
+        "    print('cleaned up', flush=True)\n"
     )
     words = ["-m", "script"] if module else ["script.py"]
     heeding = partial(signal.signal, signal.SIGINT, signal.default_int_handler)

@@ -248,10 +248,11 @@ def _words(
     together = "" if accumulation == 1 else f", {accumulation} in each optimizer step"
     if lengths is None or targets is None or not isinstance(shares, Shares):
         return (
-            f"distca deals a stream of documents to {ranks}.\nGlobal batches have"
-            f" {dealing.tokens:,} tokens{together}, and take documents as they come, which are not"
-            " shuffled.\nDocuments are cut where a global batch is full; how many they are, and"
-            " how long, is not known."
+            f"distca deals a stream of documents to {ranks}.\n"
+            f"Global batches have {dealing.tokens:,} tokens{together}, and take documents as they"
+            f" come, which are not shuffled.\n"
+            "Documents are cut where a global batch is full; how many they are, and how long, is"
+            " not known."
         )
     longer, spanning = (
         int((lengths > dealing.tokens).sum()),
@@ -259,9 +260,11 @@ def _words(
     )
     return (
         f"distca deals {len(lengths):,} documents of {lengths.sum():,} tokens, the longest of"
-        f" {lengths.max():,}, to {ranks}. {targets}.\nAn epoch has {len(shares.batches):,} global"
-        f" batches of {dealing.tokens:,} tokens{together}.\nDocuments longer than a rank holds:"
-        f" {spanning:,}. Longer than a global batch, and therefore cut: {longer:,}."
+        f" {lengths.max():,}, to {ranks}. {targets}.\n"
+        f"An epoch has {len(shares.batches):,} global batches of {dealing.tokens:,}"
+        f" tokens{together}.\n"
+        f"Documents longer than a rank holds: {spanning:,}. Longer than a global batch, and"
+        f" therefore cut: {longer:,}."
     )
 
 
