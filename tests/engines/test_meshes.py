@@ -70,7 +70,9 @@ def test_group_of_a_mesh(
 
 @pytest.mark.slow
 def test_tensor_parallel_is_equal_to_sdpa(rank_pool: Callable[[int], RankPool]) -> None:
-    case = Case("TP 2 x FSDP2 2, transformers", "non-reentrant", ping_pong=True)
+    case = Case(
+        "TP 2 x FSDP2 2, transformers", "non-reentrant", precision="float32", ping_pong=True
+    )
     outcome = compare(rank_pool(4), case, rank_pool(4)(train, case, "sdpa"))
     assert outcome.loss_difference is not None
     assert outcome.loss_difference <= 1e-5

@@ -179,8 +179,10 @@ def _divide_keys(
         np.searchsorted(place, place, side="right") - 1,
     )
     end = np.minimum(second, key_end[last])
+    # Weights that are lost in the rounding of larger ones before them add up to 0.
+    total = np.maximum(parts[last], np.finfo(np.float64).tiny)
     resent_target = (np.interp(place * width + end, positions, amounts) - place * most) * (
-        parts / parts[last]
+        parts / total
     )
     run_end = (
         np.interp(place * most + resent_target, amounts, positions) - place * width + 0.5
