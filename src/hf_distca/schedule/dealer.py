@@ -128,7 +128,7 @@ class Dealer:
         # garbage, in all there is.
         self.home = [-1] * len(length)
         ranks, key_seconds = len(self.room), 0.0 if overlapped else cost.key_seconds
-        self.key_travel_seconds, self.most_tokens = cost.key_seconds, max(tokens)
+        self.key_travel_seconds = cost.key_seconds
         self.all_ranks = _RankGroup(0, ranks, per_node, key_seconds)
         inside = cost.node_bytes_per_second or cost.exchange_bytes_per_second
         node_key_seconds = min(key_seconds, cost.shape.moved_key_bytes / inside)
@@ -191,7 +191,7 @@ class Dealer:
         Returns:
             The layout; None without such documents.
         """
-        ranks, documents = len(self.room), self.documents
+        ranks, documents, most_tokens = len(self.room), self.documents, int(self.room.max())
         mean = math.fsum(self.seconds[documents].tolist()) / ranks
         is_late = self.length[documents] * self.key_travel_seconds > mean
         if not is_late.any():
@@ -202,7 +202,7 @@ class Dealer:
             # As many ranks as send their rows in a part of the mean; more than its tokens fill, as
             # other documents have to be cut to fit as well.
             wanted = math.ceil(count * row_seconds / (_SENDING_PART * mean))
-            over = min(max(wanted, count // self.most_tokens + 2), ranks)
+            over = min(max(wanted, count // most_tokens + 2), ranks)
             chosen = sorted({(place + step * ranks // over) % ranks for step in range(over)})
             rooms = self.room[chosen].tolist()
             if sum(rooms) >= count:
