@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from layouts import layouts
 from test_scheduler import (
@@ -87,6 +87,16 @@ def test_any_layout(layout: Layout, config: DistCAConfig, model: CostModel, wind
     check_plan(plan, local, cost, config)
 
 
+@example(  # two ranks give, and the first of them more than it has to
+    Layout(
+        np.array([0, 1, 2, 3, 4, 5, 7, 8, 6, 8]),
+        np.array([0] * 9 + [99999]),
+        np.array([1] * 6 + [36603, 99999, 32591, 100000]),
+        np.array([0, 6, 8] + [10] * 7),
+    ),
+    0.01,
+    8192,
+)
 @settings(max_examples=30)
 @given(layouts(longest=200_000), st.sampled_from([0.01, 0.05]), st.sampled_from([100, 1024, 8192]))
 def test_tolerance_holds_up_to_two_tiles(layout: Layout, tolerance: float, window: int) -> None:

@@ -288,27 +288,26 @@ def _find_emptiest(loads: RankLoads, first: int, last: int) -> int:
 
 
 @compile_inner
-def _choose_server(loads: RankLoads, source: int, excess: float) -> int:
+def _choose_server(loads: RankLoads, source: int, giving_place: int, leeway: float) -> int:
     """Choose the emptiest rank that lacks work, or one in the preferred node with room for half as
     much; or -1.
     """
-    preferred_node_size, emptiest = (
-        loads.preferred_node_size,
-        _find_emptiest(loads, loads.group_span[0], loads.group_span[1]),
-    )
-    if emptiest < 0 or not preferred_node_size:
-        return emptiest
-    other = _find_emptiest(
-        loads,
-        source // preferred_node_size * preferred_node_size,
-        source // preferred_node_size * preferred_node_size + preferred_node_size,
-    )
-    return (
-        other
-        if other >= 0
-        and _compute_deficit(loads, other) >= 0.5 * min(excess, _compute_deficit(loads, emptiest))
-        else emptiest
-    )
+    level, span, node_size = loads.levels, loads.group_span, loads.preferred_node_size
+    server = _find_emptiest(loads, span[0], span[1])
+    if server < 0 and giving_place == CAP:
+        # Sources gave more than they had to: now servers get more than they lacked.
+        level[LOW] = level[HIGH]
+        server = _find_emptiest(loads, span[0], span[1])
+    if server >= 0 and node_size:
+        enough = 0.5 * _compute_deficit(loads, server)
+        if giving_place == CAP and leeway == 0:
+            enough = min(enough, 0.5 * _compute_excess(loads, source, HIGH))
+        first = source // node_size * node_size
+        other = _find_emptiest(loads, first, first + node_size)
+        if other >= 0 and _compute_deficit(loads, other) >= enough:
+            server = other
+    has_enough = giving_place == LOW and loads.seconds[server] >= level[FLOOR]
+    return -1 if has_enough else server
 
 
 @compile_inner
@@ -467,13 +466,8 @@ def _make_group_moves(
         for source in order:
             leeway = 0.0
             while _compute_excess(loads, source, giving_place) > 0:
-                excess = (
-                    _compute_excess(loads, source, HIGH)
-                    if giving_place == CAP and leeway == 0
-                    else math.inf
-                )
-                server = _choose_server(loads, source, excess)
-                if server < 0 or (giving_place == LOW and work[server] >= level[FLOOR]):
+                server = _choose_server(loads, source, giving_place, leeway)
+                if server < 0:
                     break
                 move, cut = _find_best_move(
                     pieces, marginals, loads, ledger, (source, server, target_place, leeway)

@@ -133,17 +133,10 @@ class BalanceState:
     def even_out(self, grid: int) -> None:
         """Make all moves; pieces are cut at multiples of the grid."""
         group_seconds = [self.work[rank] for rank in self.group]
-        self.levels = base = Levels.of(
-            np.array(group_seconds),
-            np.ones(len(group_seconds)),
-            np.ones(len(group_seconds), dtype=np.bool_),
-            self.tolerance,
-        )
-        excess, removed, added_work = (
-            math.fsum(max(seconds - base.high, 0.0) for seconds in group_seconds),
-            0.0,
-            0.0,
-        )
+        speeds = np.ones(len(group_seconds))
+        base = Levels.of(np.array(group_seconds), speeds, speeds > 0, self.tolerance)
+        excess = math.fsum(max(seconds - base.high, 0.0) for seconds in group_seconds)
+        self.levels, removed, added_work = base, 0.0, 0.0
         # By document: how many keys ranks have there anyway, in the order in which they came by
         # them.
         self.held_keys: dict[int, dict[int, int]] = defaultdict(dict)
@@ -176,6 +169,9 @@ class BalanceState:
             (levels.low, levels.floor) if self.is_filling else (levels.cap, levels.high)
         )
         emptiest = min(self.group, key=lambda rank: work[rank])
+        if not self.is_filling and work[emptiest] >= levels.low:
+            # Sources gave more than they had to: now servers get more than they lacked.
+            self.levels = levels = levels._replace(low=levels.high)
         if work[source] <= giving_level or work[emptiest] >= (
             levels.floor if self.is_filling else levels.low
         ):
