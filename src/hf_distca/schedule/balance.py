@@ -39,24 +39,20 @@ __all__ = ["balance"]
 
 # The finest band that is aimed at: below, tiles are too coarse. And the finest for compute and
 # exchange together.
-_FINEST_TOLERANCE = 0.002
-_FINEST_TOLERANCE_WITH_EXCHANGE = 0.02
+FINEST_TOLERANCE = 0.002
+FINEST_TOLERANCE_WITH_EXCHANGE = 0.02
 # Part of the band of ranks that nodes are evened out to: what they differ by adds to what their
 # ranks do.
 _NODE_TOLERANCE_PART = 0.25
 # Of exchanges that hide behind compute, the parts that are tried to count where they take longer.
 _HIDDEN_EXCHANGE_PARTS = (0.25, 0.5)
 # Part of the tolerance by which a plan has to end before those tried earlier, which exchange less
-# between nodes; and the same where exchanges are hidden, for then the estimate knows of no other
-# gain.
-_TIE_PART = 0.2
-_TIE_PART_HIDDEN = 0.5
+# between nodes.
+TIE_PART = 0.2
 # Times the mean that a rank takes for plans with few servers to be tried.
 _EXTREME_RATIO = 12
-# Part of its seconds that a plan of nodes may end after the least: nothing else is tried then. Less
-# where exchanges are hidden.
-_CLOSE_PART = 0.03
-_CLOSE_PART_HIDDEN = 0.02
+# Part of its seconds that a plan of nodes may end after the least: nothing else is tried then.
+_CLOSE_PART = 0.02
 
 
 class _PlanStrategy(NamedTuple):
@@ -130,11 +126,7 @@ def balance(
     if not config.balance or layout.world_size < 2 or trials.cannot_gain:
         return unmoved_load.plan
     best, required_seconds = unmoved_load, unmoved_load.slowest_seconds * (1 - config.min_gain)
-    close_part = (
-        max(config.min_gain, _CLOSE_PART_HIDDEN if config.ping_pong else _CLOSE_PART)
-        if config.min_gain
-        else 0.0
-    )
+    close_part = max(config.min_gain, _CLOSE_PART) if config.min_gain else 0.0
     for strategy in trials.list_strategies():
         if (
             close_part
@@ -188,19 +180,14 @@ class _PlanTrials:
     @property
     def improvement_factor(self) -> float:
         """Times the seconds of the best plan so far that another one has to end before."""
-        return 1 - self.config.tolerance * (
-            _TIE_PART_HIDDEN if self.config.ping_pong else _TIE_PART
-        )
+        return 1 - self.config.tolerance * TIE_PART
 
     @property
     def cannot_gain(self) -> bool:
         """True if no plan can gain enough: common in narrow bands, and for dealt documents."""
-        seconds, tolerance = self.unmoved_load.compute_seconds, self.config.tolerance
-        even = seconds.max() <= self.mean_seconds * (
-            1 + tolerance
-        ) and seconds.min() >= self.mean_seconds * (1 - tolerance)
+        differences = np.abs(self.unmoved_load.compute_seconds - self.mean_seconds)
         return (
-            even
+            differences.max() <= self.mean_seconds * self.config.tolerance
             or self.unmoved_load.slowest_seconds * (1 - self.config.min_gain) < self.lower_bound
             # Without a cost per pair, attention is as long as its tokens are many: there is nothing
             # that moving could gain.
@@ -260,15 +247,12 @@ class _PlanTrials:
             float(unmoved_load.compute_seconds.max()),
         )
         parts = (0.0,) if self.config.ping_pong or math.isinf(bytes_per_second) else (0.0, 1.0)
-        exchange_without_nodes = replace(
-            unmoved_load, ranks=replace(self.ranks, per_node=None)
-        ).exchange_seconds
         one_group = [
             _PlanStrategy(
                 self.mean_seconds,
                 parts,
                 lambda part: [self._make_step(bytes_per_second, part, world_size)],
-                exchange_without_nodes,
+                replace(unmoved_load, ranks=replace(self.ranks, per_node=None)).exchange_seconds,
             )
         ]
         if not self.allow_relays and longest >= _EXTREME_RATIO * self.mean_seconds:
@@ -305,19 +289,23 @@ class _PlanTrials:
             ]
 
         speeds = self.planner.speeds.reshape(-1, node_size)
-        longest = float(
+        slowest_node_seconds = float(
             (
                 (unmoved_load.compute_seconds.reshape(-1, node_size) * speeds).sum(axis=1)
                 / speeds.sum(axis=1)
             ).max()
         )
         node_by_node = _PlanStrategy(
-            longest, parts, make_inner_steps, unmoved_load.exchange_seconds, picks_per_node=True
+            slowest_node_seconds,
+            parts,
+            make_inner_steps,
+            unmoved_load.exchange_seconds,
+            picks_per_node=True,
         )
         nodes_first = _PlanStrategy(
             self.mean_seconds, parts[-1:], make_outer_steps, unmoved_load.exchange_seconds
         )
-        if longest <= self.mean_seconds * (1 + self.config.tolerance):
+        if slowest_node_seconds <= self.mean_seconds * (1 + self.config.tolerance):
             return [node_by_node, nodes_first, *one_group]
         prefers_node = nodes_first._replace(
             make_steps=lambda part: [
@@ -338,7 +326,7 @@ class _PlanTrials:
             MarginalCosts(server_cost, marginal),
             max(
                 self.config.tolerance,
-                _FINEST_TOLERANCE_WITH_EXCHANGE if part else _FINEST_TOLERANCE,
+                FINEST_TOLERANCE_WITH_EXCHANGE if part else FINEST_TOLERANCE,
             ),
             size,
         )
@@ -388,9 +376,9 @@ class _PlanTrials:
 
     def weigh_plan(self, plan: Plan, min_gain: float = 0.0) -> PlanLoad:
         """Weigh a plan, with forwarded keys if they gain at least so much."""
-        config, cost = self.config, self.cost
+        config = self.config
         waves = Waves.of(
-            plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups
+            plan, self.cost.shape, config.tile, config.max_transient_bytes, config.head_groups
         )
-        load = PlanLoad(plan, cost, waves, overlapped=config.ping_pong, ranks=self.ranks)
+        load = PlanLoad(plan, self.cost, waves, overlapped=config.ping_pong, ranks=self.ranks)
         return add_relays(load, min_gain) if self.allow_relays else load

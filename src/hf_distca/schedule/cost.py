@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -86,11 +86,7 @@ class AttentionShape:
     element_bytes: int
 
     def __post_init__(self) -> None:
-        heads, widths = (
-            (self.query_heads, self.key_value_heads),
-            (self.head_dim, self.value_head_dim),
-        )
-        if min(*heads, *widths, self.element_bytes) < 1 or self.query_heads % self.key_value_heads:
+        if min(astuple(self)) < 1 or self.query_heads % self.key_value_heads:
             raise ConfigError(
                 f"{self}: all must be >= 1 and query_heads a multiple of key_value_heads."
             )
@@ -191,12 +187,11 @@ class KernelCost:
     def from_json(cls, data: dict[str, Any]) -> KernelCost:
         """Read the coefficients by name, None for an infinite one."""
         cost = cls(**{name: read_rate(value) for name, value in data.items()})
-        fits = all(
-            0 <= seconds <= MAX_SECONDS
-            for seconds in (cost.task_seconds, cost.call_seconds, cost.least_seconds)
-        )
         if not (
-            fits
+            all(
+                0 <= seconds <= MAX_SECONDS
+                for seconds in (cost.task_seconds, cost.call_seconds, cost.least_seconds)
+            )
             and min(cost.bytes_per_second, cost.flops_per_second) >= MIN_RATE
             and 0 < cost.row_passes < math.inf
         ):
@@ -483,8 +478,10 @@ class MarginalCost(NamedTuple):
         """Add the cost of receiving to the marginal cost, for a server that receives and computes
         one after the other.
         """
-        row, key = self.query_bytes / bytes_per_second, self.key_bytes / bytes_per_second
-        return self._replace(row=self.row + row, key=self.key + key)
+        return self._replace(
+            row=self.row + self.query_bytes / bytes_per_second,
+            key=self.key + self.key_bytes / bytes_per_second,
+        )
 
 
 def replace_infinities(attributes: list[tuple[str, Any]]) -> dict[str, Any]:

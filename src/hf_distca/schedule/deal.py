@@ -173,12 +173,14 @@ def _deal_documents(
             and cost.shape.key_value_heads > 1
             and cost.window is None
         ):
-            row_seconds = cost.shape.moved_query_bytes / cost.exchange_bytes_per_second
-            served = make_dealer().deal_to_servers(row_seconds)
+            served = make_dealer().deal_to_servers(
+                cost.shape.moved_query_bytes / cost.exchange_bytes_per_second
+            )
         return layout if served is None else min(layout, served, key=find_slowest_seconds)
 
-    has_nodes = ranks.per_node is not None and per_node < len(tokens)
-    by_nodes = make_dealer().deal_to_nodes() if has_nodes else None
+    by_nodes = None
+    if ranks.per_node is not None and per_node < len(tokens):
+        by_nodes = make_dealer().deal_to_nodes()
     if by_nodes is None:
         return deal_to_all()
 
@@ -250,25 +252,20 @@ def _choose_half(
 
 
 def _find_closest_subset(lengths: list[int], target: int) -> list[int]:
-    """Find the indices of the coins whose sum is closest to an amount."""
-    # Bit n of a number: whether the coins so far can make n.
+    """Find the indices of the lengths whose sum is closest to a target; the lower sum of two."""
+    # Bit n of a number: whether some of the lengths so far add up to n.
     sums = list(
         accumulate(lengths, lambda reachable, length: reachable | reachable << length, initial=1)
     )
-    total, chosen = _find_nearest_bit(sums[-1], target), []
+    digits, target = f"{sums[-1]:b}"[::-1], max(target, 0)
+    below, above = digits.rfind("1", 0, target + 1), digits.find("1", target)
+    total = below if above < 0 or target - below <= above - target else above
+    chosen = []
     for index in range(len(lengths) - 1, -1, -1):
         if not sums[index] >> total & 1:
             chosen.append(index)
             total -= lengths[index]
     return chosen
-
-
-def _find_nearest_bit(bits: int, target: int) -> int:
-    """Find the set bit that is nearest to the wanted place; the lower one, if two are."""
-    target = max(target, 0)
-    digits = f"{bits:b}"[::-1]
-    below, above = digits.rfind("1", 0, target + 1), digits.find("1", target)
-    return below if above < 0 or target - below <= above - target else above
 
 
 def _check_arguments(

@@ -254,25 +254,19 @@ class Dealer:
                 -(-self.tokens[document] // tokens),
                 math.ceil(self._seconds[document] / ((1 + _WIDE_SLACK) * level)),
             )
-            keys += self._spread_document(
-                group, document, min(max(parts, 1), group.last - group.first), level
+            ranks, rooms = self._choose_ranks(
+                group, self.tokens[document], min(max(parts, 1), group.last - group.first), level
             )
+            keys += self._cut_document(document, ranks, rooms, group.key_seconds)
         return group.key_seconds * keys
-
-    def _spread_document(self, group: _RankGroup, document: int, parts: int, level: float) -> int:
-        """Cut a document head and tail over so many ranks, or more if rooms require it:
-        each gets a piece from the front and one from the back.
-
-        Return the keys that these receive.
-        """
-        ranks, rooms = self._choose_ranks(group, self.tokens[document], parts, level)
-        return self._cut_document(document, ranks, rooms, group.key_seconds)
 
     def _cut_document(
         self, document: int, ranks: list[int], rooms: list[int], key_seconds: float
     ) -> int:
-        """Cut a document head and tail over ranks with rooms for it. Return the keys that these
-        receive.
+        """Cut a document head and tail over ranks with rooms for it: each gets a piece from the
+        front and one from the back.
+
+        Return the keys that these receive.
         """
         length = self.tokens[document]
         head, tail, received = 0, length, 0

@@ -220,25 +220,22 @@ class GreedyPlanner:
             _sum_groups(np.maximum(node_seconds - high, 0.0) * node_speed, size),
             _sum_groups(node_seconds * node_speed, size),
         )
-        order = np.lexsort((-seconds, np.arange(len(seconds)) // step.size))
-        group = (
-            step.size,
-            np.array(levels),
-            np.zeros(4),
-            np.zeros(2, dtype=np.int64),
-            excess,
-            total_work,
-        )
-        return RankLoads(
+        loads = RankLoads(
             seconds,
             speeds,
             self.can_serve,
-            *group,
-            step.per_node,
-            node_seconds,
-            node_speed,
-            step.preferred_node_size,
-        ), order
+            step.size,
+            start_levels=np.array(levels),
+            levels=np.zeros(4),
+            group_span=np.zeros(2, dtype=np.int64),
+            excess=excess,
+            total_work=total_work,
+            per_node=step.per_node,
+            node_seconds=node_seconds,
+            node_speed=node_speed,
+            preferred_node_size=step.preferred_node_size,
+        )
+        return loads, np.lexsort((-seconds, np.arange(len(seconds)) // step.size))
 
     def combine_rows(self, alternatives: Sequence[PlanRows], choice: IntArray) -> PlanRows:
         """Combine rows: for the pieces of each rank, take one of several alternatives of moving

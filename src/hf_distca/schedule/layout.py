@@ -128,13 +128,10 @@ class Layout:
         )
         if wrong.any():
             row = wrong.argmax()
-            segment = (
-                f"segment {row} is (document {self.document[row]}, start {self.start[row]}, length"
-                f" {self.length[row]})"
-            )
             raise LayoutError(
-                f"{segment}: start must be >= 0 and length >= 1 (leave empty documents out), none"
-                " above 2**48."
+                f"segment {row} is (document {self.document[row]}, start {self.start[row]}, length"
+                f" {self.length[row]}): start must be >= 0 and length >= 1 (leave empty documents"
+                " out), none above 2**48."
             )
         vars(self).update(self._build_index(counts))
 

@@ -341,8 +341,11 @@ def format_summary(summary: dict[str, int | float], *, seconds: bool = True) -> 
         "busiest receiver": "{max_received_bytes:.1f} MB per layer",
         "between nodes": between * (summary["bytes_inside_nodes"] > 0),
     }
-    figures = summary | {"bytes": summary["bytes_inside_nodes"] + summary["bytes_between_nodes"]}
-    figures = {name: value / 1e6 if "bytes" in name else value for name, value in figures.items()}
+    all_bytes = {"bytes": summary["bytes_inside_nodes"] + summary["bytes_between_nodes"]}
+    figures = {
+        name: value / 1e6 if "bytes" in name else value
+        for name, value in (summary | all_bytes).items()
+    }
     return "\n".join(
         f"{label:<26} {line.format_map(figures)}" for label, line in lines.items() if line
     )

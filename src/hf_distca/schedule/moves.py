@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "END",
+    "MAX_HOLDERS",
+    "MIN_DEFICIT",
     "PIECE",
     "SERVER",
     "START",
@@ -65,9 +67,9 @@ RANK, KEYS, PREVIOUS = range(3)
 # first are those deepest in their documents, which exchange the fewest bytes for a second of work.
 _MAX_PIECES = 64
 # Holders of a document's keys that are looked at for each of its pieces.
-_MAX_HOLDERS = 8
+MAX_HOLDERS = 8
 # What they have to lack at least, as a part of what the server that was asked should get.
-_MIN_DEFICIT = 0.25
+MIN_DEFICIT = 0.25
 
 
 class QueryPieces(NamedTuple):
@@ -306,8 +308,7 @@ def _choose_server(loads: RankLoads, source: int, giving_place: int, leeway: flo
         other = _find_emptiest(loads, first, first + node_size)
         if other >= 0 and _compute_deficit(loads, other) >= enough:
             server = other
-    has_enough = giving_place == LOW and loads.seconds[server] >= level[FLOOR]
-    return -1 if has_enough else server
+    return -1 if giving_place == LOW and loads.seconds[server] >= level[FLOOR] else server
 
 
 @compile_inner
@@ -394,7 +395,7 @@ def _find_best_move(
     # Holders that lack much less than the server that was asked would get slivers, in very many
     # moves.
     excess = _compute_excess(loads, source, target_place)
-    enough = _MIN_DEFICIT * min(excess, _compute_deficit(loads, asked_server))
+    enough = MIN_DEFICIT * min(excess, _compute_deficit(loads, asked_server))
     for piece in range(pieces.offsets[source], pieces.offsets[source + 1]):
         start, end, last = (
             pieces.start[piece],
@@ -421,7 +422,7 @@ def _find_best_move(
             if cut.byte_cost < best.byte_cost:
                 move, best = _Move(piece, server, max(held, cut.end)), cut
             server = -1
-            while row >= 0 and server < 0 and tried < _MAX_HOLDERS:
+            while row >= 0 and server < 0 and tried < MAX_HOLDERS:
                 rank, held, row = holders[row, RANK], holders[row, KEYS], holders[row, PREVIOUS]
                 is_candidate = (
                     rank != asked_server

@@ -160,9 +160,7 @@ class Plan:
             (self.start < 0)
             | (layout.document[segment] != self.document)
             | (self.start >= self.end)
-        )
-        outside |= (
-            (self.end > layout.end[segment])
+            | (self.end > layout.end[segment])
             | (self.home != layout.rank[segment])
             | ~layout.has_queries[segment]
         )
@@ -326,14 +324,12 @@ class Plan:
         data: dict[str, Any] = {
             "tasks": [list(task) for task in self.tasks],
             "rank_segments": ranks,
+            "window": self.window,
+            "context": self.layout.context.tolist() if self.layout.context.any() else None,
+            "groups": self.layout.groups if self.layout.groups > 1 else None,
         }
-        if self.window is not None:
-            data["window"] = self.window
-        if self.layout.context.any():
-            data["context"] = self.layout.context.tolist()
-        if self.layout.groups > 1:
-            data["groups"] = self.layout.groups
-        return json.dumps(data, separators=(",", ":"))
+        there = {name: value for name, value in data.items() if value is not None}
+        return json.dumps(there, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -368,18 +364,22 @@ class Plan:
         Ranks with equal digests carry out the same plan.
         """
         layout = self.layout
-        columns = [layout.document, layout.start, layout.length, layout.offsets, layout.context]
-        columns += [getattr(self, column) for column in CATask._fields]
+        columns = [
+            *(layout.document, layout.start, layout.length, layout.offsets, layout.context),
+            *(getattr(self, column) for column in CATask._fields),
+        ]
         parts = [
             np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes()
             for column in columns
         ]
-        if self.window is not None:
-            parts.append(b"window" + np.int64(self.window).tobytes())
-        if layout.groups > 1:
-            parts.append(b"groups" + np.int64(layout.groups).tobytes())
-        for column in self.relays or ():
-            parts.append(
-                b"relays" + np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes()
-            )
+        numbers = {b"window": self.window, b"groups": layout.groups if layout.groups > 1 else None}
+        parts += [
+            name + np.int64(number).tobytes()
+            for name, number in numbers.items()
+            if number is not None
+        ]
+        parts += [
+            b"relays" + np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes()
+            for column in self.relays or ()
+        ]
         return hashlib.sha256(b"".join(parts)).hexdigest()

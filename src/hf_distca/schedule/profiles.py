@@ -145,13 +145,11 @@ class Profile:
         """
 
         def measure_distance(rates: KernelRates) -> tuple[float, float]:
-            key, value = (
-                rates.head_dim / shape.head_dim,
-                rates.value_head_dim / shape.value_head_dim,
+            return (
+                abs(math.log(rates.element_bytes / shape.element_bytes)),
+                abs(math.log(rates.head_dim / shape.head_dim))
+                + abs(math.log(rates.value_head_dim / shape.value_head_dim)),
             )
-            return abs(math.log(rates.element_bytes / shape.element_bytes)), abs(
-                math.log(key)
-            ) + abs(math.log(value))
 
         return min(self.kernels, key=measure_distance)
 
@@ -215,8 +213,8 @@ class Profile:
             for link in ("inside", "between"):
                 data[link] = None if data.get(link) is None else _parse_exchange_rates(data[link])
             profile = cls(**data)
-            texts = [profile.name, profile.device, profile.processor, profile.date, profile.made_by]
-            texts += [
+            texts = [
+                *(profile.name, profile.device, profile.processor, profile.date, profile.made_by),
                 *(rates.kernel for rates in profile.kernels),
                 *profile.versions.values(),
                 *profile.sources.values(),
@@ -284,9 +282,10 @@ class Profile:
     @staticmethod
     def list_shipped() -> list[str]:
         """List the names of the profiles that come with the package."""
-        files = (resources.files(__package__) / _SHIPPED_FOLDER).iterdir()
         return sorted(
-            file.name.removesuffix(".json") for file in files if file.name.endswith(".json")
+            file.name.removesuffix(".json")
+            for file in (resources.files(__package__) / _SHIPPED_FOLDER).iterdir()
+            if file.name.endswith(".json")
         )
 
 
@@ -304,7 +303,9 @@ def _parse_kernel_rates(row: dict[str, Any]) -> KernelRates:
 
 def _parse_exchange_rates(row: dict[str, Any]) -> ExchangeRates:
     rates = ExchangeRates(**{**row, "bytes_per_second": read_rate(row["bytes_per_second"])})
-    fits = all(0 <= seconds <= MAX_SECONDS for seconds in (rates.seconds, rates.peer_seconds))
-    if not (fits and rates.bytes_per_second >= MIN_RATE):
+    if not (
+        all(0 <= seconds <= MAX_SECONDS for seconds in (rates.seconds, rates.peer_seconds))
+        and rates.bytes_per_second >= MIN_RATE
+    ):
         raise ValueError(f"{rates}: seconds must be from 0 to 1e6, a rate at least 1 a second")
     return rates

@@ -53,23 +53,22 @@ import numpy as np
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
+from hf_distca.schedule.balance import (
+    FINEST_TOLERANCE,
+    FINEST_TOLERANCE_WITH_EXCHANGE,
+    TIE_PART,
+)
 from hf_distca.schedule.cost import CostModel, MarginalCost
 from hf_distca.schedule.greedy import Levels
 from hf_distca.schedule.heads import HeadSplit, choose_grid
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.moves import MAX_HOLDERS, MIN_DEFICIT
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.relays import add_relays
 
 __all__ = ["make_reference_plan"]
-
-_FINEST, _FINEST_WITH_EXCHANGE = 0.002, 0.02  # tolerances below which the grid is too coarse
-# Part of what a server should get that ranks with keys of the document have to lack.
-_MIN_DEFICIT = 0.25
-_MAX_HOLDERS = 8  # ranks that have keys of a document and are looked at
-# Parts of the tolerance by which a plan has to end before one of nodes.
-_TIE_PART, _TIE_PART_HIDDEN = 0.2, 0.5
 
 
 def apply_formula(marginal: MarginalCost, heads: float, start: int, end: int) -> float:
@@ -180,7 +179,7 @@ class BalanceState:
         max_seconds = min(
             levels.floor,
             levels.low
-            - _MIN_DEFICIT * min(work[source] - target_level, levels.low - work[emptiest]),
+            - MIN_DEFICIT * min(work[source] - target_level, levels.low - work[emptiest]),
         )
         for leeway in (0.0,) if self.is_filling else (0.0, 0.5):
             moves = []
@@ -195,7 +194,7 @@ class BalanceState:
                 ]
                 tails = (
                     self.cut_tail(piece, server, leeway, grid)
-                    for server in (emptiest, *candidates[:_MAX_HOLDERS])
+                    for server in (emptiest, *candidates[:MAX_HOLDERS])
                 )
                 moves += [move for move in tails if move is not None]
             if moves:
@@ -269,17 +268,10 @@ class BalanceState:
 
 def list_unmoved_pieces(layout: Layout) -> list[QueryPiece]:
     """List the pieces of all ranks if nothing moves, the deepest in their documents first."""
-    rows = [
-        (rank, *row)
-        for rank in range(layout.world_size)
-        for row in layout.list_segments(rank)[int(layout.context[rank]) :]
-    ]
-    heads = layout.compute_head_fractions(
-        np.array([document for _, document, _, _ in rows], dtype=np.int64)
-    ).tolist()
+    local = Plan.local(layout)
     pieces = [
-        QueryPiece(row[1], part, row[2], row[2] + row[3], row[0])
-        for row, part in zip(rows, heads, strict=True)
+        QueryPiece(task.document, heads, task.start, task.end, task.home)
+        for task, heads in zip(local.tasks, local.heads.tolist(), strict=True)
     ]
     return sorted(pieces, key=lambda piece: (-piece.end, piece.document))
 
@@ -315,13 +307,13 @@ def list_objectives(
     alone, and with exchanges if they take time.
     """
     compute, rate = unmoved.compute_seconds, unmoved.cost.exchange_bytes_per_second
-    objectives = [(compute.tolist(), max(config.tolerance, _FINEST), marginal)]
+    objectives = [(compute.tolist(), max(config.tolerance, FINEST_TOLERANCE), marginal)]
     if not config.ping_pong and rate < math.inf:
         both = compute + unmoved.exchange_seconds
         objectives.append(
             (
                 both.tolist(),
-                max(config.tolerance, _FINEST_WITH_EXCHANGE),
+                max(config.tolerance, FINEST_TOLERANCE_WITH_EXCHANGE),
                 marginal.with_exchange(rate),
             )
         )
@@ -367,7 +359,6 @@ def make_reference_plan(
     grid = choose_grid(marginal, heads, layout.longest, config.tolerance * mean)
     split = layout if heads.groups == 1 else layout.split_heads(heads.documents, heads.groups)
     best, required_seconds = unmoved, unmoved.slowest_seconds * (1 - config.min_gain)
-    tie_part = (_TIE_PART_HIDDEN if config.ping_pong else _TIE_PART) * config.tolerance
     objectives = list_objectives(unmoved, marginal, config)
     for size, (work, tolerance, server_cost) in itertools.product(
         sorted({ranks.per_node or world, world}), objectives
@@ -385,7 +376,7 @@ def make_reference_plan(
             )
         )
         if (
-            load.slowest_seconds < best.slowest_seconds * (1 - tie_part)
+            load.slowest_seconds < best.slowest_seconds * (1 - TIE_PART * config.tolerance)
             and load.slowest_seconds <= required_seconds
         ):
             best = load

@@ -13,9 +13,10 @@ as all keys do that have no relay.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import BoolArray, IntArray, Layout, enumerate_ranges, mark_changes
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from hf_distca.schedule.load import PlanLoad
 
 __all__ = ["add_relays", "with_relay_hops", "with_sending_ranks"]
-
-Array = TypeVar("Array", IntArray, FloatArray)
 
 
 def with_sending_ranks(keys: KeyTransfers, relays: Relays | None) -> KeyTransfers:
@@ -203,7 +202,7 @@ def _shift_down(place: IntArray, values: IntArray) -> IntArray:
     return np.where(mark_changes(place), 0, np.append(0, values)[:-1])
 
 
-def _sum_running(place: IntArray, values: Array) -> Array:
+def _sum_running(place: IntArray, values: npt.NDArray[Any]) -> Any:
     """Return the running sums of the rows of each document."""
     sums = np.cumsum(values)
     return sums - (sums - values)[np.searchsorted(place, place)]

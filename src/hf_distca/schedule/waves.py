@@ -133,18 +133,14 @@ class Waves:
         plan = _split_large_documents(plan, transient, group_counts, bound)
         # Tasks that do not travel are in no unit, which is number -1.
         local_tasks = np.flatnonzero(~plan.needs_exchange)
-        rows = np.stack(
-            [
-                local_tasks,
-                plan.start[local_tasks],
-                plan.end[local_tasks],
-                np.full(len(local_tasks), -1),
-            ],
-            axis=1,
-        )
         rows = np.concatenate(
             [
-                rows,
+                np.column_stack(
+                    [
+                        *(local_tasks, plan.start[local_tasks], plan.end[local_tasks]),
+                        np.full(len(local_tasks), -1),
+                    ]
+                ),
                 np.array(_cut_units(plan, transient, tile, bound), dtype=np.int64).reshape(-1, 4),
             ]
         )
@@ -297,15 +293,11 @@ def _compute_unit_bytes(plan: Plan, unit: IntArray, transient: TransientBytes) -
     sent = keys.source != receiver
     units = np.concatenate([unit, keys.server, unit[away], keys.server[sent]])
     rank = np.concatenate([server, receiver, home[away], keys.source[sent]])
-    sent_rows, sent_tokens = (
-        transient.sent_query // split * rows,
-        transient.sent_key // split_keys * tokens,
-    )
     amount = [
         transient.query // split * rows,
         transient.key // split_keys * tokens,
-        sent_rows[away],
-        sent_tokens[sent],
+        (transient.sent_query // split * rows)[away],
+        (transient.sent_key // split_keys * tokens)[sent],
     ]
     index, inverse = np.unique(units * ranks + rank, return_inverse=True)
     total = np.bincount(inverse, weights=np.concatenate(amount)).astype(np.int64)
