@@ -39,7 +39,7 @@ def train_under_its_name(result: Path) -> None:
     config = {"attn_implementation": "distca", "sample_packing": True}
     found = plugin()
     found.register(config)
-    from hf_distca.integration.loading import distca_configs
+    from hf_distca.integration.attention_names import distca_configs
 
     model = tiny_llama(config["attn_implementation"])
     (callback,) = found.add_callbacks_pre_trainer(config, model)

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from hf_distca import PackingCollator
 from hf_distca.data.global_batches import GlobalBatches
 from hf_distca.data.shares import Shares
-from hf_distca.integration.document_shares import lazy_dataset
+from hf_distca.integration.training.document_shares import lazy_dataset
 
 RANKS, TOKENS = 3, 100
 

@@ -26,7 +26,7 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import AttentionHandle
-from hf_distca.integration.mask import distca_mask
+from hf_distca.integration.hooks.mask import distca_mask
 
 
 def model_for(implementation: str, **changes: object) -> LlamaForCausalLM:

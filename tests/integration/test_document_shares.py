@@ -34,7 +34,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import LayoutError
-from hf_distca.integration.dealt_trainers import shares_of
+from hf_distca.integration.checks.reading_order import shares_of
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 from recorded import counted_planning

@@ -29,10 +29,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import hf_distca
 from hf_distca import config as config_module
-from hf_distca.integration import document_shares as shares_module
-from hf_distca.integration.checks import check_loader
+from hf_distca.integration.checks.reading_order import shares_of
+from hf_distca.integration.checks.share_readers import check_loader
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.dealt_trainers import shares_of
+from hf_distca.integration.training import document_shares as shares_module
 from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool
 

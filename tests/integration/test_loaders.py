@@ -31,9 +31,9 @@ from transformers import (
 )
 
 import hf_distca
-from hf_distca.integration.checks import check_loader
+from hf_distca.integration.checks.reading_order import shares_of
+from hf_distca.integration.checks.share_readers import check_loader
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.dealt_trainers import shares_of
 from ranks import RankPool
 from tiny_runs import COMMON, PAIRS, documents, make_trainer, rows, settings, tiny_llama
 

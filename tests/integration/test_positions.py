@@ -20,7 +20,7 @@ from transformers import (
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
-from hf_distca.integration.positions import check_positions, mark_starts
+from hf_distca.integration.hooks.positions import check_positions, mark_starts
 from tiny_runs import documents, settings, tiny_llama
 
 # On one rank, in two parts with a gap: tokens 0 to 4, a document of 3, and tokens 5 to 8.

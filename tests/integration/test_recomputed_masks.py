@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_distca.integration.handle import AttentionHandle
-from hf_distca.integration.recomputed_masks import handle_of_forward
+from hf_distca.integration.hooks.recomputed_masks import handle_of_forward
 
 
 class Masked:

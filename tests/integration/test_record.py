@@ -27,7 +27,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.history import BalanceTotals, History
 from hf_distca.agreement.rates import Costs
-from hf_distca.integration.record import Recorder
+from hf_distca.integration.training.record import Recorder
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.rows import (
     RECORD_NAME,

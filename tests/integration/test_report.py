@@ -22,8 +22,8 @@ from hf_distca.agreement.batch_plan import Observation
 from hf_distca.agreement.history import BalanceTotals
 from hf_distca.agreement.rates import Costs
 from hf_distca.integration import processes
-from hf_distca.integration.reports import summary, why_given_up, why_nothing_moved
 from hf_distca.integration.session import Session
+from hf_distca.integration.training.reports import summary, why_given_up, why_nothing_moved
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 from tiny_runs import documents, make_trainer, rows, settings

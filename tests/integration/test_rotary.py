@@ -20,7 +20,7 @@ import hf_distca
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.integration.positions import see_longest
+from hf_distca.integration.hooks.positions import see_longest
 from ranks import RankPool
 from tiny_runs import PAIRS, settings, tiny_llama
 from turns import in_turn

@@ -25,9 +25,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_distca
 from hf_distca import UnsupportedError, borrowed
-from hf_distca.integration import loading
-from hf_distca.integration.attention import distca_attention
-from hf_distca.integration.loading import distca_configs
+from hf_distca.integration import attention_names
+from hf_distca.integration.attention_names import distca_configs
+from hf_distca.integration.hooks.attention import distca_attention
 from ranks import RankPool
 from tiny_runs import losses, make_trainer, rows, settings, tiny_llama
 
@@ -38,13 +38,13 @@ def restored() -> Iterator[None]:
     interfaces = [
         interface._global_mapping for interface in (AttentionInterface, AttentionMaskInterface)
     ]
-    kept = [dict(mapping) for mapping in [*interfaces, loading._attention]]
+    kept = [dict(mapping) for mapping in [*interfaces, attention_names._attention]]
     passing, check = set(borrowed._passing), PreTrainedModel._check_and_adjust_attn_implementation
     forward = flash._flash_attention_forward
     try:
         yield
     finally:
-        for mapping, was in zip([*interfaces, loading._attention], kept, strict=True):
+        for mapping, was in zip([*interfaces, attention_names._attention], kept, strict=True):
             mapping.clear()
             mapping.update(was)
         borrowed._passing.clear()

@@ -26,8 +26,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, PreTrainedModel
 
 from hf_distca import PackingCollator
-from hf_distca.integration import families, loading
-from hf_distca.integration.positions import first_position
+from hf_distca.integration import attention_names, families
+from hf_distca.integration.hooks.positions import first_position
 
 PACKED = (23, 1, 40, 9)  # tokens of the documents of a packed row
 ROWS = (24, 24, 24)  # tokens of the documents of a batch of full rows
@@ -86,8 +86,8 @@ def spying(name: str) -> Iterator[Calls]:
         return original(module, *args, **kwargs)
 
     # Else distca would find that it was replaced, and refuse.
-    ours = {name: spy} if name in loading._attention else {}
-    with patch.dict(known, {name: spy}), patch.dict(loading._attention, ours):
+    ours = {name: spy} if name in attention_names._attention else {}
+    with patch.dict(known, {name: spy}), patch.dict(attention_names._attention, ours):
         yield calls
 
 

@@ -20,7 +20,7 @@ from tiny import class_of
 from tqdm import tqdm
 
 from hf_distca.integration.families import FAMILIES
-from hf_distca.integration.recurrent_layers import MODULES
+from hf_distca.integration.hooks.recurrent_layers import MODULES
 from hf_distca.schedule.deal import deal, deal_in_order
 from hf_distca.schedule.layout import Layout
 from ranks import RankPool

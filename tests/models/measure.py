@@ -35,8 +35,8 @@ from tiny import MODEL_TYPES, build, class_of
 import hf_distca
 from hf_distca import DistCAError, UnsupportedError
 from hf_distca.integration import nano_batches
+from hf_distca.integration.hooks.recurrent_layers import MODULES
 from hf_distca.integration.nano_batches import NanoBatches
-from hf_distca.integration.recurrent_layers import MODULES
 from hf_distca.integration.work_planner import WorkPlanner
 
 # The statuses with which a type is not refused, and their names in families.py.

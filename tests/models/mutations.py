@@ -132,7 +132,7 @@ def _gradients_lost(original: Original) -> Original:
     return wrapped
 
 
-_ATTENTION, _DOCUMENTS = "integration.attention", "agreement.documents"
+_ATTENTION, _DOCUMENTS = "integration.hooks.attention", "agreement.documents"
 # What is replaced, and by what it is replaced, given the original.
 MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "window one key too wide": (_ATTENTION, "_scores", _scores(window=lambda window: window + 1)),

@@ -30,7 +30,7 @@ from checkpointed import checkpoint_layers
 from hf_distca import UnsupportedError
 from hf_distca.agreement import documents as agreement_documents
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.integration import recurrent_layers
+from hf_distca.integration.hooks import recurrent_layers
 from hf_distca.integration.processes import warn_once
 from host_syncs import NoHostSyncs
 from turns import in_turn

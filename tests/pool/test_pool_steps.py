@@ -20,7 +20,7 @@ from tiny import build
 import hf_distca
 from hf_distca.integration.configure import balancing
 from hf_distca.integration.current_session import current_session, use_session
-from hf_distca.integration.mixin import announce, plan_ahead
+from hf_distca.integration.training.mixin import announce, plan_ahead
 from hf_distca.pool.lead import PoolController
 from hf_distca.runtime.group import AttentionGroup
 from tiny_runs import documents, settings

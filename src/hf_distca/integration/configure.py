@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
+from hf_distca.integration.attention_names import stand_in
 from hf_distca.integration.current_session import current_session, keep_session
-from hf_distca.integration.loading import stand_in
 from hf_distca.integration.session import Session
 
 __all__ = ["balancing", "configure"]

@@ -20,8 +20,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_distca.errors import ConfigError, UnsupportedError
+from hf_distca.integration.attention_names import distca_configs
 from hf_distca.integration.families import check_family, check_layerdrop
-from hf_distca.integration.loading import distca_configs
 
 __all__ = ["SPLIT", "TIED", "ModelParts", "StageModel", "check_split", "layers_of_stages"]
 

@@ -23,7 +23,8 @@ from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.errors import ConfigError, DistCAError, LayoutError
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.nano_batches import can_cut, cut
+from hf_distca.integration.hooks.nano_batch_layers import can_cut
+from hf_distca.integration.nano_batches import cut
 from hf_distca.pipeline.borrowed_pipelining import OneStageSchedule
 from hf_distca.pipeline.stage_ranks import (
     StepRow,

@@ -13,9 +13,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_distca.config import split_settings
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.callback import DistCACallback
-from hf_distca.integration.deal_trainer import deal
-from hf_distca.integration.loading import STAND_INS, stand_in
+from hf_distca.integration.attention_names import STAND_INS, stand_in
+from hf_distca.integration.training.callback import DistCACallback
+from hf_distca.integration.training.deal_trainer import deal
 
 __all__ = ["DistCAInput", "DistCAPlugin"]
 

@@ -368,13 +368,13 @@ def _configure(options: Options) -> None:
 
 
 def _deal_before_training(tokens_per_rank: int, collator: Literal["check", "replace"]) -> None:
-    from hf_distca.integration.deal_trainer import deal_before_training
+    from hf_distca.integration.training.deal_trainer import deal_before_training
 
     deal_before_training(tokens_per_rank, collator)
 
 
 def _make_default() -> None:
-    from hf_distca.integration.loading import make_default
+    from hf_distca.integration.attention_names import make_default
 
     make_default()
 
@@ -385,7 +385,7 @@ def _print_summary() -> None:
     """
     if "hf_distca.integration.current_session" in sys.modules:
         from hf_distca.integration.current_session import current_session
-        from hf_distca.integration.reports import sum_up
+        from hf_distca.integration.training.reports import sum_up
 
         session = current_session()
         if not session.summarized:

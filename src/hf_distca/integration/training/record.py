@@ -24,7 +24,7 @@ from transformers import TrainingArguments
 
 from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.history import BalanceTotals, PlannedMicroBatch
-from hf_distca.integration.loading import distca_configs
+from hf_distca.integration.attention_names import distca_configs
 from hf_distca.integration.session import Session
 from hf_distca.run_report.rows import (
     RECORD_NAME,

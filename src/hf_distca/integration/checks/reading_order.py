@@ -17,9 +17,9 @@ from hf_distca.data.collator import PackingCollator
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.replaced import name_of, package_of
+from hf_distca.integration.checks.replaced_parts import name_of, package_of
 
-__all__ = ["Wrong", "check_reader", "wrong_epochs", "wrong_reading"]
+__all__ = ["Wrong", "check_reader", "shares_of", "wrong_epochs", "wrong_reading"]
 
 Wrong = Iterator[str]  # what is wrong, and what to set
 
@@ -146,3 +146,20 @@ def wrong_epochs(loader: Any, shares: Shares | StreamedShares) -> Wrong:
             " of the first. Select documents before document_shares, or give what is around shares"
             " a method set_epoch."
         )
+
+
+def shares_of(dataset: object) -> Shares | StreamedShares | None:
+    """Return the shares that a data set or a loader reads, under any wrappers of Trainer, TRL or
+    accelerate; None if there are none.
+    """
+    while dataset is not None:
+        if isinstance(dataset, Shares | StreamedShares):
+            return dataset
+        form = getattr(dataset, "format", None)
+        transform = (
+            form["format_kwargs"].get("transform")
+            if isinstance(form, dict) and "format_kwargs" in form
+            else None
+        )
+        dataset = getattr(dataset, "dataset", None) if transform is None else transform
+    return None

@@ -29,11 +29,11 @@ from hf_distca.config import DistCAConfig
 from hf_distca.data.row_documents import find_row_documents
 from hf_distca.data.row_placement import RowPlacement, StepPlaces
 from hf_distca.errors import ConfigError, UnsupportedError
-from hf_distca.integration.callback import DistCACallback
+from hf_distca.integration.checks.reading_order import shares_of
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.dealt_trainers import shares_of
 from hf_distca.integration.families import known_cost, layer_counts
 from hf_distca.integration.processes import say
+from hf_distca.integration.training.callback import DistCACallback
 from hf_distca.runtime.members import node_number
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray

@@ -22,7 +22,7 @@ from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.positions import mark_starts
+from hf_distca.integration.hooks.positions import mark_starts
 from hf_distca.integration.recurrent_rows import RecurrentRows
 from hf_distca.integration.session import Session
 from hf_distca.recurrent.segments import Segments

@@ -15,8 +15,8 @@ from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.borrowed import CAUSAL_MASK_PARTS, MASK_BLOCKS, MASK_CHUNKS, MASK_UNION
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.attention_names import check_untouched
 from hf_distca.integration.callers import MaskCall
-from hf_distca.integration.checks import check_step
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import (
     check_family,
@@ -26,15 +26,15 @@ from hf_distca.integration.families import (
     why_whole,
 )
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, MaskInfo
-from hf_distca.integration.loading import check_untouched
-from hf_distca.integration.nano_batches import cut_layers
-from hf_distca.integration.positions import (
+from hf_distca.integration.hooks.first_share import check_step
+from hf_distca.integration.hooks.nano_batch_layers import cut_layers
+from hf_distca.integration.hooks.positions import (
     check_positions,
     first_position,
     mark_starts,
     see_longest,
 )
-from hf_distca.integration.recomputed_masks import handle_of_forward
+from hf_distca.integration.hooks.recomputed_masks import handle_of_forward
 
 __all__ = ["distca_mask"]
 

@@ -20,13 +20,15 @@ from transformers import (
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.attention_names import distca_configs
 from hf_distca.integration.callers import calling_trainer
-from hf_distca.integration.checks import check_evaluation, check_loader
+from hf_distca.integration.checks.share_readers import check_evaluation, check_loader
 from hf_distca.integration.current_session import current_session, use_session
-from hf_distca.integration.dealt_trainers import follow_trainers
-from hf_distca.integration.loading import distca_configs, prepare
-from hf_distca.integration.record import Recorder
-from hf_distca.integration.reports import (
+from hf_distca.integration.hooks.dealt_trainers import follow_trainers
+from hf_distca.integration.hooks.prepare import prepare
+from hf_distca.integration.session import Session
+from hf_distca.integration.training.record import Recorder
+from hf_distca.integration.training.reports import (
     Metrics,
     metrics_of,
     sum_up,
@@ -34,7 +36,6 @@ from hf_distca.integration.reports import (
     why_given_up,
     why_nothing_moved,
 )
-from hf_distca.integration.session import Session
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -35,8 +35,8 @@ from transformers import PreTrainedModel
 from hf_distca.borrowed import is_of_package
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import check_parts, warn_of_packing, why_unsegmented
+from hf_distca.integration.hooks.recurrent_segments import rows_of
 from hf_distca.integration.recurrent_rows import RECURRENT_ROWS, RecurrentRows, recurrent_rows
-from hf_distca.integration.recurrent_segments import rows_of
 from hf_distca.late_imports import when_imported
 from hf_distca.recurrent.convolution import causal_convolution
 from hf_distca.recurrent.delta_rule import (

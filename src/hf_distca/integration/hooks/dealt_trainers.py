@@ -15,33 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_distca.borrowed import count_shifted_targets
-from hf_distca.data.shares import Shares
-from hf_distca.data.streaming import StreamedShares
-from hf_distca.integration.dealt_evaluation import evaluate_by_targets
-from hf_distca.integration.first_loss import train_watched
+from hf_distca.integration.checks.first_loss import train_watched
+from hf_distca.integration.checks.reading_order import shares_of
+from hf_distca.integration.hooks.dealt_evaluation import evaluate_by_targets
 
 if TYPE_CHECKING:
     from transformers import Trainer
     from transformers.trainer_utils import EvalLoopOutput
 
-__all__ = ["follow_trainers", "shares_of"]
-
-
-def shares_of(dataset: object) -> Shares | StreamedShares | None:
-    """Return the shares that a data set or a loader reads, under any wrappers of Trainer, TRL or
-    accelerate; None if there are none.
-    """
-    while dataset is not None:
-        if isinstance(dataset, Shares | StreamedShares):
-            return dataset
-        form = getattr(dataset, "format", None)
-        transform = (
-            form["format_kwargs"].get("transform")
-            if isinstance(form, dict) and "format_kwargs" in form
-            else None
-        )
-        dataset = getattr(dataset, "dataset", None) if transform is None else transform
-    return None
+__all__ = ["follow_trainers"]
 
 
 def follow_trainers() -> None:

@@ -15,7 +15,7 @@ from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.dealt_trainers import follow_trainers
+from hf_distca.integration.hooks.dealt_trainers import follow_trainers
 from hf_distca.integration.session import Session
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel

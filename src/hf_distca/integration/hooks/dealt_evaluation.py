@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_distca.data.collator import IGNORED_LABEL
-from hf_distca.integration.first_loss import wrapped
+from hf_distca.integration.checks.first_loss import wrapped
 
 if TYPE_CHECKING:
     from transformers import Trainer

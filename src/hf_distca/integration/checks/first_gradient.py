@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import given_to_model, is_compiled, is_in_model
-from hf_distca.integration.first_loss import NoticedTensor
+from hf_distca.integration.checks.first_loss import NoticedTensor
 
 __all__ = ["watch_gradient"]
 

@@ -1,14 +1,13 @@
-"""Connection of models to distca: names of attention, replacements, the default; and `prepare`."""
+"""Names of attention in transformers: distca under its own name, in place of others, by default."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -16,9 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from hf_distca.borrowed import changed_flash_attention, let_names_pass
 from hf_distca.config import STAND_INS, check_stand_in
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.current_session import current_session
-from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop
-from hf_distca.integration.nano_batches import cut_layers
+from hf_distca.integration.families import EQUAL, FAMILIES
 from hf_distca.integration.processes import warn_once
 
 __all__ = [
@@ -28,7 +25,7 @@ __all__ = [
     "is_ours",
     "make_default",
     "origin",
-    "prepare",
+    "models_of",
     "register",
     "stand_in",
 ]
@@ -160,53 +157,11 @@ def _suits(model: PreTrainedModel) -> bool:
     return False
 
 
-Model = TypeVar("Model", bound=torch.nn.Module)
-
-
-def prepare(model: Model) -> Model:
-    """Make a model ready to train under distca, before its first step; for custom
-    loops, like `DistCACallback` for Trainers.
-
-    Call it on every rank, after `configure` and after torch.distributed has started. It makes the
-    attention group, from the device mesh of the model if there is one, and lets decoder layers run
-    as nano-batches if ping-pong is on. Without this call the first forward does the same, as far as
-    it finds the model among its callers. Calling it again has no effect.
-
-    Args:
-        model: a model of transformers, or a module that holds one, such as a PEFT or a DDP model.
-
-    Returns:
-        The model.
-
-    Raises:
-        UnsupportedError: if the model, or a part of it that asks for distca, is of a family that is
-            refused or drops layers, or if another package has put itself in front of distca.
-        DistCADesyncError: if not all ranks come.
-    """
-    configs = distca_configs(model)
-    for config in configs:
-        check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
-        check_layerdrop(config)
-        check_untouched(config)
-    if not configs:
-        return model
-    session = current_session()
-    session.look_for_mesh(_models(model))
-    if session.config.ping_pong:
-        for part in _models(model):
-            # Of others the first forward says why it leaves them whole.
-            if part.config.model_type in PING_PONG:
-                cut_layers(part)
-    if dist.is_available() and dist.is_initialized():
-        session.join_group()
-    return model
-
-
 def distca_configs(model: torch.nn.Module | None) -> list[PreTrainedConfig]:
     """Return the configurations of a model and its parts, such as a language tower, that ask for
     distca, under any name.
     """
-    configs = {id(part.config): part.config for part in _models(model) if is_ours(part)}
+    configs = {id(part.config): part.config for part in models_of(model) if is_ours(part)}
     return list(configs.values())
 
 
@@ -215,7 +170,7 @@ def is_ours(model: PreTrainedModel) -> bool:
     return getattr(model.config, "_attn_implementation", None) in _attention
 
 
-def _models(model: torch.nn.Module | None) -> Iterator[PreTrainedModel]:
+def models_of(model: torch.nn.Module | None) -> Iterator[PreTrainedModel]:
     """Yield the models of transformers that a module is or holds, from the outside in."""
     for part in () if model is None else model.modules():
         if isinstance(part, PreTrainedModel):

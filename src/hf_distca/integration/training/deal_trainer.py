@@ -20,14 +20,14 @@ from hf_distca.data.reading import read_document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import ConfigError, UnsupportedError
-from hf_distca.integration.callback import DistCACallback
-from hf_distca.integration.checks import check_dealing
+from hf_distca.integration.checks.reading_order import shares_of
+from hf_distca.integration.checks.replaced_parts import Collators, check_collator, warn_of_order
+from hf_distca.integration.checks.share_readers import check_dealing
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.dealt_trainers import shares_of
-from hf_distca.integration.document_shares import document_shares
 from hf_distca.integration.processes import say
-from hf_distca.integration.replaced import Collators, check_collator, warn_of_order
-from hf_distca.integration.targets import Targets, sample_targets
+from hf_distca.integration.training.callback import DistCACallback
+from hf_distca.integration.training.document_shares import document_shares
+from hf_distca.integration.training.targets import Targets, sample_targets
 from hf_distca.schedule.layout import IntArray
 
 __all__ = ["deal", "deal_before_training"]

@@ -1,0 +1,209 @@
+"""Decoder layers that run their tokens as two nano-batches, half a phase apart.
+
+The layers of a model get a subclass of their own class, under its name, whose `forward` runs the
+original one twice, in turns. The cut stays inside one call of the layer: hooks of FSDP, DeepSpeed
+or PEFT, checkpointing and collected hidden states see one layer call, and no line of the model
+changes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import cache, partial, wraps
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from transformers.cache_utils import Cache
+
+from hf_distca.borrowed import in_backward
+from hf_distca.integration.current_session import current_session
+from hf_distca.integration.families import PING_PONG
+from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.nano_batches import NanoBatches
+from hf_distca.integration.processes import warn_once
+from hf_distca.integration.work_planner import WorkPlanner
+from hf_distca.runtime.pingpong import find_checkpointed_parts, run_nano_batches
+
+__all__ = ["can_cut", "cut_layers"]
+
+_log = logging.getLogger("hf_distca")
+
+_seen: WeakSet[torch.nn.Module] = WeakSet()
+
+
+def cut_layers(model: torch.nn.Module) -> None:
+    """Let the decoder layers of a model run as two nano-batches if a micro-batch gains by it."""
+    if model in _seen:
+        return
+    _seen.add(model)
+    model_type = str(getattr(getattr(model, "config", None), "model_type", None))
+    if model_type not in PING_PONG:
+        text = (
+            "ping-pong leaves the layers of %s models whole: it is not proven that attention is all"
+            " that mixes tokens in them."
+        )
+        _log.warning(text, model_type)
+        return
+    # It imports what registers distca.
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers: list[Any] = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
+    for module in layers:
+        if not hasattr(type(module), "_distca_whole"):
+            module.__class__ = _in_nano_batches(type(module))  # type: ignore[arg-type]  # a class is hashable
+
+
+@cache
+def _in_nano_batches(base: Any) -> Any:
+    """Make the class of layers like `base` that run as nano-batches."""
+
+    @wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = partial(base.forward, self)
+        cut = _nano_batches_for(self, args, kwargs)
+        return whole(*args, **kwargs) if cut is None else _run(whole, cut, args, kwargs)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
+        # Copies and pickles are of the class that has an address; their first forward makes them
+        # like this one again.
+        _, arguments, *state = base.__reduce_ex__(self, protocol)
+        return (_blank, (base, *arguments[1:]), *state)
+
+    names = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    return type(
+        base.__name__,
+        (base,),
+        {**names, "forward": forward, "__reduce_ex__": __reduce_ex__, "_distca_whole": base},
+    )
+
+
+def _blank(kind: Any, *arguments: Any) -> Any:
+    """Make a new object without a state.
+
+    Needed because pickle lets `copyreg.__newobj__` make objects of their own class only.
+    """
+    return kind.__new__(kind, *arguments)
+
+
+def _run(whole: Callable[..., Any], cut: NanoBatches, args: Any, kwargs: Any) -> Any:
+    first, second = (
+        partial(whole, *cut.part(nano, args), **cut.part(nano, kwargs)) for nano in (1, 2)
+    )
+    device = next(
+        tensor.device for tensor in _flat((args, kwargs)) if isinstance(tensor, torch.Tensor)
+    )
+    trace = current_session().trace
+    if trace is not None:
+        trace.mark_border(device)
+    output = cut.join(*run_nano_batches(first, second, device.type))
+    grown = next(
+        (
+            tensor
+            for tensor in _flat((output,))
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad
+        ),
+        None,
+    )
+    if trace is not None and grown is not None:
+        grown.register_hook(lambda _: trace.mark_border(device))  # type: ignore[no-untyped-call]
+    return output
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it looks at arguments and groups, and computes nothing
+def _nano_batches_for(
+    layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]
+) -> NanoBatches | None:
+    """Choose the cut of this call of a layer; None to run it whole."""
+    flat = list(_flat((args, kwargs)))
+    handles = {id(argument): argument for argument in flat if isinstance(argument, AttentionHandle)}
+    if len(handles) != 1:
+        return None
+    handle = next(iter(handles.values()))
+    if in_backward():  # a recompute, which must do what the forward did
+        nano_batches = handle.nano_batches
+        return (
+            nano_batches if nano_batches is not None and id(layer) in nano_batches.layers else None
+        )
+    # Nano-batches fill no cache. Who trains does not read it; who generates does, also with a model
+    # in training mode.
+    if any(isinstance(argument, Cache) for argument in flat) and not (
+        layer.training and torch.is_grad_enabled()
+    ):
+        return None
+    session = current_session()
+    if handle.nano or not (session.elsewhere or WorkPlanner(session)).uses_nano_batches(
+        handle, layer.training
+    ):
+        return None
+    if (why := _holds_attention(layer)) is not None:
+        warn_once(
+            "ping-pong leaves layers whole whose attention is %s by itself: do it with whole"
+            " layers, which costs no second attention under distca, and which ping-pong can cut.",
+            why,
+        )
+        return None
+    if handle.nano_batches is None:
+        documents = WorkPlanner(session).read_documents(handle, kwargs, layer.training)
+        if documents.span_ranks and (
+            documents.dealt_share is None or documents.dealt_share.first_nano_tokens is None
+        ):
+            warn_once(
+                "ping-pong leaves layers whole while documents span ranks, unless they were dealt"
+                " for it: give the same DistCAConfig to `document_shares`."
+            )
+            return None
+        handle.nano_batches = NanoBatches.of(handle, documents, session.config.tile)
+    if handle.nano_batches.pointless:
+        return None
+    handle.nano_batches.layers.add(id(layer))
+    return handle.nano_batches
+
+
+def can_cut(model: torch.nn.Module) -> bool:
+    """Return whether all decoder layers of a model that ran once can run as two nano-batches."""
+    layers = [module for module in model.modules() if hasattr(type(module), "_distca_whole")]
+    return bool(layers) and all(_holds_attention(layer) is None for layer in layers)
+
+
+def _holds_attention(layer: torch.nn.Module) -> str | None:
+    """Return why this layer cannot interleave nano-batches: its attention is checkpointed or
+    sharded on its own; else None.
+
+    A module counts as attention by transformers' conventions for such modules.
+    """
+    sharded = [
+        part
+        for part in layer.modules()
+        if part is not layer and isinstance(part, (FSDPModule, FullyShardedDataParallel))
+    ]
+    for parts, why in (
+        (find_checkpointed_parts(layer), "checkpointed"),
+        (sharded, "sharded by FSDP"),
+    ):
+        modules = [module for part in parts for module in part.modules()]
+        if any(
+            hasattr(module, "is_causal") or "attention" in type(module).__name__.lower()
+            for module in modules
+        ):
+            return why
+    return None
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """Yield the contents of nested tuples, lists and dictionaries."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if type(value) in (tuple, list):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value

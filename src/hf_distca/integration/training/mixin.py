@@ -1,0 +1,223 @@
+"""`DistCATrainerMixin`: a Trainer that plans whole optimizer steps ahead, so that
+no forward waits for an exchange of documents.
+
+`plan_ahead` does so for custom loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+from transformers import TrainerCallback, TrainerState
+
+from hf_distca.agreement.announce import PlanKey, Request
+from hf_distca.agreement.documents import PackedDocuments, TokenBatch
+from hf_distca.agreement.planner import PendingPlans
+from hf_distca.integration.checks.share_readers import check_sharing
+from hf_distca.integration.current_session import current_session
+from hf_distca.integration.nano_batches import cut
+from hf_distca.integration.training.callback import DistCACallback, put_before_reporters
+from hf_distca.integration.training.share_tokens import share_tokens
+
+__all__ = ["Announced", "DistCATrainerMixin", "announce", "plan_ahead"]
+
+
+def plan_ahead(batches: Sequence[Any]) -> list[Any]:
+    """Plan core attention for the micro-batches of an optimizer step at once: two small collectives
+    for all of them.
+
+    For loops that have their batches before they run them; all ranks must call it at the same
+    point, with as many batches. The required plans are known from earlier micro-batches, so the
+    first step is planned as it runs.
+
+    Args:
+        batches: micro-batches made by `PackingCollator`, each for one forward, in the order in
+            which they will run.
+
+    Returns:
+        The batches with their plans; unchanged if one of them has no documents (`PackedDocuments`).
+
+    Raises:
+        DistCADesyncError: if ranks do not agree, or do not all call it.
+    """
+    announced = announce(batches, current_session().planner.resume_progress().pop_recent_keys())
+    return list(batches) if announced is None else announced.planned()
+
+
+@dataclass(frozen=True, eq=False)
+class Announced:
+    """Micro-batches of an optimizer step whose documents all ranks know, and whose plans are being
+    made.
+
+    Attributes:
+        batches: as they were announced.
+        keys: the plans that each batch gets.
+        planning: plans of all keys for each batch.
+    """
+
+    batches: list[Any]
+    keys: list[PlanKey]
+    planning: PendingPlans
+
+    def planned(self) -> list[Any]:
+        """Return copies of the batches, with their plans, once these are made and all ranks have
+        the same.
+        """
+        session, batches = current_session(), [copy(batch) for batch in self.batches]
+        with self.planning.group.reporting(f"planning {self.planning.place}"):
+            plans = iter(session.planner.finish_plans(self.planning))
+        for batch in batches:
+            batch["distca_documents"] = packed = copy(batch["distca_documents"])
+            packed.prepared_plans = {key: next(plans) for key in self.keys}
+        return batches
+
+
+def announce(
+    batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, beside: bool = False
+) -> Announced | None:
+    """Announce the documents of micro-batches to the other ranks, which must do so with as many at
+    the same point.
+
+    Args:
+        batches: micro-batches in the order in which they will run.
+        keys: the plans that each needs, known to the planner from earlier micro-batches.
+        after: number of micro-batches that will run before these, for errors.
+        beside: make plans in the background.
+
+    Returns:
+        None if there is nothing to plan, or if a batch has no documents to plan.
+    """
+    if not keys or not _to_be_planned(batches):
+        return None
+    session = current_session()
+    first = session.planner.resume_progress().next_number + after
+    place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
+    with session.join_group().reporting(f"planning {place}"):
+        requests = [_requests(batch, keys, session.config.tile) for batch in batches]
+        planning = session.planner.begin_plans(
+            list(chain.from_iterable(requests)), session.join_group(), place, in_background=beside
+        )
+    return Announced(list(batches), keys, planning)
+
+
+def _to_be_planned(batches: Sequence[Any]) -> bool:
+    """Return whether all batches have documents, and none is a share, which has its plans."""
+    known = [
+        batch.get("distca_documents")
+        if isinstance(batch, Mapping) and "input_ids" in batch
+        else None
+        for batch in batches
+    ]
+    return all(
+        isinstance(packed, PackedDocuments) and packed.dealt_share is None for packed in known
+    )
+
+
+def _requests(batch: Mapping[str, Any], keys: Sequence[PlanKey], tile: int) -> list[Request]:
+    """Return the documents of a batch, in the form that the attention of each key will find."""
+    shape: tuple[int, int] = batch["input_ids"].shape
+    whole = TokenBatch.of(batch).read_documents()
+    chunked = {chunk: whole.cut_into_chunks(chunk) for chunk in {key.chunk for key in keys}}
+    nano = {
+        chunk: cut(*shape, chunked[chunk], tile)[2]
+        for chunk in {key.chunk for key in keys if key.nano}
+    }
+    return [
+        (nano[key.chunk][key.nano - 1] if key.nano else chunked[key.chunk], key) for key in keys
+    ]
+
+
+class DistCATrainerMixin:
+    """Plans optimizer steps ahead and logs the balance: ``class
+    MyTrainer(hf_distca.DistCATrainerMixin, Trainer)``.
+
+    While a step runs, the documents of the next one are known to all ranks already, so no forward
+    waits for the others to plan. It pays with gradient accumulation and many ranks, and needs the
+    documents of `PackingCollator`. For that, batches are drawn from the loader one optimizer step
+    early, never past the end of an epoch or of training. Batches, their order and the number of
+    items in each step stay the same; only data generated in the training process itself with the
+    global random numbers (no worker processes) differs, because it is generated at another time.
+
+    While it trains, its `DistCACallback` stands in front of the reporters; without one, a callback
+    that only logs and checks is added.
+
+    Attributes:
+        shares_tokens: deal the micro-batches of every step anew among the ranks, by `share_tokens`,
+            instead of planning ahead. Set it in your class where the loader must stay as it is.
+            Losses and models for which documents must be whole are refused before the first step.
+    """
+
+    shares_tokens: bool = False
+    _iterator: Iterator[Any] | None = None  # of this epoch
+    _drawn: Iterator[Any] = iter(())  # batches that the next step begins with
+    _announced: Announced | None = None
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the Trainer does."""
+        callbacks: list[TrainerCallback] = self.callback_handler.callbacks  # type: ignore[attr-defined]
+        ours = next(
+            (callback for callback in callbacks if isinstance(callback, DistCACallback)), None
+        )
+        first = ours or DistCACallback(summary=False, record=False)
+        place = None if ours is None else callbacks.index(ours)
+        put_before_reporters(first, callbacks)
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            callbacks.remove(first)
+            if place is not None:
+                callbacks.insert(place, first)
+            self._forget()  # worker processes end with their iterator
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return the micro-batches of the next optimizer step, planned, and the Trainer's other
+        results.
+        """
+        if epoch_iterator is not self._iterator:
+            self._forget()
+            self._iterator = epoch_iterator
+            if self.shares_tokens:
+                trainer: Any = self
+                check_sharing(trainer, current_session().join_trainers().size)
+        source = chain(self._drawn, epoch_iterator)
+        batches, *rest = super().get_batch_samples(source, num_batches, *args, **kwargs)  # type: ignore[misc]
+        if self.shares_tokens:
+            return (share_tokens(batches), *rest)
+        keys, announced, self._announced = (
+            current_session().planner.resume_progress().pop_recent_keys(),
+            self._announced,
+            None,
+        )
+        if announced is None or list(map(id, batches)) != list(map(id, announced.batches)):
+            announced = announce(batches, keys)
+        planned = batches if announced is None else announced.planned()
+        state: TrainerState = self.state  # type: ignore[attr-defined]
+        if keys and batches and _to_be_planned(batches) and state.global_step + 1 < state.max_steps:
+            drawn = list(self._drawn)
+            drawn += islice(self._up_to_the_end(epoch_iterator), max(0, num_batches - len(drawn)))
+            self._drawn = iter(drawn)
+            if drawn:
+                self._announced = announce(
+                    drawn[:num_batches], keys, after=len(batches), beside=True
+                )
+        return (planned, *rest)
+
+    def _up_to_the_end(self, epoch_iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of an epoch, without asking for one after the last, which
+        would tell accelerate that the epoch is over.
+        """
+        gradient_state = self.accelerator.gradient_state  # type: ignore[attr-defined]
+        while not gradient_state.end_of_dataloader:
+            try:
+                yield next(epoch_iterator)
+            except StopIteration:
+                return
+
+    def _forget(self) -> None:
+        self._iterator, self._drawn, self._announced = None, iter(()), None
