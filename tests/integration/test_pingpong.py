@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 import hf_distca
 from checkpointed import checkpoint_layers
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
-from hf_distca.integration import nano_batches
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.hooks import nano_batch_layers
 from hf_distca.integration.nano_batches import NanoBatches
 from ranks import RankPool
 from turns import in_turn
@@ -483,14 +483,14 @@ def test_copies_and_pickles_keep_the_models_class() -> None:
     """Copies and pickles are of the class the model was made with."""
     model = model_for(2, "distca", torch.float32)
     original = type(model.model.layers[0])
-    nano_batches.cut_layers(model.model)
+    nano_batch_layers.cut_layers(model.model)
     cut = type(model.model.layers[0])
     assert cut is not original
     assert cut.__name__ == original.__name__
     assert isinstance(model.model.layers[0], original)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(twin.model.layers[0]) is original
-        nano_batches.cut_layers(twin.model)
+        nano_batch_layers.cut_layers(twin.model)
         assert type(twin.model.layers[0]) is cut
         assert twin.state_dict().keys() == model.state_dict().keys()
 
@@ -499,7 +499,7 @@ def test_a_model_that_is_not_proven_is_left_whole(caplog: pytest.LogCaptureFixtu
     model = model_for(2, "distca", torch.float32)
     model.model.config.model_type = "somebodys-own"
     before = type(model.model.layers[0])
-    nano_batches.cut_layers(model.model)
+    nano_batch_layers.cut_layers(model.model)
     assert type(model.model.layers[0]) is before
     assert "somebodys-own" in caplog.text
 

@@ -34,7 +34,7 @@ from tiny import MODEL_TYPES, build, class_of
 
 import hf_distca
 from hf_distca import DistCAError, UnsupportedError
-from hf_distca.integration import nano_batches
+from hf_distca.integration.hooks import nano_batch_layers
 from hf_distca.integration.hooks.recurrent_layers import MODULES
 from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.integration.work_planner import WorkPlanner
@@ -208,7 +208,7 @@ def in_halves() -> Iterator[None]:
     with (
         patch.object(WorkPlanner, "uses_nano_batches", lambda self, handle, training: training),
         patch.object(NanoBatches, "pointless", False),
-        patch.object(nano_batches, "PING_PONG", frozenset(MODEL_TYPES)),
+        patch.object(nano_batch_layers, "PING_PONG", frozenset(MODEL_TYPES)),
     ):
         hf_distca.configure(hf_distca.DistCAConfig(ping_pong=True))
         try:
