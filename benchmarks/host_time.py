@@ -278,8 +278,8 @@ class Switch(Session):
 
     bare = False
 
-    def kernel(self, *arguments: Any) -> Any:
-        return Either(self, super().kernel(*arguments))
+    def choose_kernel(self, *arguments: Any) -> Any:
+        return Either(self, super().choose_kernel(*arguments))
 
 
 class Either:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hf_distca import pipeline
     from hf_distca.config import DistCAConfig
     from hf_distca.data.collator import PackingCollator
-    from hf_distca.integration.configure import balancing, configure
+    from hf_distca.integration.current_session import balancing, configure
     from hf_distca.integration.hooks.prepare import prepare
     from hf_distca.integration.training.callback import DistCACallback
     from hf_distca.integration.training.deal_trainer import deal
@@ -60,7 +60,7 @@ _MODULES = {
     "integration.training.mixin": ("DistCATrainerMixin",),
     "integration.training.place_rows": ("place_rows",),
     "integration.training.reports": ("metrics", "trace"),
-    "integration.configure": ("balancing", "configure"),
+    "integration.current_session": ("balancing", "configure"),
     "integration.training.share_tokens": ("share_tokens",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -18,7 +18,7 @@ from hf_distca.integration import families
 from hf_distca.kernels import Case, Scores, flash, select_kernel
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
-FAMILIES = [name for group in families.EQUAL for name in families._TABLE[group]]
+FAMILIES = [name for group in families.PROVEN_GROUPS for name in families._TABLE[group]]
 
 
 def cases(name: str) -> list[Case]:
@@ -26,7 +26,7 @@ def cases(name: str) -> list[Case]:
     config = CONFIG_MAPPING[name]()
     softcap = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
     try:
-        shapes = {key.shape for key in families.layer_keys(config, torch.bfloat16, "cuda")}
+        shapes = {key.shape for key in families.list_layer_keys(config, torch.bfloat16, "cuda")}
     except ConfigError:  # bamba and granitemoehybrid have no attention layers by default
         return []
     return [

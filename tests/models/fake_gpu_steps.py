@@ -220,7 +220,7 @@ def step(family: str, way: Way) -> Step:
         right = {name for name, p in model.named_parameters() if _alike(p, grads[name])}
     session = current_session()
     return Step(
-        list(session.kernels),
+        list(session.kernel_names),
         session.meter.calls,
         session.meter.recalls,
         session.meter.kernel_calls,

@@ -368,7 +368,7 @@ def package_in(module: ModuleType) -> Iterator[Package]:
     """A modeling module as transformers makes it where the packages are installed."""
     before = {
         name: getattr(module, name, None)
-        for name in recurrent_layers._FUNCTIONS
+        for name in recurrent_layers._REPLACEMENTS
         if hasattr(module, name)
     }
     torch_functions = {name: function.__wrapped__.__wrapped__ for name, function in before.items()}
@@ -388,7 +388,7 @@ def package_in(module: ModuleType) -> Iterator[Package]:
             decorated = use_kernel_func_from_hub_with_fallback(
                 names.get(name, name), "fake_package"
             )(function)
-            setattr(module, name, recurrent_layers._along_segments(decorated, name))
+            setattr(module, name, recurrent_layers._run_along_segments(decorated, name))
     try:
         yield package
     finally:
@@ -551,7 +551,7 @@ def test_modules_of_other_versions_are_left_as_they_are() -> None:
         Lfm2ShortConv=Mixer, Lfm2Model=type("Lfm2Model", (), {}), causal_conv1d_fn=causal_conv1d_fn
     )
     with patch.dict(sys.modules, {module.__name__: module}):
-        recurrent_layers._replace("lfm2", lambda _: True)
+        recurrent_layers._replace_functions("lfm2", lambda _: True)
     assert module.causal_conv1d_fn is causal_conv1d_fn
 
 

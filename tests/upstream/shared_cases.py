@@ -118,7 +118,7 @@ def distca_as_sdpa(model_classes: tuple[type[PreTrainedModel], ...]) -> Iterator
         undo.enter_context(patch.dict(functions, {"distca": counted, "sdpa": counted}))
         # Else it would be refused.
         undo.enter_context(
-            patch.dict(attention_names._attention, {"distca": counted, "sdpa": counted})
+            patch.dict(attention_names._registered, {"distca": counted, "sdpa": counted})
         )
         undo.enter_context(patch.dict(masks, {"sdpa": masks["distca"]}))
         for model_class in model_classes:

@@ -13,44 +13,44 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from hf_distca.borrowed import changed_flash_attention, let_names_pass
-from hf_distca.config import STAND_INS, check_stand_in
+from hf_distca.config import REPLACEABLE_ATTENTION, check_replaceable
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.families import EQUAL, FAMILIES
+from hf_distca.integration.families import FAMILIES, PROVEN_GROUPS
 from hf_distca.integration.processes import warn_once
 
 __all__ = [
-    "STAND_INS",
-    "check_untouched",
-    "distca_configs",
-    "is_ours",
-    "make_default",
-    "origin",
-    "models_of",
-    "register",
-    "stand_in",
+    "REPLACEABLE_ATTENTION",
+    "check_not_replaced",
+    "find_distca_configs",
+    "is_distca_model",
+    "make_distca_default",
+    "describe_origin",
+    "iterate_models",
+    "register_attention",
+    "replace_attention",
 ]
 
 _log = logging.getLogger("hf_distca")
 
-_attention: dict[str, Callable[..., Any]] = {}
+_registered: dict[str, Callable[..., Any]] = {}
 
 
-def register(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
     """Register attention and mask function under a name."""
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
-    _attention[name] = attention
+    _registered[name] = attention
 
 
-def origin(function: Callable[..., Any]) -> str:
+def describe_origin(function: Callable[..., Any]) -> str:
     """Return module and name of a function, or of another callable."""
     if isinstance(function, partial):
-        return origin(function.func)
+        return describe_origin(function.func)
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def check_untouched(config: PreTrainedConfig | None) -> None:
+def check_not_replaced(config: PreTrainedConfig | None) -> None:
     """Raise if another package replaced an attention that distca registered, or built on the
     attention that distca replaced.
 
@@ -59,7 +59,7 @@ def check_untouched(config: PreTrainedConfig | None) -> None:
             that cut sequences over ranks.
     """
     name = getattr(config, "_attn_implementation", None)
-    ours = _attention.get(name) if isinstance(name, str) else None
+    ours = _registered.get(name) if isinstance(name, str) else None
     if ours is None:
         return
     registered_now = ALL_ATTENTION_FUNCTIONS[name]
@@ -68,14 +68,15 @@ def check_untouched(config: PreTrainedConfig | None) -> None:
         changed = changed_flash_attention()
     if changed is not None:
         raise UnsupportedError(
-            f'attn_implementation="{name}" is distca here, and {origin(changed)} has been put in'
-            " front of it since. Packages do so to cut sequences over ranks; distca would take"
-            " each part for documents of its own. Switch that off (sequence, context or Ulysses"
-            " parallelism of size 1): distca shares the attention of long documents between ranks."
+            f'attn_implementation="{name}" is distca here, and {describe_origin(changed)} has been'
+            " put in front of it since. Packages do so to cut sequences over ranks; distca would"
+            " take each part for documents of its own. Switch that off (sequence, context or"
+            " Ulysses parallelism of size 1): distca shares the attention of long documents between"
+            " ranks."
         )
 
 
-def stand_in(name: str) -> None:
+def replace_attention(name: str) -> None:
     """Let models that ask for the attention `name` have distca, for trainers that accept only names
     they know.
 
@@ -96,9 +97,9 @@ def stand_in(name: str) -> None:
         UnsupportedError: if `name` is another, or a package has replaced its function, as packages
             do that cut sequences over ranks. If a package does so later, the next forward raises.
     """
-    if name in _attention:
+    if name in _registered:
         return
-    check_stand_in(name)
+    check_replaceable(name)
     if name not in ALL_ATTENTION_FUNCTIONS:
         raise UnsupportedError(
             f"distca cannot stand in for {name!r}: this version of transformers does not have it."
@@ -106,40 +107,40 @@ def stand_in(name: str) -> None:
     replaced = ALL_ATTENTION_FUNCTIONS[name]
     changed = changed_flash_attention() if "flash" in name else None
     for function in (replaced, changed):
-        if function is not None and not origin(function).startswith("transformers."):
+        if function is not None and not describe_origin(function).startswith("transformers."):
             raise UnsupportedError(
-                f"distca cannot stand in for {name!r}: {origin(function)} has been put in its"
-                " place. Packages do so to cut sequences over ranks, which distca would not know"
-                " of: switch that off."
+                f"distca cannot stand in for {name!r}: {describe_origin(function)} has been put in"
+                " its place. Packages do so to cut sequences over ranks, which distca would not"
+                " know of: switch that off."
             )
-    register(name, _attention["distca"], ALL_MASK_ATTENTION_FUNCTIONS["distca"])
-    let_names_pass(frozenset(_attention))
+    register_attention(name, _registered["distca"], ALL_MASK_ATTENTION_FUNCTIONS["distca"])
+    let_names_pass(frozenset(_registered))
     _log.warning(
         'distca stands in for attn_implementation="%s": models that ask for it in this process get'
         " distca, not %s.",
         name,
-        origin(replaced),
+        describe_origin(replaced),
     )
 
 
-def make_default() -> None:
+def make_distca_default() -> None:
     """Make distca the default of causal language models of proven families, and of their parts,
     that name no attention.
     """
     choose = PreTrainedModel.get_correct_attn_implementation
 
     @wraps(choose)
-    def chosen(
+    def choose_attention(
         self: PreTrainedModel, requested_attention: str | None, *args: bool, **kwargs: bool
     ) -> str:
-        if requested_attention is None and _suits(self):
+        if requested_attention is None and _is_suitable(self):
             requested_attention = "distca"
         return choose(self, requested_attention, *args, **kwargs)
 
-    PreTrainedModel.get_correct_attn_implementation = chosen  # type: ignore[method-assign]
+    PreTrainedModel.get_correct_attn_implementation = choose_attention  # type: ignore[method-assign]
 
 
-def _suits(model: PreTrainedModel) -> bool:
+def _is_suitable(model: PreTrainedModel) -> bool:
     """Return whether a model is causal and of a proven family.
 
     BERT and its like are not, unless they are decoders.
@@ -148,7 +149,7 @@ def _suits(model: PreTrainedModel) -> bool:
     encodes = getattr(config, "is_decoder", None) is False and not model.can_generate()
     if encodes or getattr(config, "is_encoder_decoder", False):
         return False
-    if FAMILIES.get(config.model_type) in EQUAL:
+    if FAMILIES.get(config.model_type) in PROVEN_GROUPS:
         return True
     warn_once(
         "hf-distca leaves %s models with the attention of transformers: they are not proven.",
@@ -157,20 +158,22 @@ def _suits(model: PreTrainedModel) -> bool:
     return False
 
 
-def distca_configs(model: torch.nn.Module | None) -> list[PreTrainedConfig]:
+def find_distca_configs(model: torch.nn.Module | None) -> list[PreTrainedConfig]:
     """Return the configurations of a model and its parts, such as a language tower, that ask for
     distca, under any name.
     """
-    configs = {id(part.config): part.config for part in models_of(model) if is_ours(part)}
+    configs = {
+        id(part.config): part.config for part in iterate_models(model) if is_distca_model(part)
+    }
     return list(configs.values())
 
 
-def is_ours(model: PreTrainedModel) -> bool:
-    """Return whether a model asks for distca, under any name."""
-    return getattr(model.config, "_attn_implementation", None) in _attention
+def is_distca_model(model: PreTrainedModel) -> bool:
+    """Return whether a model is to run distca's attention, under any name."""
+    return getattr(model.config, "_attn_implementation", None) in _registered
 
 
-def models_of(model: torch.nn.Module | None) -> Iterator[PreTrainedModel]:
+def iterate_models(model: torch.nn.Module | None) -> Iterator[PreTrainedModel]:
     """Yield the models of transformers that a module is or holds, from the outside in."""
     for part in () if model is None else model.modules():
         if isinstance(part, PreTrainedModel):

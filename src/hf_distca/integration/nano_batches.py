@@ -18,24 +18,24 @@ from hf_distca.agreement.documents import Documents
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.handle import AttentionHandle
 
-__all__ = ["Handover", "NanoBatches", "cut"]
+__all__ = ["SplitDocumentContext", "NanoBatches", "choose_cut"]
 
 
 # A cut between documents is taken if the smaller nano-batch then has at least this part of the
 # tokens.
-_SMALLEST = 3 / 8
+_MIN_PART = 3 / 8
 
 
 @dataclass(eq=False)
-class Handover:
+class SplitDocumentContext:
     """Keys and values of the first nano-batch that the second one also reads: those of its last
     `tokens` tokens.
     """
 
     tokens: int
-    given: tuple[torch.Tensor, torch.Tensor] | None = None
+    first_half_kv: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def context(
+    def pass_on(
         self, nano: int, k_TKD: torch.Tensor, v_TKV: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Store the keys and values of the first nano-batch, or return them as context of the
@@ -44,15 +44,16 @@ class Handover:
         if not self.tokens:
             return None
         if nano == 1:
-            self.given = k_TKD[-self.tokens :], v_TKV[-self.tokens :]
+            self.first_half_kv = k_TKD[-self.tokens :], v_TKV[-self.tokens :]
             return None
-        if self.given is None:
+        if self.first_half_kv is None:
             raise UnsupportedError(
                 "the second nano-batch of a layer called attention before the first: set"
                 " ping_pong=False."
             )
-        given, self.given = self.given, None
-        return given
+        first_half_kv = self.first_half_kv
+        self.first_half_kv = None
+        return first_half_kv
 
 
 @dataclass(eq=False)
@@ -67,7 +68,7 @@ class NanoBatches:
             computes that token as padding, and its output is dropped, so that it takes part in
             every exchange, as on the other ranks.
         handles: handle of each nano-batch in place of a mask.
-        layers: ids of the layers that ran as nano-batches, for recomputes.
+        layer_ids: ids of the layers that ran as nano-batches, for recomputes.
     """
 
     batch_size: int
@@ -76,34 +77,34 @@ class NanoBatches:
     border: int
     sizes: tuple[int, int]
     handles: tuple[AttentionHandle, AttentionHandle]
-    layers: set[int] = field(default_factory=set)
+    layer_ids: set[int] = field(default_factory=set)
 
     @classmethod
-    def of(cls, handle: AttentionHandle, documents: Documents, tile: int) -> NanoBatches:
+    def cut_batch(cls, handle: AttentionHandle, documents: Documents, tile: int) -> NanoBatches:
         """Cut a batch whose documents each lie on one rank, or were dealt for ping-pong."""
         rows, length = handle.batch_size, handle.length
-        axis, border, parts = cut(rows, length, documents, tile)
+        axis, border, parts = choose_cut(rows, length, documents, tile)
         sizes = max(border, 1), (length if axis else rows) - border
-        handover = Handover(parts[1].context_tokens)
+        handover = SplitDocumentContext(parts[1].context_tokens)
         first, second = (
-            handle.of_nano_batch(nano, (rows, size) if axis else (size, length), part, handover)
+            handle.make_nano_handle(nano, (rows, size) if axis else (size, length), part, handover)
             for nano, (size, part) in enumerate(zip(sizes, parts, strict=True), 1)
         )
-        first.second = second
+        first.second_handle = second
         return cls(rows, length, axis, border, sizes, (first, second))
 
     @property
-    def pointless(self) -> bool:
+    def cannot_overlap(self) -> bool:
         """True if both are planned and neither exchanges anything: there is nothing to hide."""
-        work = [work for handle in self.handles for work in handle.work.values()]
+        work = [work for handle in self.handles for work in handle.layer_work.values()]
         return len(work) > 1 and not any(kind.route.exchanges for kind in work)
 
-    def part(self, nano: int, value: Any) -> Any:
+    def select_part(self, nano: int, value: Any) -> Any:
         """Return a nano-batch's part of an argument of a layer, or of several in a tuple, list or
         dictionary.
         """
         if isinstance(value, torch.Tensor):
-            dim = self._dim(value)
+            dim = self._find_dim(value)
             if dim is None:
                 return value
             return value.narrow(dim, 0 if nano == 1 else self.border, self.sizes[nano - 1])
@@ -112,12 +113,12 @@ class NanoBatches:
         if isinstance(value, Cache):
             return None  # as under activation checkpointing: a cache would be filled twice
         if isinstance(value, dict):
-            return {name: self.part(nano, item) for name, item in value.items()}
+            return {name: self.select_part(nano, item) for name, item in value.items()}
         if type(value) in (tuple, list):
-            return type(value)(self.part(nano, item) for item in value)
+            return type(value)(self.select_part(nano, item) for item in value)
         return value
 
-    def join(self, first: Any, second: Any) -> Any:
+    def merge_outputs(self, first: Any, second: Any) -> Any:
         """Join the outputs of a layer's nano-batches.
 
         Raises:
@@ -139,7 +140,9 @@ class NanoBatches:
             and type(second) is type(first)
             and len(first) == len(second)
         ):
-            return type(first)(self.join(*pair) for pair in zip(first, second, strict=True))
+            return type(first)(
+                self.merge_outputs(*pair) for pair in zip(first, second, strict=True)
+            )
         shown = (
             (
                 f"a tensor of {tuple(part.shape)}"
@@ -154,7 +157,7 @@ class NanoBatches:
             " DistCAConfig(ping_pong=False)."
         )
 
-    def _dim(self, tensor: torch.Tensor) -> int | None:
+    def _find_dim(self, tensor: torch.Tensor) -> int | None:
         """Return the dimension of an argument that the cut goes through, None if it is the same for
         all tokens.
         """
@@ -182,7 +185,7 @@ class NanoBatches:
         )
 
 
-def cut(
+def choose_cut(
     batch_size: int, length: int, documents: Documents, tile: int
 ) -> tuple[int, int, tuple[Documents, Documents]]:
     """Choose the cut of a (batch_size, length) batch: axis and index as in `NanoBatches`, and the
@@ -192,18 +195,18 @@ def cut(
     if documents.dealt_share is not None and documents.dealt_share.first_nano_tokens is not None:
         border = documents.dealt_share.first_nano_tokens
     else:
-        border = batch_size // 2 if axis == 0 else _middle(length, documents, tile)
+        border = batch_size // 2 if axis == 0 else _choose_border(length, documents, tile)
     first, second = documents.split_at(border if axis else border * length)
     if not border:
         first = replace(first, token_indices=np.zeros(0, dtype=np.int64))
     return axis, border, (first, second)
 
 
-def _middle(length: int, documents: Documents, tile: int) -> int:
+def _choose_border(length: int, documents: Documents, tile: int) -> int:
     """Choose the token to cut a row at."""
     starts = np.cumsum(documents.runs[:-1, 2])
     tokens = starts if documents.token_indices is None else documents.token_indices[starts]
-    near = tokens[np.minimum(tokens, length - tokens) >= _SMALLEST * length]
+    near = tokens[np.minimum(tokens, length - tokens) >= _MIN_PART * length]
     if len(near):
         return int(near[np.abs(near - length / 2).argmin()])
     half = length // 2

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.callers import given_to_model, is_compiled, is_in_model
-from hf_distca.integration.checks.first_loss import NoticedTensor
+from hf_distca.integration.callers import find_model_argument, is_compiled, is_in_model
+from hf_distca.integration.checks.first_loss import SpyTensor
 
 __all__ = ["watch_gradient"]
 
@@ -32,7 +32,7 @@ def watch_gradient(model: PreTrainedModel) -> None:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def watch(_: torch.nn.Module, args: Any, logits: Any) -> None:
-        targets = given_to_model("shift_labels")
+        targets = find_model_argument("shift_labels")
         if (
             isinstance(targets, torch.Tensor)
             and isinstance(logits, torch.Tensor)
@@ -40,11 +40,11 @@ def watch_gradient(model: PreTrainedModel) -> None:
         ):
             read: list[bool] = []
             if not is_compiled():  # else the tensor would be traced
-                _notice(targets, read)
+                _record_reads(targets, read)
             logits.register_hook(lambda gradient: look(gradient, targets, read))  # type: ignore[no-untyped-call]
 
     def look(gradient: torch.Tensor | None, targets: torch.Tensor, read: list[bool]) -> None:
-        if isinstance(targets, NoticedTensor):
+        if isinstance(targets, SpyTensor):
             targets.__class__ = torch.Tensor  # type: ignore[assignment]
         if read or (gradient is not None and gradient.any()):
             hook.remove()
@@ -60,7 +60,7 @@ def watch_gradient(model: PreTrainedModel) -> None:
         hook = head.register_forward_hook(watch)
 
 
-def _notice(targets: torch.Tensor, read: list[bool]) -> None:
+def _record_reads(targets: torch.Tensor, read: list[bool]) -> None:
     """Record reads of this very tensor by any code outside the model, which makes its own loss of
     it.
     """
@@ -70,5 +70,5 @@ def _notice(targets: torch.Tensor, read: list[bool]) -> None:
             read.append(True)
 
     if type(targets) is torch.Tensor:
-        targets.__class__ = NoticedTensor
-        targets.notice = notice  # type: ignore[attr-defined]
+        targets.__class__ = SpyTensor
+        targets.report_read = notice  # type: ignore[attr-defined]

@@ -17,17 +17,17 @@ from hf_distca.data.collator import PackingCollator
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.checks.replaced_parts import name_of, package_of
+from hf_distca.integration.checks.replaced_parts import get_collator_name, get_collator_package
 
-__all__ = ["Wrong", "check_reader", "shares_of", "wrong_epochs", "wrong_reading"]
+__all__ = ["Reasons", "check_dispatch", "find_shares", "find_epoch_reasons", "find_reading_reasons"]
 
-Wrong = Iterator[str]  # what is wrong, and what to set
+Reasons = Iterator[str]  # what is wrong, and what to set
 
 # What a batch of a share must still have when it comes to the model.
-_NEEDED = {"distca_documents", "position_ids", "shift_labels"}
+_REQUIRED_COLUMNS = {"distca_documents", "position_ids", "shift_labels"}
 
 
-def check_reader(loader: object, shares: bool) -> None:
+def check_dispatch(loader: object, shares: bool) -> None:
     """Raise for a loader of several processes in which rank 0 reads packed documents for all ranks.
 
     accelerate does so for iterable datasets unless told otherwise. It joins the rows of all ranks
@@ -51,7 +51,7 @@ def check_reader(loader: object, shares: bool) -> None:
         )
 
 
-def wrong_reading(loader: Any, shares: Shares | StreamedShares) -> Wrong:
+def find_reading_reasons(loader: Any, shares: Shares | StreamedShares) -> Reasons:
     """Yield reasons why ranks would get other shares than their own."""
     if not getattr(loader, "in_order", True):
         yield (
@@ -60,19 +60,22 @@ def wrong_reading(loader: Any, shares: Shares | StreamedShares) -> Wrong:
         )
     collator = getattr(loader, "collate_fn", None)
     inner = getattr(collator, "data_collator", collator)  # the Trainer wraps it to drop columns
-    if package_of(inner) in {"transformers", "trl"} or name_of(inner) == "default_collate":
+    if (
+        get_collator_package(inner) in {"transformers", "trl"}
+        or get_collator_name(inner) == "default_collate"
+    ):
         yield (
-            f"{name_of(inner)} cannot make batches of them. Set"
+            f"{get_collator_name(inner)} cannot make batches of them. Set"
             " data_collator=hf_distca.PackingCollator() in the Trainer, or"
             " collate_fn=hf_distca.PackingCollator() in a DataLoader."
         )
     columns = getattr(collator, "signature_columns", None)  # all that the Trainer leaves in
-    if columns is not None and (dropped := sorted(_NEEDED - set(columns))):
+    if columns is not None and (dropped := sorted(_REQUIRED_COLUMNS - set(columns))):
         yield (
             f"the Trainer drops {', '.join(dropped)} from them. Set"
             " TrainingArguments(remove_unused_columns=False)."
         )
-    batches, shard, processes = _read_by(loader)
+    batches, shard, processes = _find_sampler(loader)
     if shard is not None and shard.split_batches:
         yield (
             f"split_batches=True cuts batches of {shard.batch_size} into one part for each process."
@@ -115,7 +118,7 @@ def wrong_reading(loader: Any, shares: Shares | StreamedShares) -> Wrong:
         )
 
 
-def _read_by(loader: Any) -> tuple[Any, Any, int | None]:
+def _find_sampler(loader: Any) -> tuple[Any, Any, int | None]:
     """Find the batch sampler, accelerate's sharding of it, and its number of processes; None if it
     reads out of order.
     """
@@ -136,7 +139,7 @@ def _read_by(loader: Any) -> tuple[Any, Any, int | None]:
     return batches, shard, (1 if shard is None else shard.num_processes) if in_order else None
 
 
-def wrong_epochs(loader: Any, shares: Shares | StreamedShares) -> Wrong:
+def find_epoch_reasons(loader: Any, shares: Shares | StreamedShares) -> Reasons:
     """Yield reasons why epochs of shares would not be shuffled anew."""
     shuffled = isinstance(shares, StreamedShares) or shares.batches.seed is not None
     if shuffled and not hasattr(loader.dataset, "set_epoch"):
@@ -148,7 +151,7 @@ def wrong_epochs(loader: Any, shares: Shares | StreamedShares) -> Wrong:
         )
 
 
-def shares_of(dataset: object) -> Shares | StreamedShares | None:
+def find_shares(dataset: object) -> Shares | StreamedShares | None:
     """Return the shares that a data set or a loader reads, under any wrappers of Trainer, TRL or
     accelerate; None if there are none.
     """

@@ -4,31 +4,28 @@ another loss of them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.attention_names import distca_configs
+from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.checks.reading_order import (
-    Wrong,
-    check_reader,
-    shares_of,
-    wrong_epochs,
-    wrong_reading,
+    Reasons,
+    check_dispatch,
+    find_epoch_reasons,
+    find_reading_reasons,
+    find_shares,
 )
-from hf_distca.integration.current_session import current_session
-from hf_distca.integration.families import why_whole
+from hf_distca.integration.families import whole_document_reason
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
+    from hf_distca.config import DistCAConfig
 
 __all__ = ["check_dealing", "check_evaluation", "check_loader", "check_sharing"]
-
-_log = logging.getLogger("hf_distca")
 
 
 def check_loader(
@@ -37,7 +34,7 @@ def check_loader(
     model: torch.nn.Module | None = None,
     args: TrainingArguments | None = None,
     trainer: Trainer | None = None,
-    evaluating: bool = False,
+    evaluation: DistCAConfig | None = None,
 ) -> None:
     """Raise if a loader does not give every rank its own batches and shares, or training on shares
     would differ from one process.
@@ -47,51 +44,55 @@ def check_loader(
         model: the model that trains or evaluates, if it is known.
         args: arguments of the Trainer, if there is one.
         trainer: the Trainer, if it was found.
-        evaluating: whether the loader is for evaluation.
+        evaluation: settings in use, if the loader is for evaluation; None for training.
 
     Raises:
         UnsupportedError: names the cause, and the setting to change.
     """
-    shares = None if loader is None else shares_of(loader)
-    check_reader(loader, shares is not None)
+    shares = None if loader is None else find_shares(loader)
+    check_dispatch(loader, shares is not None)
     if shares is None:
         return
     ranks = shares.deal_settings.ranks
-    wrong = (
-        *wrong_reading(loader, shares),
-        *(() if evaluating else wrong_epochs(loader, shares)),
-        *_wrong_loss(args, trainer, ranks),
-        *_wrong_model(
+    reasons = (
+        *find_reading_reasons(loader, shares),
+        *(find_epoch_reasons(loader, shares) if evaluation is None else ()),
+        *_find_loss_reasons(args, trainer, ranks),
+        *_find_model_reasons(
             model,
             ranks,
             "make the shares for one rank",
             "Pack whole documents with PackingCollator instead",
         ),
-        *(_wrong_evaluation(trainer) if evaluating and ranks > 1 else ()),
+        *_find_evaluation_reasons(trainer, ranks, evaluation),
     )
-    _refuse(f"a data set of shares for {ranks} {'ranks' if ranks > 1 else 'rank'}", wrong)
+    _raise_first_reason(
+        f"a data set of shares for {ranks} {'ranks' if ranks > 1 else 'rank'}", reasons
+    )
 
 
-def check_evaluation(trainer: Trainer) -> None:
+def check_evaluation(trainer: Trainer, config: DistCAConfig) -> None:
     """Raise before training if a Trainer would not evaluate its evaluation sets of shares as one
     process does.
+
+    Args:
+        trainer: the Trainer.
+        config: settings in use.
 
     Raises:
         UnsupportedError: names the cause, and the setting to change.
     """
-    given = trainer.eval_dataset
-    for dataset in given.values() if isinstance(given, dict) else (given,):
-        shares = shares_of(dataset)
-        if shares is None:
-            continue
-        rows, ranks = trainer.args.per_device_eval_batch_size, shares.deal_settings.ranks
-        wrong = (
-            []
-            if rows == 1
-            else [f"evaluation would take batches of {rows}. Set per_device_eval_batch_size=1."]
-        )
-        wrong += _wrong_evaluation(trainer) if ranks > 1 else ()
-        _refuse(f"an eval_dataset of shares for {ranks} {'ranks' if ranks > 1 else 'rank'}", wrong)
+    rows = trainer.args.per_device_eval_batch_size
+    batches = f"evaluation would take batches of {rows}. Set per_device_eval_batch_size=1."
+    data = trainer.eval_dataset
+    for dataset in data.values() if isinstance(data, dict) else (data,):
+        if (shares := find_shares(dataset)) is not None:
+            ranks = shares.deal_settings.ranks
+            reasons = [batches] if rows != 1 else []
+            _raise_first_reason(
+                f"an eval_dataset of shares for {ranks} {'ranks' if ranks > 1 else 'rank'}",
+                [*reasons, *_find_evaluation_reasons(trainer, ranks, config)],
+            )
 
 
 def check_sharing(trainer: Trainer, ranks: int) -> None:
@@ -105,36 +106,45 @@ def check_sharing(trainer: Trainer, ranks: int) -> None:
     Raises:
         UnsupportedError: names the cause, and the setting to change.
     """
-    whole = "leave shares_tokens out"
-    wrong = (
-        *_wrong_loss(trainer.args, trainer, ranks),
-        *_wrong_model(trainer.model, ranks, whole, f"To keep them whole, {whole}"),
+    remedy = "leave shares_tokens out"
+    reasons = (
+        *_find_loss_reasons(trainer.args, trainer, ranks),
+        *_find_model_reasons(trainer.model, ranks, remedy, f"To keep them whole, {remedy}"),
     )
-    _refuse(f"shares_tokens = True, which deals what {ranks} ranks have drawn among them", wrong)
+    _raise_first_reason(
+        f"shares_tokens = True, which deals what {ranks} ranks have drawn among them", reasons
+    )
 
 
-def check_dealing(trainer: Trainer, ranks: int, evaluating: bool) -> None:
+def check_dealing(trainer: Trainer, ranks: int, evaluation: DistCAConfig | None) -> None:
     """Raise if a Trainer would not train, or evaluate, on documents dealt to `ranks` ranks as one
     process would.
+
+    Args:
+        trainer: the Trainer.
+        ranks: number of ranks that share documents.
+        evaluation: settings in use, if evaluation sets are dealt, too.
 
     Raises:
         UnsupportedError: names the cause, and the setting to change.
     """
-    whole = "Train without hf_distca.deal, which keeps documents whole"
-    wrong = (
-        *_wrong_loss(trainer.args, trainer, ranks),
-        *_wrong_model(trainer.model, ranks, "train without hf_distca.deal", whole),
-        *(_wrong_evaluation(trainer) if evaluating and ranks > 1 else ()),
+    whole_remedy = "Train without hf_distca.deal, which keeps documents whole"
+    reasons = (
+        *_find_loss_reasons(trainer.args, trainer, ranks),
+        *_find_model_reasons(trainer.model, ranks, "train without hf_distca.deal", whole_remedy),
+        *_find_evaluation_reasons(trainer, ranks, evaluation),
     )
-    _refuse(f"hf_distca.deal for {ranks} ranks", wrong)
+    _raise_first_reason(f"hf_distca.deal for {ranks} ranks", reasons)
 
 
-def _refuse(what: str, wrong: Sequence[str]) -> None:
-    if wrong:
-        raise UnsupportedError(f"{what}, and {wrong[0]}")
+def _raise_first_reason(subject: str, reasons: Sequence[str]) -> None:
+    if reasons:
+        raise UnsupportedError(f"{subject}, and {reasons[0]}")
 
 
-def _wrong_loss(args: TrainingArguments | None, trainer: Trainer | None, ranks: int) -> Wrong:
+def _find_loss_reasons(
+    args: TrainingArguments | None, trainer: Trainer | None, ranks: int
+) -> Reasons:
     """Yield reasons why the loss of shares would differ from that of whole documents.
 
     On one rank, nothing is cut.
@@ -170,21 +180,26 @@ def _wrong_loss(args: TrainingArguments | None, trainer: Trainer | None, ranks: 
         )
 
 
-def _wrong_model(model: torch.nn.Module | None, ranks: int, alone: str, whole: str) -> Wrong:
-    """Yield reasons why a model would compute a cut document differently; `alone` and `whole` are
-    remedies.
+def _find_model_reasons(
+    model: torch.nn.Module | None, ranks: int, local_remedy: str, whole_remedy: str
+) -> Reasons:
+    """Yield reasons why a model would compute a cut document differently.
+
+    Args:
+        model, ranks: the model, if it is known, and the ranks that documents are cut for.
+        local_remedy, whole_remedy: how to train on one rank, and how to keep documents whole.
     """
     if model is None or ranks == 1:
         return
-    configs = distca_configs(model)
+    configs = find_distca_configs(model)
     if not configs:
         yield (
             f'no part of {type(model).__name__} has attn_implementation="distca": other attention'
-            f" sees no more than one rank. Load the model with it, or {alone}."
+            f" sees no more than one rank. Load the model with it, or {local_remedy}."
         )
     for config in configs:
-        if (why := why_whole(config.model_type)) is not None:
-            yield f"{config.model_type} models need whole documents: {why}. {whole}."
+        if (reason := whole_document_reason(config.model_type)) is not None:
+            yield f"{config.model_type} models need whole documents: {reason}. {whole_remedy}."
     for part in model.modules():
         adapters = getattr(part, "peft_config", None)
         for adapter in adapters.values() if isinstance(adapters, dict) else ():
@@ -196,8 +211,13 @@ def _wrong_model(model: torch.nn.Module | None, ranks: int, alone: str, whole: s
                 )
 
 
-def _wrong_evaluation(trainer: Trainer | None) -> Wrong:
-    if not current_session().config.balance_evaluation:
+def _find_evaluation_reasons(
+    trainer: Trainer | None, ranks: int, config: DistCAConfig | None
+) -> Reasons:
+    """Yield reasons why ranks would not evaluate as one process does; none without settings."""
+    if config is None or ranks == 1:
+        return
+    if not config.balance_evaluation:
         yield (
             "each rank evaluates alone, and has only parts of documents. Set"
             " DistCAConfig(balance_evaluation=True) if all ranks evaluate together."

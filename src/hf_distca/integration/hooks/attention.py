@@ -21,8 +21,8 @@ from hf_distca.borrowed import (
 )
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.families import EQUAL, FAMILIES
-from hf_distca.integration.handle import AlikeLayers, AttentionHandle, CachedMask, ForeignMask
+from hf_distca.integration.families import FAMILIES, PROVEN_GROUPS
+from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, LayerSetup
 from hf_distca.integration.recurrent_rows import RECURRENT_ROWS
 from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels import Scores
@@ -32,7 +32,7 @@ from hf_distca.schedule.cost import AttentionShape
 __all__ = ["distca_attention"]
 
 
-def _unseen(attend: Callable[..., Any]) -> Callable[..., Any]:
+def _hide_from_compilers(attend: Callable[..., Any]) -> Callable[..., Any]:
     """Hide attention from compilers and checkpointing policies; without either this costs only two
     checks.
 
@@ -46,7 +46,7 @@ def _unseen(attend: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def unseen(*args: Any, **kwargs: Any) -> Any:
+    def attend_hidden(*args: Any, **kwargs: Any) -> Any:
         with (
             without_dispatch_modes()
             if any(map(is_policy_mode, dispatch_modes()))
@@ -56,18 +56,17 @@ def _unseen(attend: Callable[..., Any]) -> Callable[..., Any]:
 
     @leave_uncompiled
     @wraps(attend)
-    def ask(*args: Any, **kwargs: Any) -> Any:
-        return (unseen if compiler_of_calls() is not None or has_dispatch_modes() else attend)(
-            *args, **kwargs
-        )
+    def attend_or_hide(*args: Any, **kwargs: Any) -> Any:
+        is_seen = compiler_of_calls() is not None or has_dispatch_modes()
+        return (attend_hidden if is_seen else attend)(*args, **kwargs)
 
-    return ask
+    return attend_or_hide
 
 
 # Keyword arguments that reach attention functions and do not change the maths of causal attention
 # within documents: of models, of loaders (the first say where documents start), and of losses
 # (those of Liger and TRL among them).
-_MODELS = {
+_MODEL_ARGUMENTS = {
     "use_cache",
     "return_dict",
     "output_hidden_states",
@@ -76,7 +75,7 @@ _MODELS = {
     "cache_position",
     "is_causal",
 }
-_LOADERS = {
+_LOADER_ARGUMENTS = {
     "position_ids",
     "cu_seq_lens_q",
     "distca_documents",
@@ -84,20 +83,25 @@ _LOADERS = {
     "max_length_q",
     "max_length_k",
     "seq_idx",
+    "mm_token_type_ids",
+    "labels",
+    "shift_labels",
+    RECURRENT_ROWS,
 }
-_LOADERS |= {"mm_token_type_ids", "labels", "shift_labels", RECURRENT_ROWS}
-_LOSSES = {
+_LOSS_ARGUMENTS = {
     "num_items_in_batch",
     "ignore_index",
     "return_token_accuracy",
     "return_predicted_tokens",
     "use_token_scaling",
+    "skip_logits",
+    "fused_lm_head",
+    "accum_dtype",
 }
-_LOSSES |= {"skip_logits", "fused_lm_head", "accum_dtype"}
-_HARMLESS = _MODELS | _LOADERS | _LOSSES
+_HARMLESS_ARGUMENTS = _MODEL_ARGUMENTS | _LOADER_ARGUMENTS | _LOSS_ARGUMENTS
 
 
-@_unseen
+@_hide_from_compilers
 def distca_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -135,16 +139,15 @@ def distca_attention(
         UnsupportedError: names the argument that distca would compute wrongly, and a remedy.
     """
     if isinstance(attention_mask, ForeignMask):
-        attention_mask.refuse()
+        attention_mask.raise_unsupported()
     _check_arguments(module, dropout, kwargs)
-    states, sink_H = (
-        (query, key, value),
-        None if s_aux is None else _sink(module, s_aux, query.shape[1]),
-    )
+    sink_H = None if s_aux is None else _flatten_sink(module, s_aux, query.shape[1])
     if not isinstance(attention_mask, AttentionHandle):
-        cached = _check_cached(module, attention_mask, kwargs.get("distca_documents"))
-        scores = _scores(query, scaling, None, softcap)  # the mask has the window already
-        return _attend_to_cache(module, Inputs(*states, sink_H=sink_H), cached, scores), None
+        cached = _check_cached_mask(module, attention_mask, kwargs.get("distca_documents"))
+        scores = _make_scores(query, scaling, None, softcap)  # the mask has the window already
+        return _attend_to_cache(
+            module, Inputs(query, key, value, sink_H=sink_H), cached, scores
+        ), None
     handle = attention_mask
     if sliding_window is not None:
         _check_window(module, sliding_window)
@@ -153,82 +156,80 @@ def distca_attention(
     autocast = torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(
         query.device.type
     )
-    told = (type(module), scaling, sliding_window, softcap, query.device, autocast)
-    called = (*told, query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype)
-    layers = handle.alike.get(called)
-    if layers is None:
-        layers = handle.alike[called] = _first_of_alike(
-            module, states, handle, (scaling, sliding_window, softcap), kwargs
+    options = (type(module), scaling, sliding_window, softcap, query.device, autocast)
+    call = (*options, query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype)
+    setup = handle.layer_setups.get(call)
+    if setup is None:
+        setup = handle.layer_setups[call] = _prepare_layers(
+            module, (query, key, value), handle, (scaling, sliding_window, softcap), kwargs
         )
-    dtype, keep = layers.dtype, layers.work.keep
-    q_THD, k_TKD, v_TKV = (
-        _as_rows(query, dtype, keep),
-        _as_rows(key, dtype, keep),
-        _as_rows(value, dtype, keep),
-    )
-    context = (
-        None if handle.handover is None else handle.handover.context(layers.work.nano, k_TKD, v_TKV)
-    )
-    inputs = Inputs(q_THD, k_TKD, v_TKV, sink_H, *(context or ()))
-    o_THV = layers.attend(module, inputs)
+    dtype, token_indices = setup.dtype, setup.work.token_indices
+    q_THD = _flatten_tokens(query, dtype, token_indices)
+    k_TKD = _flatten_tokens(key, dtype, token_indices)
+    v_TKV = _flatten_tokens(value, dtype, token_indices)
+    inputs = Inputs(q_THD, k_TKD, v_TKV, sink_H)
+    if handle.split_context is not None:
+        context = handle.split_context.pass_on(setup.work.nano, k_TKD, v_TKV)
+        inputs = Inputs(q_THD, k_TKD, v_TKV, sink_H, *(context or ()))
+    o_THV = setup.compute_attention(module, inputs)
     if o_THV.dtype != value.dtype:
         o_THV = o_THV.to(value.dtype)
-    return _as_batch(o_THV, query, keep), None
+    return _restore_batch(o_THV, query, token_indices), None
 
 
-def _first_of_alike(
+def _prepare_layers(
     module: torch.nn.Module,
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     handle: AttentionHandle,
-    said: tuple[float | None, int | None, float | None],
+    options: tuple[float | None, int | None, float | None],
     kwargs: dict[str, Any],
-) -> AlikeLayers:
+) -> LayerSetup:
     """Prepare the plan and the kernel for the first of several layers that are called alike.
 
     Args:
         module, handle, kwargs: see `distca_attention`.
         states: query, key and value in transformers' layout.
-        said: scaling, sliding window and softcap.
+        options: scaling, sliding window and softcap.
     """
     query, key, value = states
-    scaling, window, softcap = said
+    scaling, window, softcap = options
     _check_states(module, states, handle)
     if getattr(getattr(module, "config", None), "output_attentions", False):
-        _refuse_weights(module)
-    session, dtype = current_session(), _common_dtype(query, key, value)
+        _raise_for_weights(module)
+    session = current_session()
+    dtype = _choose_dtype(query, key, value)
     shape = AttentionShape(
         query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], dtype.itemsize
     )
-    which = handle.key(shape, query.device.type, window)
-    work = handle.work.get(which)
+    plan_key = handle.make_key(shape, query.device.type, window)
+    work = handle.layer_work.get(plan_key)
     if work is None:
-        planner = session.elsewhere or WorkPlanner(session)
-        work = planner.plan_work(handle, kwargs, query.to(dtype), which, training=module.training)
-    scores = _scores(query, scaling, work.window, softcap)
-    if (attend := work.attend) is not None:
-        return AlikeLayers(work, dtype, lambda module, inputs: attend(module, inputs, scores))
-    return AlikeLayers(
-        work,
-        dtype,
-        partial(session.attend, work, session.server(work, query.to(dtype), shape, scores)),
-    )
+        planner = session.work_provider or WorkPlanner(session)
+        work = planner.plan_work(
+            handle, kwargs, query.to(dtype), plan_key, training=module.training
+        )
+    scores = _make_scores(query, scaling, work.window, softcap)
+    if (attend := work.stage_attention) is not None:
+        return LayerSetup(work, dtype, lambda module, inputs: attend(module, inputs, scores))
+    server = session.make_server(work, query.to(dtype), shape, scores)
+    return LayerSetup(work, dtype, partial(session.compute_attention, work, server))
 
 
 def _check_window(module: torch.nn.Module, window: object) -> None:
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        name = type(module).__name__
         raise UnsupportedError(
-            f"{name} passes sliding_window={window!r}: it must be a whole number of keys >= 1."
+            f"{type(module).__name__} passes sliding_window={window!r}: it must be a whole number"
+            " of keys >= 1."
         )
 
 
-def _scores(
+def _make_scores(
     query: torch.Tensor, scaling: float | None, window: int | None, softcap: float | None
 ) -> Scores:
     return Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
 
 
-def _sink(module: torch.nn.Module, s_aux: torch.Tensor, heads: int) -> torch.Tensor:
+def _flatten_sink(module: torch.nn.Module, s_aux: torch.Tensor, heads: int) -> torch.Tensor:
     if s_aux.numel() != heads:
         raise UnsupportedError(
             f"{type(module).__name__} passes s_aux of shape {tuple(s_aux.shape)} for {heads} query"
@@ -237,8 +238,8 @@ def _sink(module: torch.nn.Module, s_aux: torch.Tensor, heads: int) -> torch.Ten
     return s_aux.reshape(heads)
 
 
-def _as_rows(
-    states_BHLD: torch.Tensor, dtype: torch.dtype, keep: torch.Tensor | None
+def _flatten_tokens(
+    states_BHLD: torch.Tensor, dtype: torch.dtype, token_indices: torch.Tensor | None
 ) -> torch.Tensor:
     """Convert (batch, heads, length, width) to rows of tokens without padding: (tokens, heads,
     width).
@@ -246,20 +247,21 @@ def _as_rows(
     if states_BHLD.dtype != dtype:
         states_BHLD = states_BHLD.to(dtype)
     rows_THD = states_BHLD.transpose(1, 2).flatten(0, 1)
-    return rows_THD if keep is None else rows_THD.index_select(0, keep)
+    return rows_THD if token_indices is None else rows_THD.index_select(0, token_indices)
 
 
-def _as_batch(
-    o_THV: torch.Tensor, query_BHLD: torch.Tensor, keep: torch.Tensor | None
+def _restore_batch(
+    o_THV: torch.Tensor, query_BHLD: torch.Tensor, token_indices: torch.Tensor | None
 ) -> torch.Tensor:
     """Convert rows of tokens to (batch, length, heads, width), with 0 for padding."""
     batch, heads, length, _ = query_BHLD.shape
-    if keep is not None:
-        o_THV = o_THV.new_zeros((batch * length, *o_THV.shape[1:])).index_copy(0, keep, o_THV)
+    if token_indices is not None:
+        padded_THV = o_THV.new_zeros((batch * length, *o_THV.shape[1:]))
+        o_THV = padded_THV.index_copy(0, token_indices, o_THV)
     return o_THV.view(batch, length, heads, -1)
 
 
-def _common_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.dtype:
+def _choose_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.dtype:
     """Return the dtype to compute in: that of autocast, else the widest, for models that rotate in
     float32.
     """
@@ -296,7 +298,7 @@ def _attend_to_cache(
     return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous()
 
 
-def _check_cached(
+def _check_cached_mask(
     module: torch.nn.Module, mask: torch.Tensor | None, documents: object
 ) -> CachedMask:
     """Check that a mask other than a handle belongs to a batch that is read with a cache, and
@@ -332,7 +334,8 @@ def _check_cached(
 def _check_states(
     module: torch.nn.Module, states: Sequence[torch.Tensor], handle: AttentionHandle
 ) -> None:
-    name, (query, key, value) = type(module).__name__, states
+    name = type(module).__name__
+    query, key, value = states
     if (
         any(tensor.dim() != 4 for tensor in states)
         or query.shape[::2] != (handle.batch_size, handle.length)
@@ -354,44 +357,45 @@ def _check_states(
 def _check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     """Check arguments that may differ between layers that are called alike."""
     if dropout and module.training:
-        name, setting = (
-            type(module).__name__,
-            _dropout_setting(getattr(module, "config", None), dropout),
-        )
+        setting = _find_dropout_setting(getattr(module, "config", None), dropout)
         raise UnsupportedError(
-            f"{name} has attention dropout {dropout}: set {setting}=0.0 in the model's config."
+            f"{type(module).__name__} has attention dropout {dropout}: set {setting}=0.0 in the"
+            " model's config."
         )
     if kwargs.get("output_attentions"):
-        _refuse_weights(module)
+        _raise_for_weights(module)
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        name = type(module).__name__
         raise UnsupportedError(
-            f'{name} is not causal: use attn_implementation="sdpa" for bidirectional attention.'
+            f'{type(module).__name__} is not causal: use attn_implementation="sdpa" for'
+            " bidirectional attention."
         )
-    if unknown := kwargs.keys() - _HARMLESS:
-        _check_unknown(module, {name: kwargs[name] for name in unknown})
+    if unknown := kwargs.keys() - _HARMLESS_ARGUMENTS:
+        _check_unknown_arguments(module, {name: kwargs[name] for name in unknown})
 
 
-def _refuse_weights(module: torch.nn.Module) -> NoReturn:
-    name = type(module).__name__
+def _raise_for_weights(module: torch.nn.Module) -> NoReturn:
     raise UnsupportedError(
-        f'{name} is asked for output_attentions: attn_implementation="eager" has weights to return.'
+        f"{type(module).__name__} is asked for output_attentions:"
+        ' attn_implementation="eager" has weights to return.'
     )
 
 
-def _check_unknown(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
+def _check_unknown_arguments(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
     """Raise for arguments that are not known to leave attention unchanged."""
     # What the attention of a proven family passes by itself was seen when it was compared. A switch
     # beside that came with the call of the model, and is for somebody else, such as the loss.
     # Numbers and tensors may change what attention computes.
-    proven = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", "")) in EQUAL
+    proven = (
+        FAMILIES.get(getattr(getattr(module, "config", None), "model_type", "")) in PROVEN_GROUPS
+    )
     passing = (bool, str, torch.dtype) if proven else ()
-    if unknown := {
-        k
-        for k, v in arguments.items()
-        if v is not None and v is not False and not isinstance(v, passing)
-    }:
+    unknown = [
+        name
+        for name, value in arguments.items()
+        if value is not None and value is not False and not isinstance(value, passing)
+    ]
+    if unknown:
         raise UnsupportedError(
             f"{type(module).__name__} passes {', '.join(sorted(unknown))} to attention, and distca"
             " does not know what that does there. If it is for the loss, keep it out of the call"
@@ -400,15 +404,10 @@ def _check_unknown(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
         )
 
 
-def _dropout_setting(config: object, dropout: float) -> str:
+def _find_dropout_setting(config: object, dropout: float) -> str:
     """Find the name of attention dropout in a config: `attn_pdrop` in GPT-2,
     `attention_probs_dropout_prob` in BERT.
     """
-    equal = (
-        [name for name, value in vars(config).items() if "drop" in name and value == dropout]
-        if config is not None
-        else []
-    )
-    return next(
-        (name for name in equal if "att" in name), equal[0] if equal else "attention_dropout"
-    )
+    values = {} if config is None else vars(config)
+    names = [name for name, value in values.items() if "drop" in name and value == dropout]
+    return next((name for name in names if "att" in name), [*names, "attention_dropout"][0])

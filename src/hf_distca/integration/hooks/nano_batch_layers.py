@@ -20,27 +20,27 @@ from transformers.cache_utils import Cache
 
 from hf_distca.borrowed import in_backward
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.families import PING_PONG
+from hf_distca.integration.families import PING_PONG_FAMILIES
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.integration.processes import warn_once
 from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.runtime.pingpong import find_checkpointed_parts, run_nano_batches
 
-__all__ = ["can_cut", "cut_layers"]
+__all__ = ["can_cut_layers", "cut_layers"]
 
 _log = logging.getLogger("hf_distca")
 
-_seen: WeakSet[torch.nn.Module] = WeakSet()
+_cut_models: WeakSet[torch.nn.Module] = WeakSet()
 
 
 def cut_layers(model: torch.nn.Module) -> None:
     """Let the decoder layers of a model run as two nano-batches if a micro-batch gains by it."""
-    if model in _seen:
+    if model in _cut_models:
         return
-    _seen.add(model)
+    _cut_models.add(model)
     model_type = str(getattr(getattr(model, "config", None), "model_type", None))
-    if model_type not in PING_PONG:
+    if model_type not in PING_PONG_FAMILIES:
         text = (
             "ping-pong leaves the layers of %s models whole: it is not proven that attention is all"
             " that mixes tokens in them."
@@ -55,24 +55,24 @@ def cut_layers(model: torch.nn.Module) -> None:
     ]
     for module in layers:
         if not hasattr(type(module), "_distca_whole"):
-            module.__class__ = _in_nano_batches(type(module))  # type: ignore[arg-type]  # a class is hashable
+            module.__class__ = _make_layer_class(type(module))  # type: ignore[arg-type]  # a class is hashable
 
 
 @cache
-def _in_nano_batches(base: Any) -> Any:
+def _make_layer_class(base: Any) -> Any:
     """Make the class of layers like `base` that run as nano-batches."""
 
     @wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         whole = partial(base.forward, self)
-        cut = _nano_batches_for(self, args, kwargs)
-        return whole(*args, **kwargs) if cut is None else _run(whole, cut, args, kwargs)
+        cut = _choose_nano_batches(self, args, kwargs)
+        return whole(*args, **kwargs) if cut is None else _run_cut_layer(whole, cut, args, kwargs)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
         # Copies and pickles are of the class that has an address; their first forward makes them
         # like this one again.
         _, arguments, *state = base.__reduce_ex__(self, protocol)
-        return (_blank, (base, *arguments[1:]), *state)
+        return (_make_blank, (base, *arguments[1:]), *state)
 
     names = {
         "__module__": base.__module__,
@@ -86,7 +86,7 @@ def _in_nano_batches(base: Any) -> Any:
     )
 
 
-def _blank(kind: Any, *arguments: Any) -> Any:
+def _make_blank(kind: Any, *arguments: Any) -> Any:
     """Make a new object without a state.
 
     Needed because pickle lets `copyreg.__newobj__` make objects of their own class only.
@@ -94,21 +94,24 @@ def _blank(kind: Any, *arguments: Any) -> Any:
     return kind.__new__(kind, *arguments)
 
 
-def _run(whole: Callable[..., Any], cut: NanoBatches, args: Any, kwargs: Any) -> Any:
+def _run_cut_layer(whole: Callable[..., Any], cut: NanoBatches, args: Any, kwargs: Any) -> Any:
     first, second = (
-        partial(whole, *cut.part(nano, args), **cut.part(nano, kwargs)) for nano in (1, 2)
+        partial(whole, *cut.select_part(nano, args), **cut.select_part(nano, kwargs))
+        for nano in (1, 2)
     )
     device = next(
-        tensor.device for tensor in _flat((args, kwargs)) if isinstance(tensor, torch.Tensor)
+        tensor.device
+        for tensor in _flatten_values((args, kwargs))
+        if isinstance(tensor, torch.Tensor)
     )
     trace = current_session().trace
     if trace is not None:
         trace.mark_border(device)
-    output = cut.join(*run_nano_batches(first, second, device.type))
+    output = cut.merge_outputs(*run_nano_batches(first, second, device.type))
     grown = next(
         (
             tensor
-            for tensor in _flat((output,))
+            for tensor in _flatten_values((output,))
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad
         ),
         None,
@@ -119,11 +122,11 @@ def _run(whole: Callable[..., Any], cut: NanoBatches, args: Any, kwargs: Any) ->
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it looks at arguments and groups, and computes nothing
-def _nano_batches_for(
+def _choose_nano_batches(
     layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> NanoBatches | None:
     """Choose the cut of this call of a layer; None to run it whole."""
-    flat = list(_flat((args, kwargs)))
+    flat = list(_flatten_values((args, kwargs)))
     handles = {id(argument): argument for argument in flat if isinstance(argument, AttentionHandle)}
     if len(handles) != 1:
         return None
@@ -131,7 +134,9 @@ def _nano_batches_for(
     if in_backward():  # a recompute, which must do what the forward did
         nano_batches = handle.nano_batches
         return (
-            nano_batches if nano_batches is not None and id(layer) in nano_batches.layers else None
+            nano_batches
+            if nano_batches is not None and id(layer) in nano_batches.layer_ids
+            else None
         )
     # Nano-batches fill no cache. Who trains does not read it; who generates does, also with a model
     # in training mode.
@@ -140,11 +145,11 @@ def _nano_batches_for(
     ):
         return None
     session = current_session()
-    if handle.nano or not (session.elsewhere or WorkPlanner(session)).uses_nano_batches(
+    if handle.nano or not (session.work_provider or WorkPlanner(session)).uses_nano_batches(
         handle, layer.training
     ):
         return None
-    if (why := _holds_attention(layer)) is not None:
+    if (why := _separate_attention_reason(layer)) is not None:
         warn_once(
             "ping-pong leaves layers whole whose attention is %s by itself: do it with whole"
             " layers, which costs no second attention under distca, and which ping-pong can cut.",
@@ -161,20 +166,20 @@ def _nano_batches_for(
                 " for it: give the same DistCAConfig to `document_shares`."
             )
             return None
-        handle.nano_batches = NanoBatches.of(handle, documents, session.config.tile)
-    if handle.nano_batches.pointless:
+        handle.nano_batches = NanoBatches.cut_batch(handle, documents, session.config.tile)
+    if handle.nano_batches.cannot_overlap:
         return None
-    handle.nano_batches.layers.add(id(layer))
+    handle.nano_batches.layer_ids.add(id(layer))
     return handle.nano_batches
 
 
-def can_cut(model: torch.nn.Module) -> bool:
+def can_cut_layers(model: torch.nn.Module) -> bool:
     """Return whether all decoder layers of a model that ran once can run as two nano-batches."""
     layers = [module for module in model.modules() if hasattr(type(module), "_distca_whole")]
-    return bool(layers) and all(_holds_attention(layer) is None for layer in layers)
+    return bool(layers) and all(_separate_attention_reason(layer) is None for layer in layers)
 
 
-def _holds_attention(layer: torch.nn.Module) -> str | None:
+def _separate_attention_reason(layer: torch.nn.Module) -> str | None:
     """Return why this layer cannot interleave nano-batches: its attention is checkpointed or
     sharded on its own; else None.
 
@@ -198,12 +203,12 @@ def _holds_attention(layer: torch.nn.Module) -> str | None:
     return None
 
 
-def _flat(value: Any) -> Iterator[Any]:
+def _flatten_values(value: Any) -> Iterator[Any]:
     """Yield the contents of nested tuples, lists and dictionaries."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if type(value) in (tuple, list):
         for item in value:
-            yield from _flat(item)
+            yield from _flatten_values(item)
     else:
         yield value

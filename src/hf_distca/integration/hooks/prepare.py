@@ -7,9 +7,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hf_distca.integration.attention_names import check_untouched, distca_configs, models_of
+from hf_distca.integration.attention_names import (
+    check_not_replaced,
+    find_distca_configs,
+    iterate_models,
+)
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.families import PING_PONG, check_family, check_layerdrop
+from hf_distca.integration.families import PING_PONG_FAMILIES, check_family, check_layerdrop
 from hf_distca.integration.hooks.nano_batch_layers import cut_layers
 
 __all__ = ["prepare"]
@@ -37,19 +41,19 @@ def prepare(model: Model) -> Model:
             refused or drops layers, or if another package has put itself in front of distca.
         DistCADesyncError: if not all ranks come.
     """
-    configs = distca_configs(model)
+    configs = find_distca_configs(model)
     for config in configs:
         check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
         check_layerdrop(config)
-        check_untouched(config)
+        check_not_replaced(config)
     if not configs:
         return model
     session = current_session()
-    session.look_for_mesh(models_of(model))
+    session.find_mesh(iterate_models(model))
     if session.config.ping_pong:
-        for part in models_of(model):
+        for part in iterate_models(model):
             # Of others the first forward says why it leaves them whole.
-            if part.config.model_type in PING_PONG:
+            if part.config.model_type in PING_PONG_FAMILIES:
                 cut_layers(part)
     if dist.is_available() and dist.is_initialized():
         session.join_group()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hf_distca.integration import attention_names
 from hf_distca.integration.hooks.attention import distca_attention
 from hf_distca.integration.hooks.mask import distca_mask
-from hf_distca.integration.hooks.positions import count_from_first
-from hf_distca.integration.hooks.recurrent_layers import begin_documents_anew
+from hf_distca.integration.hooks.positions import accept_document_positions
+from hf_distca.integration.hooks.recurrent_layers import reset_states_at_documents
 
 __all__ = ["register_distca"]
 
 
 def register_distca() -> None:
     """Give transformers the attention function and the mask function named "distca"."""
-    attention_names.register("distca", distca_attention, distca_mask)
-    begin_documents_anew(attention_names.is_ours)
-    count_from_first()
+    attention_names.register_attention("distca", distca_attention, distca_mask)
+    reset_states_at_documents(attention_names.is_distca_model)
+    accept_document_positions()

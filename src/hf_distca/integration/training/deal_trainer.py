@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, TypeVar, cast, get_args
 
@@ -13,6 +12,7 @@ from transformers import Trainer
 from transformers.integrations.deepspeed import propagate_args_to_deepspeed
 
 from hf_distca.borrowed import set_batch_size
+from hf_distca.config import DistCAConfig
 from hf_distca.data.collator import PackingCollator, read_feature_documents
 from hf_distca.data.columns import ForwardInputs
 from hf_distca.data.global_batches import FillRule, LongerRule
@@ -20,20 +20,23 @@ from hf_distca.data.reading import read_document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import ConfigError, UnsupportedError
-from hf_distca.integration.checks.reading_order import shares_of
-from hf_distca.integration.checks.replaced_parts import Collators, check_collator, warn_of_order
+from hf_distca.integration.checks.reading_order import find_shares
+from hf_distca.integration.checks.replaced_parts import (
+    CollatorRule,
+    check_collator,
+    warn_of_row_order,
+)
 from hf_distca.integration.checks.share_readers import check_dealing
-from hf_distca.integration.current_session import current_session
-from hf_distca.integration.processes import say
+from hf_distca.integration.processes import print_lines
 from hf_distca.integration.training.callback import DistCACallback
 from hf_distca.integration.training.document_shares import document_shares
-from hf_distca.integration.training.targets import Targets, sample_targets
+from hf_distca.integration.training.targets import TargetCounts, sample_targets
 from hf_distca.schedule.layout import IntArray
 
 __all__ = ["deal", "deal_before_training"]
 
 _log = logging.getLogger("hf_distca")
-_PACKED = {"seq_lengths", "position_ids"}  # columns that say which documents a row has
+_PACKED_COLUMNS = {"seq_lengths", "position_ids"}  # columns that say which documents a row has
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
@@ -45,7 +48,7 @@ def deal(
     evaluation: bool = False,
     fill: FillRule = "cut",
     longer: LongerRule = "cut",
-    collator: Collators = "check",
+    collator: CollatorRule = "check",
 ) -> AnyTrainer:
     """Deal the documents of a Trainer to its ranks, so that they may be longer than one rank holds.
 
@@ -83,20 +86,21 @@ def deal(
             remedy.
         LayoutError: if rows are not documents.
     """
-    _check_kind(trainer)
-    args, rows = trainer.args, trainer.train_dataset
-    if rows is None or shares_of(rows) is not None:
+    _check_trainer_kind(trainer)
+    args = trainer.args
+    rows = trainer.train_dataset
+    if rows is None or find_shares(rows) is not None:
         raise ConfigError(
             f"the train_dataset of this {type(trainer).__name__} is"
             f" {'dealt already' if rows is not None else None}: give hf_distca.deal a Trainer with"
             " documents, once."
         )
-    if collator not in get_args(Collators):
+    if collator not in get_args(CollatorRule):
         raise ConfigError(
-            f"collator={collator!r} is none of {', '.join(map(repr, get_args(Collators)))}."
+            f"collator={collator!r} is none of {', '.join(map(repr, get_args(CollatorRule)))}."
         )
     check_collator(trainer, collator)
-    config = _callback_of(trainer, evaluation).config or current_session().config
+    config = _apply_callback(trainer, evaluation)
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     make = partial(
         document_shares,
@@ -105,7 +109,7 @@ def deal(
         dtype=dtype,
         config=config,
     )
-    documents = _documents(trainer, rows)
+    documents = _read_documents(trainer, rows)
     seed = args.seed if args.data_seed is None else args.data_seed
     known: dict[str, Any] = {}  # of a stream, nothing is known
     if hasattr(documents, "__len__"):
@@ -114,33 +118,37 @@ def deal(
             "lengths": read_document_lengths(documents, quiet=not trainer.is_world_process_zero()),
         }
     dataset = make(documents, fill=fill, longer=longer, **known)
-    shares = cast("Shares | StreamedShares", shares_of(dataset))
-    check_dealing(trainer, shares.deal_settings.ranks, evaluation)
+    shares = cast("Shares | StreamedShares", find_shares(dataset))
+    check_dealing(trainer, shares.deal_settings.ranks, config if evaluation else None)
     if evaluation:
         _deal_evaluation(trainer, partial(make, seed=None, fill="whole", longer=longer))
     targets = None if not known else sample_targets(documents, len(known["lengths"]))
-    warn_of_order(trainer)
-    _read_shares(trainer, dataset)
+    warn_of_row_order(trainer)
+    _replace_data(trainer, dataset)
     if trainer.is_world_process_zero():
-        say(_words(shares, known.get("lengths"), targets, args.gradient_accumulation_steps))
+        print_lines(
+            _describe_shares(
+                shares, known.get("lengths"), targets, args.gradient_accumulation_steps
+            )
+        )
         if known:
-            _warn_if_cut(int(known["lengths"].max()), args)
+            _warn_of_cut(int(known["lengths"].max()), args)
     return trainer
 
 
 def _deal_evaluation(trainer: Trainer, make: Callable[[Any], Any]) -> None:
     """Deal the evaluation set, or each of several named ones."""
-    given = trainer.eval_dataset
-    if isinstance(given, dict):
+    data = trainer.eval_dataset
+    if isinstance(data, dict):
         trainer.eval_dataset = {
-            name: make(_documents(trainer, rows)) for name, rows in given.items()
+            name: make(_read_documents(trainer, rows)) for name, rows in data.items()
         }
     else:
-        trainer.eval_dataset = make(_documents(trainer, given))
+        trainer.eval_dataset = make(_read_documents(trainer, data))
     trainer.args.per_device_eval_batch_size = 1
 
 
-def deal_before_training(tokens_per_rank: int, collator: Collators = "check") -> None:
+def deal_before_training(tokens_per_rank: int, collator: CollatorRule = "check") -> None:
     """Make every Trainer of this process deal its documents when its training begins, if they are
     not dealt by then.
     """
@@ -148,14 +156,14 @@ def deal_before_training(tokens_per_rank: int, collator: Collators = "check") ->
 
     @wraps(train)
     def deal_and_train(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-        if shares_of(trainer.train_dataset) is None:
+        if find_shares(trainer.train_dataset) is None:
             deal(trainer, tokens_per_rank, collator=collator)
         return train(trainer, *args, **kwargs)
 
     Trainer.train = deal_and_train  # type: ignore[method-assign, assignment]
 
 
-def _check_kind(trainer: Trainer) -> None:
+def _check_trainer_kind(trainer: Trainer) -> None:
     """Raise for TRL's Trainers of other methods."""
     of_trl = [
         base.__name__
@@ -170,8 +178,8 @@ def _check_kind(trainer: Trainer) -> None:
         )
 
 
-def _callback_of(trainer: Trainer, evaluation: bool) -> DistCACallback:
-    """Return the Trainer's callback, with its settings in force."""
+def _apply_callback(trainer: Trainer, evaluation: bool) -> DistCAConfig:
+    """Apply the settings of the Trainer's callback, which is added if there is none; return them."""
     callbacks = trainer.callback_handler.callbacks
     callback = next(
         (callback for callback in callbacks if isinstance(callback, DistCACallback)), None
@@ -179,31 +187,26 @@ def _callback_of(trainer: Trainer, evaluation: bool) -> DistCACallback:
     if callback is None:
         callback = DistCACallback()
         trainer.add_callback(callback)
-    if evaluation:
-        callback.config = replace(
-            callback.config or current_session().config, balance_evaluation=True
-        )
-    callback.on_init_end(trainer.args, trainer.state, trainer.control)
-    return callback
+    return (callback.balance_evaluation() if evaluation else callback.apply_settings()).config
 
 
-def _documents(trainer: Trainer, rows: Any) -> Any:
+def _read_documents(trainer: Trainer, rows: Any) -> Any:
     """Return rows of one document each."""
     if rows is None:
         raise ConfigError(
             f"evaluation=True, and this {type(trainer).__name__} has no eval_dataset: give it one."
         )
     names = getattr(rows, "column_names", None) or []
-    if not _PACKED & set(names):
+    if not _PACKED_COLUMNS & set(names):
         return rows
     inputs = ForwardInputs.of(trainer.model)
     with trainer.args.main_process_first(desc="taking packed rows apart"):
         return rows.map(
-            partial(_take_apart, inputs=inputs), batched=True, remove_columns=list(names)
+            partial(_unpack_rows, inputs=inputs), batched=True, remove_columns=list(names)
         )
 
 
-def _take_apart(rows: Mapping[str, list[Any]], inputs: ForwardInputs) -> dict[str, list[Any]]:
+def _unpack_rows(rows: Mapping[str, list[Any]], inputs: ForwardInputs) -> dict[str, list[Any]]:
     """Split a batch of packed rows into a batch of documents."""
     features = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
     documents = [
@@ -217,10 +220,11 @@ def _take_apart(rows: Mapping[str, list[Any]], inputs: ForwardInputs) -> dict[st
     }
 
 
-def _read_shares(trainer: Trainer, shares: Any) -> None:
+def _replace_data(trainer: Trainer, shares: Any) -> None:
     """Make the Trainer read shares: one in each batch, in their order, and each rank for itself."""
     args = trainer.args
-    trainer.train_dataset, trainer.data_collator = shares, PackingCollator()
+    trainer.train_dataset = shares
+    trainer.data_collator = PackingCollator()
     args.per_device_train_batch_size = 1
     set_batch_size(trainer, 1)
     args.train_sampling_strategy = "sequential"
@@ -233,10 +237,10 @@ def _read_shares(trainer: Trainer, shares: Any) -> None:
         propagate_args_to_deepspeed(trainer.accelerator, args, auto_find_batch_size=True)  # type: ignore[no-untyped-call]
 
 
-def _words(
+def _describe_shares(
     shares: Shares | StreamedShares,
     lengths: IntArray | None,
-    targets: Targets | None,
+    targets: TargetCounts | None,
     accumulation: int,
 ) -> str:
     """Describe the dealt documents in three lines; of a stream, the known facts."""
@@ -254,10 +258,8 @@ def _words(
             "Documents are cut where a global batch is full; how many they are, and how long, is"
             " not known."
         )
-    longer, spanning = (
-        int((lengths > dealing.tokens).sum()),
-        int((lengths > dealing.tokens_per_rank).sum()),
-    )
+    spanning = int((lengths > dealing.tokens_per_rank).sum())
+    longer = int((lengths > dealing.tokens).sum())
     return (
         f"distca deals {len(lengths):,} documents of {lengths.sum():,} tokens, the longest of"
         f" {lengths.max():,}, to {ranks}. {targets}.\n"
@@ -268,7 +270,7 @@ def _words(
     )
 
 
-def _warn_if_cut(longest: int, args: Any) -> None:
+def _warn_of_cut(longest: int, args: Any) -> None:
     limit = getattr(args, "max_length", None)
     if limit is not None and longest == limit:
         _log.warning(

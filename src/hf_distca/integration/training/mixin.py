@@ -19,11 +19,11 @@ from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.agreement.planner import PendingPlans
 from hf_distca.integration.checks.share_readers import check_sharing
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.nano_batches import cut
-from hf_distca.integration.training.callback import DistCACallback, put_before_reporters
+from hf_distca.integration.nano_batches import choose_cut
+from hf_distca.integration.training.callback import DistCACallback, insert_before_reporters
 from hf_distca.integration.training.share_tokens import share_tokens
 
-__all__ = ["Announced", "DistCATrainerMixin", "announce", "plan_ahead"]
+__all__ = ["AnnouncedStep", "DistCATrainerMixin", "announce_step", "plan_ahead"]
 
 
 def plan_ahead(batches: Sequence[Any]) -> list[Any]:
@@ -44,41 +44,43 @@ def plan_ahead(batches: Sequence[Any]) -> list[Any]:
     Raises:
         DistCADesyncError: if ranks do not agree, or do not all call it.
     """
-    announced = announce(batches, current_session().planner.resume_progress().pop_recent_keys())
-    return list(batches) if announced is None else announced.planned()
+    announced = announce_step(
+        batches, current_session().planner.resume_progress().pop_recent_keys()
+    )
+    return list(batches) if announced is None else announced.finish_plans()
 
 
 @dataclass(frozen=True, eq=False)
-class Announced:
+class AnnouncedStep:
     """Micro-batches of an optimizer step whose documents all ranks know, and whose plans are being
     made.
 
     Attributes:
         batches: as they were announced.
         keys: the plans that each batch gets.
-        planning: plans of all keys for each batch.
+        pending_plans: plans of all keys for each batch.
     """
 
     batches: list[Any]
     keys: list[PlanKey]
-    planning: PendingPlans
+    pending_plans: PendingPlans
 
-    def planned(self) -> list[Any]:
+    def finish_plans(self) -> list[Any]:
         """Return copies of the batches, with their plans, once these are made and all ranks have
         the same.
         """
         session, batches = current_session(), [copy(batch) for batch in self.batches]
-        with self.planning.group.reporting(f"planning {self.planning.place}"):
-            plans = iter(session.planner.finish_plans(self.planning))
+        with self.pending_plans.group.reporting(f"planning {self.pending_plans.place}"):
+            plans = iter(session.planner.finish_plans(self.pending_plans))
         for batch in batches:
             batch["distca_documents"] = packed = copy(batch["distca_documents"])
             packed.prepared_plans = {key: next(plans) for key in self.keys}
         return batches
 
 
-def announce(
+def announce_step(
     batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, beside: bool = False
-) -> Announced | None:
+) -> AnnouncedStep | None:
     """Announce the documents of micro-batches to the other ranks, which must do so with as many at
     the same point.
 
@@ -91,20 +93,20 @@ def announce(
     Returns:
         None if there is nothing to plan, or if a batch has no documents to plan.
     """
-    if not keys or not _to_be_planned(batches):
+    if not keys or not _can_be_planned(batches):
         return None
     session = current_session()
     first = session.planner.resume_progress().next_number + after
     place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
     with session.join_group().reporting(f"planning {place}"):
-        requests = [_requests(batch, keys, session.config.tile) for batch in batches]
+        requests = [_make_requests(batch, keys, session.config.tile) for batch in batches]
         planning = session.planner.begin_plans(
             list(chain.from_iterable(requests)), session.join_group(), place, in_background=beside
         )
-    return Announced(list(batches), keys, planning)
+    return AnnouncedStep(list(batches), keys, planning)
 
 
-def _to_be_planned(batches: Sequence[Any]) -> bool:
+def _can_be_planned(batches: Sequence[Any]) -> bool:
     """Return whether all batches have documents, and none is a share, which has its plans."""
     known = [
         batch.get("distca_documents")
@@ -117,13 +119,13 @@ def _to_be_planned(batches: Sequence[Any]) -> bool:
     )
 
 
-def _requests(batch: Mapping[str, Any], keys: Sequence[PlanKey], tile: int) -> list[Request]:
+def _make_requests(batch: Mapping[str, Any], keys: Sequence[PlanKey], tile: int) -> list[Request]:
     """Return the documents of a batch, in the form that the attention of each key will find."""
     shape: tuple[int, int] = batch["input_ids"].shape
     whole = TokenBatch.of(batch).read_documents()
     chunked = {chunk: whole.cut_into_chunks(chunk) for chunk in {key.chunk for key in keys}}
     nano = {
-        chunk: cut(*shape, chunked[chunk], tile)[2]
+        chunk: choose_cut(*shape, chunked[chunk], tile)[2]
         for chunk in {key.chunk for key in keys if key.nano}
     }
     return [
@@ -153,8 +155,8 @@ class DistCATrainerMixin:
 
     shares_tokens: bool = False
     _iterator: Iterator[Any] | None = None  # of this epoch
-    _drawn: Iterator[Any] = iter(())  # batches that the next step begins with
-    _announced: Announced | None = None
+    _drawn_batches: Iterator[Any] = iter(())  # batches that the next step begins with
+    _announced_step: AnnouncedStep | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does."""
@@ -164,14 +166,14 @@ class DistCATrainerMixin:
         )
         first = ours or DistCACallback(summary=False, record=False)
         place = None if ours is None else callbacks.index(ours)
-        put_before_reporters(first, callbacks)
+        insert_before_reporters(first, callbacks)
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
             callbacks.remove(first)
             if place is not None:
                 callbacks.insert(place, first)
-            self._forget()  # worker processes end with their iterator
+            self._reset_step()  # worker processes end with their iterator
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any
@@ -180,35 +182,40 @@ class DistCATrainerMixin:
         results.
         """
         if epoch_iterator is not self._iterator:
-            self._forget()
+            self._reset_step()
             self._iterator = epoch_iterator
             if self.shares_tokens:
                 trainer: Any = self
                 check_sharing(trainer, current_session().join_trainers().size)
-        source = chain(self._drawn, epoch_iterator)
+        source = chain(self._drawn_batches, epoch_iterator)
         batches, *rest = super().get_batch_samples(source, num_batches, *args, **kwargs)  # type: ignore[misc]
         if self.shares_tokens:
             return (share_tokens(batches), *rest)
-        keys, announced, self._announced = (
+        keys, announced, self._announced_step = (
             current_session().planner.resume_progress().pop_recent_keys(),
-            self._announced,
+            self._announced_step,
             None,
         )
         if announced is None or list(map(id, batches)) != list(map(id, announced.batches)):
-            announced = announce(batches, keys)
-        planned = batches if announced is None else announced.planned()
+            announced = announce_step(batches, keys)
+        planned = batches if announced is None else announced.finish_plans()
         state: TrainerState = self.state  # type: ignore[attr-defined]
-        if keys and batches and _to_be_planned(batches) and state.global_step + 1 < state.max_steps:
-            drawn = list(self._drawn)
-            drawn += islice(self._up_to_the_end(epoch_iterator), max(0, num_batches - len(drawn)))
-            self._drawn = iter(drawn)
+        if (
+            keys
+            and batches
+            and _can_be_planned(batches)
+            and state.global_step + 1 < state.max_steps
+        ):
+            drawn = list(self._drawn_batches)
+            drawn += islice(self._read_to_end(epoch_iterator), max(0, num_batches - len(drawn)))
+            self._drawn_batches = iter(drawn)
             if drawn:
-                self._announced = announce(
+                self._announced_step = announce_step(
                     drawn[:num_batches], keys, after=len(batches), beside=True
                 )
         return (planned, *rest)
 
-    def _up_to_the_end(self, epoch_iterator: Iterator[Any]) -> Iterator[Any]:
+    def _read_to_end(self, epoch_iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of an epoch, without asking for one after the last, which
         would tell accelerate that the epoch is over.
         """
@@ -219,5 +226,5 @@ class DistCATrainerMixin:
             except StopIteration:
                 return
 
-    def _forget(self) -> None:
-        self._iterator, self._drawn, self._announced = None, iter(()), None
+    def _reset_step(self) -> None:
+        self._iterator, self._drawn_batches, self._announced_step = None, iter(()), None
