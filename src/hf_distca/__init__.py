@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hf_distca.config import DistCAConfig
     from hf_distca.data.collator import PackingCollator
     from hf_distca.integration.current_session import balancing, configure
-    from hf_distca.integration.hooks.prepare import prepare
+    from hf_distca.integration.hooks.mask import prepare
     from hf_distca.integration.training.callback import DistCACallback
     from hf_distca.integration.training.deal_trainer import deal
     from hf_distca.integration.training.document_shares import document_shares
@@ -56,7 +56,7 @@ _MODULES = {
     "integration.training.callback": ("DistCACallback",),
     "integration.training.deal_trainer": ("deal",),
     "integration.training.document_shares": ("document_shares",),
-    "integration.hooks.prepare": ("prepare",),
+    "integration.hooks.mask": ("prepare",),
     "integration.training.mixin": ("DistCATrainerMixin",),
     "integration.training.place_rows": ("place_rows",),
     "integration.training.reports": ("metrics", "trace"),

@@ -107,7 +107,7 @@ def test_other_dimensions_are_refused_by_name(
 
 def members_with_stages(rank: int) -> tuple[int, ...]:
     return find_data_parallel_ranks(
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "stage")), also="stage"
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "stage")), extra_dimension="stage"
     ).ranks
 
 

@@ -221,7 +221,7 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
         resume_progress=lambda: SimpleNamespace(number=0, costs=Costs()), history=history
     )
     session: Any = SimpleNamespace(
-        planner=planner, ranks=2, nodes=1, config=settings(), kernels=["cpu"]
+        planner=planner, rank_count=2, node_count=1, config=settings(), kernel_names=["cpu"]
     )
     recorder = Recorder(tmp_path, session, every_plan=True)
     recorder.start(TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), 0, None)
@@ -325,7 +325,7 @@ def test_the_record_names_no_folder(tmp_path: Path) -> None:
         resume_progress=lambda: SimpleNamespace(number=0, costs=Costs()), history=History()
     )
     session: Any = SimpleNamespace(
-        planner=planner, ranks=2, nodes=1, config=settings(), kernels=["cpu"]
+        planner=planner, rank_count=2, node_count=1, config=settings(), kernel_names=["cpu"]
     )
     arguments = TrainingArguments(str(tmp_path / "run"), use_cpu=True, report_to="none")
     recorder = Recorder(tmp_path / "run", session, every_plan=True)

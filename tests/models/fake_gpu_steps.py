@@ -28,7 +28,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.hooks import first_share, mask
+from hf_distca.integration.hooks import dealt_trainers, mask
 from hf_distca.integration.session import Session
 from hf_distca.kernels import varlen
 from hf_distca.runtime import core_attention
@@ -153,7 +153,7 @@ def in_group(group: AttentionGroup) -> Iterator[None]:
         patch.object(Session, "join_group", lambda session: group),
         patch.object(kernels, "mismatch_reason", lambda *case: None),
         patch.object(mask, "check_positions"),
-        patch.object(first_share, "watch_gradient"),
+        patch.object(dealt_trainers, "watch_gradient"),
     ):
         yield
 

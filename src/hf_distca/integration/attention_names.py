@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from typing import Any
@@ -16,7 +15,7 @@ from hf_distca.borrowed import changed_flash_attention, let_names_pass
 from hf_distca.config import REPLACEABLE_ATTENTION, check_replaceable
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import FAMILIES, PROVEN_GROUPS
-from hf_distca.integration.processes import warn_once
+from hf_distca.integration.processes import LOG, warn_once
 
 __all__ = [
     "REPLACEABLE_ATTENTION",
@@ -29,8 +28,6 @@ __all__ = [
     "register_attention",
     "replace_attention",
 ]
-
-_log = logging.getLogger("hf_distca")
 
 _registered: dict[str, Callable[..., Any]] = {}
 
@@ -46,8 +43,8 @@ def describe_origin(function: Callable[..., Any]) -> str:
     """Return module and name of a function, or of another callable."""
     if isinstance(function, partial):
         return describe_origin(function.func)
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
+    target = function if hasattr(function, "__qualname__") else type(function)
+    return f"{target.__module__}.{target.__qualname__}"
 
 
 def check_not_replaced(config: PreTrainedConfig | None) -> None:
@@ -59,11 +56,11 @@ def check_not_replaced(config: PreTrainedConfig | None) -> None:
             that cut sequences over ranks.
     """
     name = getattr(config, "_attn_implementation", None)
-    ours = _registered.get(name) if isinstance(name, str) else None
-    if ours is None:
+    registered = _registered.get(name) if isinstance(name, str) else None
+    if registered is None:
         return
     registered_now = ALL_ATTENTION_FUNCTIONS[name]
-    changed = None if registered_now is ours else registered_now
+    changed = None if registered_now is registered else registered_now
     if changed is None and "flash" in str(name):
         changed = changed_flash_attention()
     if changed is not None:
@@ -105,8 +102,7 @@ def replace_attention(name: str) -> None:
             f"distca cannot stand in for {name!r}: this version of transformers does not have it."
         )
     replaced = ALL_ATTENTION_FUNCTIONS[name]
-    changed = changed_flash_attention() if "flash" in name else None
-    for function in (replaced, changed):
+    for function in (replaced, changed_flash_attention() if "flash" in name else None):
         if function is not None and not describe_origin(function).startswith("transformers."):
             raise UnsupportedError(
                 f"distca cannot stand in for {name!r}: {describe_origin(function)} has been put in"
@@ -115,7 +111,7 @@ def replace_attention(name: str) -> None:
             )
     register_attention(name, _registered["distca"], ALL_MASK_ATTENTION_FUNCTIONS["distca"])
     let_names_pass(frozenset(_registered))
-    _log.warning(
+    LOG.warning(
         'distca stands in for attn_implementation="%s": models that ask for it in this process get'
         " distca, not %s.",
         name,

@@ -60,12 +60,11 @@ class MaskCall:
     """
 
     def __init__(self) -> None:
-        masking = create_causal_mask.__module__
         self._creator = next(
             (
                 frame
                 for frame in _walk_callers(inspect.currentframe())
-                if frame.f_globals.get("__name__") == masking
+                if frame.f_globals.get("__name__") == create_causal_mask.__module__
             ),
             None,
         )
@@ -103,8 +102,8 @@ class MaskCall:
         """True if the outermost model with an argument position_ids got none; modules inside may
         have made their own.
         """
-        names = [frame.f_locals for frame in self._models if "position_ids" in frame.f_locals]
-        return bool(names) and names[-1]["position_ids"] is None
+        variables = [frame.f_locals for frame in self._models if "position_ids" in frame.f_locals]
+        return bool(variables) and variables[-1]["position_ids"] is None
 
     @property
     def documents(self) -> Any:
@@ -199,8 +198,7 @@ def find_trainer(callback: TrainerCallback) -> Trainer | None:
 def _get_generate_code() -> CodeType:
     from transformers import GenerationMixin
 
-    code: CodeType = inspect.unwrap(GenerationMixin.generate).__code__
-    return code
+    return cast("CodeType", inspect.unwrap(GenerationMixin.generate).__code__)
 
 
 def _select_model_frames(frames: Iterable[FrameType]) -> Iterator[FrameType]:
@@ -208,8 +206,8 @@ def _select_model_frames(frames: Iterable[FrameType]) -> Iterator[FrameType]:
 
     Code that torch.compile resumes is named after the compiled function.
     """
-    named = (frame for frame in frames if "forward" in frame.f_code.co_name)
-    return (frame for frame in named if isinstance(frame.f_locals.get("self"), PreTrainedModel))
+    forwards = (frame for frame in frames if "forward" in frame.f_code.co_name)
+    return (frame for frame in forwards if isinstance(frame.f_locals.get("self"), PreTrainedModel))
 
 
 def _walk_callers(frame: FrameType | None) -> Iterator[FrameType]:

@@ -155,7 +155,7 @@ def no_segments_reason(model_type: str | None) -> str | None:
 
 
 # Types that make something else of a mask than which tokens are padding.
-_MASK_READERS = {"biogpt": "count positions by it", "opt": "count positions by it"}
+_MASK_READERS = dict.fromkeys(("biogpt", "opt"), "they count positions by it")
 
 
 def no_mask_numbers_reason(model_type: str | None, config: PreTrainedConfig | None) -> str | None:
@@ -166,8 +166,7 @@ def no_mask_numbers_reason(model_type: str | None, config: PreTrainedConfig | No
         return "it is not proven that attention alone reads it"
     if getattr(config, "output_router_logits", False):
         return "the loss of their routers (output_router_logits=True) weighs tokens by it"
-    why = _MASK_READERS.get(model_type or "")
-    return None if why is None else f"they {why}"
+    return _MASK_READERS.get(model_type or "")
 
 
 def check_mask_numbers(model_type: str | None, unnumbered: str | None) -> None:
@@ -299,14 +298,14 @@ def count_layers(model: Any, dtype: torch.dtype | None, device: str) -> dict[Pla
     Raises:
         ConfigError: if the config names no heads and widths, or no layers of attention.
     """
-    whole = getattr(model, "config", model)
-    if not isinstance(whole, PreTrainedConfig):
+    model_config = getattr(model, "config", model)
+    if not isinstance(model_config, PreTrainedConfig):
         raise ConfigError(
             f"model={type(model).__name__} is no model of transformers and no config: give one, or"
             " shapes."
         )
-    config = whole.get_text_config(decoder=True)
-    bytes_ = (dtype or _choose_dtype(model, config, whole)).itemsize
+    config = model_config.get_text_config(decoder=True)
+    bytes_ = (dtype or _choose_dtype(model, config, model_config)).itemsize
     kinds = getattr(config, "layer_types", None) or [None]
     # A layer of each kind; layers may differ in more than what `layer_types` says.
     layers = {kind: kinds.index(kind) for kind in kinds}
@@ -418,6 +417,6 @@ def _read_first_number(config: Any, *names: str) -> int | None:
 
 
 def _choose_dtype(*sources: Any) -> torch.dtype:
-    named = (getattr(source, "dtype", None) for source in sources)
-    chosen = next((dtype for dtype in named if dtype is not None), torch.float32)
-    return getattr(torch, chosen) if isinstance(chosen, str) else chosen
+    dtypes = (getattr(source, "dtype", None) for source in sources)
+    first_dtype = next((dtype for dtype in dtypes if dtype is not None), torch.float32)
+    return getattr(torch, first_dtype) if isinstance(first_dtype, str) else first_dtype

@@ -46,8 +46,8 @@ class LayerWork:
     Attributes:
         group: the ranks that take part; a group of this rank alone if no others do.
         route: this rank's route.
-        token_indices: int64 indices of the tokens that are not padding, on the device of q; None if there is
-            no padding.
+        token_indices: int64 indices of the tokens that are not padding, on the device of q; None
+            if there is no padding.
         window: keys that a row sees at most; None if no document on any rank is longer than the
             layer's window.
         meter: counts the work of this micro-batch in this kind of layer.
@@ -57,8 +57,8 @@ class LayerWork:
         name: name of the micro-batch, for errors.
         serial: number by which servers of a pool identify it.
         call_numbers: counts the calls of attention, those of recomputes among them.
-        stage_attention: computes attention in the session's place, from module, inputs and scores; for
-            stages of a pipeline.
+        stage_attention: computes attention in the session's place, from module, inputs and scores;
+            for stages of a pipeline.
     """
 
     group: AttentionGroup
@@ -100,15 +100,16 @@ class MaskFacts:
             cuts.
         position_ids: position ids that the mask was made with, for models that pass none to
             attention.
-        packed_documents: the documents that the model was given, for models that pass none to attention.
+        packed_documents: the documents that the model was given, for models that pass none to
+            attention.
         model_type: type of the model that made the mask, for warnings about packed documents.
         first_position: first position of a document, as this model counts.
-        whole_document_reason: reason why documents must not be cut in this model; None if they may be.
-        no_mask_numbers_reason: reason why a mask must not number documents for this model; None if it may.
+        whole_document_reason: reason why documents must not be cut in this model, or None.
+        no_mask_numbers_reason: reason why a mask must not number documents for this model, or None.
         is_local: whether no other rank may be asked to take part, because this forward is one of
             `generate`.
-        can_recompute: whether layers may run again in backward: the mask was made while gradients were
-            recorded.
+        can_recompute: whether layers may run again in backward: the mask was made while gradients
+            were recorded.
     """
 
     padding: torch.Tensor | None = None
@@ -140,8 +141,8 @@ class AttentionHandle:
         is_local: as in `mask`; a pipeline schedule sets it for forwards that it plans itself.
         layer_work: filled by the first layer of each kind: some models pass the window only to the
             attention function.
-        layer_setups: common properties of layers that are called alike, by the arguments that distinguish
-            their calls.
+        layer_setups: common properties of layers that are called alike, by the arguments that
+            distinguish their calls.
         group: the ranks that take part, once they are known.
         documents: documents of the batch, once they were read, or of the nano-batch.
         has_segments: whether the model's recurrent layers, if it has any, run along their segments.

@@ -51,9 +51,8 @@ class SplitDocumentContext:
                 "the second nano-batch of a layer called attention before the first: set"
                 " ping_pong=False."
             )
-        first_half_kv = self.first_half_kv
-        self.first_half_kv = None
-        return first_half_kv
+        context, self.first_half_kv = self.first_half_kv, None
+        return context
 
 
 @dataclass(eq=False)
@@ -85,9 +84,9 @@ class NanoBatches:
         rows, length = handle.batch_size, handle.length
         axis, border, parts = choose_cut(rows, length, documents, tile)
         sizes = max(border, 1), (length if axis else rows) - border
-        handover = SplitDocumentContext(parts[1].context_tokens)
+        context = SplitDocumentContext(parts[1].context_tokens)
         first, second = (
-            handle.make_nano_handle(nano, (rows, size) if axis else (size, length), part, handover)
+            handle.make_nano_handle(nano, (rows, size) if axis else (size, length), part, context)
             for nano, (size, part) in enumerate(zip(sizes, parts, strict=True), 1)
         )
         first.second_handle = second
@@ -206,8 +205,8 @@ def _choose_border(length: int, documents: Documents, tile: int) -> int:
     """Choose the token to cut a row at."""
     starts = np.cumsum(documents.runs[:-1, 2])
     tokens = starts if documents.token_indices is None else documents.token_indices[starts]
-    near = tokens[np.minimum(tokens, length - tokens) >= _MIN_PART * length]
-    if len(near):
-        return int(near[np.abs(near - length / 2).argmin()])
+    candidates = tokens[np.minimum(tokens, length - tokens) >= _MIN_PART * length]
+    if len(candidates):
+        return int(candidates[np.abs(candidates - length / 2).argmin()])
     half = length // 2
     return half // tile * tile if half >= 4 * tile else half

@@ -26,6 +26,7 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.runtime.group import Members
 
 __all__ = [
+    "LOG",
     "check_pool_is_whole",
     "find_data_parallel_ranks",
     "find_members",
@@ -35,7 +36,7 @@ __all__ = [
     "warn_once",
 ]
 
-_log = logging.getLogger("hf_distca")
+LOG = logging.getLogger("hf_distca")
 
 # Names of the dimensions along which ranks hold different tokens: the first two are accelerate's,
 # the third is transformers'.
@@ -83,7 +84,7 @@ def choose_group_size(
             "%d ranks share attention in groups of %d; DistCAConfig(group_size=%d) would make them"
             " one group"
         )
-        _log.info(text, len(ranks), size, len(ranks))
+        LOG.info(text, len(ranks), size, len(ranks))
     return size
 
 
@@ -105,7 +106,7 @@ def check_pool_is_whole(members: dist.ProcessGroup | Members | None, size: int |
         )
 
 
-def find_data_parallel_ranks(mesh: DeviceMesh, also: str | None = None) -> Members:
+def find_data_parallel_ranks(mesh: DeviceMesh, extra_dimension: str | None = None) -> Members:
     """Return the ranks of `mesh` that differ from this one only in their data-parallel coordinates;
     this rank alone if there are none.
 
@@ -120,11 +121,11 @@ def find_data_parallel_ranks(mesh: DeviceMesh, also: str | None = None) -> Membe
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     part = mesh
     if sizes.keys() & {*_DATA_DIMENSIONS, *_MODEL_DIMENSIONS, *_SEQUENCE_DIMENSIONS}:
-        _check_dimensions({name: size for name, size in sizes.items() if name != also})
+        _check_dimensions({name: size for name, size in sizes.items() if name != extra_dimension})
         data = tuple(
             name
             for name, size in sizes.items()
-            if size > 1 and (name in _DATA_DIMENSIONS or name == also)
+            if size > 1 and (name in _DATA_DIMENSIONS or name == extra_dimension)
         )
         if not data:
             return Members((dist.get_rank(),), dist.get_backend())
@@ -149,7 +150,7 @@ def _check_dimensions(sizes: dict[str, int]) -> None:
 @cache
 def warn_once(text: str, *values: object) -> None:
     """Log a warning the first time that it is called with this text and these values."""
-    _log.warning(text, *values)
+    LOG.warning(text, *values)
 
 
 _SLOW_SECONDS = 1.0

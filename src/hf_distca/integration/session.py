@@ -90,10 +90,10 @@ class Session:
         given_group: the group that the user gave; None to find it.
         kernel_names: names of the kernels that attention ran in, in the order of their first use.
         has_summary: whether the summary of the run was printed.
-        work_provider: what plans in place of a `WorkPlanner` while a schedule of pipeline stages runs
+        work_provider: plans in place of a `WorkPlanner` while a schedule of pipeline stages runs
             forwards.
-        times_local_work: whether kernels are timed on CUDA also if no other rank takes part: only once
-            figures were read.
+        times_local_work: whether kernels are timed on CUDA also if no other rank takes part: only
+            once figures were read.
     """
 
     # Servers that take part, for all sessions of the process.
@@ -151,8 +151,7 @@ class Session:
                     group = self.pool.group(members, self.config.timeout_seconds)
                     self._group = replace(group, session=group.number(self))
             self._group.notify_servers("begin_session", config=self.config)
-            self._trainers = None
-            self._world = world
+            self._trainers, self._world = None, world
         return self._group
 
     def join_trainers(self) -> AttentionGroup:
@@ -168,8 +167,7 @@ class Session:
 
     def adopt_group(self, group: AttentionGroup) -> None:
         """Use a group that a pool of servers made, and restart counting."""
-        self._group = group
-        self._world = get_current_world()
+        self._group, self._world = group, get_current_world()
         self.planner.reset()
 
     @property
@@ -261,8 +259,8 @@ class Session:
         """Choose the kernel for the device and dtype of a tensor, and layers of this shape."""
         widths = shape.head_dim, shape.value_head_dim
         case = Case(query.device, query.dtype, *widths, scores, shape.heads_per_key_head)
-        first = self._fastest_kernels.get((query.dtype, widths))
-        kernel = select_kernel(self.config.kernel, case, first=first)
+        fastest_name = self._fastest_kernels.get((query.dtype, widths))
+        kernel = select_kernel(self.config.kernel, case, first=fastest_name)
         self.kernel_names[kernel.name] = None
         return kernel
 

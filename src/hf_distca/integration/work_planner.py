@@ -46,20 +46,18 @@ class WorkPlanner:
         if handle.group is None:
             # Making the group needs all ranks: a rank that evaluates or generates alone must not
             # ask for it.
-            if handle.is_local or not (training or self._session.config.balance_evaluation):
+            session = self._session
+            if handle.is_local or not (training or session.config.balance_evaluation):
                 handle.group = _LOCAL_GROUP
-            else:
-                self._drop_leaving_servers()
-                handle.group = self._session.join_group()
+                return handle.group
+            if session.pool is not None and (
+                leaving := self._planner.resume_progress().leaving_ranks
+            ):
+                session.gather_measurements()
+                group = session.pool.without(leaving)
+                session.adopt_group(replace(group, session=session.join_group().session))
+            handle.group = session.join_group()
         return handle.group
-
-    def _drop_leaving_servers(self) -> None:
-        """Replace the group by one without the servers of a pool that have announced to leave."""
-        session = self._session
-        if session.pool is not None and (leaving := self._planner.resume_progress().leaving_ranks):
-            session.gather_measurements()
-            group = session.pool.without(leaving)
-            session.adopt_group(replace(group, session=session.join_group().session))
 
     def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
         """Return whether layers run as two nano-batches."""

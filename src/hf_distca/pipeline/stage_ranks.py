@@ -191,7 +191,9 @@ def _members(stage: Stage, session: Session) -> dist.ProcessGroup | Members | No
     if session.given_group is not None and not isinstance(session.given_group, DeviceMesh):
         return session.given_group
     whole = session.given_group or find_whole_mesh(stage.mesh)
-    return find_data_parallel_ranks(whole, also=(stage.mesh.mesh_dim_names or ("pp",))[0])
+    return find_data_parallel_ranks(
+        whole, extra_dimension=(stage.mesh.mesh_dim_names or ("pp",))[0]
+    )
 
 
 def _find_kinds(stage: Stage, session: Session) -> tuple[list[LayerKind], torch.dtype]:

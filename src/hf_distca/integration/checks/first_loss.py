@@ -153,8 +153,8 @@ class _LossWatch:
     Attributes:
         ids: the tokens of the batch.
         names_read: names of those that it read itself.
-        target_places: places in the graph of models' results from targets, and whether the model got the
-            number, too.
+        target_places: places in the graph of models' results from targets, and whether the model
+            got the number, too.
         label_places: places in the graph of models' results from labels alone.
     """
 
@@ -182,7 +182,7 @@ class _LossWatch:
         calls: list[dict[str, Any]] = []
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def begin(
+        def begin_call(
             _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[Any, Any]:
             self._check_call((*args, *kwargs.values()), kwargs)
@@ -194,37 +194,39 @@ class _LossWatch:
             }
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def end(_: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            given = calls.pop()
-            if TARGETS in given:
+        def end_call(_: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            arguments = calls.pop()
+            if TARGETS in arguments:
                 self.target_places += [
-                    (place, ITEMS in given) for place in _find_target_places(output)
+                    (place, ITEMS in arguments) for place in _find_target_places(output)
                 ]
-            elif LABELS in given:
+            elif LABELS in arguments:
                 self.label_places += _find_target_places(output)
 
-        hooks = [model.register_forward_pre_hook(begin, with_kwargs=True) for model in models]
-        hooks += [model.register_forward_hook(end) for model in models]
+        hooks = [model.register_forward_pre_hook(begin_call, with_kwargs=True) for model in models]
+        hooks += [model.register_forward_hook(end_call) for model in models]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _check_call(self, values: Iterable[Any], named: Mapping[str, Any]) -> None:
-        if named.get("distca_documents") is None and any(value is self.ids for value in values):
-            others = ", ".join(sorted(named.keys() - {"input_ids"})) or "nothing else"
+    def _check_call(self, values: Iterable[Any], keywords: Mapping[str, Any]) -> None:
+        if keywords.get("distca_documents") is None and any(value is self.ids for value in values):
+            other_names = ", ".join(sorted(keywords.keys() - {"input_ids"})) or "nothing else"
             raise UnsupportedError(
-                f"the model is called with input_ids and {others}, and dealt batches have more than"
-                " that: distca_documents say which documents the tokens are of, and on which ranks"
-                " the rest is. Call model(**inputs)."
+                f"the model is called with input_ids and {other_names}, and dealt batches have more"
+                " than that: distca_documents say which documents the tokens are of, and on which"
+                " ranks the rest is. Call model(**inputs)."
             )
 
     def find_reason(self, loss: torch.Tensor) -> str | None:
         """Describe the mistake in the loss of one of several ranks; None if there is none."""
         reached = _collect_places(loss)
-        used = {place: divided for place, divided in self.target_places if place in reached}
-        if not used and TARGETS not in self.names_read:
+        divided_places = {
+            place: divided for place, divided in self.target_places if place in reached
+        }
+        if not divided_places and TARGETS not in self.names_read:
             if LABELS not in self.names_read and reached.isdisjoint(self.label_places):
                 return None
             return (
@@ -233,15 +235,15 @@ class _LossWatch:
                 " under this name and use its loss, or read shift_labels, which are shifted"
                 " already."
             )
-        bare = _get_place(loss) in used
-        if not any(used.values()) and (bare or ITEMS not in self.names_read):
+        is_models_loss = _get_place(loss) in divided_places
+        if not any(divided_places.values()) and (is_models_loss or ITEMS not in self.names_read):
             return (
                 "is not divided by `num_items_in_batch`, the number of targets of all ranks: each"
                 " rank would divide by its own number, and ranks differ. Hand num_items_in_batch to"
                 " the model, or take super().compute_loss(model, inputs,"
                 " num_items_in_batch=num_items_in_batch)."
             )
-        if bare:
+        if is_models_loss:
             return (
                 "is the model's as it is: a sum divided by the targets of all ranks, over which"
                 " gradients are averaged then. Multiply it by self.accelerator.num_processes, or"
@@ -274,12 +276,12 @@ def _get_place(value: torch.Tensor) -> GraphPlace:
 def _collect_places(loss: torch.Tensor) -> set[GraphPlace]:
     """Collect the places in the graph to which a loss leads."""
     reached = {_get_place(loss)}
-    ahead = list(reached)
-    while ahead:
-        node, _ = ahead.pop()
-        following = {place for place in node.next_functions if place[0] is not None} - reached
-        reached |= following
-        ahead += following
+    remaining = list(reached)
+    while remaining:
+        node, _ = remaining.pop()
+        next_places = {place for place in node.next_functions if place[0] is not None} - reached
+        reached |= next_places
+        remaining += next_places
     return reached
 
 
@@ -356,15 +358,15 @@ def _compute_watched_loss(
     if (
         isinstance(loss, torch.Tensor)
         and loss.grad_fn is not None
-        and (wrong := watch.find_reason(loss)) is not None
+        and (reason := watch.find_reason(loss)) is not None
     ):
-        raise UnsupportedError(f"the loss of {_name_loss(trainer)} {wrong}")
+        raise UnsupportedError(f"the loss of {_name_loss(trainer)} {reason}")
     return result
 
 
 def _name_loss(trainer: Trainer) -> str:
     """Name the owner of the loss: the class that has this compute_loss, or the Trainer's."""
-    owner = next(
+    loss_class = next(
         (kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind)), type(trainer)
     )
-    return f"{owner.__name__}.compute_loss"
+    return f"{loss_class.__name__}.compute_loss"

@@ -35,13 +35,10 @@ def check_dispatch(loader: object, shares: bool) -> None:
     `PackedDocuments` survive: rank 0 fails while the others wait for it.
     """
     if (
-        not isinstance(loader, DataLoaderDispatcher)
-        or loader.state.distributed_type == DistributedType.NO
+        isinstance(loader, DataLoaderDispatcher)
+        and loader.state.distributed_type != DistributedType.NO
+        and (shares or isinstance(_get_collator(loader), PackingCollator))
     ):
-        return
-    collator = getattr(loader, "collate_fn", None)
-    collator = getattr(collator, "data_collator", collator)  # the Trainer wraps it to drop columns
-    if isinstance(collator, PackingCollator) or shares:
         raise UnsupportedError(
             "rank 0 would read the batches of all ranks and broadcast them, as accelerate does by"
             " default for iterable datasets; packed documents cannot travel so. Set"
@@ -51,6 +48,12 @@ def check_dispatch(loader: object, shares: bool) -> None:
         )
 
 
+def _get_collator(loader: object) -> object:
+    """Return the collator of a loader, which the Trainer wraps to drop columns."""
+    collator = getattr(loader, "collate_fn", None)
+    return getattr(collator, "data_collator", collator)
+
+
 def find_reading_reasons(loader: Any, shares: Shares | StreamedShares) -> Reasons:
     """Yield reasons why ranks would get other shares than their own."""
     if not getattr(loader, "in_order", True):
@@ -58,18 +61,16 @@ def find_reading_reasons(loader: Any, shares: Shares | StreamedShares) -> Reason
             "batches come as workers finish them: ranks would hold shares of different global"
             " batches. Set dataloader_in_order=True."
         )
-    collator = getattr(loader, "collate_fn", None)
-    inner = getattr(collator, "data_collator", collator)  # the Trainer wraps it to drop columns
-    if (
-        get_collator_package(inner) in {"transformers", "trl"}
-        or get_collator_name(inner) == "default_collate"
-    ):
+    collator = _get_collator(loader)
+    name = get_collator_name(collator)
+    if get_collator_package(collator) in {"transformers", "trl"} or name == "default_collate":
         yield (
-            f"{get_collator_name(inner)} cannot make batches of them. Set"
+            f"{name} cannot make batches of them. Set"
             " data_collator=hf_distca.PackingCollator() in the Trainer, or"
             " collate_fn=hf_distca.PackingCollator() in a DataLoader."
         )
-    columns = getattr(collator, "signature_columns", None)  # all that the Trainer leaves in
+    # All that the Trainer leaves in.
+    columns = getattr(getattr(loader, "collate_fn", None), "signature_columns", None)
     if columns is not None and (dropped := sorted(_REQUIRED_COLUMNS - set(columns))):
         yield (
             f"the Trainer drops {', '.join(dropped)} from them. Set"
@@ -125,10 +126,8 @@ def _find_sampler(loader: Any) -> tuple[Any, Any, int | None]:
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         shard = loader.dataset if isinstance(loader.dataset, IterableDatasetShard) else None
         return (loader, None, 1) if shard is None else (shard, shard, shard.num_processes)
-    batches, shard = (
-        loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler,
-        None,
-    )
+    shard = None
+    batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     while hasattr(batches, "batch_sampler"):  # accelerate's, around the one that makes the batches
         shard = batches if isinstance(batches, BatchSamplerShard) else shard
         batches = batches.batch_sampler

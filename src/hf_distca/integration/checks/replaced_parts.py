@@ -55,23 +55,23 @@ def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
     Raises:
         UnsupportedError: names the collator, and a remedy.
     """
-    given: Any = trainer.data_collator
-    name, package = get_collator_name(given), get_collator_package(given)
-    masks_at_random = getattr(given, "mlm", False)
+    data_collator: Any = trainer.data_collator
+    name, package = get_collator_name(data_collator), get_collator_package(data_collator)
+    masks_at_random = getattr(data_collator, "mlm", False)
     if name in _KNOWN_COLLATORS.get(package, ()) and not masks_at_random:
         if package == "transformers":
-            _warn_of_padding(given, name)
+            _warn_of_padding(data_collator, name)
         return
-    said = f"{name}(mlm=True)" if masks_at_random else name
+    shown = f"{name}(mlm=True)" if masks_at_random else name
     if collator == "replace":
         warn_once(
             "hf_distca.deal puts PackingCollator in the place of %s, which is not called any more.",
-            said,
+            shown,
         )
         return
     raise UnsupportedError(
-        f"hf_distca.deal replaces the data_collator, and {said} is none whose rows are read as it"
-        " reads them: what it masks, drops or changes would be lost. Do in the data set what it"
+        f"hf_distca.deal replaces the data_collator, and {shown} is none whose rows are read as"
+        " it reads them: what it masks, drops or changes would be lost. Do in the data set what it"
         " does: rows may have labels with -100, completion_mask or assistant_masks. If nothing is"
         ' lost, say hf_distca.deal(..., collator="replace"), or hf-distca run --set'
         " collator=replace."

@@ -167,11 +167,9 @@ def distca_attention(
     q_THD = _flatten_tokens(query, dtype, token_indices)
     k_TKD = _flatten_tokens(key, dtype, token_indices)
     v_TKV = _flatten_tokens(value, dtype, token_indices)
-    inputs = Inputs(q_THD, k_TKD, v_TKV, sink_H)
-    if handle.split_context is not None:
-        context = handle.split_context.pass_on(setup.work.nano, k_TKD, v_TKV)
-        inputs = Inputs(q_THD, k_TKD, v_TKV, sink_H, *(context or ()))
-    o_THV = setup.compute_attention(module, inputs)
+    split = handle.split_context
+    context = None if split is None else split.pass_on(setup.work.nano, k_TKD, v_TKV)
+    o_THV = setup.compute_attention(module, Inputs(q_THD, k_TKD, v_TKV, sink_H, *(context or ())))
     if o_THV.dtype != value.dtype:
         o_THV = o_THV.to(value.dtype)
     return _restore_batch(o_THV, query, token_indices), None
@@ -204,8 +202,7 @@ def _prepare_layers(
     plan_key = handle.make_key(shape, query.device.type, window)
     work = handle.layer_work.get(plan_key)
     if work is None:
-        planner = session.work_provider or WorkPlanner(session)
-        work = planner.plan_work(
+        work = (session.work_provider or WorkPlanner(session)).plan_work(
             handle, kwargs, query.to(dtype), plan_key, training=module.training
         )
     scores = _make_scores(query, scaling, work.window, softcap)
@@ -282,8 +279,7 @@ def _attend_to_cache(
     if scores.softcap is None and sink_H is None:
         output, _ = sdpa_attention_forward(module, query, key, value, dense, scaling=scores.scale)
         return output
-    groups = query.shape[1] // key.shape[1]
-    key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
     logits = query @ key.mT * scores.scale
     if scores.softcap is not None:
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
@@ -334,8 +330,7 @@ def _check_cached_mask(
 def _check_states(
     module: torch.nn.Module, states: Sequence[torch.Tensor], handle: AttentionHandle
 ) -> None:
-    name = type(module).__name__
-    query, key, value = states
+    name, (query, key, value) = type(module).__name__, states
     if (
         any(tensor.dim() != 4 for tensor in states)
         or query.shape[::2] != (handle.batch_size, handle.length)

@@ -1,13 +1,17 @@
-"""The mask function: instead of a dense mask it returns the handle of a micro-batch."""
+"""The mask function: instead of a dense mask it returns the handle of a micro-batch.
+
+`prepare` does ahead of the first step what the mask function would do in its first forward.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -15,10 +19,15 @@ from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.borrowed import CAUSAL_MASK_PARTS, MASK_BLOCKS, MASK_CHUNKS, MASK_UNION
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.attention_names import check_not_replaced
+from hf_distca.integration.attention_names import (
+    check_not_replaced,
+    find_distca_configs,
+    iterate_models,
+)
 from hf_distca.integration.callers import MaskCall
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import (
+    PING_PONG_FAMILIES,
     check_family,
     check_layerdrop,
     no_mask_numbers_reason,
@@ -26,7 +35,7 @@ from hf_distca.integration.families import (
     whole_document_reason,
 )
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, MaskFacts
-from hf_distca.integration.hooks.first_share import check_first_share
+from hf_distca.integration.hooks.dealt_trainers import check_first_share
 from hf_distca.integration.hooks.nano_batch_layers import cut_layers
 from hf_distca.integration.hooks.positions import (
     check_positions,
@@ -36,7 +45,7 @@ from hf_distca.integration.hooks.positions import (
 )
 from hf_distca.integration.hooks.recomputed_masks import reuse_forward_handle
 
-__all__ = ["distca_mask"]
+__all__ = ["distca_mask", "prepare"]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -151,17 +160,19 @@ def _add_caller_facts(facts: MaskFacts, config: PreTrainedConfig | None) -> Mask
 
 
 def _choose_padding(
-    given: torch.Tensor | None, padding: torch.Tensor | None
+    numbers: torch.Tensor | None, padding: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Return the padding mask in the numbers that the model got, if these are known, whole, and of
     its shape.
     """
-    given = (
+    numbers = (
         None
-        if padding is None or given is None or given.dim() != 2
-        else convert_mask(given[:, : padding.shape[1]])
+        if padding is None or numbers is None or numbers.dim() != 2
+        else convert_mask(numbers[:, : padding.shape[1]])
     )
-    return padding if given is None or padding is None or given.shape != padding.shape else given
+    return (
+        padding if numbers is None or padding is None or numbers.shape != padding.shape else numbers
+    )
 
 
 def _list_mask_functions(function: Callable[..., Any]) -> list[str]:
@@ -173,10 +184,9 @@ def _list_mask_functions(function: Callable[..., Any]) -> list[str]:
     name = _get_function_name(function)
     if not isinstance(function, FunctionType):
         return [name]
-    inner = _read_closure(function).values()
     functions = [
         part
-        for value in inner
+        for value in _read_closure(function).values()
         for part in (value if isinstance(value, (tuple, list)) else (value,))
         if callable(part)
     ]
@@ -208,3 +218,45 @@ def _is_empty_overlay(function: Callable[..., Any]) -> bool:
         return False
     ids = _read_closure(function).get("block_sequence_ids")
     return isinstance(ids, torch.Tensor) and bool((ids < 0).all())
+
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def prepare(model: Model) -> Model:
+    """Make a model ready to train under distca, before its first step; for custom
+    loops, like `DistCACallback` for Trainers.
+
+    Call it on every rank, after `configure` and after torch.distributed has started. It makes the
+    attention group, from the device mesh of the model if there is one, and lets decoder layers run
+    as nano-batches if ping-pong is on. Without this call the first forward does the same, as far as
+    it finds the model among its callers. Calling it again has no effect.
+
+    Args:
+        model: a model of transformers, or a module that holds one, such as a PEFT or a DDP model.
+
+    Returns:
+        The model.
+
+    Raises:
+        UnsupportedError: if the model, or a part of it that asks for distca, is of a family that is
+            refused or drops layers, or if another package has put itself in front of distca.
+        DistCADesyncError: if not all ranks come.
+    """
+    configs = find_distca_configs(model)
+    for config in configs:
+        check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
+        check_layerdrop(config)
+        check_not_replaced(config)
+    if not configs:
+        return model
+    session = current_session()
+    session.find_mesh(iterate_models(model))
+    if session.config.ping_pong:
+        for part in iterate_models(model):
+            # Of others the first forward says why it leaves them whole.
+            if part.config.model_type in PING_PONG_FAMILIES:
+                cut_layers(part)
+    if dist.is_available() and dist.is_initialized():
+        session.join_group()
+    return model

@@ -8,7 +8,6 @@ changes.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from functools import cache, partial, wraps
 from typing import Any
@@ -23,13 +22,11 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import PING_PONG_FAMILIES
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.nano_batches import NanoBatches
-from hf_distca.integration.processes import warn_once
+from hf_distca.integration.processes import LOG, warn_once
 from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.runtime.pingpong import find_checkpointed_parts, run_nano_batches
 
 __all__ = ["can_cut_layers", "cut_layers"]
-
-_log = logging.getLogger("hf_distca")
 
 _cut_models: WeakSet[torch.nn.Module] = WeakSet()
 
@@ -41,20 +38,18 @@ def cut_layers(model: torch.nn.Module) -> None:
     _cut_models.add(model)
     model_type = str(getattr(getattr(model, "config", None), "model_type", None))
     if model_type not in PING_PONG_FAMILIES:
-        text = (
+        LOG.warning(
             "ping-pong leaves the layers of %s models whole: it is not proven that attention is all"
-            " that mixes tokens in them."
+            " that mixes tokens in them.",
+            model_type,
         )
-        _log.warning(text, model_type)
         return
     # It imports what registers distca.
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers: list[Any] = [
-        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
-    ]
-    for module in layers:
-        if not hasattr(type(module), "_distca_whole"):
+    for module in model.modules():
+        is_layer = isinstance(module, GradientCheckpointingLayer)
+        if is_layer and not hasattr(type(module), "_distca_whole"):
             module.__class__ = _make_layer_class(type(module))  # type: ignore[arg-type]  # a class is hashable
 
 
@@ -64,9 +59,13 @@ def _make_layer_class(base: Any) -> Any:
 
     @wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        whole = partial(base.forward, self)
+        run_whole = partial(base.forward, self)
         cut = _choose_nano_batches(self, args, kwargs)
-        return whole(*args, **kwargs) if cut is None else _run_cut_layer(whole, cut, args, kwargs)
+        return (
+            run_whole(*args, **kwargs)
+            if cut is None
+            else _run_cut_layer(run_whole, cut, args, kwargs)
+        )
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
         # Copies and pickles are of the class that has an address; their first forward makes them
@@ -74,15 +73,17 @@ def _make_layer_class(base: Any) -> Any:
         _, arguments, *state = base.__reduce_ex__(self, protocol)
         return (_make_blank, (base, *arguments[1:]), *state)
 
-    names = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-    }
     return type(
         base.__name__,
         (base,),
-        {**names, "forward": forward, "__reduce_ex__": __reduce_ex__, "_distca_whole": base},
+        {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "forward": forward,
+            "__reduce_ex__": __reduce_ex__,
+            "_distca_whole": base,
+        },
     )
 
 
@@ -94,9 +95,9 @@ def _make_blank(kind: Any, *arguments: Any) -> Any:
     return kind.__new__(kind, *arguments)
 
 
-def _run_cut_layer(whole: Callable[..., Any], cut: NanoBatches, args: Any, kwargs: Any) -> Any:
+def _run_cut_layer(forward: Callable[..., Any], cut: NanoBatches, args: Any, kwargs: Any) -> Any:
     first, second = (
-        partial(whole, *cut.select_part(nano, args), **cut.select_part(nano, kwargs))
+        partial(forward, *cut.select_part(nano, args), **cut.select_part(nano, kwargs))
         for nano in (1, 2)
     )
     device = next(
@@ -108,7 +109,7 @@ def _run_cut_layer(whole: Callable[..., Any], cut: NanoBatches, args: Any, kwarg
     if trace is not None:
         trace.mark_border(device)
     output = cut.merge_outputs(*run_nano_batches(first, second, device.type))
-    grown = next(
+    output_tensor = next(
         (
             tensor
             for tensor in _flatten_values((output,))
@@ -116,8 +117,8 @@ def _run_cut_layer(whole: Callable[..., Any], cut: NanoBatches, args: Any, kwarg
         ),
         None,
     )
-    if trace is not None and grown is not None:
-        grown.register_hook(lambda _: trace.mark_border(device))  # type: ignore[no-untyped-call]
+    if trace is not None and output_tensor is not None:
+        output_tensor.register_hook(lambda _: trace.mark_border(device))  # type: ignore[no-untyped-call]
     return output
 
 
@@ -126,8 +127,10 @@ def _choose_nano_batches(
     layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> NanoBatches | None:
     """Choose the cut of this call of a layer; None to run it whole."""
-    flat = list(_flatten_values((args, kwargs)))
-    handles = {id(argument): argument for argument in flat if isinstance(argument, AttentionHandle)}
+    arguments = list(_flatten_values((args, kwargs)))
+    handles = {
+        id(argument): argument for argument in arguments if isinstance(argument, AttentionHandle)
+    }
     if len(handles) != 1:
         return None
     handle = next(iter(handles.values()))
@@ -140,7 +143,7 @@ def _choose_nano_batches(
         )
     # Nano-batches fill no cache. Who trains does not read it; who generates does, also with a model
     # in training mode.
-    if any(isinstance(argument, Cache) for argument in flat) and not (
+    if any(isinstance(argument, Cache) for argument in arguments) and not (
         layer.training and torch.is_grad_enabled()
     ):
         return None
@@ -149,11 +152,11 @@ def _choose_nano_batches(
         handle, layer.training
     ):
         return None
-    if (why := _separate_attention_reason(layer)) is not None:
+    if (reason := _separate_attention_reason(layer)) is not None:
         warn_once(
             "ping-pong leaves layers whole whose attention is %s by itself: do it with whole"
             " layers, which costs no second attention under distca, and which ping-pong can cut.",
-            why,
+            reason,
         )
         return None
     if handle.nano_batches is None:
@@ -190,7 +193,7 @@ def _separate_attention_reason(layer: torch.nn.Module) -> str | None:
         for part in layer.modules()
         if part is not layer and isinstance(part, (FSDPModule, FullyShardedDataParallel))
     ]
-    for parts, why in (
+    for parts, reason in (
         (find_checkpointed_parts(layer), "checkpointed"),
         (sharded, "sharded by FSDP"),
     ):
@@ -199,7 +202,7 @@ def _separate_attention_reason(layer: torch.nn.Module) -> str | None:
             hasattr(module, "is_causal") or "attention" in type(module).__name__.lower()
             for module in modules
         ):
-            return why
+            return reason
     return None
 
 

@@ -146,13 +146,13 @@ def check_positions(
         return  # the latter is said where documents are read
     else:
         counted = position_ids.reshape(-1).cpu().numpy()
-    ahead = counted - position
-    wrong = ahead != (0 if first else ahead[:1]) if len(ahead) else ahead != 0
-    wrong |= ahead < 0
+    offsets = counted - position
+    is_wrong = offsets != (0 if first else offsets[:1]) if len(offsets) else offsets != 0
+    is_wrong |= offsets < 0
     if documents.starts is None:
-        wrong &= documents.positions == 0
-    if wrong.any():
-        token = int(wrong.argmax())
+        is_wrong &= documents.positions == 0
+    if is_wrong.any():
+        token = int(is_wrong.argmax())
         raise LayoutError(
             f"token {token} of the batch is at position {position[token]} of its document, by"
             f" distca_documents, and {type(model).__name__} has {counted[token]} for it: give the"
@@ -235,13 +235,13 @@ def _find_rotaries(model: torch.nn.Module) -> tuple[list[torch.nn.Module], bool]
 
     if model not in _found_rotaries:
         rotaries = [module for module in model.modules() if _is_varying_rotary(module)]
-        layers = [
-            module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
-        ]
-        _found_rotaries[model] = (
-            rotaries,
-            any(part in rotaries for layer in layers for part in layer.modules()),
+        in_layers = any(
+            part in rotaries
+            for layer in model.modules()
+            if isinstance(layer, GradientCheckpointingLayer)
+            for part in layer.modules()
         )
+        _found_rotaries[model] = rotaries, in_layers
     return _found_rotaries[model]
 
 
@@ -266,8 +266,8 @@ def _add_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
             " that depends on the longest document of all ranks: distca has nowhere to say how"
             " long that is."
         )
-    last = positions.new_full((*positions.shape[:-1], 1), longest - 1)
-    positions = torch.cat([positions, last], dim=-1)
+    last_position = positions.new_full((*positions.shape[:-1], 1), longest - 1)
+    positions = torch.cat([positions, last_position], dim=-1)
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": positions}
     return (args[0], positions, *args[2:]), kwargs

@@ -49,7 +49,7 @@ def reuse_forward_handle(new: AttentionHandle) -> AttentionHandle:
             masks.handles.append(handle)
         else:
             remaining = masks.remaining.setdefault(recompute, iter(masks.handles))
-            made = next(remaining, handle)
-            if (made.batch_size, made.length) == (new.batch_size, new.length):
-                handle = made
+            original = next(remaining, handle)
+            if (original.batch_size, original.length) == (new.batch_size, new.length):
+                handle = original
     return handle

@@ -123,28 +123,26 @@ class _MixerCall(NamedTuple):
         return joined.view(self.rows.batch_size, self.rows.length, *joined.shape[2:])
 
 
-def reset_states_at_documents(asks_for_us: Callable[[PreTrainedModel], bool]) -> None:
+def reset_states_at_documents(is_distca_model: Callable[[PreTrainedModel], bool]) -> None:
     """Replace the forwards and functions named above, in each module now if it is imported, else
     right after its import.
 
     Args:
-        asks_for_us: whether a model runs distca's attention.
+        is_distca_model: predicate of models that run distca's attention.
     """
     for name in RECURRENT_MODULES:
         when_imported(
             f"transformers.models.{name}.modeling_{name}",
-            partial(_replace_functions, name, asks_for_us),
+            partial(_replace_functions, name, is_distca_model),
         )
 
 
-def _replace_functions(name: str, asks_for_us: Callable[[PreTrainedModel], bool]) -> None:
-    module, (model, functions) = (
-        sys.modules[f"transformers.models.{name}.modeling_{name}"],
-        RECURRENT_MODULES[name],
-    )
+def _replace_functions(name: str, is_distca_model: Callable[[PreTrainedModel], bool]) -> None:
+    module = sys.modules[f"transformers.models.{name}.modeling_{name}"]
+    model, functions = RECURRENT_MODULES[name]
     mixers = [owner for owner, names in _list_forwards(module) if names & set(functions)]
-    called = {function for _, names in _list_forwards(module) for function in names}
-    if not hasattr(module, model) or not set(functions) <= vars(module).keys() & called:
+    used_names = {function for _, names in _list_forwards(module) for function in names}
+    if not hasattr(module, model) or not set(functions) <= vars(module).keys() & used_names:
         return  # another version, whose layers mix tokens in another way
     for function in functions:
         setattr(module, function, _run_along_segments(getattr(module, function), function))
@@ -152,7 +150,7 @@ def _replace_functions(name: str, asks_for_us: Callable[[PreTrainedModel], bool]
         mixer.forward = _pass_rows_to_mixer(mixer.forward)
     model_class = getattr(module, model)
     model_class.forward = _pass_rows_to_model(
-        model_class.forward, asks_for_us, partial(_check_rows_used, tuple(mixers), functions)
+        model_class.forward, is_distca_model, partial(_check_rows_used, tuple(mixers), functions)
     )
 
 
@@ -170,7 +168,7 @@ def _list_forwards(module: ModuleType) -> Iterator[tuple[Any, set[str]]]:
 
 def _pass_rows_to_model(
     forward: Callable[..., Any],
-    asks_for_us: Callable[[PreTrainedModel], bool],
+    is_distca_model: Callable[[PreTrainedModel], bool],
     check: Callable[[PreTrainedModel, RecurrentRows], None],
 ) -> Callable[..., Any]:
     """Wrap the forward of a model: add `RecurrentRows` to its keyword arguments, and check that
@@ -179,20 +177,20 @@ def _pass_rows_to_model(
     _, *names = inspect.signature(forward).parameters
 
     @wraps(forward)
-    def telling(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        if not asks_for_us(self):
+    def forward_with_rows(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if not is_distca_model(self):
             return forward(self, *args, **kwargs)
-        given = dict(zip(names, args, strict=False)) | kwargs
-        rows = make_recurrent_rows(self, given)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        rows = make_recurrent_rows(self, arguments)
         if rows is None:
-            return forward(self, **given)
+            return forward(self, **arguments)
         if rows.segments is not None:
-            given["use_cache"] = False  # nobody goes on from the end of several documents
-        output = forward(self, **given, **{RECURRENT_ROWS: rows})
+            arguments["use_cache"] = False  # nobody goes on from the end of several documents
+        output = forward(self, **arguments, **{RECURRENT_ROWS: rows})
         check(self, rows)
         return output
 
-    return telling
+    return forward_with_rows
 
 
 # Whether models have mixers.
@@ -228,13 +226,13 @@ def _pass_rows_to_mixer(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the forward of a mixer: pass the mixer to its functions."""
 
     @wraps(forward)
-    def naming(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward_with_mixer(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         rows = get_recurrent_rows(kwargs)
         if rows is not None and rows.segments is not None:
             kwargs[RECURRENT_ROWS] = _MixerCall(rows, rows.segments, self)
         return forward(self, *args, **kwargs)
 
-    return naming
+    return forward_with_mixer
 
 
 def _run_along_segments(original: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -242,21 +240,21 @@ def _run_along_segments(original: Callable[..., Any], name: str) -> Callable[...
 
     # Compiled, segments would be traced with the lengths of one micro-batch.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def run(mixing: _MixerCall, *args: Any, **kwargs: Any) -> Any:
-        output = _REPLACEMENTS[name](original, mixing, *args, **kwargs)
+    def run(call: _MixerCall, *args: Any, **kwargs: Any) -> Any:
+        output = _REPLACEMENTS[name](original, call, *args, **kwargs)
         if output is not None:
-            mixing.rows.used_functions.add(name)
+            call.rows.used_functions.add(name)
         return output
 
     @wraps(original)
     def along_segments(*args: Any, **kwargs: Any) -> Any:
-        mixing = kwargs.pop(RECURRENT_ROWS, None)
-        if mixing is None:
+        call = kwargs.pop(RECURRENT_ROWS, None)
+        if call is None:
             return original(*args, **kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARY_ARGUMENTS}
         return (
-            run(mixing, *args, **kwargs)
-            if isinstance(mixing, _MixerCall)
+            run(call, *args, **kwargs)
+            if isinstance(call, _MixerCall)
             else original(*args, **kwargs)
         )
 
@@ -265,63 +263,63 @@ def _run_along_segments(original: Callable[..., Any], name: str) -> Callable[...
 
 def _convolve(
     original: Callable[..., Any],
-    mixing: _MixerCall,
+    call: _MixerCall,
     hidden_states: torch.Tensor,
     weight: torch.Tensor,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Compute a causal convolution of (batch, channels, length)."""
-    if is_of_package(original) and mixing.segments.has_only_whole_documents:
+    if is_of_package(original) and call.segments.has_only_whole_documents:
         channels_last = hidden_states.transpose(1, 2).contiguous().transpose(1, 2)
         return original(
-            channels_last, weight, *args, seq_idx=mixing.rows.make_seq_idx(weight.device), **kwargs
+            channels_last, weight, *args, seq_idx=call.rows.make_seq_idx(weight.device), **kwargs
         )
-    row_BCT = mixing.merge_rows(hidden_states.transpose(1, 2)).transpose(1, 2)
-    stored = mixing.get_outputs("convolution", (row_BCT,))
+    row_BCT = call.merge_rows(hidden_states.transpose(1, 2)).transpose(1, 2)
+    stored = call.get_outputs("convolution", (row_BCT,))
     out = causal_convolution(
         row_BCT,
         lambda x_BCT: original(x_BCT, weight, *args, **kwargs),
         weight.shape[-1],
-        mixing.segments,
+        call.segments,
         stored,
     )
-    return mixing.split_rows(out.transpose(1, 2)).transpose(1, 2)
+    return call.split_rows(out.transpose(1, 2)).transpose(1, 2)
 
 
 def _compute_delta_rule(
     original: Callable[..., Any],
-    mixing: _MixerCall,
+    call: _MixerCall,
     *states: torch.Tensor,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute a delta rule of query, key, value, decay and beta, all (batch, length, heads, ...),
     without a last state.
     """
-    _check_no_state(mixing, kwargs, "initial_state", "output_final_state")
+    _check_no_state(call, kwargs, "initial_state", "output_final_state")
     inputs = DeltaInputs(
         *map(
-            mixing.merge_rows,
+            call.merge_rows,
             (*states, *(kwargs.pop(name) for name in ("g", "beta")[len(states) - 3 :])),
         )
     )
     kernel = partial(original, **kwargs)
     rule = (
-        partial(_run_package_rule, kernel, mixing.rows)
+        partial(_run_package_rule, kernel, call.rows)
         if is_of_package(original)
         else document_by_document(kernel)
     )
-    out = gated_delta_rule(inputs, mixing.segments, rule, mixing.get_outputs("state", inputs))
-    return mixing.split_rows(out), None
+    out = gated_delta_rule(inputs, call.segments, rule, call.get_outputs("state", inputs))
+    return call.split_rows(out), None
 
 
-def _check_no_state(mixing: _MixerCall, kwargs: dict[str, Any], *names: str) -> None:
+def _check_no_state(call: _MixerCall, kwargs: dict[str, Any], *names: str) -> None:
     """Remove the arguments for a first and a last state: without a cache there are none."""
     values = {name: kwargs.pop(name, None) for name in names}
-    given = [name for name, value in values.items() if value is not None and value is not False]
-    if given:
+    passed = [name for name, value in values.items() if value is not None and value is not False]
+    if passed:
         raise UnsupportedError(
-            f"{type(mixing.mixer).__name__} runs its rule with {given[0]}, and this batch has"
+            f"{type(call.mixer).__name__} runs its rule with {passed[0]}, and this batch has"
             " packed or cut documents: each begins without a state, and none is kept at its end."
             " Give this model whole documents, one a row."
         )
@@ -338,17 +336,17 @@ def _run_package_rule(
 ) -> RuleOutputs:
     """Run a `DeltaRule` of a package: fla runs several documents in one call."""
     query, key, value, decay, beta = inputs
-    asked = {
+    options = {
         "initial_state": states,
         "output_final_state": final_states,
         "cu_seqlens": rows.make_cu_seqlens(lengths, query.device),
     }
-    return RuleOutputs(*kernel(query, key, value, g=decay, beta=beta, **asked))
+    return RuleOutputs(*kernel(query, key, value, g=decay, beta=beta, **options))
 
 
 def _compute_scan(
     original: Callable[..., Any],
-    mixing: _MixerCall,
+    call: _MixerCall,
     hidden_states: torch.Tensor,
     dt: torch.Tensor,
     *rates: torch.Tensor,
@@ -357,20 +355,18 @@ def _compute_scan(
     """Compute the scan of Mamba 2 without a last state: A is (heads,), all else (batch, length,
     heads or groups, ...).
     """
-    _check_no_state(mixing, kwargs, "initial_states", "return_final_states")
-    if is_of_package(original) and mixing.segments.has_only_whole_documents:
+    _check_no_state(call, kwargs, "initial_states", "return_final_states")
+    if is_of_package(original) and call.segments.has_only_whole_documents:
         return original(
-            hidden_states, dt, *rates, seq_idx=mixing.rows.make_seq_idx(dt.device), **kwargs
+            hidden_states, dt, *rates, seq_idx=call.rows.make_seq_idx(dt.device), **kwargs
         )
     decay, *projections = rates
     x, steps, *projections = map(
-        mixing.merge_rows, (hidden_states, _compute_steps(dt, kwargs), *projections)
+        call.merge_rows, (hidden_states, _compute_steps(dt, kwargs), *projections)
     )
     inputs = ScanInputs(x, steps, decay, *projections)
     scan = scan_by_document(partial(original, **kwargs))
-    return mixing.split_rows(
-        mamba2(inputs, mixing.segments, scan, mixing.get_outputs("state", inputs))
-    )
+    return call.split_rows(mamba2(inputs, call.segments, scan, call.get_outputs("state", inputs)))
 
 
 def _compute_steps(dt: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -389,7 +385,7 @@ def _compute_steps(dt: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
 
 def _compute_fused(
     original: Callable[..., Any],
-    mixing: _MixerCall,
+    call: _MixerCall,
     zxbcdt: torch.Tensor,
     *args: Any,
     **kwargs: Any,
@@ -397,8 +393,8 @@ def _compute_fused(
     """Compute convolution, scan and output projection of Mamba 2 in one; None to run them one by
     one, as without mamba-ssm.
     """
-    if is_of_package(original) and mixing.segments.has_only_whole_documents:
-        return original(zxbcdt, *args, seq_idx=mixing.rows.make_seq_idx(zxbcdt.device), **kwargs)
+    if is_of_package(original) and call.segments.has_only_whole_documents:
+        return original(zxbcdt, *args, seq_idx=call.rows.make_seq_idx(zxbcdt.device), **kwargs)
     return None
 
 

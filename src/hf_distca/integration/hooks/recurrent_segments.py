@@ -33,15 +33,17 @@ __all__ = ["make_recurrent_rows"]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads documents
-def make_recurrent_rows(model: PreTrainedModel, given: Mapping[str, Any]) -> RecurrentRows | None:
+def make_recurrent_rows(
+    model: PreTrainedModel, arguments: Mapping[str, Any]
+) -> RecurrentRows | None:
     """Make the rows of a batch; None if a cache is read, or if attention will raise for its
     documents.
     """
     session = current_session()
-    tokens = (
-        given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
-    )
-    cache, mask = given.get("past_key_values"), given.get("attention_mask")
+    tokens = arguments.get("inputs_embeds")
+    if tokens is None:
+        tokens = arguments.get("input_ids")
+    cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
     if (
         not isinstance(tokens, torch.Tensor)
         or isinstance(mask, dict)
@@ -55,12 +57,14 @@ def make_recurrent_rows(model: PreTrainedModel, given: Mapping[str, Any]) -> Rec
         else None
     )
     try:
-        told = (
-            given.get("distca_documents"),
-            given.get("cu_seq_lens_q"),
-            _select_text_positions(given.get("position_ids")),
+        batch = TokenBatch(
+            batch_size,
+            length,
+            packed=arguments.get("distca_documents"),
+            cu_seq_lens=arguments.get("cu_seq_lens_q"),
+            position_ids=_select_text_positions(arguments.get("position_ids")),
+            padding=padding,
         )
-        batch = TokenBatch(batch_size, length, *told, padding)
         documents = batch.read_documents(
             span_ranks=session.config.documents_span_ranks, training=model.training
         )
@@ -95,9 +99,9 @@ def _make_packed_segments(documents: Documents, batch_size: int, length: int) ->
     """
     if not documents.is_packed(length):
         return None
-    begin = documents.first_token_indices
-    begin[0] = 0  # with the padding before it
-    return Segments.packed(np.diff(begin, append=batch_size * length).tolist())
+    starts = documents.first_token_indices
+    starts[0] = 0  # with the padding before it
+    return Segments.packed(np.diff(starts, append=batch_size * length).tolist())
 
 
 def _make_rank_segments(documents: Documents, session: Session, training: bool) -> Segments:
@@ -113,8 +117,8 @@ def _make_rank_segments(documents: Documents, session: Session, training: bool) 
     )
 
 
-# What begins a row of numbers for other ranks. Announcements for attention begin with their count,
-# which is not negative.
+# First number of a row for other ranks. Announcements for attention begin with their count, which
+# is not negative.
 _NUMBERS_ROW, _SHARE_ROW = -1, -2
 
 
@@ -125,32 +129,26 @@ def _agree_on_layout(documents: Documents, group: AttentionGroup, name: str) -> 
     Attention compares shares while ranks continue. Here states would travel before that, and over
     gloo messages of unequal sizes end a process.
     """
-    dealt = documents.dealt_share
-    if dealt is None:
+    share = documents.dealt_share
+    if share is None:
         kind, numbers = _NUMBERS_ROW, documents.runs.reshape(-1)
     else:
-        dealt.check_group(group)
-        if not dealt.whole_layout.has_many_ranks.any():
-            return dealt.whole_layout
-        kind, numbers, name = (
-            _SHARE_ROW,
-            np.array([*dealt.batch_id, dealt.digest]),
-            f"{name} ({dealt})",
-        )
+        share.check_group(group)
+        if not share.whole_layout.has_many_ranks.any():
+            return share.whole_layout
+        kind, numbers = _SHARE_ROW, np.array([*share.batch_id, share.digest])
+        name = f"{name} ({share})"
     # As long as an announcement at least.
     row = np.concatenate([[kind], np.zeros(HEADER_SIZE - 1, dtype=np.int64), numbers])
     rows = group.gather(row, doing=f"comparing documents of {name} for recurrent layers")
     kinds = np.array([-min(int(row[0]), 0) for row in rows])
-    what = "documents in recurrent layers (0: all whole, 1: numbered parts, 2: parts of a share)"
-    check_equal(group, kinds, what, name, "use the same data set and collator on every rank")
+    subject = "documents in recurrent layers (0: all whole, 1: numbered parts, 2: parts of a share)"
+    check_equal(group, kinds, subject, name, "use the same data set and collator on every rank")
     columns = [row[HEADER_SIZE:] for row in rows]
-    if dealt is not None:
+    if share is not None:
         check_shares(np.stack(columns), group, name)
-        return dealt.whole_layout
-    none = np.zeros(group.size, dtype=np.int64)
-    parts = np.concatenate(columns).reshape(-1, 3)
-    return build_layout(
-        AnnouncedBatch(
-            none + 1, none, none, np.array([len(column) // 3 for column in columns]), parts
-        )
-    )
+        return share.whole_layout
+    zeros = np.zeros(group.size, dtype=np.int64)
+    counts = np.array([len(column) // 3 for column in columns])
+    runs = np.concatenate(columns).reshape(-1, 3)
+    return build_layout(AnnouncedBatch(zeros + 1, zeros, zeros, counts, runs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,8 @@ from hf_distca.integration.callers import find_trainer
 from hf_distca.integration.checks.share_readers import check_evaluation, check_loader
 from hf_distca.integration.current_session import current_session, use_session
 from hf_distca.integration.hooks.dealt_trainers import wrap_trainers
-from hf_distca.integration.hooks.prepare import prepare
+from hf_distca.integration.hooks.mask import prepare
+from hf_distca.integration.processes import LOG
 from hf_distca.integration.session import Session
 from hf_distca.integration.training.record import Recorder
 from hf_distca.integration.training.reports import (
@@ -41,9 +42,8 @@ from hf_distca.integration.training.reports import (
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["DistCACallback", "insert_before_reporters"]
+__all__ = ["DistCACallback", "find_callback", "insert_before_reporters"]
 
-_log = logging.getLogger("hf_distca")
 _TRACED_STEP = 3  # the first ones make buffers and caches
 _MIN_MICRO_BATCHES = 20  # micro-batches in which nothing was moved, to say so
 
@@ -88,10 +88,8 @@ class DistCACallback(TrainerCallback):
         summary: bool = True,
         record: bool | Literal["all"] = True,
     ) -> None:
-        self.config = config
-        self.trace_path = trace_path
-        self.group = group
-        self.summary = summary
+        self.config, self.group = config, group
+        self.trace_path, self.summary = trace_path, summary
         self.record: bool | Literal["all"] = record
         self._recorder: Recorder | None = None
         self._session: Session | None = None  # the one with these settings
@@ -132,8 +130,7 @@ class DistCACallback(TrainerCallback):
                 documents for all ranks, or shares would not come to every rank, or not give the
                 loss of whole documents.
         """
-        model = kwargs.get("model")
-        trainer = find_trainer(self)
+        model, trainer = kwargs.get("model"), find_trainer(self)
         wrap_trainers()
         check_loader(kwargs.get("train_dataloader"), model=model, args=args, trainer=trainer)
         session = self.apply_settings()
@@ -143,8 +140,7 @@ class DistCACallback(TrainerCallback):
         if model is not None:
             prepare(model)
             _warn_if_idle(model)
-        self._calls_before = session.meter.calls
-        self._steps = 0
+        self._calls_before, self._steps = session.meter.calls, 0
         self._logged_metrics = self._first_metrics = read_metrics(session)
         self._is_gain_checked = False
 
@@ -281,7 +277,7 @@ class DistCACallback(TrainerCallback):
             reasons.append(nothing_moved_reason(totals, session))
         for reason in reasons:
             if reason is not None and session.is_first_rank:
-                _log.warning(reason)
+                LOG.warning(reason)
 
     def apply_settings(self) -> Session:
         """Apply the settings to the process, unless they are in force; without any, use those of
@@ -295,8 +291,8 @@ class DistCACallback(TrainerCallback):
         """Apply the settings with `balance_evaluation`, and return the session that has them."""
         config = self.config or self.apply_settings().config
         self.config = replace(config, balance_evaluation=True)
-        self._session = None
-        return self.apply_settings()
+        self._session = use_session(self.config, self.group)
+        return self._session
 
     @property
     def _has_settings(self) -> bool:
@@ -304,7 +300,7 @@ class DistCACallback(TrainerCallback):
 
     def _apply_late_settings(self) -> Session:
         if self._session is None and self._has_settings:
-            _log.warning(
+            LOG.warning(
                 "DistCACallback was added while its Trainer was at work: its settings hold from now"
                 " on, not for what has run. Give it to the Trainer's `callbacks`, or call"
                 " hf_distca.configure before."
@@ -313,7 +309,7 @@ class DistCACallback(TrainerCallback):
 
     def _move_before_reporters(self, trainer: Trainer | None) -> None:
         if trainer is None:
-            _log.warning(
+            LOG.warning(
                 "DistCACallback does not find who calls it: balance figures reach log_history, but"
                 " not the reporters. With hf_distca.DistCATrainerMixin they reach all of them."
             )
@@ -321,14 +317,19 @@ class DistCACallback(TrainerCallback):
             insert_before_reporters(self, trainer.callback_handler.callbacks)
 
 
+def find_callback(callbacks: Iterable[TrainerCallback]) -> DistCACallback | None:
+    """Find distca's callback among those of a Trainer."""
+    return next((callback for callback in callbacks if isinstance(callback, DistCACallback)), None)
+
+
 def insert_before_reporters(callback: DistCACallback, callbacks: list[TrainerCallback]) -> None:
     """Put a callback right behind the one that decides which steps log: behind reporters it would
     change logs too late.
     """
-    deciding = (
+    flow = (
         place for place, other in enumerate(callbacks) if isinstance(other, DefaultFlowCallback)
     )
-    place = next(deciding, -1) + 1
+    place = next(flow, -1) + 1
     if callback in callbacks[place:]:
         callbacks.remove(callback)
     if callback not in callbacks:
@@ -348,12 +349,12 @@ def _gather_for_log(control: TrainerControl) -> None:
 def _warn_if_idle(model: torch.nn.Module) -> None:
     """Warn if distca has nothing to do."""
     if not find_distca_configs(model):
-        _log.warning(
+        LOG.warning(
             "DistCACallback has nothing to do now: no part of this %s has"
             ' attn_implementation="distca". Load the model with it.',
             type(model).__name__,
         )
     elif current_session().join_group().size == 1:
-        _log.warning(
+        LOG.warning(
             "DistCACallback has nothing to balance: the attention group is this process alone."
         )

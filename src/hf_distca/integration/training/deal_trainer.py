@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any, TypeVar, cast, get_args
@@ -27,15 +26,14 @@ from hf_distca.integration.checks.replaced_parts import (
     warn_of_row_order,
 )
 from hf_distca.integration.checks.share_readers import check_dealing
-from hf_distca.integration.processes import print_lines
-from hf_distca.integration.training.callback import DistCACallback
+from hf_distca.integration.processes import LOG, print_lines
+from hf_distca.integration.training.callback import DistCACallback, find_callback
 from hf_distca.integration.training.document_shares import document_shares
 from hf_distca.integration.training.targets import TargetCounts, sample_targets
 from hf_distca.schedule.layout import IntArray
 
 __all__ = ["deal", "deal_before_training"]
 
-_log = logging.getLogger("hf_distca")
 _PACKED_COLUMNS = {"seq_lengths", "position_ids"}  # columns that say which documents a row has
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
@@ -87,8 +85,7 @@ def deal(
         LayoutError: if rows are not documents.
     """
     _check_trainer_kind(trainer)
-    args = trainer.args
-    rows = trainer.train_dataset
+    args, rows = trainer.args, trainer.train_dataset
     if rows is None or find_shares(rows) is not None:
         raise ConfigError(
             f"the train_dataset of this {type(trainer).__name__} is"
@@ -101,38 +98,37 @@ def deal(
         )
     check_collator(trainer, collator)
     config = _apply_callback(trainer, evaluation)
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     make = partial(
         document_shares,
         tokens_per_rank=tokens_per_rank,
         model=trainer.model,
-        dtype=dtype,
+        dtype=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
         config=config,
     )
     documents = _read_documents(trainer, rows)
     seed = args.seed if args.data_seed is None else args.data_seed
-    known: dict[str, Any] = {}  # of a stream, nothing is known
+    facts: dict[str, Any] = {}  # of a stream, nothing is known
     if hasattr(documents, "__len__"):
-        known = {
+        facts = {
             "seed": seed,
             "lengths": read_document_lengths(documents, quiet=not trainer.is_world_process_zero()),
         }
-    dataset = make(documents, fill=fill, longer=longer, **known)
+    dataset = make(documents, fill=fill, longer=longer, **facts)
     shares = cast("Shares | StreamedShares", find_shares(dataset))
     check_dealing(trainer, shares.deal_settings.ranks, config if evaluation else None)
     if evaluation:
         _deal_evaluation(trainer, partial(make, seed=None, fill="whole", longer=longer))
-    targets = None if not known else sample_targets(documents, len(known["lengths"]))
+    targets = None if not facts else sample_targets(documents, len(facts["lengths"]))
     warn_of_row_order(trainer)
     _replace_data(trainer, dataset)
     if trainer.is_world_process_zero():
         print_lines(
             _describe_shares(
-                shares, known.get("lengths"), targets, args.gradient_accumulation_steps
+                shares, facts.get("lengths"), targets, args.gradient_accumulation_steps
             )
         )
-        if known:
-            _warn_of_cut(int(known["lengths"].max()), args)
+        if facts:
+            _warn_of_cut(int(facts["lengths"].max()), args)
     return trainer
 
 
@@ -179,11 +175,8 @@ def _check_trainer_kind(trainer: Trainer) -> None:
 
 
 def _apply_callback(trainer: Trainer, evaluation: bool) -> DistCAConfig:
-    """Apply the settings of the Trainer's callback, which is added if there is none; return them."""
-    callbacks = trainer.callback_handler.callbacks
-    callback = next(
-        (callback for callback in callbacks if isinstance(callback, DistCACallback)), None
-    )
+    """Apply and return the settings of the Trainer's callback, which is added if there is none."""
+    callback = find_callback(trainer.callback_handler.callbacks)
     if callback is None:
         callback = DistCACallback()
         trainer.add_callback(callback)
@@ -223,8 +216,7 @@ def _unpack_rows(rows: Mapping[str, list[Any]], inputs: ForwardInputs) -> dict[s
 def _replace_data(trainer: Trainer, shares: Any) -> None:
     """Make the Trainer read shares: one in each batch, in their order, and each rank for itself."""
     args = trainer.args
-    trainer.train_dataset = shares
-    trainer.data_collator = PackingCollator()
+    trainer.train_dataset, trainer.data_collator = shares, PackingCollator()
     args.per_device_train_batch_size = 1
     set_batch_size(trainer, 1)
     args.train_sampling_strategy = "sequential"
@@ -249,31 +241,30 @@ def _describe_shares(
         f"{dealing.ranks} {'ranks' if dealing.ranks > 1 else 'rank'} with"
         f" {dealing.tokens_per_rank:,} tokens each"
     )
-    together = "" if accumulation == 1 else f", {accumulation} in each optimizer step"
+    accumulated = "" if accumulation == 1 else f", {accumulation} in each optimizer step"
     if lengths is None or targets is None or not isinstance(shares, Shares):
         return (
             f"distca deals a stream of documents to {ranks}.\n"
-            f"Global batches have {dealing.tokens:,} tokens{together}, and take documents as they"
-            f" come, which are not shuffled.\n"
+            f"Global batches have {dealing.tokens:,} tokens{accumulated}, and take documents as"
+            " they come, which are not shuffled.\n"
             "Documents are cut where a global batch is full; how many they are, and how long, is"
             " not known."
         )
-    spanning = int((lengths > dealing.tokens_per_rank).sum())
-    longer = int((lengths > dealing.tokens).sum())
     return (
         f"distca deals {len(lengths):,} documents of {lengths.sum():,} tokens, the longest of"
         f" {lengths.max():,}, to {ranks}. {targets}.\n"
         f"An epoch has {len(shares.batches):,} global batches of {dealing.tokens:,}"
-        f" tokens{together}.\n"
-        f"Documents longer than a rank holds: {spanning:,}. Longer than a global batch, and"
-        f" therefore cut: {longer:,}."
+        f" tokens{accumulated}.\n"
+        f"Documents longer than a rank holds: {(lengths > dealing.tokens_per_rank).sum():,}."
+        " Longer than a global batch, and therefore cut:"
+        f" {(lengths > dealing.tokens).sum():,}."
     )
 
 
 def _warn_of_cut(longest: int, args: Any) -> None:
     limit = getattr(args, "max_length", None)
     if limit is not None and longest == limit:
-        _log.warning(
+        LOG.warning(
             "no document is longer than max_length=%d of %s: longer ones were cut before they were"
             " dealt. Set max_length=None (and packing=False) to train on whole documents.",
             limit,

@@ -120,11 +120,11 @@ def document_shares(
         LayoutError: if documents have no tokens, too few for one global batch, or no such column.
     """
     config = config or current_session().config
-    launched = ranks is None and ranks_per_node is None
+    is_launched = ranks is None and ranks_per_node is None
     if ranks is None:
         ranks = config.group_size or config.group_ranks(_count_processes())
     device_type = torch.device(_find_device() if device is None else device).type
-    ranks_per_node = launched_per_node(ranks) if launched else ranks_per_node
+    ranks_per_node = launched_per_node(ranks) if is_launched else ranks_per_node
     wrap_trainers()
     keys = (
         _make_keys(shapes, device_type)
@@ -198,12 +198,12 @@ def _find_mixed_dtype() -> torch.dtype | None:
 
     `TrainingArguments` cannot be found.
     """
-    mixed = (
+    precision = (
         AcceleratorState().mixed_precision
         if is_initialized()
         else os.environ.get("ACCELERATE_MIXED_PRECISION")
     )
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed or "no")
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or "no")
 
 
 def _make_keys(shapes: Sequence[tuple[AttentionShape, int | None]], device: str) -> list[PlanKey]:

@@ -20,7 +20,11 @@ from hf_distca.agreement.planner import PendingPlans
 from hf_distca.integration.checks.share_readers import check_sharing
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.nano_batches import choose_cut
-from hf_distca.integration.training.callback import DistCACallback, insert_before_reporters
+from hf_distca.integration.training.callback import (
+    DistCACallback,
+    find_callback,
+    insert_before_reporters,
+)
 from hf_distca.integration.training.share_tokens import share_tokens
 
 __all__ = ["AnnouncedStep", "DistCATrainerMixin", "announce_step", "plan_ahead"]
@@ -69,9 +73,9 @@ class AnnouncedStep:
         """Return copies of the batches, with their plans, once these are made and all ranks have
         the same.
         """
-        session, batches = current_session(), [copy(batch) for batch in self.batches]
+        batches = [copy(batch) for batch in self.batches]
         with self.pending_plans.group.reporting(f"planning {self.pending_plans.place}"):
-            plans = iter(session.planner.finish_plans(self.pending_plans))
+            plans = iter(current_session().planner.finish_plans(self.pending_plans))
         for batch in batches:
             batch["distca_documents"] = packed = copy(batch["distca_documents"])
             packed.prepared_plans = {key: next(plans) for key in self.keys}
@@ -79,7 +83,7 @@ class AnnouncedStep:
 
 
 def announce_step(
-    batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, beside: bool = False
+    batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, in_background: bool = False
 ) -> AnnouncedStep | None:
     """Announce the documents of micro-batches to the other ranks, which must do so with as many at
     the same point.
@@ -88,7 +92,7 @@ def announce_step(
         batches: micro-batches in the order in which they will run.
         keys: the plans that each needs, known to the planner from earlier micro-batches.
         after: number of micro-batches that will run before these, for errors.
-        beside: make plans in the background.
+        in_background: make plans in the background.
 
     Returns:
         None if there is nothing to plan, or if a batch has no documents to plan.
@@ -100,36 +104,38 @@ def announce_step(
     place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
     with session.join_group().reporting(f"planning {place}"):
         requests = [_make_requests(batch, keys, session.config.tile) for batch in batches]
-        planning = session.planner.begin_plans(
-            list(chain.from_iterable(requests)), session.join_group(), place, in_background=beside
+        plans = session.planner.begin_plans(
+            list(chain.from_iterable(requests)),
+            session.join_group(),
+            place,
+            in_background=in_background,
         )
-    return AnnouncedStep(list(batches), keys, planning)
+    return AnnouncedStep(list(batches), keys, plans)
 
 
 def _can_be_planned(batches: Sequence[Any]) -> bool:
     """Return whether all batches have documents, and none is a share, which has its plans."""
-    known = [
-        batch.get("distca_documents")
-        if isinstance(batch, Mapping) and "input_ids" in batch
-        else None
-        for batch in batches
-    ]
     return all(
-        isinstance(packed, PackedDocuments) and packed.dealt_share is None for packed in known
+        isinstance(batch, Mapping)
+        and "input_ids" in batch
+        and isinstance(packed := batch.get("distca_documents"), PackedDocuments)
+        and packed.dealt_share is None
+        for batch in batches
     )
 
 
 def _make_requests(batch: Mapping[str, Any], keys: Sequence[PlanKey], tile: int) -> list[Request]:
     """Return the documents of a batch, in the form that the attention of each key will find."""
     shape: tuple[int, int] = batch["input_ids"].shape
-    whole = TokenBatch.of(batch).read_documents()
-    chunked = {chunk: whole.cut_into_chunks(chunk) for chunk in {key.chunk for key in keys}}
-    nano = {
+    documents = TokenBatch.of(batch).read_documents()
+    chunked = {chunk: documents.cut_into_chunks(chunk) for chunk in {key.chunk for key in keys}}
+    nano_parts = {
         chunk: choose_cut(*shape, chunked[chunk], tile)[2]
         for chunk in {key.chunk for key in keys if key.nano}
     }
     return [
-        (nano[key.chunk][key.nano - 1] if key.nano else chunked[key.chunk], key) for key in keys
+        (nano_parts[key.chunk][key.nano - 1] if key.nano else chunked[key.chunk], key)
+        for key in keys
     ]
 
 
@@ -161,18 +167,16 @@ class DistCATrainerMixin:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does."""
         callbacks: list[TrainerCallback] = self.callback_handler.callbacks  # type: ignore[attr-defined]
-        ours = next(
-            (callback for callback in callbacks if isinstance(callback, DistCACallback)), None
-        )
-        first = ours or DistCACallback(summary=False, record=False)
-        place = None if ours is None else callbacks.index(ours)
-        insert_before_reporters(first, callbacks)
+        users = find_callback(callbacks)
+        callback = users or DistCACallback(summary=False, record=False)
+        place = None if users is None else callbacks.index(users)
+        insert_before_reporters(callback, callbacks)
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
-            callbacks.remove(first)
+            callbacks.remove(callback)
             if place is not None:
-                callbacks.insert(place, first)
+                callbacks.insert(place, callback)
             self._reset_step()  # worker processes end with their iterator
 
     def get_batch_samples(
@@ -191,11 +195,8 @@ class DistCATrainerMixin:
         batches, *rest = super().get_batch_samples(source, num_batches, *args, **kwargs)  # type: ignore[misc]
         if self.shares_tokens:
             return (share_tokens(batches), *rest)
-        keys, announced, self._announced_step = (
-            current_session().planner.resume_progress().pop_recent_keys(),
-            self._announced_step,
-            None,
-        )
+        keys = current_session().planner.resume_progress().pop_recent_keys()
+        announced, self._announced_step = self._announced_step, None
         if announced is None or list(map(id, batches)) != list(map(id, announced.batches)):
             announced = announce_step(batches, keys)
         planned = batches if announced is None else announced.finish_plans()
@@ -211,7 +212,7 @@ class DistCATrainerMixin:
             self._drawn_batches = iter(drawn)
             if drawn:
                 self._announced_step = announce_step(
-                    drawn[:num_batches], keys, after=len(batches), beside=True
+                    drawn[:num_batches], keys, after=len(batches), in_background=True
                 )
         return (planned, *rest)
 
@@ -219,8 +220,7 @@ class DistCATrainerMixin:
         """Yield the batches of an epoch, without asking for one after the last, which
         would tell accelerate that the epoch is over.
         """
-        gradient_state = self.accelerator.gradient_state  # type: ignore[attr-defined]
-        while not gradient_state.end_of_dataloader:
+        while not self.accelerator.gradient_state.end_of_dataloader:  # type: ignore[attr-defined]
             try:
                 yield next(epoch_iterator)
             except StopIteration:

@@ -33,7 +33,7 @@ from hf_distca.integration.checks.reading_order import find_shares
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import count_layers, make_initial_cost
 from hf_distca.integration.processes import print_lines
-from hf_distca.integration.training.callback import DistCACallback
+from hf_distca.integration.training.callback import find_callback
 from hf_distca.runtime.members import node_number
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray
@@ -87,10 +87,8 @@ def place_rows(
         LayoutError: if rows do not say how long they are.
     """
     if not isinstance(reader, Trainer):
-        config, steps = (
-            current_session().config,
-            _read_accumulation() if accumulation is None else accumulation,
-        )
+        config = current_session().config
+        steps = _read_accumulation() if accumulation is None else accumulation
         work = _weigh_rows(getattr(reader, "dataset", None), model, config, end_of_document)
         _RowPlacer.compare_rows(work, steps, ranks_per_node, config).place_in_loader(reader)
         return reader
@@ -104,23 +102,17 @@ def place_rows(
         raise ConfigError(
             "the rows of this Trainer are placed already: call hf_distca.place_rows once."
         )
-    ours = (
-        callback
-        for callback in reader.callback_handler.callbacks
-        if isinstance(callback, DistCACallback)
-    )
-    config = next(
-        (callback.config for callback in ours if callback.config), current_session().config
-    )
+    callback = find_callback(reader.callback_handler.callbacks)
+    config = (callback and callback.config) or current_session().config
     work = _weigh_rows(reader.train_dataset, reader.model, config, end_of_document)
-    placing = _RowPlacer.compare_rows(
+    placer = _RowPlacer.compare_rows(
         work, reader.args.gradient_accumulation_steps, ranks_per_node, config
     )
 
     @wraps(make)
     def get_train_dataloader() -> Any:
         loader = make()
-        placing.place_in_loader(loader)
+        placer.place_in_loader(loader)
         return loader
 
     get_train_dataloader.places_rows = True  # type: ignore[attr-defined]
@@ -129,7 +121,7 @@ def place_rows(
 
 
 def _read_accumulation() -> int:
-    """Micro-batches that an `Accelerator` makes a step of."""
+    """Read the number of micro-batches that an `Accelerator` makes a step of."""
     state = GradientState()
     if state.num_steps > 1 and not state.sync_with_dataloader:
         raise UnsupportedError(
@@ -143,8 +135,8 @@ def _read_accumulation() -> int:
 def _weigh_rows(
     rows: Any, model: Any, config: DistCAConfig, end_of_document: int | None
 ) -> FloatArray:
-    """Seconds of attention of each row, in all layers; without a model, squares of its documents'
-    lengths.
+    """Estimate the seconds of attention of each row, in all layers; without a model, return the
+    squares of its documents' lengths.
     """
     if not hasattr(rows, "__len__") or isinstance(rows, IterableDataset):
         raise UnsupportedError(
@@ -166,31 +158,27 @@ def _weigh_rows(
 
 
 def _estimate_seconds(lengths: IntArray, model: Any, config: DistCAConfig) -> FloatArray:
-    """Seconds of each document in all layers of attention."""
+    """Estimate the seconds of each document in all layers of attention."""
     seconds = np.zeros(len(lengths))
     for key, layers in count_layers(model, None, PartialState().device.type).items():
-        cost, chunk = (
-            make_initial_cost(key, config),
-            key.chunk or max(int(lengths.max(initial=1)), 1),
-        )
+        cost = make_initial_cost(key, config)
+        chunk = key.chunk or max(int(lengths.max(initial=1)), 1)
         whole, rest = np.divmod(lengths, chunk)
-        parts = whole * cost.estimate_seconds(chunk, chunk) + np.where(
-            rest > 0, cost.estimate_seconds(rest, rest), 0.0
-        )
-        seconds += layers * parts
+        rest_seconds = np.where(rest > 0, cost.estimate_seconds(rest, rest), 0.0)
+        seconds += layers * (whole * cost.estimate_seconds(chunk, chunk) + rest_seconds)
     return seconds
 
 
 @dataclass(frozen=True, eq=False)
 class _RowPlacer:
-    """Rows of some work, and the ranks that read them.
+    """Places rows by their work, for the ranks that read them.
 
     Attributes:
-        work: of each row.
+        work: seconds of attention of each row.
         accumulation: micro-batches of a step.
         node_numbers: number of the node of each process.
         ranks_per_node: ranks of a node, if the user said.
-        config: which ranks share attention.
+        config: settings, which say which ranks share attention.
     """
 
     work: FloatArray
@@ -204,16 +192,17 @@ class _RowPlacer:
         cls, work: FloatArray, accumulation: int, per_node: int | None, config: DistCAConfig
     ) -> Self:
         """Make sure that all ranks weigh the same rows, or raise on all of them."""
-        said = gather_object([(node_number(), zlib.crc32(work.tobytes()))])
-        read = [digest for _, digest in said]
-        if len(set(read)) > 1:
-            other = next(rank for rank, digest in enumerate(read) if digest != read[0])
+        nodes, digests = zip(
+            *gather_object([(node_number(), zlib.crc32(work.tobytes()))]), strict=True
+        )
+        if len(set(digests)) > 1:
+            other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
             raise ConfigError(
                 f"ranks 0 and {other} weigh rows differently: place_rows needs the same data set,"
                 " model and settings on all ranks. Do not divide the data set by rank: accelerate"
                 " does."
             )
-        return cls(work, accumulation, [node for node, _ in said], per_node, config)
+        return cls(work, accumulation, nodes, per_node, config)
 
     def place_in_loader(self, loader: Any) -> None:
         """Place the rows of a prepared loader."""
@@ -244,8 +233,8 @@ class _RowPlacer:
         _print_on_main(_describe_places(places, shard.batch_sampler.work))
 
     def _count_ranks_per_node(self, ranks: int) -> int:
-        """Neighbours that even their work by themselves: ranks of one node and of one attention
-        group.
+        """Count neighbours that even their work by themselves: ranks of one node and of one
+        attention group.
         """
         if self.ranks_per_node is not None and (
             self.ranks_per_node < 1 or ranks % self.ranks_per_node
@@ -254,7 +243,7 @@ class _RowPlacer:
                 f"ranks_per_node={self.ranks_per_node} must divide the {ranks} ranks that read"
                 " rows."
             )
-        # tensor-parallel ranks read the same rows.
+        # Tensor-parallel ranks read the same rows.
         nodes = self.node_numbers[:: max(len(self.node_numbers) // ranks, 1)]
         sizes = (
             [len(list(run)) for _, run in groupby(nodes)]

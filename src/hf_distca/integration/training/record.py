@@ -25,6 +25,7 @@ from transformers import TrainingArguments
 from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.history import BalanceTotals, PlannedMicroBatch
 from hf_distca.integration.attention_names import find_distca_configs
+from hf_distca.integration.processes import LOG
 from hf_distca.integration.session import Session
 from hf_distca.run_report.rows import (
     RECORD_NAME,
@@ -40,7 +41,6 @@ from hf_distca.run_report.rows import (
 
 __all__ = ["Recorder"]
 
-_log = logging.getLogger("hf_distca")
 _PACKAGES = (
     "hf-distca",
     "torch",
@@ -85,7 +85,7 @@ class Recorder(logging.Filter):
         self._path, self._session, self._every_plan = folder / RECORD_NAME, session, every_plan
         self._first_number = session.planner.resume_progress().number
         self._totals, self._figures = BalanceTotals(), np.zeros((len(fields(PerRank)), 0))
-        # Seconds of the slowest rank by the mean.
+        # With its imbalance: seconds of the slowest rank by the mean.
         self._worst_plan: tuple[float, PlannedMicroBatch] | None = None
         self._plan_bytes = 0
         self._plan_count = 0
@@ -109,32 +109,37 @@ class Recorder(logging.Filter):
         )
         self._append_rows([row], mode="a" if step else "w")
         session.planner.history.observer = self._add_micro_batch
-        _log.addFilter(self)
+        LOG.addFilter(self)
 
     def write_steps(self, step: int, loss: object = None) -> None:
         """Write the counts since the last time, after `step` steps, and the loss if it is a finite
         number.
         """
-        tally, self._totals = self._totals, BalanceTotals()
-        if not tally.micro_batches:
+        totals, self._totals = self._totals, BalanceTotals()
+        if not totals.micro_batches:
             return
-        ranks, self._figures = self._figures, np.zeros_like(self._figures)
+        figures, self._figures = self._figures, np.zeros_like(self._figures)
         rows: list[Row] = []
         if self._worst_plan is not None:
             rows.append(self._make_plan_row(self._worst_plan[1]))
             self._worst_plan = None
         number = loss if isinstance(loss, float) and math.isfinite(loss) else None
-        kernels, rates = (
-            list(self._session.kernel_names),
-            self._session.planner.resume_progress().costs.learned_corrections,
+        rows.append(
+            StepsRow(
+                step,
+                asdict(totals),
+                _make_per_rank(figures),
+                number,
+                list(self._session.kernel_names),
+                self._session.planner.resume_progress().costs.learned_corrections,
+            )
         )
-        rows.append(StepsRow(step, asdict(tally), _make_per_rank(ranks), number, kernels, rates))
         self._append_rows(rows)
 
     def stop(self) -> None:
         """Stop recording."""
         self._session.planner.history.observer = None
-        _log.removeFilter(self)
+        LOG.removeFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Note a warning, and let it pass."""
@@ -142,19 +147,19 @@ class Recorder(logging.Filter):
             self._append_rows([WarningRow(self._session.planner.history.step, record.getMessage())])
         return True
 
-    def _add_micro_batch(self, micro_batch: PlannedMicroBatch, tally: BalanceTotals) -> None:
+    def _add_micro_batch(self, micro_batch: PlannedMicroBatch, totals: BalanceTotals) -> None:
         if micro_batch.number <= self._first_number:  # of an evaluation before
             return
-        self._totals += tally
-        ranks = _sum_figures(micro_batch.plans)
-        self._figures = ranks if not self._figures.size else self._figures + ranks
-        before = tally.estimated_before / max(tally.estimated_mean, 1e-30)
+        self._totals += totals
+        figures = _sum_figures(micro_batch.plans)
+        self._figures = figures if not self._figures.size else self._figures + figures
+        imbalance = totals.estimated_before / max(totals.estimated_mean, 1e-30)
         if self._every_plan or not self._plan_count:
             self._append_rows([self._make_plan_row(micro_batch)])
         elif self._plan_bytes < _MAX_PLAN_BYTES and (
-            self._worst_plan is None or before > self._worst_plan[0]
+            self._worst_plan is None or imbalance > self._worst_plan[0]
         ):
-            self._worst_plan = before, micro_batch
+            self._worst_plan = imbalance, micro_batch
 
     def _make_plan_row(self, micro_batch: PlannedMicroBatch) -> PlanRow:
         self._plan_count += 1
@@ -184,7 +189,7 @@ class Recorder(logging.Filter):
                 file.writelines(lines)
         except OSError as error:
             self._has_failed = True
-            _log.warning(
+            LOG.warning(
                 "no record for `hf-distca report` is kept: %s cannot be written (%s).",
                 self._path,
                 error.strerror,
@@ -199,20 +204,21 @@ def _sum_figures(plans: Sequence[BatchPlan]) -> np.ndarray[Any, np.dtype[np.floa
         # Each kind of layers has a plan for the same tokens; each nano-batch has its own.
         tokens = plan.plan.layout.query_tokens * (plan.key.nano not in counted)
         counted.add(plan.key.nano)
-        estimated, measured = (
-            (plan.estimated_before, plan.estimated_after),
-            (plan.measured_before, plan.measured_after),
+        figures = (
+            tokens,
+            *(plan.estimated_before, plan.estimated_after),
+            *(plan.measured_before, plan.measured_after),
+            *(plan.sent_bytes, plan.between_bytes * plan.on_several_nodes),
         )
-        sent = plan.sent_bytes, plan.between_bytes * plan.on_several_nodes
-        rows.append(np.stack([tokens, *estimated, *measured, *sent]).astype(np.float64))
+        rows.append(np.stack(figures).astype(np.float64))
     return np.asarray(np.sum(rows, axis=0), dtype=np.float64)
 
 
-def _make_per_rank(ranks: np.ndarray[Any, np.dtype[np.float64]]) -> PerRank:
-    columns = dict(zip((field.name for field in fields(PerRank)), ranks.tolist(), strict=True))
-    counts = "tokens", "sent_bytes", "between_bytes"
-    whole = {name: [int(value) for value in columns[name]] for name in counts}
-    return PerRank(**{**columns, **whole})
+def _make_per_rank(figures: np.ndarray[Any, np.dtype[np.float64]]) -> PerRank:
+    columns = dict(zip((field.name for field in fields(PerRank)), figures.tolist(), strict=True))
+    for name in ("tokens", "sent_bytes", "between_bytes"):
+        columns[name] = list(map(int, columns[name]))
+    return PerRank(**columns)
 
 
 def _describe_model(model: torch.nn.Module | None) -> dict[str, Any]:

@@ -127,8 +127,8 @@ def summarize_balance(totals: BalanceTotals, session: Session) -> str | None:
     tokens = figures.get("distca/imbalance_tokens", 1.0)
     lines = [
         (
-            f"distca: {totals.micro_batches} micro-batches on {session.rank_count} ranks, work moved"
-            f" in {totals.moved}"
+            f"distca: {totals.micro_batches} micro-batches on {session.rank_count} ranks, work"
+            f" moved in {totals.moved}"
         ),
         f"  {'imbalance (slowest rank / mean)':<34}{'before':>8}{'after':>8}",
         f"    {'tokens':<32}{tokens:>8.3f}{tokens:>8.3f}",
@@ -178,27 +178,27 @@ def nothing_moved_reason(totals: BalanceTotals, session: Session) -> str | None:
     if totals.moved or totals.busiest_bytes or not totals.estimated_mean:
         return None
     config, ratio = session.config, totals.estimated_before / totals.estimated_mean
-    said = f"distca moved nothing in {totals.micro_batches} micro-batches"
+    finding = f"distca moved nothing in {totals.micro_batches} micro-batches"
     uneven = f"the slowest rank has {ratio:.3f} times the mean attention seconds, by estimate"
     if not config.balance:
-        return f"{said}: balancing is off (balance=False). Without it, {uneven}."
+        return f"{finding}: balancing is off (balance=False). Without it, {uneven}."
     if ratio <= 1 + config.tolerance:
         return (
-            f"{said}: the documents are even ({uneven}; tolerance={config.tolerance:g}). There is"
-            " nothing to win."
+            f"{finding}: the documents are even ({uneven}; tolerance={config.tolerance:g}). There"
+            " is nothing to win."
         )
     saved = 1 - 1 / ratio
     if saved < config.min_gain:
         return (
-            f"{said}: {uneven}, and evening that out saves {saved:.1%} at most, less than"
+            f"{finding}: {uneven}, and evening that out saves {saved:.1%} at most, less than"
             f" min_gain={config.min_gain:g}."
         )
     seconds = (totals.estimated_before - totals.estimated_mean) / totals.micro_batches
     costs = session.planner.resume_progress().costs
     cost = costs.get_cost(PlanKey(*next(iter(costs))))
     return (
-        f"{said}: {uneven}, and evening that out saves {seconds * 1e3:.3g} ms a layer at most, of"
-        f" which the exchange would leave less than min_gain={config.min_gain:g} (cost model"
+        f"{finding}: {uneven}, and evening that out saves {seconds * 1e3:.3g} ms a layer at most,"
+        f" of which the exchange would leave less than min_gain={config.min_gain:g} (cost model"
         f" {cost.name!r}: {cost.exchange_bytes_per_second / 1e9:g} GB/s and"
         f" {cost.exchange_seconds * 1e3:g} ms an exchange). Longer documents or a faster network"
         " gain more; if the figures do not fit your machine, give DistCAConfig(cost_model=...)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -90,13 +91,13 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
             key._replace(nano=0): progress.costs.get_cost(key) for key in progress.pop_recent_keys()
         }
         shared = [
-            _deal_batch(session, costs, number, [of_rank[number] for of_rank in lengths])
+            _deal_batch(session, costs, number, [rank_lengths[number] for rank_lengths in lengths])
             for number in range(len(drawn))
         ]
         tokens = _exchange_tokens(group, drawn, shared, place)
     return [
-        _make_batch(dealt, columns_T2, batch["input_ids"].device)
-        for dealt, columns_T2, batch in zip(shared, tokens, batches, strict=True)
+        _make_batch(shared_batch, columns_T2, batch["input_ids"].device)
+        for shared_batch, columns_T2, batch in zip(shared, tokens, batches, strict=True)
     ]
 
 
@@ -126,32 +127,30 @@ class _DrawnBatch:
                 "a batch is a share of dealt documents already: share_tokens is for batches that"
                 " are not."
             )
-        keep = (
-            slice(None)
-            if documents.token_indices is None
-            else torch.from_numpy(documents.token_indices)
-        )
+        indices: slice | torch.Tensor = slice(None)
+        if documents.token_indices is not None:
+            indices = torch.from_numpy(documents.token_indices)
         lengths = documents.runs[:, 2]
-        _check_positions(batch.get("position_ids"), keep, lengths)
-        flat = [
-            batch[name].reshape(-1).cpu()[keep]
+        _check_positions(batch.get("position_ids"), indices, lengths)
+        columns = [
+            batch[name].reshape(-1).cpu()[indices]
             for name in ("input_ids", "labels", "shift_labels")
             if name in batch
         ]
         if "shift_labels" not in batch:
-            labels = flat[-1]
-            flat.append(torch.cat([labels[1:], labels.new_full((1,), IGNORED_LABEL)]))
-            flat[-1][np.cumsum(lengths) - 1] = IGNORED_LABEL
-        return cls(lengths, torch.stack([flat[0], flat[-1]], dim=1).long())
+            labels = columns[-1]
+            columns.append(torch.cat([labels[1:], labels.new_full((1,), IGNORED_LABEL)]))
+            columns[-1][np.cumsum(lengths) - 1] = IGNORED_LABEL
+        return cls(lengths, torch.stack([columns[0], columns[-1]], dim=1).long())
 
 
 def _check_positions(
-    positions: torch.Tensor | None, keep: slice | torch.Tensor, lengths: IntArray
+    positions: torch.Tensor | None, indices: slice | torch.Tensor, lengths: IntArray
 ) -> None:
     """Raise if positions skip some inside a document: they are recomputed from its length."""
     if positions is None:
         return
-    step = np.diff(positions.reshape(-1).cpu()[keep].numpy())
+    step = np.diff(positions.reshape(-1).cpu()[indices].numpy())
     inside = np.ones(len(step) + 1, dtype=np.bool_)
     inside[np.cumsum(lengths) - 1] = False  # from one document to the next
     if (jumps := np.flatnonzero((step != 1) & inside[:-1])).size:
@@ -199,21 +198,25 @@ def _deal_batch(
     session: Session, costs: dict[PlanKey, CostModel], number: int, lengths: Sequence[IntArray]
 ) -> _SharedBatch:
     group, planner = session.join_trainers(), session.planner
-    joined = np.concatenate(lengths)
-    home = np.repeat(np.arange(group.size), [len(of_rank) for of_rank in lengths])
-    start = np.concatenate([np.cumsum(of_rank) - of_rank for of_rank in lengths])
-    fair, more = divmod(int(joined.sum()), group.size)
+    all_lengths = np.concatenate(lengths)
+    home_ranks = np.repeat(np.arange(group.size), [len(rank_lengths) for rank_lengths in lengths])
+    first_tokens = np.concatenate(
+        [np.cumsum(rank_lengths) - rank_lengths for rank_lengths in lengths]
+    )
+    tokens, remainder = divmod(int(all_lengths.sum()), group.size)
     dealing = DealSettings(
         group.size,
-        [fair + (rank < more) for rank in range(group.size)],
+        [tokens + (rank < remainder) for rank in range(group.size)],
         costs or {PlanKey(_PLACEHOLDER_SHAPE, "cpu"): CostModel.of_pairs(_PLACEHOLDER_SHAPE)},
         session.config,
         group.per_node,
     )
     return _SharedBatch(
-        dealing.make_share(joined, (0, planner.resume_progress().number + number + 1), group.rank),
-        home,
-        start,
+        dealing.make_share(
+            all_lengths, (0, planner.resume_progress().number + number + 1), group.rank
+        ),
+        home_ranks,
+        first_tokens,
     )
 
 
@@ -223,29 +226,33 @@ def _exchange_tokens(
     """Exchange tokens, and return the (tokens, 2) columns of this rank's share of every
     micro-batch.
     """
-    sent: list[torch.Tensor] = [drawn[0].columns_T2[:0]]
-    send, receive = [0] * group.size, [0] * group.size
-    for rank in range(group.size):
-        for batch, dealt in zip(drawn, shared, strict=True):
-            pieces = [
-                batch.columns_T2[start : start + tokens]
-                for home, start, tokens in dealt.list_runs(rank)
-                if home == group.rank
-            ]
-            sent += pieces
-            send[rank] += sum(map(len, pieces))
-    runs = [dealt.list_runs(group.rank) for dealt in shared]
-    for home, _, tokens in (run for runs_of_batch in runs for run in runs_of_batch):
+    pieces = [
+        [
+            batch.columns_T2[start : start + tokens]
+            for batch, shared_batch in zip(drawn, shared, strict=True)
+            for home, start, tokens in shared_batch.list_runs(rank)
+            if home == group.rank
+        ]
+        for rank in range(group.size)
+    ]
+    runs = [batch.list_runs(group.rank) for batch in shared]
+    receive = np.zeros(group.size, dtype=np.int64)
+    for home, _, tokens in chain.from_iterable(runs):
         receive[home] += tokens
-    arrived = group.all_to_all(torch.cat(sent), send, receive, doing=place)
+    arrived = group.all_to_all(
+        torch.cat([drawn[0].columns_T2[:0], *chain.from_iterable(pieces)]),
+        [sum(map(len, rank_pieces)) for rank_pieces in pieces],
+        receive.tolist(),
+        doing=place,
+    )
     begin = np.cumsum(receive) - receive
     columns = []
-    for runs_of_batch in runs:
-        pieces = []
-        for home, _, tokens in runs_of_batch:
-            pieces.append(arrived[begin[home] : begin[home] + tokens])
+    for batch_runs in runs:
+        parts = [arrived[:0]]
+        for home, _, tokens in batch_runs:
+            parts.append(arrived[begin[home] : begin[home] + tokens])
             begin[home] += tokens
-        columns.append(torch.cat(pieces) if pieces else arrived[:0])
+        columns.append(torch.cat(parts))
     return columns
 
 
@@ -253,12 +260,11 @@ def _make_batch(
     shared: _SharedBatch, columns_T2: torch.Tensor, device: torch.device
 ) -> dict[str, Any]:
     """Make the batch of a share for the model."""
-    packed = shared.packed
     ids, targets = columns_T2.unbind(1)
     labels = torch.full_like(targets, IGNORED_LABEL)  # shifted, they would lack the targets at cuts
-    positions = torch.from_numpy(packed.positions)
+    positions = torch.from_numpy(shared.packed.positions)
     rows = {"input_ids": ids, "labels": labels, "shift_labels": targets, "position_ids": positions}
     return {
         **{name: row[None].to(device) for name, row in rows.items()},
-        "distca_documents": packed,
+        "distca_documents": shared.packed,
     }

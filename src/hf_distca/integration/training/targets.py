@@ -4,7 +4,6 @@ nothing.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +13,10 @@ from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.data.pieces import DocumentPiece
 from hf_distca.data.reading import DocumentReader
 from hf_distca.errors import ConfigError
+from hf_distca.integration.processes import LOG
 
 __all__ = ["TargetCounts", "sample_targets"]
 
-_log = logging.getLogger("hf_distca")
 _SAMPLE_SIZE = 256  # documents: they are read as training reads them, which takes a moment
 
 
@@ -72,7 +71,8 @@ def sample_targets(documents: Any, count: int) -> TargetCounts:
         )
         if targets.sample_count == count:
             raise ConfigError(
-                f"{finding}: {cause}. Training would learn nothing; look at the rows of train_dataset."
+                f"{finding}: {cause}. Training would learn nothing; look at the rows of"
+                " train_dataset."
             )
-        _log.warning("%s, which were looked at among %d: %s.", finding, count, cause)
+        LOG.warning("%s, which were looked at among %d: %s.", finding, count, cause)
     return targets
