@@ -220,7 +220,9 @@ def test_bounds_of_packing_loaders_need_no_packages(
 
 @pytest.mark.parametrize("model_type", KINDS)
 def test_other_attention_beside_it_is_left_alone(model_type: str) -> None:
-    with patch.object(recurrent_layers, "make_recurrent_rows", side_effect=AssertionError("asked for rows")):
+    with patch.object(
+        recurrent_layers, "make_recurrent_rows", side_effect=AssertionError("asked for rows")
+    ):
         leaking = packed(model_of(model_type, "sdpa"), documents(LENGTHS))
     assert difference(leaking, expected(model_type))[0] > 1e-2
 
@@ -503,7 +505,8 @@ def test_pieces_of_a_document_on_one_process(model_type: str) -> None:
 # A model of another version, or with code of its own: it is not told of documents, or does not hand
 # on what it is told.
 @pytest.mark.parametrize(
-    ("where", "name"), [(recurrent_layers, "make_recurrent_rows"), (OlmoHybridGatedDeltaNet, "forward")]
+    ("where", "name"),
+    [(recurrent_layers, "make_recurrent_rows"), (OlmoHybridGatedDeltaNet, "forward")],
 )
 def test_a_model_with_layers_of_its_own_is_warned_of_and_refused(
     where: Any, name: str, caplog: pytest.LogCaptureFixture

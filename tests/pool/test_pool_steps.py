@@ -80,9 +80,9 @@ def drop_plans(rank: int) -> None:
         batches = [drawn(rank, 2 * number), drawn(rank, 2 * number + 1)]
         step(model, rank, number)
         plan_ahead(batches)
-        announce_step(
-            batches, current_session().planner.resume_progress().pop_recent_keys(), beside=True
-        )
+        session = current_session()
+        keys = session.planner.resume_progress().pop_recent_keys()
+        announce_step(session, batches, keys, in_background=True)
     del batches
     gc.collect()
     step(model, rank)

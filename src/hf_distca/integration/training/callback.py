@@ -190,8 +190,7 @@ class DistCACallback(TrainerCallback):
         """
         model = kwargs.get("model")
         self._tracing.close()
-        calls_before = self._calls_before
-        self._calls_before = None
+        calls_before, self._calls_before = self._calls_before, None
         if current_session().meter.calls == calls_before and find_distca_configs(model):
             raise UnsupportedError(
                 f'{type(model).__name__} was loaded with attn_implementation="distca" and never'

@@ -16,10 +16,11 @@ from transformers import TrainerCallback, TrainerState
 
 from hf_distca.agreement.announce import PlanKey, Request
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
-from hf_distca.agreement.planner import PendingPlans
+from hf_distca.agreement.planner import PendingPlans, Planner
 from hf_distca.integration.checks.share_readers import check_sharing
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.nano_batches import choose_cut
+from hf_distca.integration.session import Session
 from hf_distca.integration.training.callback import (
     DistCACallback,
     find_callback,
@@ -48,9 +49,8 @@ def plan_ahead(batches: Sequence[Any]) -> list[Any]:
     Raises:
         DistCADesyncError: if ranks do not agree, or do not all call it.
     """
-    announced = announce_step(
-        batches, current_session().planner.resume_progress().pop_recent_keys()
-    )
+    session = current_session()
+    announced = announce_step(session, batches, session.planner.resume_progress().pop_recent_keys())
     return list(batches) if announced is None else announced.finish_plans()
 
 
@@ -62,11 +62,13 @@ class AnnouncedStep:
     Attributes:
         batches: as they were announced.
         keys: the plans that each batch gets.
+        planner: makes the plans.
         pending_plans: plans of all keys for each batch.
     """
 
     batches: list[Any]
     keys: list[PlanKey]
+    planner: Planner
     pending_plans: PendingPlans
 
     def finish_plans(self) -> list[Any]:
@@ -75,7 +77,7 @@ class AnnouncedStep:
         """
         batches = [copy(batch) for batch in self.batches]
         with self.pending_plans.group.reporting(f"planning {self.pending_plans.place}"):
-            plans = iter(current_session().planner.finish_plans(self.pending_plans))
+            plans = iter(self.planner.finish_plans(self.pending_plans))
         for batch in batches:
             batch["distca_documents"] = packed = copy(batch["distca_documents"])
             packed.prepared_plans = {key: next(plans) for key in self.keys}
@@ -83,12 +85,18 @@ class AnnouncedStep:
 
 
 def announce_step(
-    batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, in_background: bool = False
+    session: Session,
+    batches: Sequence[Any],
+    keys: list[PlanKey],
+    *,
+    after: int = 0,
+    in_background: bool = False,
 ) -> AnnouncedStep | None:
     """Announce the documents of micro-batches to the other ranks, which must do so with as many at
     the same point.
 
     Args:
+        session: session of the process.
         batches: micro-batches in the order in which they will run.
         keys: the plans that each needs, known to the planner from earlier micro-batches.
         after: number of micro-batches that will run before these, for errors.
@@ -99,7 +107,6 @@ def announce_step(
     """
     if not keys or not _can_be_planned(batches):
         return None
-    session = current_session()
     first = session.planner.resume_progress().next_number + after
     place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
     with session.join_group().reporting(f"planning {place}"):
@@ -110,7 +117,7 @@ def announce_step(
             place,
             in_background=in_background,
         )
-    return AnnouncedStep(list(batches), keys, plans)
+    return AnnouncedStep(list(batches), keys, session.planner, plans)
 
 
 def _can_be_planned(batches: Sequence[Any]) -> bool:
@@ -185,20 +192,21 @@ class DistCATrainerMixin:
         """Return the micro-batches of the next optimizer step, planned, and the Trainer's other
         results.
         """
+        session = current_session()
         if epoch_iterator is not self._iterator:
             self._reset_step()
             self._iterator = epoch_iterator
             if self.shares_tokens:
                 trainer: Any = self
-                check_sharing(trainer, current_session().join_trainers().size)
+                check_sharing(trainer, session.join_trainers().size)
         source = chain(self._drawn_batches, epoch_iterator)
         batches, *rest = super().get_batch_samples(source, num_batches, *args, **kwargs)  # type: ignore[misc]
         if self.shares_tokens:
             return (share_tokens(batches), *rest)
-        keys = current_session().planner.resume_progress().pop_recent_keys()
+        keys = session.planner.resume_progress().pop_recent_keys()
         announced, self._announced_step = self._announced_step, None
         if announced is None or list(map(id, batches)) != list(map(id, announced.batches)):
-            announced = announce_step(batches, keys)
+            announced = announce_step(session, batches, keys)
         planned = batches if announced is None else announced.finish_plans()
         state: TrainerState = self.state  # type: ignore[attr-defined]
         if (
@@ -212,7 +220,7 @@ class DistCATrainerMixin:
             self._drawn_batches = iter(drawn)
             if drawn:
                 self._announced_step = announce_step(
-                    drawn[:num_batches], keys, after=len(batches), in_background=True
+                    session, drawn[:num_batches], keys, after=len(batches), in_background=True
                 )
         return (planned, *rest)
 

@@ -37,13 +37,13 @@ class TargetCounts:
     empty_count: int
 
     def __str__(self) -> str:
-        counted, documents = f"{self.target_count:,}", "the documents"
-        if self.sample_count < self.document_count:
-            part = self.target_count / max(1, self.token_count)
-            counted = f"{part:.0%} of the tokens of {self.sample_count:,} documents"
-            documents = "them"
+        is_sample = self.sample_count < self.document_count
+        documents = "them" if is_sample else "the documents"
         empty = f"; {self.empty_count:,} of {documents} have none" if self.empty_count else ""
-        return f"Targets: {counted}{empty}"
+        if not is_sample:
+            return f"Targets: {self.target_count:,}{empty}"
+        part = f"{self.target_count / max(1, self.token_count):.0%} of the tokens"
+        return f"Targets: {part} of {self.sample_count:,} documents{empty}"
 
 
 def sample_targets(documents: Any, count: int) -> TargetCounts:
