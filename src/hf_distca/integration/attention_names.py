@@ -20,11 +20,11 @@ from hf_distca.integration.processes import LOG, warn_once
 __all__ = [
     "REPLACEABLE_ATTENTION",
     "check_not_replaced",
+    "describe_origin",
     "find_distca_configs",
     "is_distca_model",
-    "make_distca_default",
-    "describe_origin",
     "iterate_models",
+    "make_distca_default",
     "register_attention",
     "replace_attention",
 ]

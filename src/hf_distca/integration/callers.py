@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MaskCall",
-    "find_trainer",
     "find_model_argument",
+    "find_trainer",
     "is_compiled",
     "is_in_model",
 ]

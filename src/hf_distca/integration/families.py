@@ -24,25 +24,25 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.profiles import Profile
 
 __all__ = [
-    "PROVEN_GROUPS",
-    "FAMILIES",
     "CUT_DOCUMENT_FAMILIES",
+    "FAMILIES",
     "PING_PONG_FAMILIES",
+    "PROVEN_GROUPS",
     "REFUSAL_REASONS",
     "WHOLE_DOCUMENT_FAMILIES",
     "WHOLE_DOCUMENT_REASONS",
+    "check_cut_documents",
     "check_family",
     "check_layerdrop",
     "check_mask_numbers",
-    "check_cut_documents",
-    "make_initial_cost",
+    "choose_rate_source",
     "count_layers",
     "list_layer_keys",
-    "choose_rate_source",
-    "warn_of_unproven_family",
-    "warn_of_packing",
+    "make_initial_cost",
     "no_mask_numbers_reason",
     "no_segments_reason",
+    "warn_of_packing",
+    "warn_of_unproven_family",
     "whole_document_reason",
 ]
 

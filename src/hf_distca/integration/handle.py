@@ -36,7 +36,7 @@ from hf_distca.schedule.layout import Layout
 if TYPE_CHECKING:
     from hf_distca.integration.nano_batches import NanoBatches, SplitDocumentContext
 
-__all__ = ["LayerSetup", "AttentionHandle", "CachedMask", "ForeignMask", "MaskFacts", "LayerWork"]
+__all__ = ["AttentionHandle", "CachedMask", "ForeignMask", "LayerSetup", "LayerWork", "MaskFacts"]
 
 
 @dataclass(frozen=True, eq=False)

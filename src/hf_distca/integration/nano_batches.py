@@ -18,7 +18,7 @@ from hf_distca.agreement.documents import Documents
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.handle import AttentionHandle
 
-__all__ = ["SplitDocumentContext", "NanoBatches", "choose_cut"]
+__all__ = ["NanoBatches", "SplitDocumentContext", "choose_cut"]
 
 
 # A cut between documents is taken if the smaller nano-batch then has at least this part of the

@@ -28,11 +28,11 @@ from hf_distca.runtime.group import Members
 __all__ = [
     "LOG",
     "check_pool_is_whole",
+    "choose_group_size",
     "find_data_parallel_ranks",
     "find_members",
     "print_if_slow",
     "print_lines",
-    "choose_group_size",
     "warn_once",
 ]
 

@@ -19,7 +19,7 @@ from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.checks.replaced_parts import get_collator_name, get_collator_package
 
-__all__ = ["Reasons", "check_dispatch", "find_shares", "find_epoch_reasons", "find_reading_reasons"]
+__all__ = ["Reasons", "check_dispatch", "find_epoch_reasons", "find_reading_reasons", "find_shares"]
 
 Reasons = Iterator[str]  # what is wrong, and what to set
 

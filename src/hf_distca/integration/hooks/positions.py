@@ -25,11 +25,11 @@ from hf_distca.integration.callers import find_model_argument
 from hf_distca.kernels.varlen import to_device
 
 __all__ = [
-    "check_positions",
     "accept_document_positions",
+    "check_positions",
+    "extend_rotary",
     "find_first_position",
     "mark_document_starts",
-    "extend_rotary",
 ]
 
 _checked_models: WeakSet[torch.nn.Module] = WeakSet()

@@ -93,17 +93,15 @@ class DistCACallback(TrainerCallback):
         self.record: bool | Literal["all"] = record
         self._recorder: Recorder | None = None
         self._session: Session | None = None  # the one with these settings
-        self._logged_metrics = self._first_metrics = (
-            Metrics()
-        )  # at the last log, and when this training began
+        # At the last log, and when this training began.
+        self._logged_metrics = self._first_metrics = Metrics()
         self._steps = 0
         self._tracing = ExitStack()
         self._checked_loader: object = None  # the loader that was checked last
-        self._calls_before: int | None = (
-            None  # of attention before the first step, until that has run
-        )
-        self._is_gain_checked = False  # whether it was looked at if anything moves
-        self._has_warned_of_cost = False  # whether it was said that exchanges were
+        # Calls of attention before the first step, until that has run.
+        self._calls_before: int | None = None
+        self._is_gain_checked = False
+        self._has_warned_of_cost = False
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -278,19 +276,22 @@ class DistCACallback(TrainerCallback):
             if reason is not None and session.is_first_rank:
                 LOG.warning(reason)
 
-    def apply_settings(self) -> Session:
+    def apply_settings(self, *, balance_evaluation: bool = False) -> Session:
         """Apply the settings to the process, unless they are in force; without any, use those of
-        `configure`. Return the session that has them.
+        `configure`.
+
+        Args:
+            balance_evaluation: whether to switch on this setting before.
+
+        Returns:
+            The session that has the settings.
         """
+        if balance_evaluation:
+            config = self.config or self.apply_settings().config
+            self.config = replace(config, balance_evaluation=True)
+            self._session = None
         if self._session is None or not (self._has_settings and current_session() is self._session):
             self._session = use_session(self.config, self.group)
-        return self._session
-
-    def balance_evaluation(self) -> Session:
-        """Apply the settings with `balance_evaluation`, and return the session that has them."""
-        config = self.config or self.apply_settings().config
-        self.config = replace(config, balance_evaluation=True)
-        self._session = use_session(self.config, self.group)
         return self._session
 
     @property

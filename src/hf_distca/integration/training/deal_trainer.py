@@ -180,7 +180,7 @@ def _apply_callback(trainer: Trainer, evaluation: bool) -> DistCAConfig:
     if callback is None:
         callback = DistCACallback()
         trainer.add_callback(callback)
-    return (callback.balance_evaluation() if evaluation else callback.apply_settings()).config
+    return callback.apply_settings(balance_evaluation=evaluation).config
 
 
 def _read_documents(trainer: Trainer, rows: Any) -> Any:

@@ -23,11 +23,11 @@ from hf_distca.measure.timeline import Trace
 __all__ = [
     "Metrics",
     "metrics",
-    "read_metrics",
+    "nothing_moved_reason",
     "print_summary",
+    "read_metrics",
     "summarize_balance",
     "trace",
-    "nothing_moved_reason",
 ]
 
 
