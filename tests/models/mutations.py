@@ -182,7 +182,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "second half without the keys of the first": (_DOCUMENTS, "Documents.split_at", _no_context),
     "gradient of the keys handed over lost": (
         "integration.nano_batches",
-        "SplitDocumentContext.pass_on",
+        "SplitDocumentContext.pass_keys",
         _detached_keys,
     ),
 }

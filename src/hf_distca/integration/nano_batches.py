@@ -35,7 +35,7 @@ class SplitDocumentContext:
     tokens: int
     first_half_kv: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def pass_on(
+    def pass_keys(
         self, nano: int, k_TKD: torch.Tensor, v_TKV: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Store the keys and values of the first nano-batch, or return them as context of the

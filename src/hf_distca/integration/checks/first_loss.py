@@ -100,33 +100,34 @@ _VALUE_FREE_FUNCTIONS = {
 
 
 class SpyTensor(torch.Tensor):
-    """A tensor that calls `notice`, which is set on it, when its values are read."""
+    """A tensor that calls `report_read`, which is set on it, when its values are read."""
 
     report_read: Callable[[], object] = bool  # which does nothing
 
     @classmethod
-    def wrap_tensor(cls, tensor: torch.Tensor, notice: Callable[[], object]) -> SpyTensor:
-        """Return the tensor in a form that notices reads."""
-        noticed = tensor.as_subclass(cls)
-        noticed.report_read = notice
-        return noticed
+    def wrap_tensor(cls, tensor: torch.Tensor, report_read: Callable[[], object]) -> SpyTensor:
+        """Return the tensor in a form that reports reads."""
+        spy = tensor.as_subclass(cls)
+        spy.report_read = report_read
+        return spy
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch.
 
-        A result with the same values is noticed, too; any other is a plain tensor.
+        A result with the same values is a spy, too; any other is a plain tensor.
         """
         call: Callable[..., Any] = super().__torch_function__
-        result, noticed = call(func, types, args, kwargs or {}), list(_find_spies((args, kwargs)))
+        result = call(func, types, args, kwargs or {})
+        spies = list(_find_spies((args, kwargs)))
         if getattr(func, "__name__", "") in _VALUE_FREE_FUNCTIONS:
             return (
-                cls.wrap_tensor(result, noticed[0].report_read)
-                if isinstance(result, torch.Tensor) and noticed
+                cls.wrap_tensor(result, spies[0].report_read)
+                if isinstance(result, torch.Tensor) and spies
                 else result
             )
-        for tensor in noticed:
-            tensor.report_read()
+        for spy in spies:
+            spy.report_read()
         return (
             type(result)(map(_strip_spy, result))
             if isinstance(result, (tuple, list))
@@ -164,7 +165,7 @@ class _LossWatch:
     label_places: list[GraphPlace] = field(default_factory=list)
 
     def watch_value(self, value: Any, name: str) -> Any:
-        """Return the value in a form that notices reads; a value that cannot counts as read."""
+        """Return the value in a form that reports reads; a value that cannot counts as read."""
         if isinstance(value, torch.Tensor):
             return SpyTensor.wrap_tensor(value, partial(self._record_read, name))
         self.names_read.add(name)
@@ -176,8 +177,8 @@ class _LossWatch:
 
     @contextmanager
     def record_calls(self, models: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """Note calls of models, which get plain tensors: reads inside a model are not reads of its
-        caller.
+        """Record calls of models, which get plain tensors: reads inside a model are not its
+        caller's.
         """
         calls: list[dict[str, Any]] = []
 
@@ -220,7 +221,7 @@ class _LossWatch:
                 " ranks the rest is. Call model(**inputs)."
             )
 
-    def find_reason(self, loss: torch.Tensor) -> str | None:
+    def find_loss_reason(self, loss: torch.Tensor) -> str | None:
         """Describe the mistake in the loss of one of several ranks; None if there is none."""
         reached = _collect_places(loss)
         divided_places = {
@@ -358,7 +359,7 @@ def _compute_watched_loss(
     if (
         isinstance(loss, torch.Tensor)
         and loss.grad_fn is not None
-        and (reason := watch.find_reason(loss)) is not None
+        and (reason := watch.find_loss_reason(loss)) is not None
     ):
         raise UnsupportedError(f"the loss of {_name_loss(trainer)} {reason}")
     return result

@@ -168,7 +168,7 @@ def distca_attention(
     k_TKD = _flatten_tokens(key, dtype, token_indices)
     v_TKV = _flatten_tokens(value, dtype, token_indices)
     split = handle.split_context
-    context = None if split is None else split.pass_on(setup.work.nano, k_TKD, v_TKV)
+    context = None if split is None else split.pass_keys(setup.work.nano, k_TKD, v_TKV)
     o_THV = setup.compute_attention(module, Inputs(q_THD, k_TKD, v_TKV, sink_H, *(context or ())))
     if o_THV.dtype != value.dtype:
         o_THV = o_THV.to(value.dtype)
