@@ -319,10 +319,9 @@ def count_layers(model: Any, dtype: torch.dtype | None, device: str) -> dict[Pla
         if (key := _make_key(configs[layer], kind, bytes_, device)) is not None:
             counts[key] += kinds.count(kind)
     if not counts:
-        named = ", ".join(layers)
         raise ConfigError(
-            f"{type(config).__name__} has layer_types {named}, and none of them is attention. Give"
-            " shapes instead."
+            f"{type(config).__name__} has layer_types {', '.join(layers)}, and none of them is"
+            " attention. Give shapes instead."
         )
     return dict(
         sorted(

@@ -80,11 +80,11 @@ def choose_group_size(
     if size == len(ranks):
         return None
     if dist.get_rank() == min(ranks):
-        text = (
+        LOG.info(
             "%d ranks share attention in groups of %d; DistCAConfig(group_size=%d) would make them"
-            " one group"
+            " one group",
+            *(len(ranks), size, len(ranks)),
         )
-        LOG.info(text, len(ranks), size, len(ranks))
     return size
 
 
