@@ -86,9 +86,8 @@ def __dir__() -> list[str]:
 
 
 def _register() -> None:
-    from hf_distca.integration.hooks.register import (
-        register_distca,  # with it torch and transformers
-    )
+    # With it, torch and transformers.
+    from hf_distca.integration.hooks.register import register_distca
 
     register_distca()
 
