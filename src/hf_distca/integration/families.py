@@ -395,9 +395,10 @@ def _read_shape(config: Any, element_bytes: int) -> AttentionShape:
             " Give shapes=[(AttentionShape(...), window), ...] of its kinds of layers."
         )
     # JetMoe repeats keys and values for the experts of a token before they are attended to.
-    repeated = config.model_type == "jetmoe"
     key_value_heads = (
-        heads if repeated else _read_first_number(config, "num_key_value_heads") or heads
+        heads
+        if config.model_type == "jetmoe"
+        else _read_first_number(config, "num_key_value_heads") or heads
     )
     return AttentionShape(
         heads,

@@ -277,8 +277,7 @@ def _attend_to_cache(
     """
     dense, (query, key, value, sink_H, *_) = mask.as_subclass(torch.Tensor), inputs
     if scores.softcap is None and sink_H is None:
-        output, _ = sdpa_attention_forward(module, query, key, value, dense, scaling=scores.scale)
-        return output
+        return sdpa_attention_forward(module, query, key, value, dense, scaling=scores.scale)[0]
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
     logits = query @ key.mT * scores.scale
     if scores.softcap is not None:

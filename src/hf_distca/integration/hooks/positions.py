@@ -266,8 +266,9 @@ def _add_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
             " that depends on the longest document of all ranks: distca has nowhere to say how"
             " long that is."
         )
-    last_position = positions.new_full((*positions.shape[:-1], 1), longest - 1)
-    positions = torch.cat([positions, last_position], dim=-1)
+    positions = torch.cat(
+        [positions, positions.new_full((*positions.shape[:-1], 1), longest - 1)], dim=-1
+    )
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": positions}
     return (args[0], positions, *args[2:]), kwargs

@@ -336,12 +336,16 @@ def _run_package_rule(
 ) -> RuleOutputs:
     """Run a `DeltaRule` of a package: fla runs several documents in one call."""
     query, key, value, decay, beta = inputs
-    options = {
-        "initial_state": states,
-        "output_final_state": final_states,
-        "cu_seqlens": rows.make_cu_seqlens(lengths, query.device),
-    }
-    return RuleOutputs(*kernel(query, key, value, g=decay, beta=beta, **options))
+    return RuleOutputs(
+        *kernel(
+            *(query, key, value),
+            g=decay,
+            beta=beta,
+            initial_state=states,
+            output_final_state=final_states,
+            cu_seqlens=rows.make_cu_seqlens(lengths, query.device),
+        )
+    )
 
 
 def _compute_scan(

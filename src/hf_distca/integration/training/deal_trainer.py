@@ -106,11 +106,10 @@ def deal(
         config=config,
     )
     documents = _read_documents(trainer, rows)
-    seed = args.seed if args.data_seed is None else args.data_seed
     facts: dict[str, Any] = {}  # of a stream, nothing is known
     if hasattr(documents, "__len__"):
         facts = {
-            "seed": seed,
+            "seed": args.seed if args.data_seed is None else args.data_seed,
             "lengths": read_document_lengths(documents, quiet=not trainer.is_world_process_zero()),
         }
     dataset = make(documents, fill=fill, longer=longer, **facts)
