@@ -35,7 +35,7 @@ import hf_distca
 from deal import over_all_ranks
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.integration.families import list_layer_keys, make_initial_cost
+from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.schedule.layout import Layout
 from machine import describe
 from output import add_json_option, put_out

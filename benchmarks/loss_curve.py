@@ -29,7 +29,7 @@ import hf_distca
 from dealt_step_time import lengths_of, share_of
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.families import list_layer_keys, make_initial_cost
+from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from machine import describe
 from output import add_json_option, put_out
 from processes import on_ranks, rounds, setting_of

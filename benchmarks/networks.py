@@ -42,7 +42,7 @@ from dealt_step_time import share_of
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.cli.lengths import open_documents
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.families import list_layer_keys, make_initial_cost
+from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from machine import describe
 from nodes import CABLE, inside, set_rate, two_nodes

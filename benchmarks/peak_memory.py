@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
 import hf_distca
 from dealt_step_time import share_of
 from hf_distca.agreement.dealt_share import DealSettings
-from hf_distca.integration.families import list_layer_keys, make_initial_cost
+from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.model_shape import ModelShape
 from hf_distca.schedule.cost import CostModel
 from hf_distca.simulate.hardware import find_hardware

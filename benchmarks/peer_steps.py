@@ -20,7 +20,7 @@ from transformers import BloomConfig, BloomForCausalLM, DataCollatorWithFlatteni
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import hf_distca
-from hf_distca.integration.families import list_layer_keys, make_initial_cost
+from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad

@@ -15,7 +15,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hf_distca import ConfigError, DistCAConfig
 from hf_distca.agreement.announce import PlanKey, collect_shared_settings, hash_settings
-from hf_distca.integration.families import make_initial_cost
+from hf_distca.integration.layer_kinds import make_initial_cost
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.profiles import Profile
 

@@ -21,8 +21,8 @@ from transformers import (
 
 from hf_distca import ConfigError
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.integration.families import list_layer_keys
 from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.layer_kinds import list_layer_keys
 from hf_distca.schedule.cost import AttentionShape
 
 FAMILIES = (

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_distca.doctor.model import read_config
 from hf_distca.errors import ConfigError, UnsupportedError
-from hf_distca.integration.families import check_family, list_layer_keys
+from hf_distca.integration.families import check_family
+from hf_distca.integration.layer_kinds import list_layer_keys
 from hf_distca.model_shape import ModelShape
 
 __all__ = ["count_model"]

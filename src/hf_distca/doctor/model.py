@@ -21,9 +21,9 @@ from hf_distca.integration.families import (
     PROVEN_GROUPS,
     check_family,
     check_layerdrop,
-    list_layer_keys,
     whole_document_reason,
 )
+from hf_distca.integration.layer_kinds import list_layer_keys
 from hf_distca.kernels import Case, Scores, is_slow, list_candidates, suggest_faster_kernel
 
 __all__ = ["find_dtype", "family", "kernels", "read_config"]

@@ -21,8 +21,8 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.planner import Planner, get_current_world
 from hf_distca.borrowed import loaded_mesh
 from hf_distca.config import DistCAConfig, KernelName
-from hf_distca.integration.families import choose_rate_source, make_initial_cost
 from hf_distca.integration.handle import AttentionHandle, LayerWork
+from hf_distca.integration.layer_kinds import choose_rate_source, make_initial_cost
 from hf_distca.integration.processes import (
     check_pool_is_whole,
     choose_group_size,

@@ -26,8 +26,8 @@ from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import ConfigError
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.families import list_layer_keys, make_initial_cost
 from hf_distca.integration.hooks.dealt_trainers import wrap_trainers
+from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.runtime.members import launched_per_node
 from hf_distca.schedule.cost import AttentionShape
 

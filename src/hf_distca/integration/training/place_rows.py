@@ -31,7 +31,7 @@ from hf_distca.data.row_placement import RowPlacement, StepPlaces
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.checks.reading_order import find_shares
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.families import count_layers, make_initial_cost
+from hf_distca.integration.layer_kinds import count_layers, make_initial_cost
 from hf_distca.integration.processes import print_lines
 from hf_distca.integration.training.callback import find_callback
 from hf_distca.runtime.members import node_number
