@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial, wraps
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.borrowed import (
     compiler_of_calls,
     dispatch_modes,
@@ -20,10 +19,14 @@ from hf_distca.borrowed import (
     without_dispatch_modes,
 )
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.checks.attention_arguments import (
+    check_arguments,
+    check_cached_mask,
+    check_layer,
+    check_window,
+)
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.families import FAMILIES, PROVEN_GROUPS
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, LayerSetup
-from hf_distca.integration.recurrent_rows import RECURRENT_ROWS
 from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels import Scores
 from hf_distca.runtime.call import Inputs
@@ -61,44 +64,6 @@ def _hide_from_compilers(attend: Callable[..., Any]) -> Callable[..., Any]:
         return (attend_hidden if is_seen else attend)(*args, **kwargs)
 
     return attend_or_hide
-
-
-# Keyword arguments that reach attention functions and do not change the maths of causal attention
-# within documents: of models, of loaders (the first say where documents start), and of losses
-# (those of Liger and TRL among them).
-_MODEL_ARGUMENTS = {
-    "use_cache",
-    "return_dict",
-    "output_hidden_states",
-    "output_router_logits",
-    "logits_to_keep",
-    "cache_position",
-    "is_causal",
-}
-_LOADER_ARGUMENTS = {
-    "position_ids",
-    "cu_seq_lens_q",
-    "distca_documents",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "seq_idx",
-    "mm_token_type_ids",
-    "labels",
-    "shift_labels",
-    RECURRENT_ROWS,
-}
-_LOSS_ARGUMENTS = {
-    "num_items_in_batch",
-    "ignore_index",
-    "return_token_accuracy",
-    "return_predicted_tokens",
-    "use_token_scaling",
-    "skip_logits",
-    "fused_lm_head",
-    "accum_dtype",
-}
-_HARMLESS_ARGUMENTS = _MODEL_ARGUMENTS | _LOADER_ARGUMENTS | _LOSS_ARGUMENTS
 
 
 @_hide_from_compilers
@@ -140,17 +105,17 @@ def distca_attention(
     """
     if isinstance(attention_mask, ForeignMask):
         attention_mask.raise_unsupported()
-    _check_arguments(module, dropout, kwargs)
+    check_arguments(module, dropout, kwargs)
     sink_H = None if s_aux is None else _flatten_sink(module, s_aux, query.shape[1])
     if not isinstance(attention_mask, AttentionHandle):
-        cached = _check_cached_mask(module, attention_mask, kwargs.get("distca_documents"))
+        cached = check_cached_mask(module, attention_mask, kwargs.get("distca_documents"))
         scores = _make_scores(query, scaling, None, softcap)  # the mask has the window already
         return _attend_to_cache(
             module, Inputs(query, key, value, sink_H=sink_H), cached, scores
         ), None
     handle = attention_mask
     if sliding_window is not None:
-        _check_window(module, sliding_window)
+        check_window(module, sliding_window)
     # All else that must be found out or checked is the same in layers that are called with the
     # same.
     autocast = torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(
@@ -191,9 +156,7 @@ def _prepare_layers(
     """
     query, key, value = states
     scaling, window, softcap = options
-    _check_states(module, states, handle)
-    if getattr(getattr(module, "config", None), "output_attentions", False):
-        _raise_for_weights(module)
+    check_layer(module, states, handle)
     session = current_session()
     dtype = _choose_dtype(query, key, value)
     shape = AttentionShape(
@@ -210,14 +173,6 @@ def _prepare_layers(
         return LayerSetup(work, dtype, lambda module, inputs: attend(module, inputs, scores))
     server = session.make_server(work, query.to(dtype), shape, scores)
     return LayerSetup(work, dtype, partial(session.compute_attention, work, server))
-
-
-def _check_window(module: torch.nn.Module, window: object) -> None:
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise UnsupportedError(
-            f"{type(module).__name__} passes sliding_window={window!r}: it must be a whole number"
-            " of keys >= 1."
-        )
 
 
 def _make_scores(
@@ -291,117 +246,3 @@ def _attend_to_cache(
         ..., : key.shape[2]
     ]
     return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous()
-
-
-def _check_cached_mask(
-    module: torch.nn.Module, mask: torch.Tensor | None, documents: object
-) -> CachedMask:
-    """Check that a mask other than a handle belongs to a batch that is read with a cache, and
-    return it.
-
-    Packed documents are refused in such a batch: its cache is full before training, as in prefix
-    tuning.
-    """
-    name = type(module).__name__
-    if mask is None:
-        raise UnsupportedError(
-            f"{name} called distca without the handle of its mask function: the model does not"
-            " build its mask with create_causal_mask, so documents and padding are unknown. Use"
-            ' attn_implementation="sdpa" for it.'
-        )
-    if not isinstance(mask, CachedMask):
-        raise UnsupportedError(
-            f"{name} got a ready-made attention mask of shape {tuple(mask.shape)}; distca takes"
-            " documents from position_ids and padding from a 2-D attention_mask. Leave the mask"
-            ' out, or use attn_implementation="sdpa".'
-        )
-    if isinstance(documents, PackedDocuments) and (
-        documents.starts is not None or len(documents.lengths) > 1
-    ):
-        raise UnsupportedError(
-            f"{name} has {len(documents.lengths)} packed documents (distca_documents) and a"
-            " key/value cache, in which each would see the others. Give the model use_cache=False"
-            " and no past_key_values; in place of prefix tuning use another adapter, such as LoRA."
-        )
-    return mask
-
-
-def _check_states(
-    module: torch.nn.Module, states: Sequence[torch.Tensor], handle: AttentionHandle
-) -> None:
-    name, (query, key, value) = type(module).__name__, states
-    if (
-        any(tensor.dim() != 4 for tensor in states)
-        or query.shape[::2] != (handle.batch_size, handle.length)
-        or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3])
-        or key.shape[:3] != value.shape[:3]
-        or not 0 < key.shape[1] <= query.shape[1]
-    ):
-        raise UnsupportedError(
-            f"{name} got query, key and value of shapes {tuple(query.shape)}, {tuple(key.shape)}"
-            f" and {tuple(value.shape)} with the mask of a ({handle.batch_size}, {handle.length})"
-            " batch: distca takes (batch, heads, length, width)."
-        )
-    if query.shape[2] != key.shape[2]:
-        raise UnsupportedError(
-            f"{name} has {query.shape[2]} query and {key.shape[2]} key positions without a cache."
-        )
-
-
-def _check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Check arguments that may differ between layers that are called alike."""
-    if dropout and module.training:
-        setting = _find_dropout_setting(getattr(module, "config", None), dropout)
-        raise UnsupportedError(
-            f"{type(module).__name__} has attention dropout {dropout}: set {setting}=0.0 in the"
-            " model's config."
-        )
-    if kwargs.get("output_attentions"):
-        _raise_for_weights(module)
-    causal = kwargs.get("is_causal")
-    if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise UnsupportedError(
-            f'{type(module).__name__} is not causal: use attn_implementation="sdpa" for'
-            " bidirectional attention."
-        )
-    if unknown := kwargs.keys() - _HARMLESS_ARGUMENTS:
-        _check_unknown_arguments(module, {name: kwargs[name] for name in unknown})
-
-
-def _raise_for_weights(module: torch.nn.Module) -> NoReturn:
-    raise UnsupportedError(
-        f"{type(module).__name__} is asked for output_attentions:"
-        ' attn_implementation="eager" has weights to return.'
-    )
-
-
-def _check_unknown_arguments(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
-    """Raise for arguments that are not known to leave attention unchanged."""
-    # What the attention of a proven family passes by itself was seen when it was compared. A switch
-    # beside that came with the call of the model, and is for somebody else, such as the loss.
-    # Numbers and tensors may change what attention computes.
-    proven = (
-        FAMILIES.get(getattr(getattr(module, "config", None), "model_type", "")) in PROVEN_GROUPS
-    )
-    passing = (bool, str, torch.dtype) if proven else ()
-    unknown = [
-        name
-        for name, value in arguments.items()
-        if value is not None and value is not False and not isinstance(value, passing)
-    ]
-    if unknown:
-        raise UnsupportedError(
-            f"{type(module).__name__} passes {', '.join(sorted(unknown))} to attention, and distca"
-            " does not know what that does there. If it is for the loss, keep it out of the call"
-            ' of the model. Else use attn_implementation="eager" (or "sdpa", where it knows'
-            " the argument)."
-        )
-
-
-def _find_dropout_setting(config: object, dropout: float) -> str:
-    """Find the name of attention dropout in a config: `attn_pdrop` in GPT-2,
-    `attention_probs_dropout_prob` in BERT.
-    """
-    values = {} if config is None else vars(config)
-    names = [name for name, value in values.items() if "drop" in name and value == dropout]
-    return next((name for name in names if "att" in name), [*names, "attention_dropout"][0])

@@ -48,8 +48,7 @@ def reuse_forward_handle(new: AttentionHandle) -> AttentionHandle:
         if recompute is None:
             masks.handles.append(handle)
         else:
-            remaining = masks.remaining.setdefault(recompute, iter(masks.handles))
-            original = next(remaining, handle)
+            original = next(masks.remaining.setdefault(recompute, iter(masks.handles)), handle)
             if (original.batch_size, original.length) == (new.batch_size, new.length):
                 handle = original
     return handle

@@ -123,13 +123,12 @@ class Recorder(logging.Filter):
         if self._worst_plan is not None:
             rows.append(self._make_plan_row(self._worst_plan[1]))
             self._worst_plan = None
-        number = loss if isinstance(loss, float) and math.isfinite(loss) else None
         rows.append(
             StepsRow(
                 step,
                 asdict(totals),
                 _make_per_rank(figures),
-                number,
+                loss if isinstance(loss, float) and math.isfinite(loss) else None,
                 list(self._session.kernel_names),
                 self._session.planner.resume_progress().costs.learned_corrections,
             )
@@ -163,15 +162,14 @@ class Recorder(logging.Filter):
 
     def _make_plan_row(self, micro_batch: PlannedMicroBatch) -> PlanRow:
         self._plan_count += 1
-        plans = micro_batch.plans
         parts = [
             PlanPart(json.loads(plan.plan.to_json()), plan.task_seconds.tolist(), plan.ranks.speeds)
-            for plan in plans
+            for plan in micro_batch.plans
         ]
         return PlanRow(
             micro_batch.step,
             micro_batch.number - self._first_number,
-            _make_per_rank(_sum_figures(plans)),
+            _make_per_rank(_sum_figures(micro_batch.plans)),
             parts,
         )
 

@@ -74,9 +74,14 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
     place = f"sharing tokens from micro-batch {progress.next_number} on"
     with group.reporting(place):
         drawn = [_DrawnBatch.read_batch(batch) for batch in batches]
-        counts = [len(batch.lengths) for batch in drawn]
         rows = group.gather(
-            np.concatenate([[len(drawn)], counts, *(batch.lengths for batch in drawn)]), doing=place
+            np.concatenate(
+                [
+                    [len(drawn), *(len(batch.lengths) for batch in drawn)],
+                    *(batch.lengths for batch in drawn),
+                ]
+            ),
+            doing=place,
         )
         check_equal(
             group,
