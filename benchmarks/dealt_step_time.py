@@ -35,7 +35,7 @@ import hf_distca
 from deal import over_all_ranks
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.integration.families import known_cost, layer_keys
+from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.schedule.layout import Layout
 from machine import describe
 from output import add_json_option, put_out
@@ -144,8 +144,8 @@ class Steps:
         )
         self.targets = sum(length - 1 for length in self.lengths)
         config = hf_distca.configure(config)
-        keys = layer_keys(self.model.module, None, "cpu")
-        costs = {key: known_cost(key, config) for key in keys}
+        keys = list_layer_keys(self.model.module, None, "cpu")
+        costs = {key: make_initial_cost(key, config) for key in keys}
         place = (self.ranks, arguments.tokens, costs, config)
         self.dealings = {
             "dealt": DealSettings(*place),

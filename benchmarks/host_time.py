@@ -69,8 +69,8 @@ from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.agreement.history import History
 from hf_distca.config import DistCAConfig
-from hf_distca.integration import attention
 from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.hooks import attention
 from hf_distca.integration.session import Session
 from hf_distca.kernels import Case, Scores, TaskBatch, select_kernel
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
@@ -278,8 +278,8 @@ class Switch(Session):
 
     bare = False
 
-    def kernel(self, *arguments: Any) -> Any:
-        return Either(self, super().kernel(*arguments))
+    def choose_kernel(self, *arguments: Any) -> Any:
+        return Either(self, super().choose_kernel(*arguments))
 
 
 class Either:

@@ -29,7 +29,7 @@ import hf_distca
 from dealt_step_time import lengths_of, share_of
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.families import known_cost, layer_keys
+from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from machine import describe
 from output import add_json_option, put_out
 from processes import on_ranks, rounds, setting_of
@@ -74,7 +74,9 @@ class Training:
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=arguments.rate)
         config = hf_distca.configure(hf_distca.DistCAConfig(tile=16, min_gain=0.0))
-        costs = {key: known_cost(key, config) for key in layer_keys(self.model, None, "cpu")}
+        costs = {
+            key: make_initial_cost(key, config) for key in list_layer_keys(self.model, None, "cpu")
+        }
         placement = "in order" if way.endswith("in order") else "dealt"
         self.dealing = DealSettings(RANKS, arguments.tokens, costs, config, placement=placement)
 

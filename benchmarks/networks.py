@@ -42,7 +42,7 @@ from dealt_step_time import share_of
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.cli.lengths import open_documents
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.families import known_cost, layer_keys
+from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from machine import describe
 from nodes import CABLE, inside, set_rate, two_nodes
@@ -105,7 +105,7 @@ class Steps:
     def __init__(self, arguments: argparse.Namespace, rank: int) -> None:
         self.rank, self.arguments = rank, arguments
         self.model = model_of(arguments, "distca", HIDDEN)
-        self.keys = layer_keys(self.model.module, None, "cpu")
+        self.keys = list_layer_keys(self.model.module, None, "cpu")
         seeds = range(arguments.batches)
         self.batches = [lengths_of(arguments.documents, arguments.tokens, seed) for seed in seeds]
 
@@ -114,7 +114,7 @@ class Steps:
         given, session = self.arguments, current_session()
         cost = cost_of(given.heads, given.slower, cable, nodes=way.nodes)
         config = hf_distca.DistCAConfig(way.balanced, cost_model=cost, ping_pong=given.ping_pong)
-        session.config, costs = config, {key: known_cost(key, config) for key in self.keys}
+        session.config, costs = config, {key: make_initial_cost(key, config) for key in self.keys}
         for key, cost in costs.items():
             session.planner.resume_progress().costs[key.shape, key.device] = cost
         per_node = PER_NODE if way.nodes else None

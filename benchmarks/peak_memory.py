@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
 import hf_distca
 from dealt_step_time import share_of
 from hf_distca.agreement.dealt_share import DealSettings
-from hf_distca.integration.families import known_cost, layer_keys
+from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.model_shape import ModelShape
 from hf_distca.schedule.cost import CostModel
 from hf_distca.simulate.hardware import find_hardware
@@ -201,7 +201,7 @@ def train(case: Case, rank: int, host: Host) -> None:
         modeling_utils.save_on_cpu = host.keeping
         model.activation_checkpointing_enable({"use_reentrant": False}, offload=case.offload)
     settings = hf_distca.configure(hf_distca.DistCAConfig(cost_model="analytic"))
-    costs = {key: known_cost(key, settings) for key in layer_keys(model, None, "cpu")}
+    costs = {key: make_initial_cost(key, settings) for key in list_layer_keys(model, None, "cpu")}
     if case.ranks > 1:
         policy = (
             MixedPrecisionPolicy(torch.bfloat16, torch.float32)

@@ -20,7 +20,7 @@ from transformers import BloomConfig, BloomForCausalLM, DataCollatorWithFlatteni
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import hf_distca
-from hf_distca.integration.families import known_cost, layer_keys
+from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
@@ -197,8 +197,8 @@ class AsGiven(DataParallel):
         )
 
     def pairs_of_rank(self) -> float:
-        (key,), config = layer_keys(self.model.module, None, "cpu"), hf_distca.DistCAConfig()
-        cost = known_cost(key, config)
+        (key,), config = list_layer_keys(self.model.module, None, "cpu"), hf_distca.DistCAConfig()
+        cost = make_initial_cost(key, config)
         return float(PlanLoad(balance(self.layout(), cost, config), cost).pairs[self.rank])
 
 

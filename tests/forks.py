@@ -27,7 +27,7 @@ from unittest.mock import patch
 # are left to those who use them.
 PRELOADED = [
     "torch",
-    "hf_distca.integration.mixin",
+    "hf_distca.integration.training.mixin",
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
     "pytest",

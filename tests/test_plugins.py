@@ -39,13 +39,13 @@ def train_under_its_name(result: Path) -> None:
     config = {"attn_implementation": "distca", "sample_packing": True}
     found = plugin()
     found.register(config)
-    from hf_distca.integration.loading import distca_configs
+
+    from hf_distca.integration.attention_names import find_distca_configs
 
     model = tiny_llama(config["attn_implementation"])
     (callback,) = found.add_callbacks_pre_trainer(config, model)
-    result.write_text(
-        f"{config['attn_implementation']} {len(distca_configs(model))} {type(callback).__name__}"
-    )
+    asking = len(find_distca_configs(model))
+    result.write_text(f"{config['attn_implementation']} {asking} {type(callback).__name__}")
 
 
 def test_axolotl_trains_packed_samples_under_a_name_it_takes(tmp_path: Path) -> None:

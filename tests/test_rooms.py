@@ -78,6 +78,15 @@ ARROWS = {
     },
     "run": {"late_imports", "integration", "cli", "pool"},
 }
+# Folders of `integration`, and the others that each may import besides files beside the folders.
+INNER_ARROWS = {
+    "integration": set(),
+    "integration.checks": set(),
+    "integration.hooks": {"integration.checks"},
+    "integration.training": {"integration.checks", "integration.hooks"},
+}
+# An import path that users have, above all folders.
+ENTRANCE = "mixin.py"
 FREE_OF = {
     "schedule": {"torch", "transformers", "accelerate"},
     "kernels": {"transformers", "accelerate"},
@@ -122,6 +131,25 @@ def test_a_room_imports_only_what_its_arrows_say(path: Path) -> None:
         assert any(inner == one or inner.startswith(f"{one}.") for one in allowed), (
             f"{room} must not import {name}"
         )
+
+
+@pytest.mark.parametrize("folder", INNER_ARROWS)
+def test_folders_of_integration_have_arrows_one_way(folder: str) -> None:
+    inside = SOURCE / folder.replace(".", "/")
+    imported = {
+        "integration"
+        if (SOURCE / f"{name.replace('.', '/')}.py").parent == SOURCE / "integration"
+        else ".".join(name.split(".")[:2])
+        for path in inside.glob("*.py")
+        if (path.parent.name, path.name) != ("integration", ENTRANCE)
+        for name in (each.removeprefix("hf_distca.") for each in imports(path))
+        if name.startswith("integration.")
+    }
+    assert imported <= {"integration", folder, *INNER_ARROWS[folder]}
+    if folder != "integration":
+        described = ast.get_docstring(ast.parse((inside / "__init__.py").read_text()))
+        named = re.findall(r"`(\w+)`", (described or "").partition("May import")[2])
+        assert {f"integration.{name}" for name in named} == INNER_ARROWS[folder]
 
 
 @pytest.mark.parametrize(

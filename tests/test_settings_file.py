@@ -15,7 +15,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hf_distca import ConfigError, DistCAConfig
 from hf_distca.agreement.announce import PlanKey, collect_shared_settings, hash_settings
-from hf_distca.integration.families import known_cost
+from hf_distca.integration.layer_kinds import make_initial_cost
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.profiles import Profile
 
@@ -208,7 +208,7 @@ def test_ranks_may_have_a_profile_in_different_places(tmp_path: Path) -> None:
 
     def announced(source: str | Path) -> int:
         config = DistCAConfig(cost_model=source)
-        return hash_settings(collect_shared_settings(config, (known_cost(key, config),)))
+        return hash_settings(collect_shared_settings(config, (make_initial_cost(key, config),)))
 
     assert announced(SHIPPED) == announced(same) == announced(str(same))
     assert announced(SHIPPED) != announced(other)

@@ -30,8 +30,8 @@ from gpu_models import (
     timed,
 )
 from gpu_setting import Setting, free, synchronize
-from hf_distca.integration.attention import distca_attention
-from hf_distca.integration.mask import distca_mask
+from hf_distca.integration.hooks.attention import distca_attention
+from hf_distca.integration.hooks.mask import distca_mask
 
 LAYERS = 2
 SYNCS = (

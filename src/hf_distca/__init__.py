@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from hf_distca import pipeline
     from hf_distca.config import DistCAConfig
     from hf_distca.data.collator import PackingCollator
-    from hf_distca.integration.callback import DistCACallback
-    from hf_distca.integration.configure import balancing, configure
-    from hf_distca.integration.deal_trainer import deal
-    from hf_distca.integration.document_shares import document_shares
-    from hf_distca.integration.loading import prepare
-    from hf_distca.integration.mixin import DistCATrainerMixin
-    from hf_distca.integration.place_rows import place_rows
-    from hf_distca.integration.reports import metrics, trace
-    from hf_distca.integration.share_tokens import share_tokens
+    from hf_distca.integration.current_session import balancing, configure
+    from hf_distca.integration.hooks.mask import prepare
+    from hf_distca.integration.training.callback import DistCACallback
+    from hf_distca.integration.training.deal_trainer import deal
+    from hf_distca.integration.training.document_shares import document_shares
+    from hf_distca.integration.training.mixin import DistCATrainerMixin
+    from hf_distca.integration.training.place_rows import place_rows
+    from hf_distca.integration.training.reports import metrics, trace
+    from hf_distca.integration.training.share_tokens import share_tokens
 
     __version__: str
 
@@ -53,15 +53,15 @@ __all__ = [
 _MODULES = {
     "config": ("DistCAConfig",),
     "data.collator": ("PackingCollator",),
-    "integration.callback": ("DistCACallback",),
-    "integration.deal_trainer": ("deal",),
-    "integration.document_shares": ("document_shares",),
-    "integration.loading": ("prepare",),
-    "integration.mixin": ("DistCATrainerMixin",),
-    "integration.place_rows": ("place_rows",),
-    "integration.reports": ("metrics", "trace"),
-    "integration.configure": ("balancing", "configure"),
-    "integration.share_tokens": ("share_tokens",),
+    "integration.training.callback": ("DistCACallback",),
+    "integration.training.deal_trainer": ("deal",),
+    "integration.training.document_shares": ("document_shares",),
+    "integration.hooks.mask": ("prepare",),
+    "integration.training.mixin": ("DistCATrainerMixin",),
+    "integration.training.place_rows": ("place_rows",),
+    "integration.training.reports": ("metrics", "trace"),
+    "integration.current_session": ("balancing", "configure"),
+    "integration.training.share_tokens": ("share_tokens",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -86,7 +86,8 @@ def __dir__() -> list[str]:
 
 
 def _register() -> None:
-    from hf_distca.integration.register import register_distca  # with it torch and transformers
+    # With it, torch and transformers.
+    from hf_distca.integration.hooks.register import register_distca
 
     register_distca()
 

@@ -18,11 +18,11 @@ from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.profiles import Profile
 
 __all__ = [
-    "STAND_INS",
+    "REPLACEABLE_ATTENTION",
     "CostSource",
     "DistCAConfig",
     "KernelName",
-    "check_stand_in",
+    "check_replaceable",
     "is_built_in",
     "parse_values",
     "read_values",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 # Names of the attentions that distca can stand in for.
-STAND_INS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa")
+REPLACEABLE_ATTENTION = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa")
 
 
 KernelName = Literal[
@@ -325,15 +325,15 @@ def _load_profile(source: Any) -> Profile:
         raise ConfigError(f"cost_model={str(source)!r} {expected}: {error}") from error
 
 
-def check_stand_in(name: str) -> None:
+def check_replaceable(name: str) -> None:
     """Raise unless distca can stand in for an attention of that name.
 
     Raises:
         UnsupportedError: if distca does not compute that attention as it is meant.
     """
-    if name not in STAND_INS:
+    if name not in REPLACEABLE_ATTENTION:
         raise UnsupportedError(
-            f"distca cannot stand in for {name!r}, only for {', '.join(STAND_INS)}: others take"
-            " masks or arguments of their own, or are kernels that transformers loads from the"
-            " hub."
+            f"distca cannot stand in for {name!r}, only for {', '.join(REPLACEABLE_ATTENTION)}:"
+            " others take masks or arguments of their own, or are kernels that transformers loads"
+            " from the hub."
         )

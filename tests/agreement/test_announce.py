@@ -24,7 +24,7 @@ from hf_distca.agreement.announce import (
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
-from hf_distca.integration.nano_batches import cut
+from hf_distca.integration.nano_batches import choose_cut
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 
@@ -87,7 +87,7 @@ def test_documents_over_ranks_announce_number_and_start() -> None:
 def test_second_nano_batch_has_context_of_the_cut_document(ranks: list[list[int]]) -> None:
     """Context of the second nano-batch is of the document that crosses the cut."""
     ranks = [lengths or [1] for lengths in ranks]
-    second = [cut(1, sum(lengths), packed(lengths), 1)[2][1] for lengths in ranks]
+    second = [choose_cut(1, sum(lengths), packed(lengths), 1)[2][1] for lengths in ranks]
     (stated,) = Announcements.from_rows(
         [announcement(one, key=KEY._replace(nano=2)).to_row() for one in second]
     ).read_batches()

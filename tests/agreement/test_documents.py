@@ -12,8 +12,8 @@ from torch.distributed.utils import _apply_to_tensors
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.errors import LayoutError
-from hf_distca.integration.attention import distca_attention
 from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.hooks.attention import distca_attention
 
 
 @pytest.mark.parametrize("given", [PackedDocuments((3, 4)), AttentionHandle(1, 7)])

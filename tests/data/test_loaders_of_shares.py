@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from hf_distca import PackingCollator
 from hf_distca.data.global_batches import GlobalBatches
 from hf_distca.data.shares import Shares
-from hf_distca.integration.document_shares import lazy_dataset
+from hf_distca.integration.training.document_shares import make_lazy_dataset
 
 RANKS, TOKENS = 3, 100
 
@@ -56,7 +56,7 @@ def test_every_rank_gets_its_own_shares_in_every_epoch(rank: int, workers: int) 
     how = {"num_workers": workers, "persistent_workers": workers > 0}
     if workers:
         how["multiprocessing_context"] = "fork"
-    loader = loader_of(rank, lazy_dataset(make()), **how)
+    loader = loader_of(rank, make_lazy_dataset(make()), **how)
     for epoch in range(3):  # accelerate's loader counts them and tells the data set
         check(list(loader), rank, epoch)
     loader.set_epoch(7)
@@ -69,7 +69,7 @@ def test_workers_that_get_a_pickle_hear_of_the_epoch_too(method: str) -> None:
         pytest.skip("not on this system")
     loader = loader_of(
         1,
-        lazy_dataset(make()),
+        make_lazy_dataset(make()),
         num_workers=1,
         persistent_workers=True,
         multiprocessing_context=method,
@@ -80,21 +80,21 @@ def test_workers_that_get_a_pickle_hear_of_the_epoch_too(method: str) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resumed_epoch_goes_on_where_it_was(workers: int) -> None:
-    loader = loader_of(2, lazy_dataset(make()), num_workers=workers)
+    loader = loader_of(2, make_lazy_dataset(make()), num_workers=workers)
     resumed = skip_first_batches(loader, 4)
     resumed.set_epoch(1)
     check(list(resumed), 2, 1, first=4)
 
 
 def test_a_plain_loader_reads_one_rank_in_order() -> None:
-    dataset = lazy_dataset(make())
+    dataset = make_lazy_dataset(make())
     own = DataLoader(dataset, sampler=range(1, len(dataset), RANKS), collate_fn=PackingCollator())
     check(list(own), 1, 0)
 
 
 def test_data_set_survives_what_trainers_do_to_it() -> None:
     """The data set stays what it is through what trainers do to it."""
-    dataset = lazy_dataset(make())
+    dataset = make_lazy_dataset(make())
     kept = dataset.remove_columns([])
     kept.set_epoch(5)
     check([PackingCollator()([kept[number * RANKS]]) for number in range(len(kept) // RANKS)], 0, 5)

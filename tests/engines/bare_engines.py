@@ -33,7 +33,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.mixin import plan_ahead
+from hf_distca.integration.training.mixin import plan_ahead
 
 
 def bare(

@@ -17,8 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.errors import DistCAError
-from hf_distca.integration.attention import distca_attention
 from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.hooks.attention import distca_attention
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 

@@ -19,8 +19,8 @@ from transformers import LlamaForCausalLM
 import hf_distca
 from hf_distca.agreement import planner
 from hf_distca.errors import KernelError
-from hf_distca.integration import nano_batches
 from hf_distca.integration.current_session import current_session
+from hf_distca.integration.hooks import nano_batch_layers
 from hf_distca.kernels.cpu import CpuKernel
 from ranks import RankPool
 
@@ -226,7 +226,7 @@ def differs(rank: int, what: str) -> Found:
         del data["distca_documents"]
     if what == "nano-batches":
         changed = (
-            patch.object(nano_batches, "_nano_batches_for", lambda *_: None)
+            patch.object(nano_batch_layers, "_choose_nano_batches", lambda *_: None)
             if odd
             else nullcontext()
         )

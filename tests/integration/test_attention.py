@@ -26,7 +26,7 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import AttentionHandle
-from hf_distca.integration.mask import distca_mask
+from hf_distca.integration.hooks.mask import distca_mask
 
 
 def model_for(implementation: str, **changes: object) -> LlamaForCausalLM:
@@ -392,8 +392,8 @@ def test_a_handle_says_whether_its_forward_has_gradients(reentrant: bool | None)
             with_kwargs=True,
         )
     model(input_ids=tokens(1, 8), use_cache=False)
-    assert [handle.mask.recomputes for handle in handles] == [True, True]
+    assert [handle.mask.can_recompute for handle in handles] == [True, True]
     if not reentrant:  # which warns of it
         with torch.no_grad():
             model(input_ids=tokens(1, 8), use_cache=False)
-        assert [handle.mask.recomputes for handle in handles[2:]] == [False, False]
+        assert [handle.mask.can_recompute for handle in handles[2:]] == [False, False]

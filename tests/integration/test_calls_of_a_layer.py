@@ -15,8 +15,8 @@ import torch
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.attention import distca_attention
 from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.hooks.attention import distca_attention
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +76,7 @@ def test_layers_that_are_called_otherwise_share_nothing() -> None:
         attend(AttentionHandle(1, 24), {}, torch.float64)
     ]
     assert all(map(torch.equal, together, alone))
-    assert len(shared.alike) == len(calls) + 1
+    assert len(shared.layer_setups) == len(calls) + 1
     assert attend(shared, {}).equal(alone[0])
     for window in (True, 0, [3]):
         with pytest.raises(UnsupportedError, match="sliding_window"):

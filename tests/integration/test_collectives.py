@@ -116,11 +116,11 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
     length = sum(packed.lengths)
     q, k, v = (torch.randn(1, heads, length, 16) for heads in (4, 2, 2))
     handle = AttentionHandle(1, length)
-    key = handle.key(AttentionShape(4, 2, 16, 16, 4), "cpu", None)
+    key = handle.make_key(AttentionShape(4, 2, 16, 16, 4), "cpu", None)
     work = WorkPlanner(session).plan_work(
         handle, {"distca_documents": packed}, q, key, training=True
     )
-    server = session.server(work, q, key.shape, Scores(0.25))
+    server = session.make_server(work, q, key.shape, Scores(0.25))
     leaves = [t[0].transpose(0, 1).contiguous().requires_grad_() for t in (q, k, v)]
 
     def forbidden(*args: object, **kwargs: object) -> None:
@@ -134,7 +134,9 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
         one.start()
     try:
         with _Operations() as operations:
-            session.attend(work, server, torch.nn.Module(), Inputs(*leaves)).sum().backward()
+            session.compute_attention(
+                work, server, torch.nn.Module(), Inputs(*leaves)
+            ).sum().backward()
     finally:
         for one in readers:
             one.stop()

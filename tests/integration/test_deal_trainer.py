@@ -34,6 +34,7 @@ from transformers import (
 import hf_distca
 from checkpointed import ARGUMENT
 from hf_distca.integration import processes
+from hf_distca.integration.current_session import current_session
 from pages import ROOT, words_of
 from ranks import RankPool
 from tiny_runs import COMMON, VOCABULARY, documents, losses, settings, tiny_llama
@@ -359,6 +360,16 @@ def test_what_it_would_compute_wrongly_is_refused_at_once(
 ) -> None:
     for refused in rank_pool(2)(refuse, changes):
         assert message in refused
+
+
+def test_dealt_sets_are_evaluated_together() -> None:
+    """Also if settings of the callback were in force before."""
+    trainer = make(Trainer, "distca", rows(), {})
+    callback = hf_distca.DistCACallback(settings(tile=16))
+    trainer.add_callback(callback)
+    callback.on_init_end(trainer.args, trainer.state, trainer.control)
+    hf_distca.deal(trainer, TOKENS, evaluation=True)
+    assert current_session().config == settings(tile=16, balance_evaluation=True)
 
 
 def test_nothing_to_deal() -> None:

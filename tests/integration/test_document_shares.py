@@ -34,7 +34,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import LayoutError
-from hf_distca.integration.dealt_trainers import shares_of
+from hf_distca.integration.checks.reading_order import find_shares
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 from recorded import counted_planning
@@ -125,7 +125,7 @@ class Epochs(TrainerCallback):
         self.seen: list[int] = []
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        shares = shares_of(kwargs["train_dataloader"])
+        shares = find_shares(kwargs["train_dataloader"])
         assert shares is not None
         self.seen.append(shares.epoch)
 
@@ -137,7 +137,7 @@ def test_the_trainer_tells_shares_their_epoch(unused: bool) -> None:
     trainer.train()
     items = sum(LENGTHS) // TOKENS
     assert epochs.seen == [0] * items + [1] * items
-    assert shares_of(trainer.get_train_dataloader()) is shares_of(dataset)
+    assert find_shares(trainer.get_train_dataloader()) is find_shares(dataset)
 
 
 @pytest.mark.slow
@@ -179,7 +179,7 @@ def test_trl_takes_them() -> None:
 
 def test_shares_are_found_behind_what_is_wrapped_around_them() -> None:
     dataset = make(2)
-    shares = shares_of(dataset)
+    shares = find_shares(dataset)
     assert isinstance(shares, Shares)
     for wrapped in (
         shares,
@@ -190,11 +190,11 @@ def test_shares_are_found_behind_what_is_wrapped_around_them() -> None:
         DataLoader(dataset),
         DataLoader(Subset(dataset, range(2))),
     ):
-        assert shares_of(wrapped) is shares
+        assert find_shares(wrapped) is shares
     stream = hf_distca.document_shares(
         some_documents().to_iterable_dataset(), 48, shapes=[(SHAPE, None)], ranks=2
     )
-    assert shares_of(DataLoader(IterableDatasetShard(stream))) is stream
+    assert find_shares(DataLoader(IterableDatasetShard(stream))) is stream
     for other in (
         None,
         some_documents(),
@@ -203,11 +203,11 @@ def test_shares_are_found_behind_what_is_wrapped_around_them() -> None:
         "text",
         DataLoader([1]),
     ):
-        assert shares_of(other) is None
+        assert find_shares(other) is None
 
 
 def dealing_of(**how: Any) -> Any:
-    shares = shares_of(hf_distca.document_shares(some_documents(), 16, **how))
+    shares = find_shares(hf_distca.document_shares(some_documents(), 16, **how))
     assert shares is not None
     return shares.deal_settings
 

@@ -46,8 +46,10 @@ def test_it_is_taken_and_calibrated(
     hf_distca.configure(hf_distca.DistCAConfig(cost_model=cost_model, kernel=kernel))
     session = current_session()
     session.learn_cost(PlanKey(SHAPE, device, None), QUERY, AttentionGroup())
-    assert session.kernel(QUERY, (16, 16), Scores(1.0), 2).name == expected
-    assert session.kernel(QUERY, (16, 24), Scores(1.0), 2).name == (
+    assert (
+        session.choose_kernel(QUERY, AttentionShape(2, 1, 16, 16, 4), Scores(1.0)).name == expected
+    )
+    assert session.choose_kernel(QUERY, AttentionShape(2, 1, 16, 24, 4), Scores(1.0)).name == (
         "cpu" if kernel == "auto" else kernel
     ), "of this shape alone"
     assert calibrated == ([expected] if cost_model == "calibrated" else [])
@@ -66,7 +68,9 @@ def test_a_gpu_begins_with_the_shipped_profile_of_its_kernel(
     monkeypatch: pytest.MonkeyPatch, cost_model: str, device: str, name: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
-    monkeypatch.setattr(module.Session, "kernel", lambda *_: SimpleNamespace(name="flash_attn_3"))
+    monkeypatch.setattr(
+        module.Session, "choose_kernel", lambda *_: SimpleNamespace(name="flash_attn_3")
+    )
     hf_distca.configure(hf_distca.DistCAConfig(cost_model=cost_model, tile=256))
     session, query = (
         current_session(),

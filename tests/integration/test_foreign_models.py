@@ -113,7 +113,7 @@ def test_a_mask_part_that_is_no_function_is_refused() -> None:
         batch_size=1, q_length=6, kv_length=6, mask_function=and_masks(causal_mask_function, part)
     )
     assert isinstance(mask, ForeignMask)
-    assert mask.what == "partial"
+    assert mask.features == "partial"
 
 
 SMALL = {

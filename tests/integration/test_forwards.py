@@ -22,7 +22,7 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration import session as session_module
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.mixin import plan_ahead
+from hf_distca.integration.training.mixin import plan_ahead
 from live_bytes import LiveBytes
 from ranks import RankPool
 from recorded import counted_planning

@@ -29,10 +29,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import hf_distca
 from hf_distca import config as config_module
-from hf_distca.integration import document_shares as shares_module
-from hf_distca.integration.checks import check_loader
+from hf_distca.integration.checks.reading_order import find_shares
+from hf_distca.integration.checks.share_readers import check_loader
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.dealt_trainers import shares_of
+from hf_distca.integration.training import document_shares as shares_module
 from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool
 
@@ -134,7 +134,7 @@ def cut_by_default(rank: int) -> tuple[tuple[int, ...], int, list[str]]:
     try:
         with state, patch.multiple(config_module, _MOST_RANKS=2, _FEWEST_RANKS=2, _WHOLE_NODES=2):
             ranks = current_session().join_group().ranks
-            shares = shares_of(
+            shares = find_shares(
                 hf_distca.document_shares([[1, 2, 3]] * 64, 8, shapes=[(SHAPE, None)], device="cpu")
             )
             check_loader(

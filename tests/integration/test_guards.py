@@ -183,9 +183,9 @@ def groups(rank: int) -> tuple[bool, bool]:
     make_trainer(
         "distca", rows(2), distca=hf_distca.DistCACallback(settings(), group=own, record=False)
     )
-    first = current_session().given is own
+    first = current_session().given_group is own
     make_trainer("distca", rows(2), config=settings(tile=16))
-    return first, current_session().given is None
+    return first, current_session().given_group is None
 
 
 def test_a_trainer_has_not_the_group_of_another(rank_pool: Callable[[int], RankPool]) -> None:

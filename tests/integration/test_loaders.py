@@ -31,9 +31,9 @@ from transformers import (
 )
 
 import hf_distca
-from hf_distca.integration.checks import check_loader
+from hf_distca.integration.checks.reading_order import find_shares
+from hf_distca.integration.checks.share_readers import check_loader
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.dealt_trainers import shares_of
 from ranks import RankPool
 from tiny_runs import COMMON, PAIRS, documents, make_trainer, rows, settings, tiny_llama
 
@@ -315,7 +315,7 @@ def test_columns_that_the_trainer_drops_are_named() -> None:
     """
     trainer = trainer_of(remove_unused_columns=True)
     trainer.train()
-    trainer.train_dataset = shares_of(shares(1))
+    trainer.train_dataset = find_shares(shares(1))
     with pytest.raises(
         hf_distca.UnsupportedError,
         match=r"drops distca_documents, shift_labels .*remove_unused_columns=False",
@@ -347,9 +347,9 @@ def test_each_rank_must_count_the_targets_of_all() -> None:
 def test_ranks_that_evaluate_alone_are_refused() -> None:
     hf_distca.configure(settings())
     with pytest.raises(hf_distca.UnsupportedError, match="balance_evaluation=True"):
-        check_loader(loader_of(shares()), evaluating=True)
+        check_loader(loader_of(shares()), evaluation=current_session().config)
     hf_distca.configure(settings(balance_evaluation=True))
-    check_loader(loader_of(shares()), evaluating=True)
+    check_loader(loader_of(shares()), evaluation=current_session().config)
     assert current_session().config.balance_evaluation
 
 
@@ -416,7 +416,7 @@ def test_models_of_whole_documents_are_refused_over_ranks(
 
 def test_a_part_of_shares_may_evaluate_in_any_epoch() -> None:
     hf_distca.configure(settings(balance_evaluation=True))
-    check_loader(loader_of(shares().select(range(4))), evaluating=True)
+    check_loader(loader_of(shares().select(range(4))), evaluation=current_session().config)
 
 
 def train_on_two_ranks(rank: int, changes: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ import hf_distca
 from hf_distca import UnsupportedError
 from hf_distca.borrowed import loaded_mesh
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.processes import data_parallel_group, find_members
+from hf_distca.integration.processes import find_data_parallel_ranks, find_members
 from ranks import RankPool
 
 try:
@@ -53,7 +53,7 @@ def members(
 ) -> tuple[tuple[int, ...], str]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     before = len(c10d._world.pg_map)
-    found = data_parallel_group(mesh)
+    found = find_data_parallel_ranks(mesh)
     assert len(c10d._world.pg_map) == before
     return found.ranks, found.backend
 
@@ -90,7 +90,7 @@ def test_ranks_of_a_mesh_in_another_order(rank_pool: Callable[[int], RankPool]) 
 
 def refusal_of_a_mesh(rank: int, names: tuple[str, ...]) -> str:
     with pytest.raises(UnsupportedError) as caught:
-        data_parallel_group(init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
+        find_data_parallel_ranks(init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
     return str(caught.value)
 
 
@@ -106,8 +106,8 @@ def test_other_dimensions_are_refused_by_name(
 
 
 def members_with_stages(rank: int) -> tuple[int, ...]:
-    return data_parallel_group(
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "stage")), also="stage"
+    return find_data_parallel_ranks(
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "stage")), extra_dimension="stage"
     ).ranks
 
 
@@ -180,7 +180,7 @@ def refusal_of_a_model(rank: int) -> str:
     found = loaded_mesh(model)
     assert found is not None
     with pytest.raises(UnsupportedError) as caught:
-        data_parallel_group(found)
+        find_data_parallel_ranks(found)
     return str(caught.value)
 
 

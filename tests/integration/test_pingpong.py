@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 import hf_distca
 from checkpointed import checkpoint_layers
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
-from hf_distca.integration import nano_batches
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.hooks import nano_batch_layers
 from hf_distca.integration.nano_batches import NanoBatches
 from ranks import RankPool
 from turns import in_turn
@@ -483,14 +483,14 @@ def test_copies_and_pickles_keep_the_models_class() -> None:
     """Copies and pickles are of the class the model was made with."""
     model = model_for(2, "distca", torch.float32)
     original = type(model.model.layers[0])
-    nano_batches.cut_layers(model.model)
+    nano_batch_layers.cut_layers(model.model)
     cut = type(model.model.layers[0])
     assert cut is not original
     assert cut.__name__ == original.__name__
     assert isinstance(model.model.layers[0], original)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(twin.model.layers[0]) is original
-        nano_batches.cut_layers(twin.model)
+        nano_batch_layers.cut_layers(twin.model)
         assert type(twin.model.layers[0]) is cut
         assert twin.state_dict().keys() == model.state_dict().keys()
 
@@ -499,7 +499,7 @@ def test_a_model_that_is_not_proven_is_left_whole(caplog: pytest.LogCaptureFixtu
     model = model_for(2, "distca", torch.float32)
     model.model.config.model_type = "somebodys-own"
     before = type(model.model.layers[0])
-    nano_batches.cut_layers(model.model)
+    nano_batch_layers.cut_layers(model.model)
     assert type(model.model.layers[0]) is before
     assert "somebodys-own" in caplog.text
 
@@ -507,10 +507,10 @@ def test_a_model_that_is_not_proven_is_left_whole(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("rows", [1, 4])
 def test_outputs_are_joined_by_rows_or_tokens_and_others_refused(rows: int) -> None:
     local = TokenBatch(rows, 6, packed=PackedDocuments((6,) * rows)).read_documents()
-    halves = NanoBatches.of(AttentionHandle(rows, 6), local, tile=1)
+    halves = NanoBatches.cut_batch(AttentionHandle(rows, 6), local, tile=1)
     whole = torch.randn(rows, 6, 5)
-    first, second = (halves.part(nano, (whole, [whole[..., 0]], None)) for nano in (1, 2))
-    joined, (inner,), nothing = halves.join(first, second)
+    first, second = (halves.select_part(nano, (whole, [whole[..., 0]], None)) for nano in (1, 2))
+    joined, (inner,), nothing = halves.merge_outputs(first, second)
     assert torch.equal(joined, whole)
     assert torch.equal(inner, whole[..., 0])
     assert nothing is None
@@ -521,12 +521,12 @@ def test_outputs_are_joined_by_rows_or_tokens_and_others_refused(rows: int) -> N
         with pytest.raises(
             hf_distca.UnsupportedError, match="set DistCAConfig\\(ping_pong=False\\)"
         ):
-            halves.join(*pair)
+            halves.merge_outputs(*pair)
 
 
 def test_a_vector_as_wide_as_the_batch_is_long_is_not_cut() -> None:
     documents = TokenBatch(1, 6, packed=PackedDocuments((6,))).read_documents()
-    cut = NanoBatches.of(AttentionHandle(1, 6), documents, tile=1)
+    cut = NanoBatches.cut_batch(AttentionHandle(1, 6), documents, tile=1)
     width, positions = torch.randn(6), torch.arange(6)
-    assert cut.part(1, width) is width
-    assert [cut.part(nano, positions).tolist() for nano in (1, 2)] == [[0, 1, 2], [3, 4, 5]]
+    assert cut.select_part(1, width) is width
+    assert [cut.select_part(nano, positions).tolist() for nano in (1, 2)] == [[0, 1, 2], [3, 4, 5]]

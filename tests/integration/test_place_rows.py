@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import MistralConfig, Trainer, TrainingArguments
 
 import hf_distca
-from hf_distca.integration import place_rows
+from hf_distca.integration.training import place_rows
 from ranks import RankPool
 from tiny_runs import COMMON, documents, settings, tiny_llama
 

@@ -28,7 +28,7 @@ import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.agreement.history import BalanceTotals
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.mixin import plan_ahead
+from hf_distca.integration.training.mixin import plan_ahead
 from ranks import RankPool
 from recorded import counted_planning
 from tiny_runs import losses as logged_losses

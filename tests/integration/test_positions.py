@@ -20,7 +20,7 @@ from transformers import (
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
-from hf_distca.integration.positions import check_positions, mark_starts
+from hf_distca.integration.hooks.positions import check_positions, mark_document_starts
 from tiny_runs import documents, settings, tiny_llama
 
 # On one rank, in two parts with a gap: tokens 0 to 4, a document of 3, and tokens 5 to 8.
@@ -210,7 +210,7 @@ def test_three_axes_begin_anew_with_a_document() -> None:
     image = torch.tensor(
         [[0, 0, 0, 0, 4, 0, 1, 2], [0, 0, 1, 1, 4, 0, 1, 2], [0, 1, 0, 1, 4, 0, 1, 2]]
     )[:, None]
-    assert mark_starts(image).tolist() == [[0, 1, 1, 1, 1, 0, 1, 1]]
-    assert mark_starts(image[:2]) is None
-    assert mark_starts(image[0]) is None
-    assert mark_starts(None) is None
+    assert mark_document_starts(image).tolist() == [[0, 1, 1, 1, 1, 0, 1, 1]]
+    assert mark_document_starts(image[:2]) is None
+    assert mark_document_starts(image[0]) is None
+    assert mark_document_starts(None) is None

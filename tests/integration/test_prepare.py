@@ -29,7 +29,7 @@ from tiny_runs import dispatches, rows, settings, tiny_llama
 @contextmanager
 def unseen_callers() -> Iterator[None]:
     """A world in which no model is found on the call stack, as where frames look otherwise."""
-    with patch.object(MaskCall, "models", lambda _: iter(())):
+    with patch.object(MaskCall, "iterate_models", lambda _: iter(())):
         yield
 
 
@@ -169,7 +169,7 @@ def test_questions_to_the_call_stack_hold_no_frame_of_who_asks() -> None:
 
     def ask() -> weakref.ref[Logits]:
         logits, call = Logits(), MaskCall()
-        assert not call.generating
+        assert not call.is_generating
         return weakref.ref(logits)
 
     gc.disable()

@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_distca.integration.handle import AttentionHandle
-from hf_distca.integration.recomputed_masks import handle_of_forward
+from hf_distca.integration.hooks.recomputed_masks import reuse_forward_handle
 
 
 class Masked:
@@ -25,7 +25,7 @@ class Masked:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
-            self.seen.append(handle_of_forward(AttentionHandle(1, next(self.lengths))))
+            self.seen.append(reuse_forward_handle(AttentionHandle(1, next(self.lengths))))
             x = x.sin() * x
         return x
 

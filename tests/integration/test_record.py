@@ -27,7 +27,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.history import BalanceTotals, History
 from hf_distca.agreement.rates import Costs
-from hf_distca.integration.record import Recorder
+from hf_distca.integration.training.record import Recorder
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.rows import (
     RECORD_NAME,
@@ -221,10 +221,10 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
         resume_progress=lambda: SimpleNamespace(number=0, costs=Costs()), history=history
     )
     session: Any = SimpleNamespace(
-        planner=planner, ranks=2, nodes=1, config=settings(), kernels=["cpu"]
+        planner=planner, rank_count=2, node_count=1, config=settings(), kernel_names=["cpu"]
     )
     recorder = Recorder(tmp_path, session, every_plan=True)
-    recorder.begin(TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), 0, None)
+    recorder.start(TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), 0, None)
     plans = []
     for nano, window, lengths in parts:
         cost = replace(PAIRS, window=window)
@@ -245,7 +245,7 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
         measured.figures = np.zeros((2, 5), dtype=np.int64)
         measured.figures[:, 0] = measured.estimated_after * 1e9
         history.count_if_measured(1)
-    recorder.write(1)
+    recorder.write_steps(1)
     recorder.stop()
     found = collect(RunFolder.read(tmp_path))
     assert found.plan is not None
@@ -325,11 +325,11 @@ def test_the_record_names_no_folder(tmp_path: Path) -> None:
         resume_progress=lambda: SimpleNamespace(number=0, costs=Costs()), history=History()
     )
     session: Any = SimpleNamespace(
-        planner=planner, ranks=2, nodes=1, config=settings(), kernels=["cpu"]
+        planner=planner, rank_count=2, node_count=1, config=settings(), kernel_names=["cpu"]
     )
     arguments = TrainingArguments(str(tmp_path / "run"), use_cpu=True, report_to="none")
     recorder = Recorder(tmp_path / "run", session, every_plan=True)
-    recorder.begin(arguments, 0, None)
+    recorder.start(arguments, 0, None)
     recorder.stop()
     assert len(rows(tmp_path / "run")) == 1
     assert rows(tmp_path / "run")[0].settings["cost_model"] == PAIRS.name

@@ -22,8 +22,12 @@ from hf_distca.agreement.batch_plan import Observation
 from hf_distca.agreement.history import BalanceTotals
 from hf_distca.agreement.rates import Costs
 from hf_distca.integration import processes
-from hf_distca.integration.reports import summary, why_given_up, why_nothing_moved
 from hf_distca.integration.session import Session
+from hf_distca.integration.training.reports import (
+    fewer_moves_reason,
+    nothing_moved_reason,
+    summarize_balance,
+)
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 from tiny_runs import documents, make_trainer, rows, settings
@@ -93,21 +97,21 @@ def test_why_nothing_moved(before: float, changes: dict[str, Any], said: str) ->
         estimated_after=before * mean,
         estimated_mean=mean,
     )
-    assert why_nothing_moved(done, session(**changes)) == said
-    assert why_nothing_moved(done + BalanceTotals(moved=1), session(**changes)) is None
-    assert why_nothing_moved(BalanceTotals(), session(**changes)) is None
+    assert nothing_moved_reason(done, session(**changes)) == said
+    assert nothing_moved_reason(done + BalanceTotals(moved=1), session(**changes)) is None
+    assert nothing_moved_reason(BalanceTotals(), session(**changes)) is None
 
 
 def test_why_exchanges_were_given_up() -> None:
     made, none = session(), np.zeros(2)
-    assert why_given_up(made) is None
+    assert fewer_moves_reason(made) is None
     kernel, waiting = np.array([2.0, 2.0]), np.array([3.0, 3.0])
     slow = Observation(
         np.ones((2, 3)), kernel, waiting, np.array([0.5, 0.5]), np.array([4.0, 0.0]), none
     )
     for _ in range(8):
         made.planner.resume_progress().costs.learn_from_sample((SHAPE, "cpu"), slow)
-    said = why_given_up(made)
+    said = fewer_moves_reason(made)
     assert said is not None
     assert "attention took 25% longer than it would have taken where it was" in said
 
@@ -130,12 +134,12 @@ def test_the_callback_says_once_that_exchanges_were_given_up(
 
 def test_the_summary_of_a_tally() -> None:
     made = session()
-    made.kernels["cpu"] = None
+    made.kernel_names["cpu"] = None
     done = BalanceTotals(
         6, 3, 1200.0, 1000.0, 7.2, 1.575, 1.006, 1.0, 3.138, 2.016, 2.0, 9.9e6, 12, 1.0, 8.0
     )
     assert (
-        summary(done, made) == "distca: 6 micro-batches on 1 ranks, work moved in 3\n"
+        summarize_balance(done, made) == "distca: 6 micro-batches on 1 ranks, work moved in 3\n"
         "  imbalance (slowest rank / mean)     before   after\n"
         "    tokens                             1.200   1.200\n"
         "    estimated                          1.575   1.006\n"
@@ -145,13 +149,13 @@ def test_the_summary_of_a_tally() -> None:
         "  planning    1.2 ms per micro-batch\n"
         "  attention   12% of this rank's time, in kernel cpu"
     )
-    several = summary(replace(done, between_bytes=1.2e6, node_layers=12), made)
+    several = summarize_balance(replace(done, between_bytes=1.2e6, node_layers=12), made)
     assert several is not None
     assert (
         "\n  nodes       0.100 MB of that to other nodes, by the rank that sends most there\n"
         in several
     )
-    assert summary(BalanceTotals(), made) is None
+    assert summarize_balance(BalanceTotals(), made) is None
 
 
 def train(rank: int, case: str) -> tuple[list[str], str]:
@@ -215,12 +219,12 @@ def test_what_takes_long_is_said(
     seconds: float, enabled: bool, lines: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(processes, "_LONG_SECONDS", 0.1)
-    monkeypatch.setattr(processes, "say", said.append)
+    monkeypatch.setattr(processes, "_SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(processes, "print_lines", said.append)
     if not enabled:
         disable_progress_bar()
     try:
-        with processes.said_if_long("timing the attention kernel"):
+        with processes.print_if_slow("timing the attention kernel"):
             time.sleep(seconds)
     finally:
         enable_progress_bar()
@@ -240,7 +244,7 @@ def waits(rank: int) -> str:
         "distca", rows(2), config=hf_distca.DistCAConfig(cost_model="calibrated"), max_steps=1
     )
     with (
-        patch.object(processes, "_LONG_SECONDS", 1e-3),
+        patch.object(processes, "_SLOW_SECONDS", 1e-3),
         contextlib.redirect_stderr(io.StringIO()) as written,
     ):
         trainer.train()

@@ -20,7 +20,7 @@ import hf_distca
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.integration.positions import see_longest
+from hf_distca.integration.hooks.positions import extend_rotary
 from ranks import RankPool
 from tiny_runs import PAIRS, settings, tiny_llama
 from turns import in_turn
@@ -266,14 +266,14 @@ def test_parts_of_documents_of_unknown_length_are_refused(
 def test_layers_that_make_their_own_are_refused() -> None:
     """In the recompute of a layer nothing says of which batch it is."""
     model = tiny(("llama", "dynamic"), "distca")
-    assert "which only shares" in str(see_longest(model.model, model.config, None))
+    assert "which only shares" in str(extend_rotary(model.model, model.config, None))
     other = tiny(("llama", "dynamic"), "distca")
     other.model.layers[0].rotary_emb = other.model.rotary_emb
-    assert "each layer makes its own" in str(see_longest(other.model, other.config, None))
-    assert "does not find the module" in str(see_longest(None, other.config, None))
+    assert "each layer makes its own" in str(extend_rotary(other.model, other.config, None))
+    assert "does not find the module" in str(extend_rotary(None, other.config, None))
 
 
 def test_other_rotary_embeddings_are_left_alone() -> None:
     model = tiny_llama("distca")
-    assert see_longest(model.model, model.config, None) is None
+    assert extend_rotary(model.model, model.config, None) is None
     assert not model.model.rotary_emb._forward_pre_hooks

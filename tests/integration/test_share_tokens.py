@@ -17,7 +17,7 @@ from transformers import DataCollatorWithFlattening, Trainer
 
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.integration.checks import check_sharing
+from hf_distca.integration.checks.share_readers import check_sharing
 from ranks import RankPool
 from recorded import counted_planning
 from tiny_runs import documents, losses, make_trainer

@@ -25,9 +25,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_distca
 from hf_distca import UnsupportedError, borrowed
-from hf_distca.integration import loading
-from hf_distca.integration.attention import distca_attention
-from hf_distca.integration.loading import distca_configs
+from hf_distca.integration import attention_names
+from hf_distca.integration.attention_names import find_distca_configs
+from hf_distca.integration.hooks.attention import distca_attention
 from ranks import RankPool
 from tiny_runs import losses, make_trainer, rows, settings, tiny_llama
 
@@ -38,13 +38,13 @@ def restored() -> Iterator[None]:
     interfaces = [
         interface._global_mapping for interface in (AttentionInterface, AttentionMaskInterface)
     ]
-    kept = [dict(mapping) for mapping in [*interfaces, loading._attention]]
+    kept = [dict(mapping) for mapping in [*interfaces, attention_names._registered]]
     passing, check = set(borrowed._passing), PreTrainedModel._check_and_adjust_attn_implementation
     forward = flash._flash_attention_forward
     try:
         yield
     finally:
-        for mapping, was in zip([*interfaces, loading._attention], kept, strict=True):
+        for mapping, was in zip([*interfaces, attention_names._registered], kept, strict=True):
             mapping.clear()
             mapping.update(was)
         borrowed._passing.clear()
@@ -115,12 +115,12 @@ def test_it_stands_in_for_no_attention_that_it_cannot_replace(name: str) -> None
 def test_the_parts_of_a_model_that_have_it_are_known() -> None:
     hf_distca.configure(instead_of="flash_attention_2")
     model = tiny_llama("flash_attention_2")
-    assert distca_configs(model) == [model.config]
-    assert distca_configs(tiny_llama("sdpa")) == []
+    assert find_distca_configs(model) == [model.config]
+    assert find_distca_configs(tiny_llama("sdpa")) == []
     model.set_attn_implementation("sdpa")
-    assert distca_configs(model) == []
+    assert find_distca_configs(model) == []
     model.set_attn_implementation("flash_attention_2")
-    assert distca_configs(model) == [model.config]
+    assert find_distca_configs(model) == [model.config]
 
 
 def over_ranks(*args: Any, **kwargs: Any) -> Any:

@@ -14,11 +14,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from fake_cuda import CUDA
 from hf_distca import kernels
 from hf_distca.errors import ConfigError
-from hf_distca.integration import families
+from hf_distca.integration import families, layer_kinds
 from hf_distca.kernels import Case, Scores, flash, select_kernel
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
-FAMILIES = [name for group in families.EQUAL for name in families._TABLE[group]]
+FAMILIES = [name for group in families.PROVEN_GROUPS for name in families._TABLE[group]]
 
 
 def cases(name: str) -> list[Case]:
@@ -26,7 +26,7 @@ def cases(name: str) -> list[Case]:
     config = CONFIG_MAPPING[name]()
     softcap = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
     try:
-        shapes = {key.shape for key in families.layer_keys(config, torch.bfloat16, "cuda")}
+        shapes = {key.shape for key in layer_kinds.list_layer_keys(config, torch.bfloat16, "cuda")}
     except ConfigError:  # bamba and granitemoehybrid have no attention layers by default
         return []
     return [

@@ -26,8 +26,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, PreTrainedModel
 
 from hf_distca import PackingCollator
-from hf_distca.integration import families, loading
-from hf_distca.integration.positions import first_position
+from hf_distca.integration import attention_names, families
+from hf_distca.integration.hooks.positions import find_first_position
 
 PACKED = (23, 1, 40, 9)  # tokens of the documents of a packed row
 ROWS = (24, 24, 24)  # tokens of the documents of a batch of full rows
@@ -86,8 +86,8 @@ def spying(name: str) -> Iterator[Calls]:
         return original(module, *args, **kwargs)
 
     # Else distca would find that it was replaced, and refuse.
-    ours = {name: spy} if name in loading._attention else {}
-    with patch.dict(known, {name: spy}), patch.dict(loading._attention, ours):
+    ours = {name: spy} if name in attention_names._registered else {}
+    with patch.dict(known, {name: spy}), patch.dict(attention_names._registered, ours):
         yield calls
 
 
@@ -131,7 +131,10 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def without_table() -> Iterator[None]:
     """Let refused families run, so that the table cannot be its own proof."""
-    with patch.object(families, "FAMILIES", {}), patch.object(families, "WHOLE", {}):
+    with (
+        patch.object(families, "FAMILIES", {}),
+        patch.object(families, "WHOLE_DOCUMENT_FAMILIES", {}),
+    ):
         yield
 
 
@@ -185,7 +188,7 @@ def alone(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
 
 def counted(model: PreTrainedModel, length: int) -> torch.Tensor:
     """Positions of a document of so many tokens, from where the model counts."""
-    return torch.arange(length) + first_position(model)
+    return torch.arange(length) + find_first_position(model)
 
 
 def packed(model: PreTrainedModel, docs: list[torch.Tensor], **extra: Any) -> Outcome:

@@ -36,7 +36,7 @@ import hf_distca
 from float64 import Float64Throughout
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.families import FAMILIES, WHOLE_REASONS
+from hf_distca.integration.families import FAMILIES, WHOLE_DOCUMENT_REASONS
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 
@@ -189,7 +189,7 @@ def over_ranks(pool: RankPool, measured: Result, mutation: str | None = None) ->
     if "attention chunks" in what:
         return "CHUNKS"
     reason = WORKING[measured.status]
-    assert reason in WHOLE_REASONS, f"{what} differs by {states:.1e}"
+    assert reason in WHOLE_DOCUMENT_REASONS, f"{what} differs by {states:.1e}"
     return reason
 
 

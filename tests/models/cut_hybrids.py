@@ -20,7 +20,7 @@ from tiny import class_of
 from tqdm import tqdm
 
 from hf_distca.integration.families import FAMILIES
-from hf_distca.integration.recurrent_layers import MODULES
+from hf_distca.integration.hooks.recurrent_layers import RECURRENT_MODULES
 from hf_distca.schedule.deal import deal, deal_in_order
 from hf_distca.schedule.layout import Layout
 from ranks import RankPool
@@ -91,7 +91,7 @@ IN_ORDER = "in order"  # the placement of both
 
 def columns_of(model_type: str) -> list[str]:
     """Columns of the table that a type has: convolutions have no states."""
-    has_states = len(MODULES[class_of(model_type).__module__.split(".")[2]][1]) > 1
+    has_states = len(RECURRENT_MODULES[class_of(model_type).__module__.split(".")[2]][1]) > 1
     return [
         *PLACEMENTS,
         *(name for name in CONTROLS if has_states or name == "halos lost"),

@@ -27,8 +27,8 @@ from hf_distca import kernels
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.integration import checks, mask
 from hf_distca.integration.current_session import current_session
+from hf_distca.integration.hooks import dealt_trainers, mask
 from hf_distca.integration.session import Session
 from hf_distca.kernels import varlen
 from hf_distca.runtime import core_attention
@@ -153,7 +153,7 @@ def in_group(group: AttentionGroup) -> Iterator[None]:
         patch.object(Session, "join_group", lambda session: group),
         patch.object(kernels, "mismatch_reason", lambda *case: None),
         patch.object(mask, "check_positions"),
-        patch.object(checks, "watch_gradient"),
+        patch.object(dealt_trainers, "watch_gradient"),
     ):
         yield
 
@@ -220,7 +220,7 @@ def step(family: str, way: Way) -> Step:
         right = {name for name, p in model.named_parameters() if _alike(p, grads[name])}
     session = current_session()
     return Step(
-        list(session.kernels),
+        list(session.kernel_names),
         session.meter.calls,
         session.meter.recalls,
         session.meter.kernel_calls,

@@ -136,7 +136,10 @@ def write(results: list[Result], cuts: dict[str, str]) -> None:
 def page(results: list[Result], cuts: dict[str, str]) -> str:
     """docs/models.md, with what each type showed, and its documents over ranks."""
     table = table_of(results)
-    counts = {status: sum(entry == status for entry in table.values()) for status in families.EQUAL}
+    counts = {
+        status: sum(entry == status for entry in table.values())
+        for status in families.PROVEN_GROUPS
+    }
     refused = len(table) - sum(counts.values())
     halves = sum(result.halves for result in results)
     lines = [
@@ -200,12 +203,17 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
     ]
     for result in results:
         entry = table[result.model_type]
-        if entry in families.EQUAL:
-            status, variants = families.EQUAL[entry], ", ".join(result.variants)
+        if entry in families.PROVEN_GROUPS:
+            status, variants = families.PROVEN_GROUPS[entry], ", ".join(result.variants)
             layers = "halves" if result.halves else "whole"
             cut = "exact" if cuts[result.model_type] == "OVER_RANKS" else "refused"
         else:
-            status, variants, layers, cut = f"refused: {families.REASONS[entry]}", "", "", ""
+            status, variants, layers, cut = (
+                f"refused: {families.REFUSAL_REASONS[entry]}",
+                "",
+                "",
+                "",
+            )
         lines.append(f"| {result.model_type} | {status} | {variants} | {layers} | {cut} |")
     return "\n".join([*lines, *_whole(cuts)]) + "\n" + NOTES
 
@@ -219,7 +227,7 @@ def _whole(cuts: dict[str, str]) -> list[str]:
         "These types refuse a document in several parts:",
         "",
     ]
-    for reason, text in families.WHOLE_REASONS.items():
+    for reason, text in families.WHOLE_DOCUMENT_REASONS.items():
         names = ", ".join(model_type for model_type, found in cuts.items() if found == reason)
         lines += textwrap.wrap(
             f"- {text}: {names}.", 128, subsequent_indent="  ", break_on_hyphens=False

@@ -34,9 +34,9 @@ from tiny import MODEL_TYPES, build, class_of
 
 import hf_distca
 from hf_distca import DistCAError, UnsupportedError
-from hf_distca.integration import nano_batches
+from hf_distca.integration.hooks import nano_batch_layers
+from hf_distca.integration.hooks.recurrent_layers import RECURRENT_MODULES
 from hf_distca.integration.nano_batches import NanoBatches
-from hf_distca.integration.recurrent_layers import MODULES
 from hf_distca.integration.work_planner import WorkPlanner
 
 # The statuses with which a type is not refused, and their names in families.py.
@@ -160,7 +160,7 @@ def _judge(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) -
             for way in ways
         ):
             result.status = "wrong"
-        elif class_of(model_type).__module__.split(".")[2] in MODULES:
+        elif class_of(model_type).__module__.split(".")[2] in RECURRENT_MODULES:
             _judge_leaks(model_type, result, dtype, want)
     if not result.calls:
         result.status = "silent"
@@ -192,7 +192,7 @@ def _judge_leaks(model_type: str, result: Result, dtype: torch.dtype, want: Outc
     document to the next.
     """
     module = class_of(model_type).__module__.split(".")[2]
-    leaks = LEAKS if len(MODULES[module][1]) > 1 else LEAKS[:1]
+    leaks = LEAKS if len(RECURRENT_MODULES[module][1]) > 1 else LEAKS[:1]
     result.status = "packed"
     for leak in leaks:
         with mutated(leak):
@@ -207,8 +207,8 @@ def in_halves() -> Iterator[None]:
     """Let all layers run as halves, on one rank as well, whatever the table says of the type."""
     with (
         patch.object(WorkPlanner, "uses_nano_batches", lambda self, handle, training: training),
-        patch.object(NanoBatches, "pointless", False),
-        patch.object(nano_batches, "PING_PONG", frozenset(MODEL_TYPES)),
+        patch.object(NanoBatches, "cannot_overlap", False),
+        patch.object(nano_batch_layers, "PING_PONG_FAMILIES", frozenset(MODEL_TYPES)),
     ):
         hf_distca.configure(hf_distca.DistCAConfig(ping_pong=True))
         try:

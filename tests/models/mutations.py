@@ -18,7 +18,7 @@ import torch
 
 from hf_distca.agreement.announce import AnnouncedBatch
 from hf_distca.agreement.documents import Documents, TokenBatch
-from hf_distca.integration.nano_batches import Handover
+from hf_distca.integration.nano_batches import SplitDocumentContext
 from hf_distca.schedule.layout import Layout
 
 Original = Callable[..., Any]
@@ -100,7 +100,7 @@ def _no_context(original: Original) -> Original:
 
 
 def _detached_keys(original: Original) -> Original:
-    def wrapped(self: Handover, *args: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def wrapped(self: SplitDocumentContext, *args: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         context = original(self, *args)
         return None if context is None else (context[0].detach(), context[1].detach())
 
@@ -132,19 +132,27 @@ def _gradients_lost(original: Original) -> Original:
     return wrapped
 
 
-_ATTENTION, _DOCUMENTS = "integration.attention", "agreement.documents"
+_ATTENTION, _DOCUMENTS = "integration.hooks.attention", "agreement.documents"
 # What is replaced, and by what it is replaced, given the original.
 MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
-    "window one key too wide": (_ATTENTION, "_scores", _scores(window=lambda window: window + 1)),
-    "window one key too narrow": (_ATTENTION, "_scores", _scores(window=lambda window: window - 1)),
+    "window one key too wide": (
+        _ATTENTION,
+        "_make_scores",
+        _scores(window=lambda window: window + 1),
+    ),
+    "window one key too narrow": (
+        _ATTENTION,
+        "_make_scores",
+        _scores(window=lambda window: window - 1),
+    ),
     "chunk one token too long": (
         _DOCUMENTS,
         "Documents.cut_into_chunks",
         lambda original: lambda self, size: original(self, size and size + 1),
     ),
-    "scale wrong by 1 %": (_ATTENTION, "_scores", _scores(scale=lambda scale: 1.01 * scale)),
-    "softcap dropped": (_ATTENTION, "_scores", _scores(softcap=lambda _: None)),
-    "sink dropped": (_ATTENTION, "_sink", lambda _: lambda *_: None),
+    "scale wrong by 1 %": (_ATTENTION, "_make_scores", _scores(scale=lambda scale: 1.01 * scale)),
+    "softcap dropped": (_ATTENTION, "_make_scores", _scores(softcap=lambda _: None)),
+    "sink dropped": (_ATTENTION, "_flatten_sink", lambda _: lambda *_: None),
     "gradient of the sink dropped": ("runtime.core_attention", "_sink_gradient", _no_gradient),
     "documents of a row leak": (_DOCUMENTS, "TokenBatch.read_documents", _one_document_a_row),
     "convolutions see the document before": (
@@ -174,7 +182,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "second half without the keys of the first": (_DOCUMENTS, "Documents.split_at", _no_context),
     "gradient of the keys handed over lost": (
         "integration.nano_batches",
-        "Handover.context",
+        "SplitDocumentContext.pass_keys",
         _detached_keys,
     ),
 }

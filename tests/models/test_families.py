@@ -22,17 +22,17 @@ from two_ranks import check_two_ranks
 import hf_distca
 from hf_distca.integration import families
 from hf_distca.integration.families import (
-    EQUAL,
+    CUT_DOCUMENT_FAMILIES,
     FAMILIES,
-    OVER_RANKS,
-    PING_PONG,
-    REASONS,
+    PING_PONG_FAMILIES,
+    PROVEN_GROUPS,
+    REFUSAL_REASONS,
     check_family,
 )
 from ranks import RankPool
 from turns import in_turn
 
-WORKING = [name for name in MODEL_TYPES if FAMILIES.get(name) in EQUAL]
+WORKING = [name for name in MODEL_TYPES if FAMILIES.get(name) in PROVEN_GROUPS]
 # One of each variant: GQA, windows, softcap, sinks, chunks, unequal widths, no RoPE, hybrids,
 # experts, positions from 2.
 FAST = (
@@ -71,8 +71,8 @@ def test_the_table_says_what_running_shows(model_type: str, census: dict[str, Re
     result = census[model_type] = measure(model_type)
     assert result.status != "wrong", result
     assert table_of([result]) == {model_type: FAMILIES[model_type]}, result
-    assert result.halves == (model_type in PING_PONG), result
-    if FAMILIES[model_type] in EQUAL:
+    assert result.halves == (model_type in PING_PONG_FAMILIES), result
+    if FAMILIES[model_type] in PROVEN_GROUPS:
         assert result.calls
         check_family(model_type)
     else:
@@ -101,13 +101,13 @@ def test_the_page_is_that_of_the_table(
         pytest.skip("needs all types, in one run")
     page_file = request.config.rootpath / "docs" / "models.md"
     # Each is compared below.
-    cuts = {name: families.WHOLE.get(name, "OVER_RANKS") for name in WORKING}
+    cuts = {name: families.WHOLE_DOCUMENT_FAMILIES.get(name, "OVER_RANKS") for name in WORKING}
     assert page_file.read_text() == page([census[name] for name in MODEL_TYPES], cuts)
 
 
 def test_documents_over_ranks_are_proven_or_refused() -> None:
-    assert OVER_RANKS | set(families.WHOLE) == set(WORKING)
-    assert not OVER_RANKS & set(families.WHOLE)
+    assert CUT_DOCUMENT_FAMILIES | set(families.WHOLE_DOCUMENT_FAMILIES) == set(WORKING)
+    assert not CUT_DOCUMENT_FAMILIES & set(families.WHOLE_DOCUMENT_FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_the_table_says_what_documents_over_two_ranks_show(
     model_type: str, rank_pool: Callable[[int], RankPool]
 ) -> None:
     found = over_ranks(rank_pool(2), measure(model_type))
-    assert found == families.WHOLE.get(model_type, "OVER_RANKS")
+    assert found == families.WHOLE_DOCUMENT_FAMILIES.get(model_type, "OVER_RANKS")
 
 
 # One for each reason why documents must be whole, and all whose recurrent layers are not proven.
@@ -152,7 +152,11 @@ def test_whole_documents_that_could_be_cut_are_not_refused(
 
 @pytest.mark.parametrize(
     "model_type",
-    [name for name in MODEL_TYPES if FAMILIES[name] in REASONS and FAMILIES[name] != "UNBUILT"],
+    [
+        name
+        for name in MODEL_TYPES
+        if FAMILIES[name] in REFUSAL_REASONS and FAMILIES[name] != "UNBUILT"
+    ],
 )
 def test_refused_types_refuse_before_a_step_or_cannot_start(model_type: str) -> None:
     """A refused type that can be loaded refuses before a step or cannot start."""
@@ -177,7 +181,7 @@ def test_two_ranks_equal_each_document_alone(
     check_two_ranks(rank_pool(2), model_type)
 
 
-@pytest.mark.parametrize("model_type", in_turn(sorted(PING_PONG), ONE_IN, PAIRED[-2:]))
+@pytest.mark.parametrize("model_type", in_turn(sorted(PING_PONG_FAMILIES), ONE_IN, PAIRED[-2:]))
 def test_halves_on_two_ranks_equal_each_document_alone(
     model_type: str, rank_pool: Callable[[int], RankPool]
 ) -> None:

@@ -21,8 +21,8 @@ from transformers import (
 
 from hf_distca import ConfigError
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.integration.families import layer_keys
 from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.layer_kinds import list_layer_keys
 from hf_distca.schedule.cost import AttentionShape
 
 FAMILIES = (
@@ -37,20 +37,20 @@ def test_they_are_the_plans_that_layers_ask_for(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = set()
-    key = AttentionHandle.key
+    key = AttentionHandle.make_key
 
     def watched(self: AttentionHandle, *args: Any) -> PlanKey:
         asked.add(made := key(self, *args))
         return made
 
-    monkeypatch.setattr(AttentionHandle, "key", watched)
+    monkeypatch.setattr(AttentionHandle, "make_key", watched)
     model = tiny.build(family, "distca", torch.float32)
     ids = torch.randint(32, 96, (1, 24))
     model(input_ids=ids, use_cache=False)
-    keys = layer_keys(model, None, "cpu")
+    keys = list_layer_keys(model, None, "cpu")
     assert set(keys) == asked
     assert len(keys) == len(asked)
-    assert layer_keys(model.config, None, "cpu") == keys
+    assert list_layer_keys(model.config, None, "cpu") == keys
     plain = [key.window is None for key in keys]
     assert plain == sorted(plain, reverse=True)  # those without a window first
 
@@ -59,10 +59,10 @@ def test_bytes_are_those_of_the_dtype_that_attention_computes_in() -> None:
     config = LlamaConfig(
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, dtype="bfloat16"
     )
-    (key,) = layer_keys(config, None, "cuda")
+    (key,) = list_layer_keys(config, None, "cuda")
     assert key == PlanKey(AttentionShape(4, 2, 16, 16, 2), "cuda")
-    assert layer_keys(config, torch.float64, "cuda")[0].shape.element_bytes == 8
-    assert layer_keys(LlamaConfig(), None, "cpu")[0].shape.element_bytes == 4
+    assert list_layer_keys(config, torch.float64, "cuda")[0].shape.element_bytes == 8
+    assert list_layer_keys(LlamaConfig(), None, "cpu")[0].shape.element_bytes == 4
 
 
 SMALL = {
@@ -94,7 +94,7 @@ SMALL = {
 def test_windows_are_those_of_the_kinds_of_layers(
     config: PreTrainedConfig, windows: list[int | None]
 ) -> None:
-    assert [key.window for key in layer_keys(config, None, "cpu")] == windows
+    assert [key.window for key in list_layer_keys(config, None, "cpu")] == windows
 
 
 def test_latent_attention_has_its_own_widths() -> None:
@@ -105,19 +105,19 @@ def test_latent_attention_has_its_own_widths() -> None:
         v_head_dim=16,
         kv_lora_rank=12,
     )
-    assert layer_keys(config, None, "cpu")[0].shape == AttentionShape(8, 8, 32, 16, 4)
+    assert list_layer_keys(config, None, "cpu")[0].shape == AttentionShape(8, 8, 32, 16, 4)
 
 
 def test_what_cannot_be_read_is_said() -> None:
     with pytest.raises(
         ConfigError, match=r"looked for one of num_attention_heads.*head_dim.*Give shapes="
     ):
-        layer_keys(PreTrainedConfig(), None, "cpu")
+        list_layer_keys(PreTrainedConfig(), None, "cpu")
     with pytest.raises(ConfigError, match="model=str is no model of transformers"):
-        layer_keys("llama", None, "cpu")
+        list_layer_keys("llama", None, "cpu")
     config = LlamaConfig()
     config.layer_types = ["linear_attention", "conv", "conv"]
     with pytest.raises(
         ConfigError, match="layer_types linear_attention, conv, and none of them is attention"
     ):
-        layer_keys(config, None, "cpu")
+        list_layer_keys(config, None, "cpu")

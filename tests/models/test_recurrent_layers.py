@@ -30,7 +30,7 @@ from checkpointed import checkpoint_layers
 from hf_distca import UnsupportedError
 from hf_distca.agreement import documents as agreement_documents
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.integration import recurrent_layers
+from hf_distca.integration.hooks import recurrent_layers
 from hf_distca.integration.processes import warn_once
 from host_syncs import NoHostSyncs
 from turns import in_turn
@@ -220,7 +220,9 @@ def test_bounds_of_packing_loaders_need_no_packages(
 
 @pytest.mark.parametrize("model_type", KINDS)
 def test_other_attention_beside_it_is_left_alone(model_type: str) -> None:
-    with patch.object(recurrent_layers, "rows_of", side_effect=AssertionError("asked for rows")):
+    with patch.object(
+        recurrent_layers, "make_recurrent_rows", side_effect=AssertionError("asked for rows")
+    ):
         leaking = packed(model_of(model_type, "sdpa"), documents(LENGTHS))
     assert difference(leaking, expected(model_type))[0] > 1e-2
 
@@ -368,7 +370,7 @@ def package_in(module: ModuleType) -> Iterator[Package]:
     """A modeling module as transformers makes it where the packages are installed."""
     before = {
         name: getattr(module, name, None)
-        for name in recurrent_layers._FUNCTIONS
+        for name in recurrent_layers._REPLACEMENTS
         if hasattr(module, name)
     }
     torch_functions = {name: function.__wrapped__.__wrapped__ for name, function in before.items()}
@@ -388,7 +390,7 @@ def package_in(module: ModuleType) -> Iterator[Package]:
             decorated = use_kernel_func_from_hub_with_fallback(
                 names.get(name, name), "fake_package"
             )(function)
-            setattr(module, name, recurrent_layers._along_segments(decorated, name))
+            setattr(module, name, recurrent_layers._run_along_segments(decorated, name))
     try:
         yield package
     finally:
@@ -503,7 +505,8 @@ def test_pieces_of_a_document_on_one_process(model_type: str) -> None:
 # A model of another version, or with code of its own: it is not told of documents, or does not hand
 # on what it is told.
 @pytest.mark.parametrize(
-    ("where", "name"), [(recurrent_layers, "rows_of"), (OlmoHybridGatedDeltaNet, "forward")]
+    ("where", "name"),
+    [(recurrent_layers, "make_recurrent_rows"), (OlmoHybridGatedDeltaNet, "forward")],
 )
 def test_a_model_with_layers_of_its_own_is_warned_of_and_refused(
     where: Any, name: str, caplog: pytest.LogCaptureFixture
@@ -551,7 +554,7 @@ def test_modules_of_other_versions_are_left_as_they_are() -> None:
         Lfm2ShortConv=Mixer, Lfm2Model=type("Lfm2Model", (), {}), causal_conv1d_fn=causal_conv1d_fn
     )
     with patch.dict(sys.modules, {module.__name__: module}):
-        recurrent_layers._replace("lfm2", lambda _: True)
+        recurrent_layers._replace_functions("lfm2", lambda _: True)
     assert module.causal_conv1d_fn is causal_conv1d_fn
 
 

@@ -24,7 +24,7 @@ from transformers import (
 
 import hf_distca
 from float64 import Float64Throughout
-from hf_distca.integration.mixin import plan_ahead
+from hf_distca.integration.training.mixin import plan_ahead
 from tiny_runs import VOCABULARY, documents, settings
 
 LAYERS = 2

@@ -18,9 +18,8 @@ from launches import Launch, pooled, unpooled
 from tiny import build
 
 import hf_distca
-from hf_distca.integration.configure import balancing
-from hf_distca.integration.current_session import current_session, use_session
-from hf_distca.integration.mixin import announce, plan_ahead
+from hf_distca.integration.current_session import balancing, current_session, use_session
+from hf_distca.integration.training.mixin import announce_step, plan_ahead
 from hf_distca.pool.lead import PoolController
 from hf_distca.runtime.group import AttentionGroup
 from tiny_runs import documents, settings
@@ -81,9 +80,9 @@ def drop_plans(rank: int) -> None:
         batches = [drawn(rank, 2 * number), drawn(rank, 2 * number + 1)]
         step(model, rank, number)
         plan_ahead(batches)
-        announce(
-            batches, current_session().planner.resume_progress().pop_recent_keys(), beside=True
-        )
+        session = current_session()
+        keys = session.planner.resume_progress().pop_recent_keys()
+        announce_step(session, batches, keys, in_background=True)
     del batches
     gc.collect()
     step(model, rank)

@@ -12,8 +12,8 @@ import torch
 
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.integration.attention import distca_attention
 from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.hooks.attention import distca_attention
 from hf_distca.kernels.cpu import CpuKernel
 
 

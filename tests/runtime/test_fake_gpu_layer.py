@@ -17,9 +17,9 @@ from device_events import Device
 from fake_cuda import CUDA, Tape, fake_cuda, needs_cpu_build
 from hf_distca import kernels
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.integration.attention import distca_attention
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.hooks.attention import distca_attention
 from hf_distca.kernels import Scores
 from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
 from hf_distca.measure.timeline import Trace

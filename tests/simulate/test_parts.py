@@ -11,7 +11,7 @@ import pytest
 
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.config import DistCAConfig
-from hf_distca.integration.nano_batches import cut
+from hf_distca.integration.nano_batches import choose_cut
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
@@ -380,6 +380,6 @@ def test_halves_hold_every_query_once() -> None:
 )
 def test_halves_are_those_of_training(lengths: list[int]) -> None:
     documents = TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).read_documents()
-    _, border, _ = cut(1, sum(lengths), documents, TILE)
+    _, border, _ = choose_cut(1, sum(lengths), documents, TILE)
     first, _ = halved(Layout.from_lengths([lengths]))
     assert first.query_tokens.tolist() == [border]

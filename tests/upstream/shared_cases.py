@@ -31,7 +31,7 @@ from transformers_shared_tests.test_modeling_common import ModelTesterMixin
 from transformers_shared_tests.test_training_mixin import TrainingTesterMixin
 
 import hf_distca
-from hf_distca.integration import loading
+from hf_distca.integration import attention_names
 
 
 class Maker:
@@ -117,7 +117,9 @@ def distca_as_sdpa(model_classes: tuple[type[PreTrainedModel], ...]) -> Iterator
     with ExitStack() as undo:
         undo.enter_context(patch.dict(functions, {"distca": counted, "sdpa": counted}))
         # Else it would be refused.
-        undo.enter_context(patch.dict(loading._attention, {"distca": counted, "sdpa": counted}))
+        undo.enter_context(
+            patch.dict(attention_names._registered, {"distca": counted, "sdpa": counted})
+        )
         undo.enter_context(patch.dict(masks, {"sdpa": masks["distca"]}))
         for model_class in model_classes:
             lifted = {

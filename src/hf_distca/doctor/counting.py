@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_distca.doctor.model import read_config
 from hf_distca.errors import ConfigError, UnsupportedError
-from hf_distca.integration.families import check_family, layer_keys
+from hf_distca.integration.families import check_family
+from hf_distca.integration.layer_kinds import list_layer_keys
 from hf_distca.model_shape import ModelShape
 
 __all__ = ["count_model"]
@@ -57,7 +58,7 @@ def _count_model(name: str, config: PreTrainedConfig) -> ModelShape:
             f"its layers have windows of {', '.join(map(str, sorted(distinct)))} keys: only one can"
             " be predicted."
         )
-    shape = layer_keys(text, torch.bfloat16, "cpu")[0].shape
+    shape = list_layer_keys(text, torch.bfloat16, "cpu")[0].shape
     active = sum(_count_met_weights(layer, text) for layer in layers)
     beside = active - sum(_count_met_weights(module, text) for _, module in attention)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]

@@ -16,14 +16,14 @@ from hf_distca.doctor import Finding, State
 from hf_distca.errors import ConfigError, DistCAError, UnsupportedError
 from hf_distca.input_files import read_file
 from hf_distca.integration.families import (
-    EQUAL,
     FAMILIES,
-    PING_PONG,
+    PING_PONG_FAMILIES,
+    PROVEN_GROUPS,
     check_family,
     check_layerdrop,
-    layer_keys,
-    why_whole,
+    whole_document_reason,
 )
+from hf_distca.integration.layer_kinds import list_layer_keys
 from hf_distca.kernels import Case, Scores, is_slow, list_candidates, suggest_faster_kernel
 
 __all__ = ["find_dtype", "family", "kernels", "read_config"]
@@ -160,16 +160,18 @@ def family(config: PreTrainedConfig) -> Iterator[Finding]:
         yield Finding(
             "model",
             kind,
-            EQUAL[group],
+            PROVEN_GROUPS[group],
             State.good if plain else State.note,
             None if plain else "give it one document a row",
         )
         yield Finding(
             "model",
             "ping-pong",
-            "layers may run as nano-batches" if kind in PING_PONG else "its layers stay whole",
+            "layers may run as nano-batches"
+            if kind in PING_PONG_FAMILIES
+            else "its layers stay whole",
         )
-        whole = why_whole(kind)
+        whole = whole_document_reason(kind)
         yield Finding(
             "model", "documents over ranks", "exact" if whole is None else f"refused: {whole}"
         )
@@ -213,7 +215,7 @@ def kernels(
         )
     else:
         try:
-            keys = layer_keys(config, dtype, device.type)
+            keys = list_layer_keys(config, dtype, device.type)
         except DistCAError as error:
             yield Finding("kernels", "layers", str(error), State.note)
             return

@@ -42,14 +42,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MaskCall",
-    "calling_trainer",
-    "given_documents",
-    "given_to_model",
+    "find_model_argument",
+    "find_trainer",
     "is_compiled",
     "is_in_model",
 ]
 
-_STEPS = ("training_step", "prediction_step")
+_TRAINER_STEPS = ("training_step", "prediction_step")
 
 
 class MaskCall:
@@ -61,18 +60,21 @@ class MaskCall:
     """
 
     def __init__(self) -> None:
-        masking = create_causal_mask.__module__
-        frames = _callers(inspect.currentframe())
         self._creator = next(
-            (frame for frame in frames if frame.f_globals.get("__name__") == masking), None
+            (
+                frame
+                for frame in _walk_callers(inspect.currentframe())
+                if frame.f_globals.get("__name__") == create_causal_mask.__module__
+            ),
+            None,
         )
         above = (
-            islice(_callers(inspect.currentframe()), 2, None)
+            islice(_walk_callers(inspect.currentframe()), 2, None)
             if self._creator is None
-            else _callers(self._creator)
+            else _walk_callers(self._creator)
         )
         self._frames = list(above)
-        self._models = list(_of_models(self._frames))
+        self._models = list(_select_model_frames(self._frames))
 
     @property
     def position_ids(self) -> torch.Tensor | None:
@@ -84,24 +86,24 @@ class MaskCall:
         return positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
 
     @property
-    def given_positions(self) -> torch.Tensor | None:
+    def model_position_ids(self) -> torch.Tensor | None:
         """Position ids of the innermost model, for models that pass none to the mask (RoBERTa), or
         none with three axes.
         """
-        return self._tensor("position_ids")
+        return self._find_tensor("position_ids")
 
     @property
     def attention_mask(self) -> torch.Tensor | None:
         """Mask of the innermost model in its own numbers, which transformers makes bool."""
-        return self._tensor("attention_mask")
+        return self._find_tensor("attention_mask")
 
     @property
-    def lacks_positions(self) -> bool:
+    def has_no_positions(self) -> bool:
         """True if the outermost model with an argument position_ids got none; modules inside may
         have made their own.
         """
-        names = [frame.f_locals for frame in self._models if "position_ids" in frame.f_locals]
-        return bool(names) and names[-1]["position_ids"] is None
+        variables = [frame.f_locals for frame in self._models if "position_ids" in frame.f_locals]
+        return bool(variables) and variables[-1]["position_ids"] is None
 
     @property
     def documents(self) -> Any:
@@ -109,15 +111,15 @@ class MaskCall:
 
         Not all models pass it on to attention (Nemotron, StableLM).
         """
-        return _given("distca_documents", self._models)
+        return _find_argument("distca_documents", self._models)
 
     @property
-    def generating(self) -> bool:
+    def is_generating(self) -> bool:
         """True if `generate` is among the callers."""
-        return _generate() in [frame.f_code for frame in self._frames]
+        return _get_generate_code() in [frame.f_code for frame in self._frames]
 
     @property
-    def in_data_parallel(self) -> bool:
+    def is_in_data_parallel(self) -> bool:
         """True if a thread of `torch.nn.DataParallel`, which runs a replica of the model, is among
         the callers.
         """
@@ -129,39 +131,36 @@ class MaskCall:
     def trainer(self) -> Trainer | None:
         """Trainer whose training or evaluation step is among the callers."""
         steps = (
-            frame.f_locals.get("self") for frame in self._frames if frame.f_code.co_name in _STEPS
+            frame.f_locals.get("self")
+            for frame in self._frames
+            if frame.f_code.co_name in _TRAINER_STEPS
         )
         return cast(
             "Trainer | None",
             next((trainer for trainer in steps if hasattr(trainer, "callback_handler")), None),
         )
 
-    def models(self) -> Iterator[PreTrainedModel]:
+    def iterate_models(self) -> Iterator[PreTrainedModel]:
         """Yield the models whose forwards are among the callers, from the inside out."""
         for frame in self._models:
             yield frame.f_locals["self"]
 
-    def _tensor(self, name: str) -> torch.Tensor | None:
+    def _find_tensor(self, name: str) -> torch.Tensor | None:
         """Return a variable of the innermost model, if it is a tensor."""
         value = self._models[0].f_locals.get(name) if self._models else None
         return value if isinstance(value, torch.Tensor) else None
 
 
-def given_documents(frame: FrameType | None = None) -> Any:
-    """Return the ``distca_documents`` passed to the innermost model, above a frame or the caller,
-    that got any; else None.
-    """
-    return given_to_model("distca_documents", frame)
-
-
-def given_to_model(name: str, frame: FrameType | None = None) -> Any:
+def find_model_argument(name: str, frame: FrameType | None = None) -> Any:
     """Return an argument of the innermost model, above a frame or the caller, that got it; else
     None.
     """
-    return _given(name, _of_models(_callers(frame or inspect.currentframe())))
+    return _find_argument(
+        name, _select_model_frames(_walk_callers(frame or inspect.currentframe()))
+    )
 
 
-def _given(name: str, models: Iterable[FrameType]) -> Any:
+def _find_argument(name: str, models: Iterable[FrameType]) -> Any:
     """Return a named argument of the first of these forwards of models that got it; else None."""
     for model in models:
         for value in model.f_locals.values():
@@ -172,7 +171,7 @@ def _given(name: str, models: Iterable[FrameType]) -> Any:
 
 def is_in_model() -> bool:
     """Return whether the forward of a model is among the callers."""
-    return next(_of_models(_callers(inspect.currentframe())), None) is not None
+    return next(_select_model_frames(_walk_callers(inspect.currentframe())), None) is not None
 
 
 def is_compiled() -> bool:
@@ -180,14 +179,15 @@ def is_compiled() -> bool:
     break, as at every attention, has a special name.
     """
     return any(
-        "torch_dynamo_resume" in frame.f_code.co_name for frame in _callers(inspect.currentframe())
+        "torch_dynamo_resume" in frame.f_code.co_name
+        for frame in _walk_callers(inspect.currentframe())
     )
 
 
-def calling_trainer(callback: TrainerCallback) -> Trainer | None:
+def find_trainer(callback: TrainerCallback) -> Trainer | None:
     """Return the Trainer in which a callback is called."""
     here = inspect.currentframe()
-    for frame in _callers(None if here is None else here.f_back):
+    for frame in _walk_callers(None if here is None else here.f_back):
         trainer = frame.f_locals.get("self")
         if callback in getattr(getattr(trainer, "callback_handler", None), "callbacks", ()):
             return cast("Trainer", trainer)
@@ -195,23 +195,22 @@ def calling_trainer(callback: TrainerCallback) -> Trainer | None:
 
 
 @cache
-def _generate() -> CodeType:
+def _get_generate_code() -> CodeType:
     from transformers import GenerationMixin
 
-    code: CodeType = inspect.unwrap(GenerationMixin.generate).__code__
-    return code
+    return cast("CodeType", inspect.unwrap(GenerationMixin.generate).__code__)
 
 
-def _of_models(frames: Iterable[FrameType]) -> Iterator[FrameType]:
+def _select_model_frames(frames: Iterable[FrameType]) -> Iterator[FrameType]:
     """Select the frames that are forwards of models.
 
     Code that torch.compile resumes is named after the compiled function.
     """
-    named = (frame for frame in frames if "forward" in frame.f_code.co_name)
-    return (frame for frame in named if isinstance(frame.f_locals.get("self"), PreTrainedModel))
+    forwards = (frame for frame in frames if "forward" in frame.f_code.co_name)
+    return (frame for frame in forwards if isinstance(frame.f_locals.get("self"), PreTrainedModel))
 
 
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+def _walk_callers(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield a frame and those that called it, from the inside out."""
     while frame is not None:
         yield frame

@@ -1,14 +1,20 @@
-"""The session of this process, and how it is replaced."""
+"""The session of this process, and how it is configured and replaced."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_distca.config import DistCAConfig
+from hf_distca.errors import ConfigError
+from hf_distca.integration.attention_names import replace_attention
 from hf_distca.integration.session import Session
 
-__all__ = ["current_session", "keep_session", "use_session"]
+__all__ = ["balancing", "configure", "current_session", "use_session"]
 
 _configured: Session | None = None  # by `configure`, or with the defaults
 _session: Session | None = None  # in use: that one, or one of a callback with settings of its own
@@ -32,18 +38,68 @@ def use_session(
     global _configured, _session
     if _configured is None:
         _configured = Session(DistCAConfig())
-    base = _configured
-    alike = config is None and group is None
-    _session = (
-        base if alike else Session(config or base.config, base.given if group is None else group)
-    )
+    if config is None and group is None:
+        _session = _configured
+    else:
+        group = _configured.given_group if group is None else group
+        _session = Session(config or _configured.config, group)
     return _session
 
 
-def keep_session(session: Session) -> Session:
-    """Make a session the one that callbacks without settings of their own use, and the current
-    one.
+def configure(
+    config: DistCAConfig | None = None,
+    *,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    instead_of: str | None = None,
+) -> DistCAConfig:
+    """Configure distca in this process, once, before training.
+
+    Every rank must give the same settings.
+
+    Args:
+        config: settings; the defaults if None.
+        group: the ranks that share core attention, as a process group or a device mesh. By default
+            the data-parallel ranks of the mesh of a model loaded with transformers'
+            `DistributedConfig`, or of accelerate's device mesh, else all ranks.
+        instead_of: "flash_attention_2", "flash_attention_3", "flash_attention_4" or "sdpa", for
+            trainers that take only names they know: from now on, models that this process loads
+            with this attention get distca.
+
+    Returns:
+        The settings now in use.
+
+    Raises:
+        ConfigError: if `config` is not a `DistCAConfig`, or `group` neither a process group nor a
+            device mesh.
+        UnsupportedError: if `instead_of` is another name, or a package has put its own function in
+            its place.
     """
+    if config is not None and not isinstance(config, DistCAConfig):
+        raise ConfigError(
+            f"configure() got {config!r}: give it a DistCAConfig, such as"
+            " DistCAConfig(tolerance=0.02)."
+        )
+    if group is not None and not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
+        raise ConfigError(
+            f"group={group!r}: give it a process group (torch.distributed.new_group), a mesh, or"
+            " leave it out."
+        )
+    if instead_of is not None:
+        replace_attention(instead_of)
     global _configured
-    _configured = session
-    return use_session()
+    _configured = Session(config or DistCAConfig(), group)
+    return use_session().config
+
+
+@contextmanager
+def balancing(enabled: bool) -> Iterator[None]:
+    """Switch balancing on or off for the forwards inside. All ranks must enter and leave it at the
+    same time.
+    """
+    session = current_session()
+    before = session.config
+    session.config = replace(before, balance=enabled)
+    try:
+        yield
+    finally:
+        session.config = before

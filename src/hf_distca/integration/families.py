@@ -2,48 +2,35 @@
 
 The lists, in families.txt, are written by `tests/models/generate.py`, which runs a tiny model of
 every causal-LM type of transformers and compares it with transformers' own attention; a test fails
-where the lists and a new run differ. This file also derives from a config, for plans before the
-first step, the kinds of attention layers of a model.
+where the lists and a new run differ.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
 from importlib.resources import files
-from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 
-from hf_distca.agreement.announce import PlanKey
-from hf_distca.config import CostSource, DistCAConfig
-from hf_distca.errors import ConfigError, UnsupportedError
+from hf_distca.errors import UnsupportedError
 from hf_distca.integration.processes import warn_once
-from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.schedule.profiles import Profile
 
 __all__ = [
-    "EQUAL",
+    "CUT_DOCUMENT_FAMILIES",
     "FAMILIES",
-    "OVER_RANKS",
-    "PING_PONG",
-    "REASONS",
-    "WHOLE",
-    "WHOLE_REASONS",
+    "PING_PONG_FAMILIES",
+    "PROVEN_GROUPS",
+    "REFUSAL_REASONS",
+    "WHOLE_DOCUMENT_FAMILIES",
+    "WHOLE_DOCUMENT_REASONS",
+    "check_cut_documents",
     "check_family",
     "check_layerdrop",
-    "check_numbered",
-    "check_parts",
-    "known_cost",
-    "layer_counts",
-    "layer_keys",
-    "source_of_rates",
-    "warn_of_family",
+    "check_mask_numbers",
+    "no_mask_numbers_reason",
+    "no_segments_reason",
     "warn_of_packing",
-    "why_unnumbered",
-    "why_unsegmented",
-    "why_whole",
+    "warn_of_unproven_family",
+    "whole_document_reason",
 ]
 
 
@@ -61,7 +48,7 @@ def _read_table() -> dict[str, list[str]]:
 
 _TABLE = _read_table()
 
-EQUAL = {
+PROVEN_GROUPS = {
     "PROVEN": "proven",
     "PACKED": "proven: its recurrent layers begin anew with each document",
     "CARRIES_STATE": (
@@ -70,7 +57,7 @@ EQUAL = {
     "NO_POSITIONS": "proven, one document a row: it takes no position ids",
 }
 
-REASONS = {
+REFUSAL_REASONS = {
     "NO_ATTENTION": "it has no attention to balance",
     "BYPASSED": "it computes attention by itself, not through transformers' attention interface",
     "SPARSE": (
@@ -83,8 +70,9 @@ REASONS = {
     "UNBUILT": "no small model of it could be built, so nothing is proven",
 }
 
-# Why documents of a family must be whole. The others are in `OVER_RANKS` or were never tried.
-WHOLE_REASONS = {
+# Why documents of a family must be whole. Other families are in `CUT_DOCUMENT_FAMILIES`, or were
+# never tried.
+WHOLE_DOCUMENT_REASONS = {
     "CARRIES_STATE": "their other layers carry state from token to token, which stays on its rank",
     "NO_POSITIONS": "they take no position ids, and count each rank's tokens from 0",
     "OWN_LOSS": (
@@ -98,16 +86,18 @@ WHOLE_REASONS = {
 }
 
 # Language towers of composite models that are compared in tests/models/test_vision_language.py.
-_TRIED_PARTS = frozenset({"qwen2_vl_text"})
+_COMPARED_PARTS = frozenset({"qwen2_vl_text"})
 
-_ENCODER_DECODER = (
+_ENCODER_DECODER_REASON = (
     "this one is an encoder with a decoder, which has cross attention and bidirectional masks"
 )
 
-FAMILIES = {name: group for group in (*EQUAL, *REASONS) for name in _TABLE[group]}
-PING_PONG = frozenset(_TABLE["PING_PONG"])
-OVER_RANKS = frozenset(_TABLE["OVER_RANKS"])
-WHOLE = {name: group for group in WHOLE_REASONS for name in _TABLE[group]}
+FAMILIES = {name: group for group in (*PROVEN_GROUPS, *REFUSAL_REASONS) for name in _TABLE[group]}
+PING_PONG_FAMILIES = frozenset(_TABLE["PING_PONG"])
+CUT_DOCUMENT_FAMILIES = frozenset(_TABLE["OVER_RANKS"])
+WHOLE_DOCUMENT_FAMILIES = {
+    name: group for group in WHOLE_DOCUMENT_REASONS for name in _TABLE[group]
+}
 
 
 def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> None:
@@ -125,7 +115,7 @@ def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> No
         UnsupportedError: with the reason, and a remedy.
     """
     group = FAMILIES.get(model_type or "")
-    reason = _ENCODER_DECODER if encoder_decoder else REASONS.get(str(group))
+    reason = _ENCODER_DECODER_REASON if encoder_decoder else REFUSAL_REASONS.get(str(group))
     if reason is not None:
         raise UnsupportedError(
             f'distca does not support {model_type} models: {reason}. Use attn_implementation="sdpa"'
@@ -133,27 +123,29 @@ def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> No
         )
 
 
-def why_whole(model_type: str | None) -> str | None:
+def whole_document_reason(model_type: str | None) -> str | None:
     """Return why documents of a family must lie in one piece on one rank; None if they need not, or
     the family is unknown.
     """
-    return WHOLE_REASONS.get(WHOLE.get(model_type or "", ""))
+    return WHOLE_DOCUMENT_REASONS.get(WHOLE_DOCUMENT_FAMILIES.get(model_type or "", ""))
 
 
-def why_unsegmented(model_type: str | None) -> str | None:
-    """Like `why_whole`, for models that gave no document boundaries to their `recurrent_layers`."""
+def no_segments_reason(model_type: str | None) -> str | None:
+    """Return the reason as `whole_document_reason`, for a model that gave its recurrent layers no
+    document boundaries.
+    """
     return (
-        WHOLE_REASONS["CARRIES_STATE"]
+        WHOLE_DOCUMENT_REASONS["CARRIES_STATE"]
         if FAMILIES.get(model_type or "") == "PACKED"
-        else why_whole(model_type)
+        else whole_document_reason(model_type)
     )
 
 
 # Types that make something else of a mask than which tokens are padding.
-_READING_MASKS = {"biogpt": "count positions by it", "opt": "count positions by it"}
+_MASK_READERS = dict.fromkeys(("biogpt", "opt"), "they count positions by it")
 
 
-def why_unnumbered(model_type: str | None, config: PreTrainedConfig | None) -> str | None:
+def no_mask_numbers_reason(model_type: str | None, config: PreTrainedConfig | None) -> str | None:
     """Return why a mask must not number documents for a model; None if only attention reads it, and
     keeps documents apart.
     """
@@ -161,12 +153,11 @@ def why_unnumbered(model_type: str | None, config: PreTrainedConfig | None) -> s
         return "it is not proven that attention alone reads it"
     if getattr(config, "output_router_logits", False):
         return "the loss of their routers (output_router_logits=True) weighs tokens by it"
-    why = _READING_MASKS.get(model_type or "")
-    return None if why is None else f"they {why}"
+    return _MASK_READERS.get(model_type or "")
 
 
-def check_numbered(model_type: str | None, unnumbered: str | None) -> None:
-    """Raise for a mask that numbers documents, if `why_unnumbered` gave a reason.
+def check_mask_numbers(model_type: str | None, unnumbered: str | None) -> None:
+    """Raise for a mask that numbers documents, if `no_mask_numbers_reason` gave a reason.
 
     Raises:
         UnsupportedError: with the reason, and a remedy.
@@ -180,7 +171,7 @@ def check_numbered(model_type: str | None, unnumbered: str | None) -> None:
 
 
 # LayerDrop's names in the configs of transformers.
-_LAYERDROP = ("layerdrop", "layer_drop", "decoder_layerdrop", "encoder_layerdrop")
+_LAYERDROP_FIELDS = ("layerdrop", "layer_drop", "decoder_layerdrop", "encoder_layerdrop")
 
 
 def check_layerdrop(config: PreTrainedConfig | None) -> None:
@@ -190,7 +181,7 @@ def check_layerdrop(config: PreTrainedConfig | None) -> None:
     Raises:
         UnsupportedError: names the attribute of the config and its value.
     """
-    for name in _LAYERDROP:
+    for name in _LAYERDROP_FIELDS:
         value = getattr(config, name, None)
         if isinstance(value, (int, float)) and value > 0:
             raise UnsupportedError(
@@ -200,9 +191,9 @@ def check_layerdrop(config: PreTrainedConfig | None) -> None:
             )
 
 
-def warn_of_family(model_type: str | None) -> None:
+def warn_of_unproven_family(model_type: str | None) -> None:
     """Warn, once a family, that it was never compared with another attention."""
-    if model_type is not None and model_type not in FAMILIES and model_type not in _TRIED_PARTS:
+    if model_type is not None and model_type not in FAMILIES and model_type not in _COMPARED_PARTS:
         warn_once(
             "%s models were never compared under distca with another attention. The arguments of"
             " every attention call are checked. Before you rely on it, train a few steps with"
@@ -212,7 +203,7 @@ def warn_of_family(model_type: str | None) -> None:
         )
 
 
-_PACKED = {
+_PACKING_WARNINGS = {
     "PACKED": (
         "this batch has packed documents, and layers of this %s model (state space, convolution,"
         " linear attention) carry state from one to the next. distca lets each begin anew in those"
@@ -236,14 +227,14 @@ def warn_of_packing(model_type: str | None) -> None:
     """Warn, once a family, that attention keeps packed documents apart but the rest of the model
     does not.
 
-    For models that gave no document boundaries to their `recurrent_layers`.
+    For models that gave their recurrent layers no document boundaries.
     """
-    text = _PACKED.get(FAMILIES.get(model_type or "", ""))
+    text = _PACKING_WARNINGS.get(FAMILIES.get(model_type or "", ""))
     if text is not None:
         warn_once(text, model_type)
 
 
-def check_parts(model_type: str | None, whole: str | None) -> None:
+def check_cut_documents(model_type: str | None, whole: str | None) -> None:
     """Raise for documents in several parts, if attention would be right but other parts of the
     model would not.
 
@@ -260,148 +251,10 @@ def check_parts(model_type: str | None, whole: str | None) -> None:
             f"a document of this batch is in several parts, and {model_type} models need whole"
             f" ones: {whole}. Give each document to one rank, in one piece."
         )
-    if model_type not in OVER_RANKS:
+    if model_type not in CUT_DOCUMENT_FAMILIES:
         warn_once(
             "documents of this batch are in several parts, and %s models were never tried so:"
             " attention is exact, but whatever else mixes tokens would not see those of other"
             " parts. Compare with one process before you rely on it.",
             model_type,
         )
-
-
-_HEADS = ("num_attention_heads", "decoder_attention_heads", "n_head")
-_WIDTHS = ("hidden_size", "d_model", "n_embd")
-
-
-def layer_keys(model: Any, dtype: torch.dtype | None, device: str) -> list[PlanKey]:
-    """Return the plan key of each kind of layer, those without a window first.
-
-    Layers that a config does not describe are found at the first forward: their plans are made
-    there. Arguments and errors are those of `layer_counts`.
-    """
-    return list(layer_counts(model, dtype, device))
-
-
-def layer_counts(model: Any, dtype: torch.dtype | None, device: str) -> dict[PlanKey, int]:
-    """Count the layers of each plan key, those without a window first; 1 if all layers are of one
-    kind.
-
-
-    Args:
-        model: a config (of a composite model, the config of all parts), or a model with a config.
-        dtype: dtype of attention; the model's if None, or float32 if it has none.
-        device: type of the device that computes it.
-
-    Raises:
-        ConfigError: if the config names no heads and widths, or no layers of attention.
-    """
-    whole = getattr(model, "config", model)
-    if not isinstance(whole, PreTrainedConfig):
-        raise ConfigError(
-            f"model={type(model).__name__} is no model of transformers and no config: give one, or"
-            " shapes."
-        )
-    config = whole.get_text_config(decoder=True)
-    bytes_ = (dtype or _dtype(model, config, whole)).itemsize
-    kinds = getattr(config, "layer_types", None) or [None]
-    # A layer of each kind; layers may differ in more than what `layer_types` says.
-    layers = {kind: kinds.index(kind) for kind in kinds}
-    configs = (
-        config.per_layer_config
-        if getattr(config, "is_heterogeneous", False)
-        else dict.fromkeys(layers.values(), config)
-    )
-    counts: Counter[PlanKey] = Counter()
-    for kind, layer in layers.items():
-        if (key := _key(configs[layer], kind, bytes_, device)) is not None:
-            counts[key] += kinds.count(kind)
-    if not counts:
-        named = ", ".join(layers)
-        raise ConfigError(
-            f"{type(config).__name__} has layer_types {named}, and none of them is attention. Give"
-            " shapes instead."
-        )
-    return dict(
-        sorted(
-            counts.items(), key=lambda item: (item[0].window is not None, item[0].chunk is not None)
-        )
-    )
-
-
-def known_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
-    """Return the cost model for plans of a kind of layers, before anything is measured.
-
-    This is the cost model of the settings, for the key's shape and window, or built-in figures for
-    its device.
-    """
-    if isinstance(config.cost_model, CostModel):
-        return replace(config.cost_model, shape=key.shape, window=key.window)
-    if isinstance(config.cost_model, Profile):
-        return config.cost_model.make_cost_model(key.shape, key.window, tile=config.tile)
-    return replace(
-        CostModel.analytic(key.shape, device_type=key.device, tile=config.tile), window=key.window
-    )
-
-
-def source_of_rates(config: DistCAConfig) -> CostSource:
-    """Return the initial source of rates: the `cost_model` of the settings, unless
-    it is timed and torch must be deterministic.
-    """
-    timed = config.cost_model == "calibrated"
-    return (
-        "analytic" if timed and torch.are_deterministic_algorithms_enabled() else config.cost_model
-    )
-
-
-def _key(config: Any, kind: str | None, element_bytes: int, device: str) -> PlanKey | None:
-    """Return the plan key of layers of a kind; None if they are not attention.
-
-    Without kinds, all layers have the window, if any.
-    """
-    if kind is not None and ("linear" in kind or not ("attention" in kind or "hybrid" in kind)):
-        return None
-    window = chunk = None
-    if kind is None or "sliding" in kind:
-        window = (
-            getattr(config, "sliding_window", None)
-            if getattr(config, "use_sliding_window", True)
-            else None
-        )
-    elif "chunked" in kind:
-        chunk = config.attention_chunk_size
-    return PlanKey(_shape(config, element_bytes), device, window, chunk)
-
-
-def _shape(config: Any, element_bytes: int) -> AttentionShape:
-    heads = _first(config, *_HEADS)
-    if heads and _first(config, "kv_lora_rank") and _first(config, "qk_nope_head_dim"):
-        # Latent attention: keys and values are made for every head before they are attended to.
-        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-        return AttentionShape(heads, heads, head_dim, config.v_head_dim, element_bytes)
-    hidden = _first(config, *_WIDTHS)
-    head_dim = _first(config, "head_dim") or (hidden // heads if heads and hidden else None)
-    if not heads or not head_dim:
-        raise ConfigError(
-            f"{type(config).__name__} does not say what its attention is like: looked for one of"
-            f" {', '.join(_HEADS)}, and for head_dim or one of {', '.join(_WIDTHS)}. Give"
-            " shapes=[(AttentionShape(...), window), ...] of its kinds of layers."
-        )
-    # JetMoe repeats keys and values for the experts of a token before they are attended to.
-    repeated = config.model_type == "jetmoe"
-    key_value_heads = heads if repeated else _first(config, "num_key_value_heads") or heads
-    return AttentionShape(
-        heads, key_value_heads, head_dim, _first(config, "v_head_dim") or head_dim, element_bytes
-    )
-
-
-def _first(config: Any, *names: str) -> int | None:
-    """Return the first of these attributes that is a number."""
-    return next(
-        (value for name in names if isinstance(value := getattr(config, name, None), int)), None
-    )
-
-
-def _dtype(*sources: Any) -> torch.dtype:
-    named = (getattr(source, "dtype", None) for source in sources)
-    chosen = next((dtype for dtype in named if dtype is not None), torch.float32)
-    return getattr(torch, chosen) if isinstance(chosen, str) else chosen

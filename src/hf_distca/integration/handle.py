@@ -18,12 +18,12 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import (
-    check_numbered,
-    check_parts,
+    check_cut_documents,
+    check_mask_numbers,
+    no_segments_reason,
     warn_of_packing,
-    why_unsegmented,
 )
-from hf_distca.integration.recurrent_rows import recurrent_rows
+from hf_distca.integration.recurrent_rows import get_recurrent_rows
 from hf_distca.kernels.base import Scores
 from hf_distca.runtime.call import Inputs
 from hf_distca.runtime.group import AttentionGroup
@@ -34,20 +34,20 @@ from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 
 if TYPE_CHECKING:
-    from hf_distca.integration.nano_batches import Handover, NanoBatches
+    from hf_distca.integration.nano_batches import NanoBatches, SplitDocumentContext
 
-__all__ = ["AlikeLayers", "AttentionHandle", "CachedMask", "ForeignMask", "MaskInfo", "Work"]
+__all__ = ["AttentionHandle", "CachedMask", "ForeignMask", "LayerSetup", "LayerWork", "MaskFacts"]
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
-    """Results of the first layer for all layers that have the same plan.
+class LayerWork:
+    """Work of a micro-batch in layers that have the same plan, made by the first of them.
 
     Attributes:
         group: the ranks that take part; a group of this rank alone if no others do.
         route: this rank's route.
-        keep: int64 indices of the tokens that are not padding, on the device of q; None if there is
-            no padding.
+        token_indices: int64 indices of the tokens that are not padding, on the device of q; None
+            if there is no padding.
         window: keys that a row sees at most; None if no document on any rank is longer than the
             layer's window.
         meter: counts the work of this micro-batch in this kind of layer.
@@ -56,41 +56,41 @@ class Work:
             follow.
         name: name of the micro-batch, for errors.
         serial: number by which servers of a pool identify it.
-        numbers: counts the calls of attention, those of recomputes among them.
-        attend: computes attention in the session's place, from module, inputs and scores; for
-            stages of a pipeline.
+        call_numbers: counts the calls of attention, those of recomputes among them.
+        stage_attention: computes attention in the session's place, from module, inputs and scores;
+            for stages of a pipeline.
     """
 
     group: AttentionGroup
     route: Route
-    keep: torch.Tensor | None
+    token_indices: torch.Tensor | None
     window: int | None
     meter: Meter
     nano: int = 0
     outputs: OutputStore | None = None
     name: str = "a micro-batch"
     serial: int = 0
-    numbers: Iterator[int] = field(default_factory=itertools.count)
-    attend: Callable[[torch.nn.Module, Inputs, Scores], torch.Tensor] | None = None
+    call_numbers: Iterator[int] = field(default_factory=itertools.count)
+    stage_attention: Callable[[torch.nn.Module, Inputs, Scores], torch.Tensor] | None = None
 
 
-class AlikeLayers(NamedTuple):
+class LayerSetup(NamedTuple):
     """Common properties of the layers of a micro-batch that are called alike, made for the first of
     them.
 
     Attributes:
         work: their plan in use.
         dtype: dtype in which they compute.
-        attend: computes the attention of one of them, a module, from its inputs.
+        compute_attention: computes the attention of one of them, a module, from its inputs.
     """
 
-    work: Work
+    work: LayerWork
     dtype: torch.dtype
-    attend: Callable[[torch.nn.Module, Inputs], torch.Tensor]
+    compute_attention: Callable[[torch.nn.Module, Inputs], torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class MaskInfo:
+class MaskFacts:
     """Facts that the mask function found about one forward and one kind of layer.
 
     Attributes:
@@ -100,28 +100,29 @@ class MaskInfo:
             cuts.
         position_ids: position ids that the mask was made with, for models that pass none to
             attention.
-        packed: the documents that the model was given, for models that pass none to attention.
+        packed_documents: the documents that the model was given, for models that pass none to
+            attention.
         model_type: type of the model that made the mask, for warnings about packed documents.
         first_position: first position of a document, as this model counts.
-        whole: reason why documents must not be cut in this model; None if they may be.
-        unnumbered: reason why a mask must not number documents for this model; None if it may.
-        alone: whether no other rank may be asked to take part, because this forward is one of
+        whole_document_reason: reason why documents must not be cut in this model, or None.
+        no_mask_numbers_reason: reason why a mask must not number documents for this model, or None.
+        is_local: whether no other rank may be asked to take part, because this forward is one of
             `generate`.
-        recomputes: whether layers may run again in backward: the mask was made while gradients were
-            recorded.
+        can_recompute: whether layers may run again in backward: the mask was made while gradients
+            were recorded.
     """
 
     padding: torch.Tensor | None = None
     window: int | None = None
     chunk: int | None = None
     position_ids: torch.Tensor | None = None
-    packed: Any = None
+    packed_documents: Any = None
     model_type: str | None = None
     first_position: int = 0
-    whole: str | None = None
-    unnumbered: str | None = None
-    alone: bool = False
-    recomputes: bool = True
+    whole_document_reason: str | None = None
+    no_mask_numbers_reason: str | None = None
+    is_local: bool = False
+    can_recompute: bool = True
 
 
 class AttentionHandle:
@@ -137,55 +138,63 @@ class AttentionHandle:
         mask: other facts from the mask function.
 
     Attributes:
-        alone: as in `mask`; a pipeline schedule sets it for forwards that it plans itself.
-        work: filled by the first layer of each kind: some models pass the window only to the
+        is_local: as in `mask`; a pipeline schedule sets it for forwards that it plans itself.
+        layer_work: filled by the first layer of each kind: some models pass the window only to the
             attention function.
-        alike: common properties of layers that are called alike, by the arguments that distinguish
-            their calls.
+        layer_setups: common properties of layers that are called alike, by the arguments that
+            distinguish their calls.
         group: the ranks that take part, once they are known.
         documents: documents of the batch, once they were read, or of the nano-batch.
-        segmented: whether the model's recurrent layers, if it has any, run along their segments.
+        has_segments: whether the model's recurrent layers, if it has any, run along their segments.
         nano: 0 for a whole batch, 1 and 2 for its nano-batches.
         nano_batches: the cut of the batch in two, once a layer has used it.
-        handover: keys of the first nano-batch that the second one reads.
-        second: in the handle of the first nano-batch, the handle of the second one, which is
+        split_context: keys of the first nano-batch that the second one reads.
+        second_handle: in the handle of the first nano-batch, the handle of the second one, which is
             planned with it.
     """
 
     # Generation with static caches makes masks ahead of the forward and takes them for 4-D tensors.
     ndim: ClassVar[int] = 4
 
-    def __init__(self, batch_size: int, length: int, mask: MaskInfo | None = None) -> None:
-        self.batch_size, self.length, self.mask = batch_size, length, mask or MaskInfo()
-        self.alone = self.mask.alone
-        self.work: dict[PlanKey, Work] = {}
-        self.alike: dict[tuple[object, ...], AlikeLayers] = {}
+    def __init__(self, batch_size: int, length: int, mask: MaskFacts | None = None) -> None:
+        self.batch_size, self.length, self.mask = batch_size, length, mask or MaskFacts()
+        self.is_local = self.mask.is_local
+        self.layer_work: dict[PlanKey, LayerWork] = {}
+        self.layer_setups: dict[tuple[object, ...], LayerSetup] = {}
         self.group: AttentionGroup | None = None
         self.documents: Documents | None = None
-        self.segmented = False
+        self.has_segments = False
         self.nano = 0
         self.nano_batches: NanoBatches | None = None
-        self.handover: Handover | None = None
-        self.second: AttentionHandle | None = None
+        self.split_context: SplitDocumentContext | None = None
+        self.second_handle: AttentionHandle | None = None
 
-    def of_nano_batch(
-        self, nano: int, shape: tuple[int, int], documents: Documents, handover: Handover
+    def make_nano_handle(
+        self,
+        nano: int,
+        shape: tuple[int, int],
+        documents: Documents,
+        split_context: SplitDocumentContext,
     ) -> AttentionHandle:
         """Make the handle of a nano-batch, 1 or 2, of (rows, tokens)."""
         handle = AttentionHandle(
             *shape,
-            replace(self.mask, padding=None, position_ids=None, packed=None, alone=self.alone),
+            replace(
+                self.mask,
+                padding=None,
+                position_ids=None,
+                packed_documents=None,
+                is_local=self.is_local,
+            ),
         )
-        handle.nano, handle.documents, handle.handover, handle.group = (
-            nano,
-            documents,
-            handover,
-            self.group,
-        )
-        handle.segmented = self.segmented
+        handle.nano = nano
+        handle.documents = documents
+        handle.split_context = split_context
+        handle.group = self.group
+        handle.has_segments = self.has_segments
         return handle
 
-    def key(self, shape: AttentionShape, device: str, window: int | None) -> PlanKey:
+    def make_key(self, shape: AttentionShape, device: str, window: int | None) -> PlanKey:
         """Return the plan key of a layer that passes this window to the attention
         function; the mask's own window goes first.
         """
@@ -197,19 +206,22 @@ class AttentionHandle:
             self.nano,
         )
 
-    def read(self, arguments: Mapping[str, Any], *, span_ranks: bool, training: bool) -> Documents:
+    def read_documents(
+        self, arguments: Mapping[str, Any], *, span_ranks: bool, training: bool
+    ) -> Documents:
         """Read the documents of the batch, once, from the keyword arguments of a layer or of
         attention.
         """
         # Its model has read them.
-        if self.documents is None and (rows := recurrent_rows(arguments)) is not None:
-            self.documents, self.segmented = rows.documents.cut_into_chunks(self.mask.chunk), True
+        if self.documents is None and (rows := get_recurrent_rows(arguments)) is not None:
+            self.documents = rows.documents.cut_into_chunks(self.mask.chunk)
+            self.has_segments = True
         elif self.documents is None:
             positions, packed = arguments.get("position_ids"), arguments.get("distca_documents")
             documents = TokenBatch(
                 self.batch_size,
                 self.length,
-                packed=self.mask.packed if packed is None else packed,
+                packed=self.mask.packed_documents if packed is None else packed,
                 cu_seq_lens=arguments.get("cu_seq_lens_q"),
                 position_ids=self.mask.position_ids if positions is None else positions,
                 padding=self.mask.padding,
@@ -220,24 +232,25 @@ class AttentionHandle:
             self.documents = documents.cut_into_chunks(self.mask.chunk)
         return self.documents
 
-    def check(self, layout: Layout | None, window: int | None) -> None:
+    def check_documents(self, layout: Layout | None, window: int | None) -> None:
         """Check the documents for layers with a window, or None for no window.
 
         Without a layout, all of them are whole here.
 
-        `check_parts` raises on all ranks or none, because all know the layout; other checks are
-        about this rank's own mask.
+        `check_cut_documents` raises on all ranks or none, because all know the layout; other checks
+        are about this rank's own mask.
         """
         documents, model_type = self.documents, self.mask.model_type
         if documents is None:
             return
         documents.check_holes(window)
         if documents.has_mask_numbers:
-            check_numbered(model_type, self.mask.unnumbered)
+            check_mask_numbers(model_type, self.mask.no_mask_numbers_reason)
         if layout is not None and documents.span_ranks and layout.is_scattered:
-            check_parts(
+            check_cut_documents(
                 model_type,
-                self.mask.whole or (None if self.segmented else why_unsegmented(model_type)),
+                self.mask.whole_document_reason
+                or (None if self.has_segments else no_segments_reason(model_type)),
             )
 
     def contiguous(self) -> AttentionHandle:
@@ -254,20 +267,20 @@ class ForeignMask:
     language models.
 
     Attributes:
-        what: unsupported features of the mask, for the error.
+        features: unsupported features of the mask, for the error.
     """
 
-    what: str
+    features: str
     ndim: ClassVar[int] = 4  # as for handles
 
     def contiguous(self) -> ForeignMask:
         """Return the mask itself."""
         return self
 
-    def refuse(self) -> NoReturn:
+    def raise_unsupported(self) -> NoReturn:
         """Raise an `UnsupportedError` with the reason."""
         raise UnsupportedError(
-            f"this model's attention mask uses {self.what}; distca computes causal attention"
+            f"this model's attention mask uses {self.features}; distca computes causal attention"
             ' within documents. Use attn_implementation="sdpa" for it.'
         )
 

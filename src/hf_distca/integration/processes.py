@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from threading import Timer
@@ -26,16 +26,17 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.runtime.group import Members
 
 __all__ = [
-    "check_pool",
-    "data_parallel_group",
+    "LOG",
+    "check_pool_is_whole",
+    "choose_group_size",
+    "find_data_parallel_ranks",
     "find_members",
-    "said_if_long",
-    "say",
-    "size_of_groups",
+    "print_if_slow",
+    "print_lines",
     "warn_once",
 ]
 
-_log = logging.getLogger("hf_distca")
+LOG = logging.getLogger("hf_distca")
 
 # Names of the dimensions along which ranks hold different tokens: the first two are accelerate's,
 # the third is transformers'.
@@ -55,7 +56,7 @@ def find_members() -> Members | None:
     state = AcceleratorState()
     mesh: DeviceMesh | None = getattr(state, "device_mesh", None)
     if mesh is not None:
-        return data_parallel_group(mesh)
+        return find_data_parallel_ranks(mesh)
     # Where DeepSpeed cuts sequences, accelerate makes no mesh.
     parallelism = getattr(state, "parallelism_config", None)
     if parallelism is not None:
@@ -64,7 +65,9 @@ def find_members() -> Members | None:
     return None
 
 
-def size_of_groups(members: dist.ProcessGroup | Members | None, config: DistCAConfig) -> int | None:
+def choose_group_size(
+    members: dist.ProcessGroup | Members | None, config: DistCAConfig
+) -> int | None:
     """Return how many of these ranks share core attention, for `AttentionGroup.of`; log it if the
     user did not choose it.
 
@@ -77,39 +80,33 @@ def size_of_groups(members: dist.ProcessGroup | Members | None, config: DistCACo
     if size == len(ranks):
         return None
     if dist.get_rank() == min(ranks):
-        text = (
+        LOG.info(
             "%d ranks share attention in groups of %d; DistCAConfig(group_size=%d) would make them"
-            " one group"
+            " one group",
+            *(len(ranks), size, len(ranks)),
         )
-        _log.info(text, len(ranks), size, len(ranks))
     return size
 
 
-def check_pool(members: dist.ProcessGroup | Members | None, size: int | None) -> None:
+def check_pool_is_whole(members: dist.ProcessGroup | Members | None, size: int | None) -> None:
     """Raise for a pool of servers if not all ranks would be in one group with it.
 
     Raises:
         UnsupportedError: names the number of ranks that would be.
     """
-    world = tuple(
-        range(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
-    )
-    ranks = (
-        members.ranks
-        if isinstance(members, Members)
-        else Members.of(members).ranks
-        if members is not None
-        else world
-    )
-    if size is not None or tuple(sorted(ranks)) != world:
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    ranks: Sequence[int] = range(world)
+    if members is not None:
+        ranks = (members if isinstance(members, Members) else Members.of(members)).ranks
+    if size is not None or sorted(ranks) != list(range(world)):
         raise UnsupportedError(
-            f"servers take part in one attention group of all ranks, and of {len(world)} ranks"
+            f"servers take part in one attention group of all ranks, and of {world} ranks"
             f" {size or len(ranks)} are to share attention. Train without servers, or without"
             " group_size, tensor parallelism and stages."
         )
 
 
-def data_parallel_group(mesh: DeviceMesh, also: str | None = None) -> Members:
+def find_data_parallel_ranks(mesh: DeviceMesh, extra_dimension: str | None = None) -> Members:
     """Return the ranks of `mesh` that differ from this one only in their data-parallel coordinates;
     this rank alone if there are none.
 
@@ -124,11 +121,11 @@ def data_parallel_group(mesh: DeviceMesh, also: str | None = None) -> Members:
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     part = mesh
     if sizes.keys() & {*_DATA_DIMENSIONS, *_MODEL_DIMENSIONS, *_SEQUENCE_DIMENSIONS}:
-        _check_dimensions({name: size for name, size in sizes.items() if name != also})
+        _check_dimensions({name: size for name, size in sizes.items() if name != extra_dimension})
         data = tuple(
             name
             for name, size in sizes.items()
-            if size > 1 and (name in _DATA_DIMENSIONS or name == also)
+            if size > 1 and (name in _DATA_DIMENSIONS or name == extra_dimension)
         )
         if not data:
             return Members((dist.get_rank(),), dist.get_backend())
@@ -153,20 +150,20 @@ def _check_dimensions(sizes: dict[str, int]) -> None:
 @cache
 def warn_once(text: str, *values: object) -> None:
     """Log a warning the first time that it is called with this text and these values."""
-    _log.warning(text, *values)
+    LOG.warning(text, *values)
 
 
-_LONG_SECONDS = 1.0
+_SLOW_SECONDS = 1.0
 
 
-def say(text: str) -> None:
+def print_lines(text: str) -> None:
     """Write one or several lines."""
     tqdm.write(text, file=sys.stderr)
 
 
 @contextmanager
-def said_if_long(what: str) -> Iterator[None]:
-    """Tell on rank 0 what a run is doing, once that has taken more than a second, and at its end
+def print_if_slow(activity: str) -> Iterator[None]:
+    """Print on rank 0 what a run is doing, once that has taken more than a second, and at its end
     how long it took.
     """
     if not is_progress_bar_enabled() or (
@@ -174,7 +171,10 @@ def said_if_long(what: str) -> Iterator[None]:
     ):
         yield
         return
-    started, timer = time.perf_counter(), Timer(_LONG_SECONDS, say, [f"distca: {what} ..."])
+    started, timer = (
+        time.perf_counter(),
+        Timer(_SLOW_SECONDS, print_lines, [f"distca: {activity} ..."]),
+    )
     timer.daemon = True
     timer.start()
     try:
@@ -182,5 +182,5 @@ def said_if_long(what: str) -> Iterator[None]:
     finally:
         timer.cancel()
     seconds = time.perf_counter() - started
-    if seconds > _LONG_SECONDS:
-        say(f"distca: {what} took {seconds:.1f} s")
+    if seconds > _SLOW_SECONDS:
+        print_lines(f"distca: {activity} took {seconds:.1f} s")

@@ -15,7 +15,7 @@ from hf_distca.kernels.varlen import to_device
 from hf_distca.recurrent.segments import Segments
 from hf_distca.runtime.outputs import OutputStore
 
-__all__ = ["RECURRENT_ROWS", "RecurrentRows", "recurrent_rows"]
+__all__ = ["RECURRENT_ROWS", "RecurrentRows", "get_recurrent_rows"]
 
 RECURRENT_ROWS = "distca_rows"  # the keyword argument
 
@@ -32,52 +32,60 @@ class RecurrentRows:
             along rows as usual.
 
     Attributes:
-        reached: names of the functions that have run along segments.
+        used_functions: names of the functions that have run along segments.
     """
 
-    __slots__ = ("_stores", "_tensors", "batch_size", "documents", "length", "reached", "segments")
+    __slots__ = (
+        "_stores",
+        "_tensors",
+        "batch_size",
+        "documents",
+        "length",
+        "segments",
+        "used_functions",
+    )
 
     def __init__(
         self, documents: Documents, batch_size: int, length: int, segments: Segments | None
     ) -> None:
-        self.documents, self.batch_size, self.length, self.segments = (
-            documents,
-            batch_size,
-            length,
-            segments,
-        )
-        self.reached: set[str] = set()
+        self.documents = documents
+        self.batch_size = batch_size
+        self.length = length
+        self.segments = segments
+        self.used_functions: set[str] = set()
         self._tensors: dict[Any, torch.Tensor] = {}
         self._stores: dict[str, OutputStore] = {}
 
-    def cu_seqlens(self, lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    def make_cu_seqlens(self, lengths: Sequence[int], device: torch.device) -> torch.Tensor:
         """Return the starts of documents of these lengths, and the end of the last: (documents +
         1,) int64.
         """
-        return self._on(tuple(lengths), device, lambda: np.cumsum([0, *lengths]))
+        return self._make_once(tuple(lengths), device, lambda: np.cumsum([0, *lengths]))
 
-    def seq_idx(self, device: torch.device) -> torch.Tensor:
+    def make_seq_idx(self, device: torch.device) -> torch.Tensor:
         """Return the number of each token's segment: (batch, length) int32."""
         lengths = () if self.segments is None else self.segments.lengths
         numbers, shape = np.arange(len(lengths), dtype=np.int32), (self.batch_size, self.length)
-        return self._on("seq_idx", device, lambda: np.repeat(numbers, lengths).reshape(shape))
+        return self._make_once(
+            "seq_idx", device, lambda: np.repeat(numbers, lengths).reshape(shape)
+        )
 
-    def store(self, name: str) -> OutputStore:
+    def get_store(self, name: str) -> OutputStore:
         """Return the store for tensors that the functions of that name received in the layers of
         this micro-batch.
         """
         return self._stores.setdefault(name, OutputStore())
 
-    def _on(
-        self, what: Any, device: torch.device, make: Callable[[], np.ndarray[Any, Any]]
+    def _make_once(
+        self, name: Any, device: torch.device, make: Callable[[], np.ndarray[Any, Any]]
     ) -> torch.Tensor:
         """Return a tensor that is made once for a micro-batch and a device."""
-        if (what, device) not in self._tensors:
-            self._tensors[what, device] = to_device(torch.from_numpy(make()), device)
-        return self._tensors[what, device]
+        if (name, device) not in self._tensors:
+            self._tensors[name, device] = to_device(torch.from_numpy(make()), device)
+        return self._tensors[name, device]
 
 
-def recurrent_rows(arguments: Mapping[str, Any]) -> RecurrentRows | None:
+def get_recurrent_rows(arguments: Mapping[str, Any]) -> RecurrentRows | None:
     """Return the `RecurrentRows` among the keyword arguments of a layer, if its model added
     them.
     """

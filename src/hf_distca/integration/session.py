@@ -1,5 +1,4 @@
-"""`Session`: state that a process keeps between micro-batches: configuration, group, kernels, cost
-models, history.
+"""`Session`: state that a process keeps between micro-batches: settings, group, kernels, costs.
 
 Plans and routes are not among them: a `WorkPlanner` makes them, and they live in the handle of
 their micro-batch.
@@ -22,14 +21,14 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.planner import Planner, get_current_world
 from hf_distca.borrowed import loaded_mesh
 from hf_distca.config import DistCAConfig, KernelName
-from hf_distca.integration.families import known_cost, source_of_rates
-from hf_distca.integration.handle import AttentionHandle, Work
+from hf_distca.integration.handle import AttentionHandle, LayerWork
+from hf_distca.integration.layer_kinds import choose_rate_source, make_initial_cost
 from hf_distca.integration.processes import (
-    check_pool,
-    data_parallel_group,
+    check_pool_is_whole,
+    choose_group_size,
+    find_data_parallel_ranks,
     find_members,
-    said_if_long,
-    size_of_groups,
+    print_if_slow,
 )
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
 from hf_distca.measure.calibrate import calibrate, fastest
@@ -44,7 +43,7 @@ from hf_distca.schedule.cost import AttentionShape
 __all__ = ["Session"]
 
 
-class Elsewhere(Protocol):
+class WorkProvider(Protocol):
     """Substitute of a `WorkPlanner` while a schedule of pipeline stages runs forwards."""
 
     def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
@@ -60,7 +59,7 @@ class Elsewhere(Protocol):
         key: PlanKey,
         *,
         training: bool,
-    ) -> Work:
+    ) -> LayerWork:
         """See `WorkPlanner.plan_work`."""
 
 
@@ -87,14 +86,14 @@ class Session:
         meter: counts the work of the process.
         planner: the plans of its micro-batches, the settings they are made under, and the figures.
         trace: records a timeline; None for no timeline.
-        started: time at which the session was made, by `time.perf_counter`.
-        given: the group that the user gave; None to find it.
-        kernels: names of the kernels that attention ran in, in the order of their first use.
-        summarized: whether the summary of the run was printed.
-        elsewhere: what plans in place of a `WorkPlanner` while a schedule of pipeline stages runs
+        start_time: time at which the session was made, by `time.perf_counter`.
+        given_group: the group that the user gave; None to find it.
+        kernel_names: names of the kernels that attention ran in, in the order of their first use.
+        has_summary: whether the summary of the run was printed.
+        work_provider: plans in place of a `WorkPlanner` while a schedule of pipeline stages runs
             forwards.
-        times_alone: whether kernels are timed on CUDA also if no other rank takes part: only once
-            figures were read.
+        times_local_work: whether kernels are timed on CUDA also if no other rank takes part: only
+            once figures were read.
     """
 
     # Servers that take part, for all sessions of the process.
@@ -106,12 +105,12 @@ class Session:
         self.meter = Meter()
         self.planner = Planner(config, self.meter)
         self.trace: Trace | None = None
-        self.started = time.perf_counter()
-        self.given = members
-        self.kernels: dict[str, None] = {}
-        self.summarized = self.times_alone = False
-        self._fastest: dict[tuple[torch.dtype, tuple[int, int]], str | None] = {}
-        self.elsewhere: Elsewhere | None = None
+        self.start_time = time.perf_counter()
+        self.given_group = members
+        self.kernel_names: dict[str, None] = {}
+        self.has_summary = self.times_local_work = False
+        self._fastest_kernels: dict[tuple[torch.dtype, tuple[int, int]], str | None] = {}
+        self.work_provider: WorkProvider | None = None
         self._members = members
         self._group: AttentionGroup | None = None
         self._trainers: AttentionGroup | None = None  # once they were asked for
@@ -135,20 +134,20 @@ class Session:
         world = get_current_world()
         if self._group is None or world is not self._world:
             members = (
-                data_parallel_group(self._members)
+                find_data_parallel_ranks(self._members)
                 if isinstance(self._members, DeviceMesh)
                 else self._members
             )
             if members is None and world is not None:
                 members = find_members()
-            with said_if_long("making the attention group, which waits for all its ranks,"):
-                size = None if world is None else size_of_groups(members, self.config)
+            with print_if_slow("making the attention group, which waits for all its ranks,"):
+                size = None if world is None else choose_group_size(members, self.config)
                 if self.pool is None:
                     self._group = AttentionGroup.of(
                         members, timeout_seconds=self.config.timeout_seconds, size=size
                     )
                 else:
-                    check_pool(members, size)
+                    check_pool_is_whole(members, size)
                     group = self.pool.group(members, self.config.timeout_seconds)
                     self._group = replace(group, session=group.number(self))
             self._group.notify_servers("begin_session", config=self.config)
@@ -166,20 +165,20 @@ class Session:
             self._trainers = AttentionGroup.of(timeout_seconds=self.config.timeout_seconds)
         return self._trainers
 
-    def take_group(self, group: AttentionGroup) -> None:
-        """Join a group that was made elsewhere, and restart counting."""
+    def adopt_group(self, group: AttentionGroup) -> None:
+        """Use a group that a pool of servers made, and restart counting."""
         self._group, self._world = group, get_current_world()
         self.planner.reset()
 
     @property
-    def ranks(self) -> int:
+    def rank_count(self) -> int:
         """Number of ranks of the attention group, also after torch.distributed ended; 1 if it was
         not made.
         """
         return 1 if self._group is None else self._group.size
 
     @property
-    def nodes(self) -> int:
+    def node_count(self) -> int:
         """Number of nodes of the ranks; 0 if it is not known, as if nodes have different numbers of
         ranks.
         """
@@ -189,7 +188,7 @@ class Session:
         return 0 if group.per_node is None else group.size // group.per_node
 
     @property
-    def is_first(self) -> bool:
+    def is_first_rank(self) -> bool:
         """True if this is rank 0 of all ranks, the only one to report facts that are the same
         everywhere.
         """
@@ -197,7 +196,7 @@ class Session:
             return get_current_world() is None or dist.get_rank() == 0
         return self._group.ranks[self._group.rank] == 0
 
-    def gather(self) -> None:
+    def gather_measurements(self) -> None:
         """Gather the measurements up to here, on all ranks of the group. Collective."""
         group = self._group
         if (
@@ -208,50 +207,46 @@ class Session:
         ):
             self.planner.resume_progress().gather_measurements(group)
 
-    def look_for_mesh(self, models: Iterator[PreTrainedModel]) -> None:
-        """Take the ranks of the attention group from the first model with a mesh,
-        if they are neither given nor found yet.
+    def find_mesh(self, models: Iterator[PreTrainedModel]) -> None:
+        """Take the ranks of the attention group from the first model with a mesh, if they are not
+        known yet.
         """
         if self._members is None and self._group is None:
             self._members = next(
                 (mesh for model in models if (mesh := loaded_mesh(model)) is not None), None
             )
 
-    def server(
-        self, work: Work, query: torch.Tensor, shape: AttentionShape, scores: Scores
+    def make_server(
+        self, work: LayerWork, query: torch.Tensor, shape: AttentionShape, scores: Scores
     ) -> AttentionServer:
         """Make a server for the tasks of layers of this shape and these scores, which compute in
         the dtype of `query`.
         """
         with work.group.reporting(f"choosing a kernel for {work.name}"):
-            kernel = self.kernel(
-                query, (shape.head_dim, shape.value_head_dim), scores, shape.heads_per_key_head
-            )
-            return AttentionServer(kernel, scores, work.meter)
+            return AttentionServer(self.choose_kernel(query, shape, scores), scores, work.meter)
 
-    def attend(
-        self, work: Work, server: AttentionServer, module: torch.nn.Module, inputs: Inputs
+    def compute_attention(
+        self, work: LayerWork, server: AttentionServer, module: torch.nn.Module, inputs: Inputs
     ) -> torch.Tensor:
         """Compute core attention of one layer for this rank's tokens; `server` runs the tasks of
         all layers like it.
         """
-        group, route, number = work.group, work.route, next(work.numbers)
+        group, route, number = work.group, work.route, next(work.call_numbers)
         outputs = None if work.outputs is None else work.outputs.of(module, inputs)
         # Nobody waits for this rank, and nobody is told.
         if group.monitor is None and self.trace is None:
             return core_attention(inputs, Call(route, group, server, outputs))
         group.raise_pending()
         place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
-        meter, layer = (
-            work.meter
-            if self.trace is None
-            else self.trace.meter(work.meter, work.nano, number + 1),
-            None,
-        )
+        meter = work.meter
+        if self.trace is not None:
+            meter = self.trace.meter(meter, work.nano, number + 1)
         server = AttentionServer(
             server.kernel, server.scores, meter, partial(group.reporting, f"computing {place}")
         )
-        group = group.at(place, route.forward_exchanges) if route.exchanges else group
+        if route.exchanges:
+            group = group.at(place, route.forward_exchanges)
+        layer = None
         if group.lead is not None:
             layer = {"work": work.serial, "place": place, "dtype": inputs.q_THD.dtype}
         try:
@@ -260,17 +255,13 @@ class Session:
             with server.reporting():
                 raise
 
-    def kernel(
-        self, query: torch.Tensor, widths: tuple[int, int], scores: Scores, ratio: int
-    ) -> Kernel:
-        """Select the kernel for the device and dtype of a tensor, widths of keys and values, and
-        query heads a key head.
-        """
-        first = self._fastest.get((query.dtype, widths))
-        kernel = select_kernel(
-            self.config.kernel, Case(query.device, query.dtype, *widths, scores, ratio), first=first
-        )
-        self.kernels[kernel.name] = None
+    def choose_kernel(self, query: torch.Tensor, shape: AttentionShape, scores: Scores) -> Kernel:
+        """Choose the kernel for the device and dtype of a tensor, and layers of this shape."""
+        widths = shape.head_dim, shape.value_head_dim
+        case = Case(query.device, query.dtype, *widths, scores, shape.heads_per_key_head)
+        fastest_name = self._fastest_kernels.get((query.dtype, widths))
+        kernel = select_kernel(self.config.kernel, case, first=fastest_name)
+        self.kernel_names[kernel.name] = None
         return kernel
 
     def learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
@@ -278,26 +269,26 @@ class Session:
         point. Collective.
         """
         group.notify_servers("learn_cost", key=key, dtype=query.dtype)
-        self.planner.resume_progress().costs.dtypes[key.shape, key.device] = str(query.dtype)
-        if (key.shape, key.device) in self.planner.resume_progress().costs:
+        costs = self.planner.resume_progress().costs
+        costs.dtypes[key.shape, key.device] = str(query.dtype)
+        if (key.shape, key.device) in costs:
             return
-        cost = known_cost(key._replace(window=None), self.config)
-        widths, source = (
-            (key.shape.head_dim, key.shape.value_head_dim),
-            source_of_rates(self.config),
-        )
+        cost = make_initial_cost(key._replace(window=None), self.config)
+        source = choose_rate_source(self.config)
         if source == "analytic" and query.device.type == "cuda":
-            kernel = self.kernel(query, widths, Scores(1.0), key.shape.heads_per_key_head)
+            kernel = self.choose_kernel(query, key.shape, Scores(1.0))
             if (profile := shipped_profile(query.device, kernel, group)) is not None:
                 cost = profile.make_cost_model(key.shape, tile=self.config.tile)
         if source == "calibrated":
             if self.config.kernel == "auto" and key.device == "cuda":
-                with said_if_long("comparing attention kernels before the first plan"):
-                    names = get_args(KernelName)
-                    self._fastest[query.dtype, widths] = fastest(
-                        key.shape, names, query.dtype, query.device, group
+                with print_if_slow("comparing attention kernels before the first plan"):
+                    widths = key.shape.head_dim, key.shape.value_head_dim
+                    self._fastest_kernels[query.dtype, widths] = fastest(
+                        key.shape, get_args(KernelName), query.dtype, query.device, group
                     )
-            kernel = self.kernel(query, widths, Scores(1.0), key.shape.heads_per_key_head)
-            with said_if_long(f"timing the attention kernel {kernel.name!r} before the first plan"):
+            kernel = self.choose_kernel(query, key.shape, Scores(1.0))
+            with print_if_slow(
+                f"timing the attention kernel {kernel.name!r} before the first plan"
+            ):
                 cost = calibrate(cost, kernel, query.dtype, query.device, group)
-        self.planner.resume_progress().costs[key.shape, key.device] = cost
+        costs[key.shape, key.device] = cost

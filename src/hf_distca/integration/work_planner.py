@@ -14,8 +14,8 @@ from hf_distca.agreement.announce import AnnouncedBatch, PlanKey, build_layout
 from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.documents import Documents
 from hf_distca.errors import LayoutError, UnsupportedError
-from hf_distca.integration.handle import AttentionHandle, Work
-from hf_distca.integration.processes import said_if_long
+from hf_distca.integration.handle import AttentionHandle, LayerWork
+from hf_distca.integration.processes import print_if_slow
 from hf_distca.integration.session import Session
 from hf_distca.kernels.varlen import to_device
 from hf_distca.runtime.group import AttentionGroup
@@ -28,7 +28,7 @@ from hf_distca.schedule.waves import Waves
 
 __all__ = ["WorkPlanner"]
 
-_ALONE = AttentionGroup()
+_LOCAL_GROUP = AttentionGroup()
 
 
 class WorkPlanner:
@@ -46,20 +46,17 @@ class WorkPlanner:
         if handle.group is None:
             # Making the group needs all ranks: a rank that evaluates or generates alone must not
             # ask for it.
-            together = not handle.alone and (training or self._session.config.balance_evaluation)
-            if (
-                together
-                and self._session.pool is not None
-                and (leaving := self._planner.resume_progress().leaving_ranks)
+            session = self._session
+            if handle.is_local or not (training or session.config.balance_evaluation):
+                handle.group = _LOCAL_GROUP
+                return handle.group
+            if session.pool is not None and (
+                leaving := self._planner.resume_progress().leaving_ranks
             ):
-                self._session.gather()
-                self._session.take_group(
-                    replace(
-                        self._session.pool.without(leaving),
-                        session=self._session.join_group().session,
-                    )
-                )
-            handle.group = self._session.join_group() if together else _ALONE
+                session.gather_measurements()
+                group = session.pool.without(leaving)
+                session.adopt_group(replace(group, session=session.join_group().session))
+            handle.group = session.join_group()
         return handle.group
 
     def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
@@ -73,8 +70,8 @@ class WorkPlanner:
         if handle.documents is not None:
             return handle.documents
         group = handle.group or self.find_group(handle, training)
-        with self._reporting(group, "reading documents") if group.size > 1 else nullcontext():
-            return handle.read(
+        with self._report_errors(group, "reading documents") if group.size > 1 else nullcontext():
+            return handle.read_documents(
                 arguments, span_ranks=self._session.config.documents_span_ranks, training=training
             )
 
@@ -86,7 +83,7 @@ class WorkPlanner:
         key: PlanKey,
         *,
         training: bool,
-    ) -> Work:
+    ) -> LayerWork:
         """Plan one kind of layer of a micro-batch, with the other ranks or alone, and the kinds
         that are planned with it.
 
@@ -99,7 +96,7 @@ class WorkPlanner:
         """
         group = self.find_group(handle, training)
         # Both nano-batches, so that ranks meet once.
-        handles = [handle] if handle.second is None else [handle, handle.second]
+        handles = [handle] if handle.second_handle is None else [handle, handle.second_handle]
         requests = [
             (self.read_documents(part, arguments, training), key._replace(nano=part.nano))
             for part in handles
@@ -107,41 +104,37 @@ class WorkPlanner:
         if group.size == 1:
             # To time a layer on CUDA, the host records four events.
             meter = Meter(
-                self._session.meter, timed=self._session.times_alone or key.device != "cuda"
+                self._session.meter, timed=self._session.times_local_work or key.device != "cuda"
             )
-            alone, pairs = handle.alone or not training, zip(handles, requests, strict=True)
+            evaluating = handle.is_local or not training
             works = [
-                _work_alone(part, which, query.device, meter, evaluating=alone)
-                for part, (_, which) in pairs
+                _make_local_work(part, part_key, query.device, meter, evaluating=evaluating)
+                for part, (_, part_key) in zip(handles, requests, strict=True)
             ]
         else:
-            with self._reporting(group, "measuring costs"):
+            with self._report_errors(group, "measuring costs"):
                 self._session.learn_cost(key, query, group)
             # The first plan after an installation compiles loops of the scheduler.
-            said = (
-                said_if_long("making the first plan")
-                if self._planner.resume_progress().next_number == 1
-                else nullcontext()
-            )
-            with self._reporting(group, "planning"), said:
+            is_first = self._planner.resume_progress().next_number == 1
+            printing = print_if_slow("making the first plan") if is_first else nullcontext()
+            with self._report_errors(group, "planning"), printing:
                 plans = self._planner.plan(requests, group)
-            with self._reporting(group, "taking up a plan"):
+            with self._report_errors(group, "taking up a plan"):
                 for part, planned in zip(handles, plans, strict=True):
-                    part.check(planned.plan.layout, key.window)
-                known = zip(requests, plans, strict=True)
+                    part.check_documents(planned.plan.layout, key.window)
                 works = [
                     self.use_plan(documents, planned, group, query.device)
-                    for (documents, _), planned in known
+                    for (documents, _), planned in zip(requests, plans, strict=True)
                 ]
-        for part, (_, which), work in zip(handles, requests, works, strict=True):
-            part.work[which] = (
-                work if part.mask.recomputes and training else replace(work, outputs=None)
+        for part, (_, part_key), work in zip(handles, requests, works, strict=True):
+            part.layer_work[part_key] = (
+                work if part.mask.can_recompute and training else replace(work, outputs=None)
             )
-        return handle.work[requests[0][1]]
+        return handle.layer_work[requests[0][1]]
 
     def use_plan(
         self, documents: Documents, planned: BatchPlan, group: AttentionGroup, device: torch.device
-    ) -> Work:
+    ) -> LayerWork:
         """Use a plan for the current micro-batch, which has these documents on this rank."""
         meter, nano = self._planner.resume_progress().use_plan(planned, documents), planned.key.nano
         plan, config = planned.plan, self._session.config
@@ -156,10 +149,10 @@ class WorkPlanner:
         name += f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
         serial = group.number(route)
         group.notify_servers("use_plan", plan=planned.serial, work=serial)
-        return Work(
+        return LayerWork(
             group,
             route,
-            _keep_of(documents, device),
+            _move_token_indices(documents, device),
             plan.window,
             meter,
             nano,
@@ -169,7 +162,7 @@ class WorkPlanner:
         )
 
     @contextmanager
-    def _reporting(self, group: AttentionGroup, doing: str) -> Iterator[None]:
+    def _report_errors(self, group: AttentionGroup, doing: str) -> Iterator[None]:
         """Add this rank's name to errors in its batch, and report them to the ranks that would wait
         for it.
         """
@@ -198,9 +191,9 @@ class WorkPlanner:
             )
 
 
-def _work_alone(
+def _make_local_work(
     handle: AttentionHandle, key: PlanKey, device: torch.device, meter: Meter, *, evaluating: bool
-) -> Work:
+) -> LayerWork:
     """Make the work of a micro-batch whose documents were read; for whole documents, their lengths
     suffice.
 
@@ -211,20 +204,28 @@ def _work_alone(
     if documents is None:
         raise RuntimeError("a micro-batch was taken up before its documents were read")
     if documents.has_whole_documents:
-        handle.check(None, key.window)
+        handle.check_documents(None, key.window)
         lengths = documents.runs[:, 2].tolist()
-        window = _within(key.window, max(lengths, default=0))
+        window = _limit_window(key.window, max(lengths, default=0))
         route = Route.for_whole_documents(lengths)
     else:
-        layout = _layout(documents, evaluating=evaluating)
-        handle.check(layout, key.window)
-        window = _within(key.window, layout.longest)
+        layout = _build_local_layout(documents, evaluating=evaluating)
+        handle.check_documents(layout, key.window)
+        window = _limit_window(key.window, layout.longest)
         route = Route.build(Plan.local(layout, window), 0)
-    return Work(_ALONE, route, _keep_of(documents, device), window, meter, key.nano, OutputStore())
+    return LayerWork(
+        _LOCAL_GROUP,
+        route,
+        _move_token_indices(documents, device),
+        window,
+        meter,
+        key.nano,
+        OutputStore(),
+    )
 
 
-def _keep_of(documents: Documents, device: torch.device) -> torch.Tensor | None:
-    """Return `Documents.keep` on a device."""
+def _move_token_indices(documents: Documents, device: torch.device) -> torch.Tensor | None:
+    """Return `Documents.token_indices` on a device."""
     return (
         None
         if documents.token_indices is None
@@ -232,7 +233,7 @@ def _keep_of(documents: Documents, device: torch.device) -> torch.Tensor | None:
     )
 
 
-def _layout(documents: Documents, *, evaluating: bool) -> Layout:
+def _build_local_layout(documents: Documents, *, evaluating: bool) -> Layout:
     try:
         return build_layout(AnnouncedBatch.from_documents(documents))
     except LayoutError as error:
@@ -245,7 +246,7 @@ def _layout(documents: Documents, *, evaluating: bool) -> Layout:
         ) from error
 
 
-def _within(window: int | None, longest: int) -> int | None:
+def _limit_window(window: int | None, longest: int) -> int | None:
     """Return the window if it hides a key of the longest document from one of its tokens, else
     None.
     """

@@ -20,8 +20,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_distca.errors import ConfigError, UnsupportedError
+from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.families import check_family, check_layerdrop
-from hf_distca.integration.loading import distca_configs
 
 __all__ = ["SPLIT", "TIED", "ModelParts", "StageModel", "check_split", "layers_of_stages"]
 
@@ -54,7 +54,7 @@ def check_split(model: PreTrainedModel) -> None:
     """
     config = model.config
     check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
-    if not distca_configs(model):
+    if not find_distca_configs(model):
         name = getattr(config, "_attn_implementation", None)
         raise ConfigError(
             f'{type(model).__name__} has attn_implementation="{name}", whose attention stages'

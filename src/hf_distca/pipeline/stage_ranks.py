@@ -27,7 +27,7 @@ from hf_distca.agreement.dealt_share import DealtShare
 from hf_distca.agreement.documents import Documents
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, DistCADesyncError, LayoutError, UnsupportedError
-from hf_distca.integration.processes import data_parallel_group
+from hf_distca.integration.processes import find_data_parallel_ranks
 from hf_distca.integration.session import Session
 from hf_distca.pipeline.borrowed_pipelining import find_whole_mesh
 from hf_distca.pipeline.stage_models import TIED
@@ -188,10 +188,12 @@ def _members(stage: Stage, session: Session) -> dist.ProcessGroup | Members | No
     """Return the ranks that share attention: of all stages and all copies of the model, with equal
     heads.
     """
-    if session.given is not None and not isinstance(session.given, DeviceMesh):
-        return session.given
-    whole = session.given or find_whole_mesh(stage.mesh)
-    return data_parallel_group(whole, also=(stage.mesh.mesh_dim_names or ("pp",))[0])
+    if session.given_group is not None and not isinstance(session.given_group, DeviceMesh):
+        return session.given_group
+    whole = session.given_group or find_whole_mesh(stage.mesh)
+    return find_data_parallel_ranks(
+        whole, extra_dimension=(stage.mesh.mesh_dim_names or ("pp",))[0]
+    )
 
 
 def _find_kinds(stage: Stage, session: Session) -> tuple[list[LayerKind], torch.dtype]:
@@ -206,7 +208,7 @@ def _find_kinds(stage: Stage, session: Session) -> tuple[list[LayerKind], torch.
             (1, _TOKENS, model.width), device=device, dtype=next(model.parameters()).dtype
         )
     devices = [device] if device.type != "cpu" else []
-    session.elsewhere = finder
+    session.work_provider = finder
     try:
         with (
             torch.no_grad(),
@@ -214,7 +216,7 @@ def _find_kinds(stage: Stage, session: Session) -> tuple[list[LayerKind], torch.
         ):
             dtype: torch.dtype = stage.submod(inputs, position_ids=positions).dtype
     finally:
-        session.elsewhere = None
+        session.work_provider = None
         stage.reshard()
     if dtype not in DTYPES:
         raise UnsupportedError(f"stage {stage.stage_index} puts out {dtype}. {WHY_NOT_OTHERS}")

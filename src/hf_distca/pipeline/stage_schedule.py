@@ -23,7 +23,8 @@ from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.errors import ConfigError, DistCAError, LayoutError
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.nano_batches import can_cut, cut
+from hf_distca.integration.hooks.nano_batch_layers import can_cut_layers
+from hf_distca.integration.nano_batches import choose_cut
 from hf_distca.pipeline.borrowed_pipelining import OneStageSchedule
 from hf_distca.pipeline.stage_ranks import (
     StepRow,
@@ -183,14 +184,14 @@ class Schedule(OneStageSchedule):
             return output
 
         step = _Step(self.stage, attention, plans, documents, shape, compute)
-        self._session.elsewhere, attention.nano_batches = attention, plans.config.ping_pong
+        self._session.work_provider, attention.nano_batches = attention, plans.config.ping_pong
         try:
             with _sum_tied_gradients(self.stage, attention.group, name, backward=self.is_training):
                 self.figures = step.run()
                 if self.is_training:
                     self.stage.perform_reduce_grad(1)  # losses are scaled, not gradients
         finally:
-            self._session.elsewhere = None
+            self._session.work_provider = None
 
     def _check_session(self) -> None:
         if current_session() is not self._session:
@@ -314,7 +315,7 @@ class Schedule(OneStageSchedule):
 
         Documents that span copies are cut only where they were dealt for it.
         """
-        if not self._session.config.ping_pong or not can_cut(self.stage.unwrapped.model):
+        if not self._session.config.ping_pong or not can_cut_layers(self.stage.unwrapped.model):
             return False
         return all(
             not read.span_ranks
@@ -328,7 +329,7 @@ def _cut_documents(
 ) -> Documents:
     """Return the documents of a part of a micro-batch of (batch, tokens)."""
     documents = documents.cut_into_chunks(part.chunk)
-    return cut(*shape, documents, tile)[2][part.nano - 1] if part.nano else documents
+    return choose_cut(*shape, documents, tile)[2][part.nano - 1] if part.nano else documents
 
 
 def _read_shape(*tensors: Any) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents
 from hf_distca.borrowed import in_backward
 from hf_distca.errors import DistCADesyncError, UnsupportedError
-from hf_distca.integration.handle import AttentionHandle, Work
+from hf_distca.integration.handle import AttentionHandle, LayerWork
 from hf_distca.integration.session import Session
 from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels.base import Operands, Scores, TaskBatch
@@ -289,19 +289,19 @@ class LayerKindRecorder:
         key: PlanKey,
         *,
         training: bool,
-    ) -> Work:
+    ) -> LayerWork:
         """See `WorkPlanner.plan_work`."""
-        handle.alone = True
+        handle.is_local = True
         work = WorkPlanner(self.session).plan_work(handle, arguments, query, key, training=False)
-        handle.work[key] = replace(work, attend=partial(self._attend, work, key))
-        return handle.work[key]
+        handle.layer_work[key] = replace(work, stage_attention=partial(self._attend, work, key))
+        return handle.layer_work[key]
 
     def _attend(
-        self, work: Work, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores
+        self, work: LayerWork, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores
     ) -> torch.Tensor:
         self.kinds.append(LayerKind.of(key, inputs, scores))
-        return self.session.attend(
-            work, self.session.server(work, inputs.q_THD, key.shape, scores), module, inputs
+        return self.session.compute_attention(
+            work, self.session.make_server(work, inputs.q_THD, key.shape, scores), module, inputs
         )
 
 
@@ -334,7 +334,7 @@ class StageAttention:
         key: PlanKey,
         *,
         training: bool,
-    ) -> Work:
+    ) -> LayerWork:
         """See `WorkPlanner.plan_work`; calls get their routes when they are made."""
         micro_batch = self.micro_batch
         if micro_batch is None:
@@ -344,11 +344,11 @@ class StageAttention:
             )
         if not handle.nano:
             handle.documents = micro_batch.documents.cut_into_chunks(handle.mask.chunk)
-        handle.check(micro_batch.layouts[MicroBatchPart(key.chunk, key.nano)], key.window)
+        handle.check_documents(micro_batch.layouts[MicroBatchPart(key.chunk, key.nano)], key.window)
         kept = None if handle.documents is None else handle.documents.token_indices
         keep = None if kept is None else to_device(torch.from_numpy(kept), query.device)
         attend = partial(self._attend, micro_batch, key)
-        work = Work(
+        work = LayerWork(
             self.group,
             _NO_ROUTE,
             keep,
@@ -356,10 +356,10 @@ class StageAttention:
             self.session.meter,
             key.nano,
             name=micro_batch.name,
-            attend=attend,
+            stage_attention=attend,
         )
-        handle.work[key] = work
-        return handle.work[key]
+        handle.layer_work[key] = work
+        return handle.layer_work[key]
 
     def _attend(
         self,
@@ -397,13 +397,8 @@ class StageAttention:
     def server(self, part: CallPart) -> AttentionServer:
         """Make the server that runs the tasks of a call."""
         shape, scores = part.kind.key.shape, Scores(part.kind.scale, part.window, part.kind.softcap)
-        widths = shape.head_dim, shape.value_head_dim
-        kernel = self.session.kernel(
-            part.kind.make_empty_operands(self.device).q_THD,
-            widths,
-            scores,
-            shape.heads_per_key_head,
-        )
+        operands = part.kind.make_empty_operands(self.device)
+        kernel = self.session.choose_kernel(operands.q_THD, shape, scores)
         reporting = partial(self.group.reporting, f"computing {part.name}")
         meter, trace = self.session.meter, self.session.trace
         return AttentionServer(

@@ -13,13 +13,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_distca.config import split_settings
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.callback import DistCACallback
-from hf_distca.integration.deal_trainer import deal
-from hf_distca.integration.loading import STAND_INS, stand_in
+from hf_distca.integration.attention_names import REPLACEABLE_ATTENTION, replace_attention
+from hf_distca.integration.training.callback import DistCACallback
+from hf_distca.integration.training.deal_trainer import deal
 
 __all__ = ["DistCAInput", "DistCAPlugin"]
 
-_FLASH = tuple(name for name in STAND_INS if name != "sdpa")
+_FLASH = tuple(name for name in REPLACEABLE_ATTENTION if name != "sdpa")
 
 
 class DistCAInput(BaseModel):
@@ -78,7 +78,7 @@ class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any, where axolotl is n
         cfg["attn_implementation"] = "flash_attention_2" if asked == "distca" else asked
         for name in _FLASH:
             if name in ALL_ATTENTION_FUNCTIONS:
-                stand_in(name)
+                replace_attention(name)
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[DistCACallback]:
         """Return the callback that sets distca up, prepares the model and logs the balance."""

@@ -30,7 +30,7 @@ from hf_distca.agreement.world_progress import Progress
 from hf_distca.borrowed import Store, TCPStore
 from hf_distca.doctor.exchange import exchange, versions
 from hf_distca.errors import DistCADesyncError
-from hf_distca.integration.handle import Work
+from hf_distca.integration.handle import LayerWork
 from hf_distca.integration.session import Session
 from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels.base import Scores
@@ -123,7 +123,7 @@ class _UsedPlan(NamedTuple):
 
     session: Session
     key: PlanKey
-    work: Work
+    work: LayerWork
 
 
 class Server:
@@ -200,13 +200,13 @@ class Server:
         self._group = AttentionGroup.with_servers(self._seats, self._group.timeout_seconds)
         for known in self._known.values():
             if isinstance(known, Session):
-                known.take_group(self._group)
+                known.adopt_group(self._group)
 
     def begin_session(self, session: int, config: Mapping[str, Any]) -> None:
         """Begin a session with new settings, when ranks do."""
         self._known[session] = begun = Session(read_config(config))
         begun.meter.whole = self._meter
-        begun.take_group(self._group)
+        begun.adopt_group(self._group)
 
     def configure(self, session: int, config: Mapping[str, Any]) -> None:
         """Change the settings of a session."""
@@ -271,12 +271,7 @@ class Server:
         session, key, used = self._known[work]
         operands = make_empty_operands(key.shape, read_dtype(layer["dtype"]), self._device)
         scores = Scores(layer["scale"], used.window, layer["softcap"])
-        kernel = session.kernel(
-            operands.q_THD,
-            (key.shape.head_dim, key.shape.value_head_dim),
-            scores,
-            key.shape.heads_per_key_head,
-        )
+        kernel = session.choose_kernel(operands.q_THD, key.shape, scores)
         server = AttentionServer(
             kernel, scores, used.meter, partial(used.group.reporting, f"computing {place}")
         )

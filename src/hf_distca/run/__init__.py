@@ -115,9 +115,9 @@ class Options(NamedTuple):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False.")
         if self.instead_of is not None:
-            from hf_distca.config import check_stand_in
+            from hf_distca.config import check_replaceable
 
-            check_stand_in(self.instead_of)
+            check_replaceable(self.instead_of)
         for name, least in (("servers", 0), ("server_wait", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
@@ -362,21 +362,21 @@ def _is_text(path: Path) -> bool:
 
 def _configure(options: Options) -> None:
     from hf_distca.config import DistCAConfig
-    from hf_distca.integration.configure import configure
+    from hf_distca.integration.current_session import configure
 
     configure(DistCAConfig(**(options.settings or {})), instead_of=options.instead_of)
 
 
 def _deal_before_training(tokens_per_rank: int, collator: Literal["check", "replace"]) -> None:
-    from hf_distca.integration.deal_trainer import deal_before_training
+    from hf_distca.integration.training.deal_trainer import deal_before_training
 
     deal_before_training(tokens_per_rank, collator)
 
 
 def _make_default() -> None:
-    from hf_distca.integration.loading import make_default
+    from hf_distca.integration.attention_names import make_distca_default
 
-    make_default()
+    make_distca_default()
 
 
 def _print_summary() -> None:
@@ -385,8 +385,8 @@ def _print_summary() -> None:
     """
     if "hf_distca.integration.current_session" in sys.modules:
         from hf_distca.integration.current_session import current_session
-        from hf_distca.integration.reports import sum_up
+        from hf_distca.integration.training.reports import print_summary
 
         session = current_session()
-        if not session.summarized:
-            sum_up(session.planner.history.total, session)
+        if not session.has_summary:
+            print_summary(session.planner.history.total, session)

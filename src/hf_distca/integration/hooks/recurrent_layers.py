@@ -34,9 +34,9 @@ from transformers import PreTrainedModel
 
 from hf_distca.borrowed import is_of_package
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.families import check_parts, warn_of_packing, why_unsegmented
-from hf_distca.integration.recurrent_rows import RECURRENT_ROWS, RecurrentRows, recurrent_rows
-from hf_distca.integration.recurrent_segments import rows_of
+from hf_distca.integration.families import check_cut_documents, no_segments_reason, warn_of_packing
+from hf_distca.integration.hooks.recurrent_segments import make_recurrent_rows
+from hf_distca.integration.recurrent_rows import RECURRENT_ROWS, RecurrentRows, get_recurrent_rows
 from hf_distca.late_imports import when_imported
 from hf_distca.recurrent.convolution import causal_convolution
 from hf_distca.recurrent.delta_rule import (
@@ -49,38 +49,38 @@ from hf_distca.recurrent.segments import Segments
 from hf_distca.recurrent.state_space import ScanInputs, mamba2, scan_by_document
 from hf_distca.runtime.outputs import LayerOutputs
 
-__all__ = ["MODULES", "begin_documents_anew"]
+__all__ = ["RECURRENT_MODULES", "reset_states_at_documents"]
 
-_CONVOLUTION = ("causal_conv1d_fn",)
-_DELTA_RULE = (*_CONVOLUTION, "torch_chunk_gated_delta_rule")
-_KIMI_DELTA = (*_CONVOLUTION, "chunk_kimi_delta_attention")
+_CONVOLUTION_FUNCTIONS = ("causal_conv1d_fn",)
+_DELTA_RULE_FUNCTIONS = (*_CONVOLUTION_FUNCTIONS, "torch_chunk_gated_delta_rule")
+_KIMI_DELTA_FUNCTIONS = (*_CONVOLUTION_FUNCTIONS, "chunk_kimi_delta_attention")
 # All of a layer in one; None where mamba-ssm is missing.
-_FUSED = "mamba2_split_conv1d_scan_combined"
-_MAMBA2 = (*_CONVOLUTION, "mamba2_chunk_scan", _FUSED)
+_FUSED_FUNCTION = "mamba2_split_conv1d_scan_combined"
+_MAMBA2_FUNCTIONS = (*_CONVOLUTION_FUNCTIONS, "mamba2_chunk_scan", _FUSED_FUNCTION)
 
 # Modeling modules: the model whose forward calls the layers, and the functions through which their
 # tokens mix. Seen in transformers 5.16.0, 5.18.0 and 5.23.0. Before, mixers keep functions of their
 # own, and nothing is replaced; LFM2 of 5.18.0 does not hand its keyword arguments on, which
-# `_check_reached` notices.
-MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "bailing_hybrid": ("BailingHybridModel", _KIMI_DELTA),
-    "bamba": ("BambaModel", _MAMBA2),
-    "falcon_h1": ("FalconH1Model", _MAMBA2),
-    "granitemoehybrid": ("GraniteMoeHybridModel", _MAMBA2),
-    "kimi_linear": ("KimiLinearModel", _KIMI_DELTA),
-    "lfm2": ("Lfm2Model", _CONVOLUTION),
-    "lfm2_moe": ("Lfm2MoeModel", _CONVOLUTION),
-    "lfm3": ("Lfm3Model", _CONVOLUTION),
-    "nemotron_h": ("NemotronHModel", _MAMBA2),
-    "olmo_hybrid": ("OlmoHybridModel", _DELTA_RULE),
-    "qwen3_5": ("Qwen3_5TextModel", _DELTA_RULE),
-    "qwen3_5_moe": ("Qwen3_5MoeTextModel", _DELTA_RULE),
-    "qwen3_next": ("Qwen3NextModel", _DELTA_RULE),
-    "zamba2": ("Zamba2Model", _MAMBA2),
+# `_check_rows_used` notices.
+RECURRENT_MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "bailing_hybrid": ("BailingHybridModel", _KIMI_DELTA_FUNCTIONS),
+    "bamba": ("BambaModel", _MAMBA2_FUNCTIONS),
+    "falcon_h1": ("FalconH1Model", _MAMBA2_FUNCTIONS),
+    "granitemoehybrid": ("GraniteMoeHybridModel", _MAMBA2_FUNCTIONS),
+    "kimi_linear": ("KimiLinearModel", _KIMI_DELTA_FUNCTIONS),
+    "lfm2": ("Lfm2Model", _CONVOLUTION_FUNCTIONS),
+    "lfm2_moe": ("Lfm2MoeModel", _CONVOLUTION_FUNCTIONS),
+    "lfm3": ("Lfm3Model", _CONVOLUTION_FUNCTIONS),
+    "nemotron_h": ("NemotronHModel", _MAMBA2_FUNCTIONS),
+    "olmo_hybrid": ("OlmoHybridModel", _DELTA_RULE_FUNCTIONS),
+    "qwen3_5": ("Qwen3_5TextModel", _DELTA_RULE_FUNCTIONS),
+    "qwen3_5_moe": ("Qwen3_5MoeTextModel", _DELTA_RULE_FUNCTIONS),
+    "qwen3_next": ("Qwen3NextModel", _DELTA_RULE_FUNCTIONS),
+    "zamba2": ("Zamba2Model", _MAMBA2_FUNCTIONS),
 }
 
 # What packing loaders give beside documents. Functions of torch raise when they get it.
-_BOUNDS = (
+_BOUNDARY_ARGUMENTS = (
     "cu_seqlens",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
@@ -90,24 +90,24 @@ _BOUNDS = (
 )
 
 
-class _Mixing(NamedTuple):
+class _MixerCall(NamedTuple):
     """Rows, and the mixer in which a function mixes their tokens."""
 
     rows: RecurrentRows
     segments: Segments
     mixer: torch.nn.Module
 
-    def stored(self, name: str, inputs: Sequence[torch.Tensor]) -> LayerOutputs | None:
+    def get_outputs(self, name: str, inputs: Sequence[torch.Tensor]) -> LayerOutputs | None:
         """Return the place to keep rows that a function receives from other ranks; None if no
         recompute can follow.
         """
         return (
-            self.rows.store(name).of(self.mixer, inputs)
+            self.rows.get_store(name).of(self.mixer, inputs)
             if self.segments.exchanges and self.mixer.training
             else None
         )
 
-    def joined(self, states: torch.Tensor) -> torch.Tensor:
+    def merge_rows(self, states: torch.Tensor) -> torch.Tensor:
         """Join states (batch, length, ...) of rows into one row: (1, batch * length, ...)."""
         shape = self.rows.batch_size, self.rows.length
         if states.shape[:2] != shape:
@@ -118,44 +118,43 @@ class _Mixing(NamedTuple):
             )
         return states.reshape(1, shape[0] * shape[1], *states.shape[2:])
 
-    def apart(self, joined: torch.Tensor) -> torch.Tensor:
+    def split_rows(self, joined: torch.Tensor) -> torch.Tensor:
         """Split joined rows into those of a batch: (batch, length, ...)."""
         return joined.view(self.rows.batch_size, self.rows.length, *joined.shape[2:])
 
 
-def begin_documents_anew(asks_for_us: Callable[[PreTrainedModel], bool]) -> None:
+def reset_states_at_documents(is_distca_model: Callable[[PreTrainedModel], bool]) -> None:
     """Replace the forwards and functions named above, in each module now if it is imported, else
     right after its import.
 
     Args:
-        asks_for_us: whether a model runs distca's attention.
+        is_distca_model: predicate of models that run distca's attention.
     """
-    for name in MODULES:
+    for name in RECURRENT_MODULES:
         when_imported(
-            f"transformers.models.{name}.modeling_{name}", partial(_replace, name, asks_for_us)
+            f"transformers.models.{name}.modeling_{name}",
+            partial(_replace_functions, name, is_distca_model),
         )
 
 
-def _replace(name: str, asks_for_us: Callable[[PreTrainedModel], bool]) -> None:
-    module, (model, functions) = (
-        sys.modules[f"transformers.models.{name}.modeling_{name}"],
-        MODULES[name],
-    )
-    mixers = [owner for owner, names in _forwards(module) if names & set(functions)]
-    called = {function for _, names in _forwards(module) for function in names}
-    if not hasattr(module, model) or not set(functions) <= vars(module).keys() & called:
+def _replace_functions(name: str, is_distca_model: Callable[[PreTrainedModel], bool]) -> None:
+    module = sys.modules[f"transformers.models.{name}.modeling_{name}"]
+    model, functions = RECURRENT_MODULES[name]
+    mixers = [owner for owner, names in _list_forwards(module) if names & set(functions)]
+    used_names = {function for _, names in _list_forwards(module) for function in names}
+    if not hasattr(module, model) or not set(functions) <= vars(module).keys() & used_names:
         return  # another version, whose layers mix tokens in another way
     for function in functions:
-        setattr(module, function, _along_segments(getattr(module, function), function))
+        setattr(module, function, _run_along_segments(getattr(module, function), function))
     for mixer in mixers:
-        mixer.forward = _naming(mixer.forward)
+        mixer.forward = _pass_rows_to_mixer(mixer.forward)
     model_class = getattr(module, model)
-    model_class.forward = _telling(
-        model_class.forward, asks_for_us, partial(_check_reached, tuple(mixers), functions)
+    model_class.forward = _pass_rows_to_model(
+        model_class.forward, is_distca_model, partial(_check_rows_used, tuple(mixers), functions)
     )
 
 
-def _forwards(module: ModuleType) -> Iterator[tuple[Any, set[str]]]:
+def _list_forwards(module: ModuleType) -> Iterator[tuple[Any, set[str]]]:
     """Yield the classes of a module that have a forward, and the global names that it uses."""
     for owner in vars(module).values():
         if (
@@ -167,9 +166,9 @@ def _forwards(module: ModuleType) -> Iterator[tuple[Any, set[str]]]:
             yield owner, {step.argval for step in code if step.opname == "LOAD_GLOBAL"}
 
 
-def _telling(
+def _pass_rows_to_model(
     forward: Callable[..., Any],
-    asks_for_us: Callable[[PreTrainedModel], bool],
+    is_distca_model: Callable[[PreTrainedModel], bool],
     check: Callable[[PreTrainedModel, RecurrentRows], None],
 ) -> Callable[..., Any]:
     """Wrap the forward of a model: add `RecurrentRows` to its keyword arguments, and check that
@@ -178,28 +177,28 @@ def _telling(
     _, *names = inspect.signature(forward).parameters
 
     @wraps(forward)
-    def telling(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        if not asks_for_us(self):
+    def forward_with_rows(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if not is_distca_model(self):
             return forward(self, *args, **kwargs)
-        given = dict(zip(names, args, strict=False)) | kwargs
-        rows = rows_of(self, given)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        rows = make_recurrent_rows(self, arguments)
         if rows is None:
-            return forward(self, **given)
+            return forward(self, **arguments)
         if rows.segments is not None:
-            given["use_cache"] = False  # nobody goes on from the end of several documents
-        output = forward(self, **given, **{RECURRENT_ROWS: rows})
+            arguments["use_cache"] = False  # nobody goes on from the end of several documents
+        output = forward(self, **arguments, **{RECURRENT_ROWS: rows})
         check(self, rows)
         return output
 
-    return telling
+    return forward_with_rows
 
 
 # Whether models have mixers.
-_mixing: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
+_has_mixers: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _check_reached(
+def _check_rows_used(
     mixers: tuple[type, ...],
     functions: tuple[str, ...],
     model: PreTrainedModel,
@@ -208,50 +207,54 @@ def _check_reached(
     """Warn about packed documents, and raise for cut ones, if a model has not passed rows on to the
     functions of its mixers.
     """
-    if rows.segments is None or _FUSED in rows.reached or set(functions) - {_FUSED} <= rows.reached:
+    if (
+        rows.segments is None
+        or _FUSED_FUNCTION in rows.used_functions
+        or set(functions) - {_FUSED_FUNCTION} <= rows.used_functions
+    ):
         return
-    if model not in _mixing:
-        _mixing[model] = any(isinstance(part, mixers) for part in model.modules())
-    if _mixing[model]:
+    if model not in _has_mixers:
+        _has_mixers[model] = any(isinstance(part, mixers) for part in model.modules())
+    if _has_mixers[model]:
         model_type = model.config.model_type
         warn_of_packing(model_type)
         if not rows.segments.has_only_whole_documents:
-            check_parts(model_type, why_unsegmented(model_type))
+            check_cut_documents(model_type, no_segments_reason(model_type))
 
 
-def _naming(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _pass_rows_to_mixer(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the forward of a mixer: pass the mixer to its functions."""
 
     @wraps(forward)
-    def naming(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        rows = recurrent_rows(kwargs)
+    def forward_with_mixer(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        rows = get_recurrent_rows(kwargs)
         if rows is not None and rows.segments is not None:
-            kwargs[RECURRENT_ROWS] = _Mixing(rows, rows.segments, self)
+            kwargs[RECURRENT_ROWS] = _MixerCall(rows, rows.segments, self)
         return forward(self, *args, **kwargs)
 
-    return naming
+    return forward_with_mixer
 
 
-def _along_segments(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _run_along_segments(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Make a function in place of `original`, which runs along segments if there are any."""
 
     # Compiled, segments would be traced with the lengths of one micro-batch.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def run(mixing: _Mixing, *args: Any, **kwargs: Any) -> Any:
-        output = _FUNCTIONS[name](original, mixing, *args, **kwargs)
+    def run(call: _MixerCall, *args: Any, **kwargs: Any) -> Any:
+        output = _REPLACEMENTS[name](original, call, *args, **kwargs)
         if output is not None:
-            mixing.rows.reached.add(name)
+            call.rows.used_functions.add(name)
         return output
 
     @wraps(original)
     def along_segments(*args: Any, **kwargs: Any) -> Any:
-        mixing = kwargs.pop(RECURRENT_ROWS, None)
-        if mixing is None:
+        call = kwargs.pop(RECURRENT_ROWS, None)
+        if call is None:
             return original(*args, **kwargs)
-        kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDS}
+        kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARY_ARGUMENTS}
         return (
-            run(mixing, *args, **kwargs)
-            if isinstance(mixing, _Mixing)
+            run(call, *args, **kwargs)
+            if isinstance(call, _MixerCall)
             else original(*args, **kwargs)
         )
 
@@ -260,69 +263,69 @@ def _along_segments(original: Callable[..., Any], name: str) -> Callable[..., An
 
 def _convolve(
     original: Callable[..., Any],
-    mixing: _Mixing,
+    call: _MixerCall,
     hidden_states: torch.Tensor,
     weight: torch.Tensor,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Compute a causal convolution of (batch, channels, length)."""
-    if is_of_package(original) and mixing.segments.has_only_whole_documents:
+    if is_of_package(original) and call.segments.has_only_whole_documents:
         channels_last = hidden_states.transpose(1, 2).contiguous().transpose(1, 2)
         return original(
-            channels_last, weight, *args, seq_idx=mixing.rows.seq_idx(weight.device), **kwargs
+            channels_last, weight, *args, seq_idx=call.rows.make_seq_idx(weight.device), **kwargs
         )
-    row_BCT = mixing.joined(hidden_states.transpose(1, 2)).transpose(1, 2)
-    stored = mixing.stored("convolution", (row_BCT,))
+    row_BCT = call.merge_rows(hidden_states.transpose(1, 2)).transpose(1, 2)
+    stored = call.get_outputs("convolution", (row_BCT,))
     out = causal_convolution(
         row_BCT,
         lambda x_BCT: original(x_BCT, weight, *args, **kwargs),
         weight.shape[-1],
-        mixing.segments,
+        call.segments,
         stored,
     )
-    return mixing.apart(out.transpose(1, 2)).transpose(1, 2)
+    return call.split_rows(out.transpose(1, 2)).transpose(1, 2)
 
 
-def _delta_rule(
+def _compute_delta_rule(
     original: Callable[..., Any],
-    mixing: _Mixing,
+    call: _MixerCall,
     *states: torch.Tensor,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute a delta rule of query, key, value, decay and beta, all (batch, length, heads, ...),
     without a last state.
     """
-    _check_no_state(mixing, kwargs, "initial_state", "output_final_state")
+    _check_no_state(call, kwargs, "initial_state", "output_final_state")
     inputs = DeltaInputs(
         *map(
-            mixing.joined,
+            call.merge_rows,
             (*states, *(kwargs.pop(name) for name in ("g", "beta")[len(states) - 3 :])),
         )
     )
     kernel = partial(original, **kwargs)
     rule = (
-        partial(_rule_of_package, kernel, mixing.rows)
+        partial(_run_package_rule, kernel, call.rows)
         if is_of_package(original)
         else document_by_document(kernel)
     )
-    out = gated_delta_rule(inputs, mixing.segments, rule, mixing.stored("state", inputs))
-    return mixing.apart(out), None
+    out = gated_delta_rule(inputs, call.segments, rule, call.get_outputs("state", inputs))
+    return call.split_rows(out), None
 
 
-def _check_no_state(mixing: _Mixing, kwargs: dict[str, Any], *names: str) -> None:
+def _check_no_state(call: _MixerCall, kwargs: dict[str, Any], *names: str) -> None:
     """Remove the arguments for a first and a last state: without a cache there are none."""
     values = {name: kwargs.pop(name, None) for name in names}
-    given = [name for name, value in values.items() if value is not None and value is not False]
-    if given:
+    passed = [name for name, value in values.items() if value is not None and value is not False]
+    if passed:
         raise UnsupportedError(
-            f"{type(mixing.mixer).__name__} runs its rule with {given[0]}, and this batch has"
+            f"{type(call.mixer).__name__} runs its rule with {passed[0]}, and this batch has"
             " packed or cut documents: each begins without a state, and none is kept at its end."
             " Give this model whole documents, one a row."
         )
 
 
-def _rule_of_package(
+def _run_package_rule(
     kernel: Callable[..., Any],
     rows: RecurrentRows,
     inputs: DeltaInputs,
@@ -333,17 +336,21 @@ def _rule_of_package(
 ) -> RuleOutputs:
     """Run a `DeltaRule` of a package: fla runs several documents in one call."""
     query, key, value, decay, beta = inputs
-    asked = {
-        "initial_state": states,
-        "output_final_state": final_states,
-        "cu_seqlens": rows.cu_seqlens(lengths, query.device),
-    }
-    return RuleOutputs(*kernel(query, key, value, g=decay, beta=beta, **asked))
+    return RuleOutputs(
+        *kernel(
+            *(query, key, value),
+            g=decay,
+            beta=beta,
+            initial_state=states,
+            output_final_state=final_states,
+            cu_seqlens=rows.make_cu_seqlens(lengths, query.device),
+        )
+    )
 
 
-def _scan(
+def _compute_scan(
     original: Callable[..., Any],
-    mixing: _Mixing,
+    call: _MixerCall,
     hidden_states: torch.Tensor,
     dt: torch.Tensor,
     *rates: torch.Tensor,
@@ -352,17 +359,21 @@ def _scan(
     """Compute the scan of Mamba 2 without a last state: A is (heads,), all else (batch, length,
     heads or groups, ...).
     """
-    _check_no_state(mixing, kwargs, "initial_states", "return_final_states")
-    if is_of_package(original) and mixing.segments.has_only_whole_documents:
-        return original(hidden_states, dt, *rates, seq_idx=mixing.rows.seq_idx(dt.device), **kwargs)
+    _check_no_state(call, kwargs, "initial_states", "return_final_states")
+    if is_of_package(original) and call.segments.has_only_whole_documents:
+        return original(
+            hidden_states, dt, *rates, seq_idx=call.rows.make_seq_idx(dt.device), **kwargs
+        )
     decay, *projections = rates
-    x, steps, *projections = map(mixing.joined, (hidden_states, _steps(dt, kwargs), *projections))
+    x, steps, *projections = map(
+        call.merge_rows, (hidden_states, _compute_steps(dt, kwargs), *projections)
+    )
     inputs = ScanInputs(x, steps, decay, *projections)
     scan = scan_by_document(partial(original, **kwargs))
-    return mixing.apart(mamba2(inputs, mixing.segments, scan, mixing.stored("state", inputs)))
+    return call.split_rows(mamba2(inputs, call.segments, scan, call.get_outputs("state", inputs)))
 
 
-def _steps(dt: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+def _compute_steps(dt: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
     """Compute the steps of a scan from a layer's input, by the arguments for that, which are
     removed.
     """
@@ -376,21 +387,25 @@ def _steps(dt: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
     return dt if limits is None else dt.clamp(*limits)
 
 
-def _fused(
-    original: Callable[..., Any], mixing: _Mixing, zxbcdt: torch.Tensor, *args: Any, **kwargs: Any
+def _compute_fused(
+    original: Callable[..., Any],
+    call: _MixerCall,
+    zxbcdt: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Compute convolution, scan and output projection of Mamba 2 in one; None to run them one by
     one, as without mamba-ssm.
     """
-    if is_of_package(original) and mixing.segments.has_only_whole_documents:
-        return original(zxbcdt, *args, seq_idx=mixing.rows.seq_idx(zxbcdt.device), **kwargs)
+    if is_of_package(original) and call.segments.has_only_whole_documents:
+        return original(zxbcdt, *args, seq_idx=call.rows.make_seq_idx(zxbcdt.device), **kwargs)
     return None
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolve,
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "chunk_kimi_delta_attention": _delta_rule,
-    "mamba2_chunk_scan": _scan,
-    _FUSED: _fused,
+    "torch_chunk_gated_delta_rule": _compute_delta_rule,
+    "chunk_kimi_delta_attention": _compute_delta_rule,
+    "mamba2_chunk_scan": _compute_scan,
+    _FUSED_FUNCTION: _compute_fused,
 }

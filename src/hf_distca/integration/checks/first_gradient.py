@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.callers import given_to_model, is_compiled, is_in_model
-from hf_distca.integration.first_loss import NoticedTensor
+from hf_distca.integration.callers import find_model_argument, is_compiled, is_in_model
+from hf_distca.integration.checks.first_loss import SpyTensor
 
 __all__ = ["watch_gradient"]
 
@@ -31,22 +31,24 @@ def watch_gradient(model: PreTrainedModel) -> None:
     head: torch.nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def watch(_: torch.nn.Module, args: Any, logits: Any) -> None:
-        targets = given_to_model("shift_labels")
+    def watch_logits(_: torch.nn.Module, args: Any, logits: Any) -> None:
+        targets = find_model_argument("shift_labels")
         if (
             isinstance(targets, torch.Tensor)
             and isinstance(logits, torch.Tensor)
             and logits.requires_grad
         ):
-            read: list[bool] = []
+            reads: list[bool] = []
             if not is_compiled():  # else the tensor would be traced
-                _notice(targets, read)
-            logits.register_hook(lambda gradient: look(gradient, targets, read))  # type: ignore[no-untyped-call]
+                _record_reads(targets, reads)
+            logits.register_hook(lambda gradient: check_gradient(gradient, targets, reads))  # type: ignore[no-untyped-call]
 
-    def look(gradient: torch.Tensor | None, targets: torch.Tensor, read: list[bool]) -> None:
-        if isinstance(targets, NoticedTensor):
+    def check_gradient(
+        gradient: torch.Tensor | None, targets: torch.Tensor, reads: list[bool]
+    ) -> None:
+        if isinstance(targets, SpyTensor):
             targets.__class__ = torch.Tensor  # type: ignore[assignment]
-        if read or (gradient is not None and gradient.any()):
+        if reads or (gradient is not None and gradient.any()):
             hook.remove()
         elif (targets != IGNORED_LABEL).any():
             raise UnsupportedError(
@@ -57,18 +59,18 @@ def watch_gradient(model: PreTrainedModel) -> None:
             )
 
     if head is not None:
-        hook = head.register_forward_hook(watch)
+        hook = head.register_forward_hook(watch_logits)
 
 
-def _notice(targets: torch.Tensor, read: list[bool]) -> None:
+def _record_reads(targets: torch.Tensor, reads: list[bool]) -> None:
     """Record reads of this very tensor by any code outside the model, which makes its own loss of
     it.
     """
 
-    def notice() -> None:
+    def record_read() -> None:
         if not is_in_model():
-            read.append(True)
+            reads.append(True)
 
     if type(targets) is torch.Tensor:
-        targets.__class__ = NoticedTensor
-        targets.notice = notice  # type: ignore[attr-defined]
+        targets.__class__ = SpyTensor
+        targets.report_read = record_read  # type: ignore[attr-defined]

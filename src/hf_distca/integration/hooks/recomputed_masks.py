@@ -9,37 +9,30 @@ their recompute plans anew, as all ranks do at the same time.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.runtime.saved_tensors import SavedTensors
 
-__all__ = ["handle_of_forward"]
+__all__ = ["reuse_forward_handle"]
 
 
 @dataclass(eq=False)
-class _Masks:
-    """Handles that the forward of a checkpoint made, in order, and how many of them each recompute
-    has taken.
+class _CheckpointMasks:
+    """Handles that the forward of a checkpoint made, in order, and the rest of them for each
+    recompute.
     """
 
     handles: list[AttentionHandle] = field(default_factory=list)
-    taken: defaultdict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
-
-    def take(self, recompute: Hashable) -> AttentionHandle | None:
-        """Return the next handle, None if the forward made no more."""
-        number = self.taken[recompute]
-        self.taken[recompute] += 1
-        return self.handles[number] if number < len(self.handles) else None
+    remaining: dict[Hashable, Iterator[AttentionHandle]] = field(default_factory=dict)
 
 
-_masks: WeakKeyDictionary[object, _Masks] = WeakKeyDictionary()  # by checkpoint
+_masks: WeakKeyDictionary[object, _CheckpointMasks] = WeakKeyDictionary()  # by checkpoint
 
 
-def handle_of_forward(new: AttentionHandle) -> AttentionHandle:
+def reuse_forward_handle(new: AttentionHandle) -> AttentionHandle:
     """Return the forward's handle for a mask that was just made, if this is a recompute; else the
     new one.
 
@@ -51,12 +44,11 @@ def handle_of_forward(new: AttentionHandle) -> AttentionHandle:
         if (running := hooks.checkpoint) is None:
             continue
         checkpoint, recompute = running
-        masks = _masks.setdefault(checkpoint, _Masks())
+        masks = _masks.setdefault(checkpoint, _CheckpointMasks())
         if recompute is None:
             masks.handles.append(handle)
-        elif (before := masks.take(recompute)) is not None and (
-            before.batch_size,
-            before.length,
-        ) == (new.batch_size, new.length):
-            handle = before
+        else:
+            original = next(masks.remaining.setdefault(recompute, iter(masks.handles)), handle)
+            if (original.batch_size, original.length) == (new.batch_size, new.length):
+                handle = original
     return handle

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,30 +21,31 @@ from transformers import (
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.callers import calling_trainer
-from hf_distca.integration.checks import check_evaluation, check_loader
+from hf_distca.integration.attention_names import find_distca_configs
+from hf_distca.integration.callers import find_trainer
+from hf_distca.integration.checks.share_readers import check_evaluation, check_loader
 from hf_distca.integration.current_session import current_session, use_session
-from hf_distca.integration.dealt_trainers import follow_trainers
-from hf_distca.integration.loading import distca_configs, prepare
-from hf_distca.integration.record import Recorder
-from hf_distca.integration.reports import (
-    Metrics,
-    metrics_of,
-    sum_up,
-    trace,
-    why_given_up,
-    why_nothing_moved,
-)
+from hf_distca.integration.hooks.dealt_trainers import wrap_trainers
+from hf_distca.integration.hooks.mask import prepare
+from hf_distca.integration.processes import LOG
 from hf_distca.integration.session import Session
+from hf_distca.integration.training.record import Recorder
+from hf_distca.integration.training.reports import (
+    Metrics,
+    fewer_moves_reason,
+    nothing_moved_reason,
+    print_summary,
+    read_metrics,
+    trace,
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["DistCACallback", "put_before_reporters"]
+__all__ = ["DistCACallback", "find_callback", "insert_before_reporters"]
 
-_log = logging.getLogger("hf_distca")
 _TRACED_STEP = 3  # the first ones make buffers and caches
-_ENOUGH = 20  # micro-batches in which nothing was moved, to say so
+_MIN_MICRO_BATCHES = 20  # micro-batches in which nothing was moved, to say so
 
 
 class DistCACallback(TrainerCallback):
@@ -86,17 +88,20 @@ class DistCACallback(TrainerCallback):
         summary: bool = True,
         record: bool | Literal["all"] = True,
     ) -> None:
-        self.config, self.trace_path, self.group, self.summary = config, trace_path, group, summary
+        self.config, self.group = config, group
+        self.trace_path, self.summary = trace_path, summary
         self.record: bool | Literal["all"] = record
         self._recorder: Recorder | None = None
         self._session: Session | None = None  # the one with these settings
-        self._logged = self._began = Metrics()  # at the last log, and when this training began
+        # At the last log, and when this training began.
+        self._logged_metrics = self._first_metrics = Metrics()
         self._steps = 0
         self._tracing = ExitStack()
-        self._evaluated: object = None  # the loader that was checked last
-        self._calls: int | None = None  # of attention before the first step, until that has run
-        self._judged = False  # whether it was looked at if anything moves
-        self._given_up = False  # whether it was said that exchanges were
+        self._checked_loader: object = None  # the loader that was checked last
+        # Calls of attention before the first step, until that has run.
+        self._calls_before: int | None = None
+        self._is_gain_checked = False
+        self._has_warned_of_cost = False
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -107,10 +112,10 @@ class DistCACallback(TrainerCallback):
             UnsupportedError: if sets of shares would not be evaluated as one process evaluates
                 them.
         """
-        self._apply_settings()
-        trainer = calling_trainer(self)
+        session = self.apply_settings()
+        trainer = find_trainer(self)
         if trainer is not None:
-            check_evaluation(trainer)
+            check_evaluation(trainer, session.config)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -123,19 +128,19 @@ class DistCACallback(TrainerCallback):
                 documents for all ranks, or shares would not come to every rank, or not give the
                 loss of whole documents.
         """
-        model, trainer = kwargs.get("model"), calling_trainer(self)
-        follow_trainers()
+        model, trainer = kwargs.get("model"), find_trainer(self)
+        wrap_trainers()
         check_loader(kwargs.get("train_dataloader"), model=model, args=args, trainer=trainer)
-        self._apply_settings()
+        session = self.apply_settings()
         if trainer is not None:
-            check_evaluation(trainer)
-        self._take_place(trainer)
+            check_evaluation(trainer, session.config)
+        self._move_before_reporters(trainer)
         if model is not None:
             prepare(model)
-            _say_what_is_missing(model)
-        self._calls, self._steps = current_session().meter.calls, 0
-        self._logged = self._began = metrics_of(current_session())
-        self._judged = False
+            _warn_if_idle(model)
+        self._calls_before, self._steps = session.meter.calls, 0
+        self._logged_metrics = self._first_metrics = read_metrics(session)
+        self._is_gain_checked = False
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -146,16 +151,16 @@ class DistCACallback(TrainerCallback):
         Raises:
             UnsupportedError: see `on_train_begin`.
         """
-        self._catch_up()
+        session = self._apply_late_settings()
         loader = kwargs.get("eval_dataloader")
-        if loader is not None and loader is not self._evaluated:
-            self._evaluated = loader
+        if loader is not None and loader is not self._checked_loader:
+            self._checked_loader = loader
             check_loader(
                 loader,
                 model=kwargs.get("model"),
                 args=args,
-                trainer=calling_trainer(self),
-                evaluating=True,
+                trainer=find_trainer(self),
+                evaluation=session.config,
             )
 
     def on_step_begin(
@@ -163,8 +168,8 @@ class DistCACallback(TrainerCallback):
     ) -> None:
         """Start recording, at the first step, and tracing, at the step to trace."""
         if not self._steps:
-            self._catch_up()
-            self._take_place(calling_trainer(self))
+            self._apply_late_settings()
+            self._move_before_reporters(find_trainer(self))
             self._start_recording(args, state.global_step, kwargs.get("model"))
         self._steps += 1
         current_session().planner.history.step = state.global_step + 1
@@ -181,37 +186,36 @@ class DistCACallback(TrainerCallback):
             UnsupportedError: if the model took the name "distca" and computes its attention without
                 calling it.
         """
-        session, model = current_session(), kwargs.get("model")
+        model = kwargs.get("model")
         self._tracing.close()
-        calls, self._calls = self._calls, None
-        if session.meter.calls == calls and distca_configs(model):
+        calls_before, self._calls_before = self._calls_before, None
+        if current_session().meter.calls == calls_before and find_distca_configs(model):
             raise UnsupportedError(
                 f'{type(model).__name__} was loaded with attn_implementation="distca" and never'
                 " called it in a training step: it does not use the attention interface of"
                 ' transformers. Load it with attn_implementation="eager".'
             )
-        _gather_for_a_log(control)
-        self._judge(after=_ENOUGH)
+        _gather_for_log(control)
+        self._warn_if_no_gain(after=_MIN_MICRO_BATCHES)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Gather the measurements of ranks, if there will be a log."""
-        _gather_for_a_log(control)
+        _gather_for_log(control)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """End the record, and print a summary on rank 0."""
         session = current_session()
-        session.gather()
-        self._judge(after=1)
+        session.gather_measurements()
+        self._warn_if_no_gain(after=1)
         if self._recorder is not None:
-            self._recorder.write(state.global_step)
-            self._recorder.stop()
-            self._recorder = None
+            self._recorder.write_steps(state.global_step)
+        self._stop_recording()
         if self.summary:
-            sum_up((metrics_of(current_session()) - self._began).balance, session)
+            print_summary((read_metrics(session) - self._first_metrics).balance, session)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -221,11 +225,13 @@ class DistCACallback(TrainerCallback):
         if not logs or not logs.keys() & {"loss", "train_loss"}:
             return
         if self._recorder is not None:
-            self._recorder.write(state.global_step, logs.get("loss"))
-        before, self._logged = self._logged, metrics_of(current_session())
+            self._recorder.write_steps(state.global_step, logs.get("loss"))
+        metrics = read_metrics(current_session())
         figures = {
-            name: round(value, 4) for name, value in (self._logged - before).figures().items()
+            name: round(value, 4)
+            for name, value in (metrics - self._logged_metrics).figures().items()
         }
+        self._logged_metrics = metrics
         logs.update(figures)
         if state.log_history:  # the Trainer has already put a copy of the logs there
             state.log_history[-1].update(figures)
@@ -236,100 +242,119 @@ class DistCACallback(TrainerCallback):
         """Record on rank 0, if there are ranks to share with; a training that failed may have left
         its own recorder.
         """
+        self._stop_recording()
         session = current_session()
-        if self._recorder is not None:
-            self._recorder.stop()
-            self._recorder = None
         if (
             self.record
             and args.output_dir
-            and session.ranks > 1
-            and session.is_first
-            and distca_configs(model)
+            and session.rank_count > 1
+            and session.is_first_rank
+            and find_distca_configs(model)
         ):
             self._recorder = Recorder(
                 Path(args.output_dir), session, every_plan=self.record == "all"
             )
-            self._recorder.begin(args, step, model)
+            self._recorder.start(args, step, model)
 
-    def _judge(self, after: int) -> None:
+    def _stop_recording(self) -> None:
+        if self._recorder is not None:
+            self._recorder.stop()
+            self._recorder = None
+
+    def _warn_if_no_gain(self, after: int) -> None:
         """Warn once that nothing was moved, after so many micro-batches, and once that exchanges
         were given up; say why.
         """
         session = current_session()
-        done = (metrics_of(session) - self._began).balance
-        reasons = [None if self._given_up else why_given_up(session)]
-        self._given_up |= reasons[0] is not None
-        if not self._judged and done.micro_batches >= after:
-            self._judged = True
-            reasons.append(why_nothing_moved(done, session))
-        for why in reasons:
-            if why is not None and session.is_first:
-                _log.warning(why)
+        totals = (read_metrics(session) - self._first_metrics).balance
+        reasons = [None if self._has_warned_of_cost else fewer_moves_reason(session)]
+        self._has_warned_of_cost |= reasons[0] is not None
+        if not self._is_gain_checked and totals.micro_batches >= after:
+            self._is_gain_checked = True
+            reasons.append(nothing_moved_reason(totals, session))
+        for reason in reasons:
+            if reason is not None and session.is_first_rank:
+                LOG.warning(reason)
+
+    def apply_settings(self, *, balance_evaluation: bool = False) -> Session:
+        """Apply the settings to the process, unless they are in force; without any, use those of
+        `configure`.
+
+        Args:
+            balance_evaluation: whether to switch on this setting before.
+
+        Returns:
+            The session that has the settings.
+        """
+        if balance_evaluation:
+            config = self.config or self.apply_settings().config
+            self.config = replace(config, balance_evaluation=True)
+            self._session = None
+        if self._session is None or not (self._has_settings and current_session() is self._session):
+            self._session = use_session(self.config, self.group)
+        return self._session
 
     @property
     def _has_settings(self) -> bool:
         return self.config is not None or self.group is not None
 
-    def _apply_settings(self) -> None:
-        """Apply the settings to the process, unless they are in force; without any, use those of
-        `configure`.
-        """
-        if not self._has_settings or current_session() is not self._session:
-            self._session = use_session(self.config, self.group)
-
-    def _catch_up(self) -> None:
+    def _apply_late_settings(self) -> Session:
         if self._session is None and self._has_settings:
-            _log.warning(
+            LOG.warning(
                 "DistCACallback was added while its Trainer was at work: its settings hold from now"
                 " on, not for what has run. Give it to the Trainer's `callbacks`, or call"
                 " hf_distca.configure before."
             )
-        self._apply_settings()
+        return self.apply_settings()
 
-    def _take_place(self, trainer: Trainer | None) -> None:
+    def _move_before_reporters(self, trainer: Trainer | None) -> None:
         if trainer is None:
-            _log.warning(
+            LOG.warning(
                 "DistCACallback does not find who calls it: balance figures reach log_history, but"
                 " not the reporters. With hf_distca.DistCATrainerMixin they reach all of them."
             )
         else:
-            put_before_reporters(self, trainer.callback_handler.callbacks)
+            insert_before_reporters(self, trainer.callback_handler.callbacks)
 
 
-def put_before_reporters(callback: DistCACallback, callbacks: list[TrainerCallback]) -> None:
+def find_callback(callbacks: Iterable[TrainerCallback]) -> DistCACallback | None:
+    """Find distca's callback among those of a Trainer."""
+    return next((callback for callback in callbacks if isinstance(callback, DistCACallback)), None)
+
+
+def insert_before_reporters(callback: DistCACallback, callbacks: list[TrainerCallback]) -> None:
     """Put a callback right behind the one that decides which steps log: behind reporters it would
     change logs too late.
     """
-    deciding = (
+    flow = (
         place for place, other in enumerate(callbacks) if isinstance(other, DefaultFlowCallback)
     )
-    place = next(deciding, -1) + 1
+    place = next(flow, -1) + 1
     if callback in callbacks[place:]:
         callbacks.remove(callback)
     if callback not in callbacks:
         callbacks.insert(place, callback)
 
 
-def _gather_for_a_log(control: TrainerControl) -> None:
+def _gather_for_log(control: TrainerControl) -> None:
     """Gather the measurements of ranks where the Trainer is about to gather the loss, because all
     ranks come there.
 
     Only rank 0 may log. The last step is followed by the log that training ends with.
     """
     if control.should_log or control.should_training_stop:
-        current_session().gather()
+        current_session().gather_measurements()
 
 
-def _say_what_is_missing(model: torch.nn.Module) -> None:
+def _warn_if_idle(model: torch.nn.Module) -> None:
     """Warn if distca has nothing to do."""
-    if not distca_configs(model):
-        _log.warning(
+    if not find_distca_configs(model):
+        LOG.warning(
             "DistCACallback has nothing to do now: no part of this %s has"
             ' attn_implementation="distca". Load the model with it.',
             type(model).__name__,
         )
     elif current_session().join_group().size == 1:
-        _log.warning(
+        LOG.warning(
             "DistCACallback has nothing to balance: the attention group is this process alone."
         )

@@ -31,13 +31,13 @@ from hf_distca.integration.callers import is_in_model
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["NoticedTensor", "is_watched", "train_watched", "wrapped"]
+__all__ = ["SpyTensor", "is_loss_watched", "run_watched_step", "wrap_method"]
 
 TARGETS, LABELS, ITEMS = "shift_labels", "labels", "num_items_in_batch"
 # A node of a graph, and which of its outputs: DDP has one node for all that a model returns.
-Place = tuple[Any, int]
+GraphPlace = tuple[Any, int]
 # What a model returns that does not depend on targets. Anything else may.
-_FREE = {
+_TARGET_FREE_OUTPUTS = {
     "attentions",
     "aux_loss",
     "hidden_states",
@@ -48,7 +48,7 @@ _FREE = {
     "z_loss",
 }
 # Torch functions that hand values on without looking at them, or ask for a shape.
-_QUIET = {
+_VALUE_FREE_FUNCTIONS = {
     *(
         "__format__",
         "__get__",
@@ -99,129 +99,136 @@ _QUIET = {
 }
 
 
-class NoticedTensor(torch.Tensor):
-    """A tensor that calls `notice`, which is set on it, when its values are read."""
+class SpyTensor(torch.Tensor):
+    """A tensor that calls `report_read`, which is set on it, when its values are read."""
 
-    notice: Callable[[], object] = bool  # which does nothing
+    report_read: Callable[[], object] = bool  # which does nothing
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, notice: Callable[[], object]) -> NoticedTensor:
-        """Return the tensor in a form that notices reads."""
-        noticed = tensor.as_subclass(cls)
-        noticed.notice = notice
-        return noticed
+    def wrap_tensor(cls, tensor: torch.Tensor, report_read: Callable[[], object]) -> SpyTensor:
+        """Return the tensor in a form that reports reads."""
+        spy = tensor.as_subclass(cls)
+        spy.report_read = report_read
+        return spy
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch.
 
-        A result with the same values is noticed, too; any other is a plain tensor.
+        A result with the same values is a spy, too; any other is a plain tensor.
         """
         call: Callable[..., Any] = super().__torch_function__
-        result, noticed = call(func, types, args, kwargs or {}), list(_noticed((args, kwargs)))
-        if getattr(func, "__name__", "") in _QUIET:
+        result = call(func, types, args, kwargs or {})
+        spies = list(_find_spies((args, kwargs)))
+        if getattr(func, "__name__", "") in _VALUE_FREE_FUNCTIONS:
             return (
-                cls.of(result, noticed[0].notice)
-                if isinstance(result, torch.Tensor) and noticed
+                cls.wrap_tensor(result, spies[0].report_read)
+                if isinstance(result, torch.Tensor) and spies
                 else result
             )
-        for tensor in noticed:
-            tensor.notice()
+        for spy in spies:
+            spy.report_read()
         return (
-            type(result)(map(_plain, result))
+            type(result)(map(_strip_spy, result))
             if isinstance(result, (tuple, list))
-            else _plain(result)
+            else _strip_spy(result)
         )
 
 
-def _noticed(values: Any) -> Iterator[NoticedTensor]:
-    if isinstance(values, NoticedTensor):
+def _find_spies(values: Any) -> Iterator[SpyTensor]:
+    if isinstance(values, SpyTensor):
         yield values
     elif isinstance(values, (tuple, list, dict)):
         for value in values.values() if isinstance(values, dict) else values:
-            yield from _noticed(value)
+            yield from _find_spies(value)
 
 
-def _plain(value: Any) -> Any:
-    return value.as_subclass(torch.Tensor) if isinstance(value, NoticedTensor) else value
+def _strip_spy(value: Any) -> Any:
+    return value.as_subclass(torch.Tensor) if isinstance(value, SpyTensor) else value
 
 
 @dataclass(eq=False)
-class _Watch:
+class _LossWatch:
     """Record of a `compute_loss`: its use of the targets of a batch and of their number.
 
     Attributes:
         ids: the tokens of the batch.
-        read: names of those that it read itself.
-        places: places in the graph of models' results from targets, and whether the model got the
-            number, too.
-        wrong_places: places in the graph of models' results from labels alone.
+        names_read: names of those that it read itself.
+        target_places: places in the graph of models' results from targets, and whether the model
+            got the number, too.
+        label_places: places in the graph of models' results from labels alone.
     """
 
     ids: torch.Tensor | None
-    read: set[str] = field(default_factory=set)
-    places: list[tuple[Place, bool]] = field(default_factory=list)
-    wrong_places: list[Place] = field(default_factory=list)
+    names_read: set[str] = field(default_factory=set)
+    target_places: list[tuple[GraphPlace, bool]] = field(default_factory=list)
+    label_places: list[GraphPlace] = field(default_factory=list)
 
-    def notice(self, value: Any, name: str) -> Any:
-        """Return the value in a form that notices reads; a value that cannot counts as read."""
+    def watch_value(self, value: Any, name: str) -> Any:
+        """Return the value in a form that reports reads; a value that cannot counts as read."""
         if isinstance(value, torch.Tensor):
-            return NoticedTensor.of(value, partial(self._add, name))
-        self.read.add(name)
+            return SpyTensor.wrap_tensor(value, partial(self._record_read, name))
+        self.names_read.add(name)
         return value
 
-    def _add(self, name: str) -> None:
+    def _record_read(self, name: str) -> None:
         if not is_in_model():  # another one, such as a teacher
-            self.read.add(name)
+            self.names_read.add(name)
 
     @contextmanager
-    def calls_of(self, models: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """Note calls of models, which get plain tensors: reads inside a model are not reads of its
-        caller.
+    def record_calls(self, models: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """Record calls of models, which get plain tensors: reads inside a model are not its
+        caller's.
         """
         calls: list[dict[str, Any]] = []
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def begin(
+        def begin_call(
             _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[Any, Any]:
             self._check_call((*args, *kwargs.values()), kwargs)
             calls.append(
-                {name: value for name, value in kwargs.items() if isinstance(value, NoticedTensor)}
+                {name: value for name, value in kwargs.items() if isinstance(value, SpyTensor)}
             )
-            return tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
+            return tuple(map(_strip_spy, args)), {
+                name: _strip_spy(value) for name, value in kwargs.items()
+            }
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def end(_: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            given = calls.pop()
-            if TARGETS in given:
-                self.places += [(place, ITEMS in given) for place in _places_of_targets(output)]
-            elif LABELS in given:
-                self.wrong_places += _places_of_targets(output)
+        def end_call(_: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            arguments = calls.pop()
+            if TARGETS in arguments:
+                self.target_places += [
+                    (place, ITEMS in arguments) for place in _find_target_places(output)
+                ]
+            elif LABELS in arguments:
+                self.label_places += _find_target_places(output)
 
-        hooks = [model.register_forward_pre_hook(begin, with_kwargs=True) for model in models]
-        hooks += [model.register_forward_hook(end) for model in models]
+        hooks = [model.register_forward_pre_hook(begin_call, with_kwargs=True) for model in models]
+        hooks += [model.register_forward_hook(end_call) for model in models]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _check_call(self, values: Iterable[Any], named: Mapping[str, Any]) -> None:
-        if named.get("distca_documents") is None and any(value is self.ids for value in values):
-            others = ", ".join(sorted(named.keys() - {"input_ids"})) or "nothing else"
+    def _check_call(self, values: Iterable[Any], keywords: Mapping[str, Any]) -> None:
+        if keywords.get("distca_documents") is None and any(value is self.ids for value in values):
+            other_names = ", ".join(sorted(keywords.keys() - {"input_ids"})) or "nothing else"
             raise UnsupportedError(
-                f"the model is called with input_ids and {others}, and dealt batches have more than"
-                " that: distca_documents say which documents the tokens are of, and on which ranks"
-                " the rest is. Call model(**inputs)."
+                f"the model is called with input_ids and {other_names}, and dealt batches have more"
+                " than that: distca_documents say which documents the tokens are of, and on which"
+                " ranks the rest is. Call model(**inputs)."
             )
 
-    def wrong(self, loss: torch.Tensor) -> str | None:
+    def find_loss_reason(self, loss: torch.Tensor) -> str | None:
         """Describe the mistake in the loss of one of several ranks; None if there is none."""
-        reached = _reached(loss)
-        used = {place: divided for place, divided in self.places if place in reached}
-        if not used and TARGETS not in self.read:
-            if LABELS not in self.read and reached.isdisjoint(self.wrong_places):
+        reached = _collect_places(loss)
+        divided_places = {
+            place: divided for place, divided in self.target_places if place in reached
+        }
+        if not divided_places and TARGETS not in self.names_read:
+            if LABELS not in self.names_read and reached.isdisjoint(self.label_places):
                 return None
             return (
                 "is not made of `shift_labels`: it reads `labels`, which are -100 in shares, as"
@@ -229,15 +236,15 @@ class _Watch:
                 " under this name and use its loss, or read shift_labels, which are shifted"
                 " already."
             )
-        bare = _place(loss) in used
-        if not any(used.values()) and (bare or ITEMS not in self.read):
+        is_models_loss = _get_place(loss) in divided_places
+        if not any(divided_places.values()) and (is_models_loss or ITEMS not in self.names_read):
             return (
                 "is not divided by `num_items_in_batch`, the number of targets of all ranks: each"
                 " rank would divide by its own number, and ranks differ. Hand num_items_in_batch to"
                 " the model, or take super().compute_loss(model, inputs,"
                 " num_items_in_batch=num_items_in_batch)."
             )
-        if bare:
+        if is_models_loss:
             return (
                 "is the model's as it is: a sum divided by the targets of all ranks, over which"
                 " gradients are averaged then. Multiply it by self.accelerator.num_processes, or"
@@ -246,10 +253,10 @@ class _Watch:
         return None
 
 
-def _places_of_targets(output: Any) -> list[Place]:
+def _find_target_places(output: Any) -> list[GraphPlace]:
     """Find the places in the graph of outputs of a model that may depend on targets."""
     if isinstance(output, Mapping):
-        values = [value for name, value in output.items() if name not in _FREE]
+        values = [value for name, value in output.items() if name not in _TARGET_FREE_OUTPUTS]
     elif isinstance(output, (tuple, list)):
         values = [
             value for value in output[:1] if isinstance(value, torch.Tensor) and not value.dim()
@@ -257,37 +264,39 @@ def _places_of_targets(output: Any) -> list[Place]:
     else:
         values = [output]
     return [
-        _place(value)
+        _get_place(value)
         for value in values
         if isinstance(value, torch.Tensor) and value.grad_fn is not None
     ]
 
 
-def _place(value: torch.Tensor) -> Place:
+def _get_place(value: torch.Tensor) -> GraphPlace:
     return value.grad_fn, value.output_nr
 
 
-def _reached(loss: torch.Tensor) -> set[Place]:
+def _collect_places(loss: torch.Tensor) -> set[GraphPlace]:
     """Collect the places in the graph to which a loss leads."""
-    reached = {_place(loss)}
-    ahead = list(reached)
-    while ahead:
-        node, _ = ahead.pop()
-        following = {place for place in node.next_functions if place[0] is not None} - reached
-        reached |= following
-        ahead += following
+    reached = {_get_place(loss)}
+    remaining = list(reached)
+    while remaining:
+        node, _ = remaining.pop()
+        next_places = {place for place in node.next_functions if place[0] is not None} - reached
+        reached |= next_places
+        remaining += next_places
     return reached
 
 
-_watched: WeakSet[Trainer] = WeakSet()  # Trainers whose first loss was looked at, or is
+_watched_trainers: WeakSet[Trainer] = WeakSet()  # Trainers whose first loss was looked at, or is
 
 
-def is_watched(trainer: object) -> bool:
+def is_loss_watched(trainer: object) -> bool:
     """Return whether the loss of a Trainer was found right, or is being checked."""
-    return trainer in _watched
+    return trainer in _watched_trainers
 
 
-def train_watched(trainer: Trainer, step: Callable[..., torch.Tensor], inputs: Any) -> torch.Tensor:
+def run_watched_step(
+    trainer: Trainer, step: Callable[..., torch.Tensor], inputs: Any
+) -> torch.Tensor:
     """Run a training step of a Trainer, and check its loss if it is the first on a share of several
     ranks.
 
@@ -304,19 +313,19 @@ def train_watched(trainer: Trainer, step: Callable[..., torch.Tensor], inputs: A
         and packed.dealt_share is not None
         and packed.dealt_share.ranks > 1
     )
-    if not cut or trainer in _watched:
+    if not cut or trainer in _watched_trainers:
         return step()
-    _watched.add(trainer)
+    _watched_trainers.add(trainer)
     try:
-        with wrapped(trainer, "compute_loss", partial(_compute_watched, trainer)):
+        with wrap_method(trainer, "compute_loss", partial(_compute_watched_loss, trainer)):
             return step()
     except BaseException:
-        _watched.discard(trainer)
+        _watched_trainers.discard(trainer)
         raise
 
 
 @contextmanager
-def wrapped(owner: object, name: str, around: Callable[..., Any]) -> Iterator[None]:
+def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> Iterator[None]:
     """Wrap a function around a method of one object: the function gets the method before its
     arguments.
     """
@@ -331,7 +340,7 @@ def wrapped(owner: object, name: str, around: Callable[..., Any]) -> Iterator[No
             setattr(owner, name, before)
 
 
-def _compute_watched(
+def _compute_watched_loss(
     trainer: Trainer,
     compute_loss: Callable[..., Any],
     model: torch.nn.Module,
@@ -340,25 +349,25 @@ def _compute_watched(
     **kwargs: Any,
 ) -> Any:
     """Return the loss of the Trainer's own `compute_loss`, after the check."""
-    watch, inner = _Watch(inputs.get("input_ids")), trainer.accelerator.unwrap_model(model)
+    watch, inner = _LossWatch(inputs.get("input_ids")), trainer.accelerator.unwrap_model(model)
     for name in {TARGETS, LABELS} & inputs.keys():
-        inputs[name] = watch.notice(inputs[name], name)
-    kwargs[ITEMS] = watch.notice(kwargs.get(ITEMS), ITEMS)
-    with watch.calls_of({model, inner}):
+        inputs[name] = watch.watch_value(inputs[name], name)
+    kwargs[ITEMS] = watch.watch_value(kwargs.get(ITEMS), ITEMS)
+    with watch.record_calls({model, inner}):
         result = compute_loss(model, inputs, *args, **kwargs)
     loss = result[0] if isinstance(result, tuple) else result
     if (
         isinstance(loss, torch.Tensor)
         and loss.grad_fn is not None
-        and (wrong := watch.wrong(loss)) is not None
+        and (reason := watch.find_loss_reason(loss)) is not None
     ):
-        raise UnsupportedError(f"the loss of {_name(trainer)} {wrong}")
+        raise UnsupportedError(f"the loss of {_name_loss(trainer)} {reason}")
     return result
 
 
-def _name(trainer: Trainer) -> str:
+def _name_loss(trainer: Trainer) -> str:
     """Name the owner of the loss: the class that has this compute_loss, or the Trainer's."""
-    owner = next(
+    loss_class = next(
         (kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind)), type(trainer)
     )
-    return f"{owner.__name__}.compute_loss"
+    return f"{loss_class.__name__}.compute_loss"

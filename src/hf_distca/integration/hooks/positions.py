@@ -21,27 +21,33 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError, UnsupportedError
-from hf_distca.integration.callers import given_documents
+from hf_distca.integration.callers import find_model_argument
 from hf_distca.kernels.varlen import to_device
 
-__all__ = ["check_positions", "count_from_first", "first_position", "mark_starts", "see_longest"]
+__all__ = [
+    "accept_document_positions",
+    "check_positions",
+    "extend_rotary",
+    "find_first_position",
+    "mark_document_starts",
+]
 
-_checked: WeakSet[torch.nn.Module] = WeakSet()
+_checked_models: WeakSet[torch.nn.Module] = WeakSet()
 _first_positions: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 
 
-def first_position(model: torch.nn.Module | None) -> int:
+def find_first_position(model: torch.nn.Module | None) -> int:
     """Return the position of a document's first token, as a model counts: RoBERTa and
     its kin skip positions up to that of padding.
     """
     if model is None:
         return 0
     if model not in _first_positions:
-        _first_positions[model] = max(map(_first_of, model.modules()))
+        _first_positions[model] = max(map(_read_first_position, model.modules()))
     return _first_positions[model]
 
 
-def _first_of(module: torch.nn.Module) -> int:
+def _read_first_position(module: torch.nn.Module) -> int:
     counts = hasattr(module, "create_position_ids_from_input_ids") and hasattr(
         module, "position_embeddings"
     )
@@ -49,7 +55,7 @@ def _first_of(module: torch.nn.Module) -> int:
     return 0 if padding is None else int(padding) + 1
 
 
-def count_from_first() -> None:
+def accept_document_positions() -> None:
     """Let models that do not count positions from 0 accept positions of documents, which start at
     0, and shift them.
 
@@ -61,18 +67,18 @@ def count_from_first() -> None:
     @wraps(original)
     def post_init(self: PreTrainedModel) -> None:
         original(self)  # type: ignore[no-untyped-call]
-        if any(map(_first_of, self.children())):
-            self.register_forward_pre_hook(_from_first, with_kwargs=True)
+        if any(map(_read_first_position, self.children())):
+            self.register_forward_pre_hook(_shift_positions, with_kwargs=True)
 
     PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled, each length would be a graph of its own
-def _from_first(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _shift_positions(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     documents, positions = kwargs.get("distca_documents"), kwargs.get("position_ids")
     if not isinstance(documents, PackedDocuments):
         return None
-    expected = documents.positions + first_position(model)
+    expected = documents.positions + find_first_position(model)
     tokens = next(
         (
             value
@@ -91,7 +97,7 @@ def _from_first(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     return args, {**kwargs, "position_ids": positions}
 
 
-def mark_starts(axes: torch.Tensor | None) -> torch.Tensor | None:
+def mark_document_starts(axes: torch.Tensor | None) -> torch.Tensor | None:
     """Convert (3, batch, length) positions on three axes to (batch, length): 0 where a
     document begins, 1 elsewhere; None for others.
 
@@ -109,7 +115,7 @@ def check_positions(
     documents: PackedDocuments,
     position_ids: torch.Tensor | None,
     *,
-    lacking: bool = False,
+    counts_itself: bool = False,
 ) -> None:
     """Raise if position ids of a model's first batch are not those of its documents, as when a loop
     leaves them out.
@@ -124,47 +130,47 @@ def check_positions(
         position_ids: (1 or batch, length) position ids that the model uses; None if they are not
             known. If a model counts from 0, they may be larger than document positions by one
             number.
-        lacking: whether the model got none and counts tokens itself, also if its count is not known
-            (OPT).
+        counts_itself: whether the model got none and counts tokens itself, also if its count is
+            not known (OPT).
 
     Raises:
         LayoutError: names the difference.
     """
-    first = first_position(model)
-    if model in _checked or (documents.starts is None and not first):
+    first = find_first_position(model)
+    if model in _checked_models or (documents.starts is None and not first):
         return
     position = documents.positions + first
-    if lacking:
+    if counts_itself:
         counted = np.arange(len(position)) + first
     elif position_ids is None or position_ids.numel() != len(position):
         return  # the latter is said where documents are read
     else:
         counted = position_ids.reshape(-1).cpu().numpy()
-    ahead = counted - position
-    wrong = ahead != (0 if first else ahead[:1]) if len(ahead) else ahead != 0
-    wrong |= ahead < 0
+    offsets = counted - position
+    is_wrong = offsets != (0 if first else offsets[:1]) if len(offsets) else offsets != 0
+    is_wrong |= offsets < 0
     if documents.starts is None:
-        wrong &= documents.positions == 0
-    if wrong.any():
-        token = int(wrong.argmax())
+        is_wrong &= documents.positions == 0
+    if is_wrong.any():
+        token = int(is_wrong.argmax())
         raise LayoutError(
             f"token {token} of the batch is at position {position[token]} of its document, by"
             f" distca_documents, and {type(model).__name__} has {counted[token]} for it: give the"
             " model position_ids, as PackingCollator does for "
             + (f"shares; this one counts from {first}." if first else "shares.")
         )
-    if not lacking:
-        _checked.add(model)
+    if not counts_itself:
+        _checked_models.add(model)
 
 
-# Attribute of a rotary module: whether a position was added to those of its call.
-_LONGER = "_distca_longer"
-_rotaries_of: WeakKeyDictionary[torch.nn.Module, tuple[list[torch.nn.Module], bool]] = (
+# Attribute of a rotary module: whether the longest position was added to those of its call.
+_HAS_LONGEST = "_distca_longer"
+_found_rotaries: WeakKeyDictionary[torch.nn.Module, tuple[list[torch.nn.Module], bool]] = (
     WeakKeyDictionary()
 )
 
 
-def see_longest(
+def extend_rotary(
     model: PreTrainedModel | None, config: PreTrainedConfig | None, documents: object
 ) -> str | None:
     """Extend a model's rotary embedding by the longest document, if the model was found and its
@@ -173,27 +179,29 @@ def see_longest(
     Returns:
         Reason why the model cannot have these documents in several parts; None if it can.
     """
-    kinds = ", ".join(sorted(_varying(config)))
+    kinds = ", ".join(sorted(_list_varying_kinds(config)))
     if not kinds:
         return None
-    rotaries, in_layers = ([], False) if model is None else _rotaries(model)
+    rotaries, in_layers = ([], False) if model is None else _find_rotaries(model)
     if in_layers:
-        why = "and each layer makes its own"
+        reason = "and each layer makes its own"
     elif not rotaries:
-        why = "and distca does not find the module that makes it"
+        reason = "and distca does not find the module that makes it"
     else:
-        why = "which only shares of hf_distca.document_shares know"
+        reason = "which only shares of hf_distca.document_shares know"
         for rotary in rotaries:
-            if not hasattr(rotary, _LONGER):
-                setattr(rotary, _LONGER, False)
-                rotary.register_forward_pre_hook(_with_longest, with_kwargs=True)
-                rotary.register_forward_hook(_without_longest)
-        if _longest(documents) is not None:
+            if not hasattr(rotary, _HAS_LONGEST):
+                setattr(rotary, _HAS_LONGEST, False)
+                rotary.register_forward_pre_hook(_add_longest, with_kwargs=True)
+                rotary.register_forward_hook(_drop_longest)
+        if _get_longest_document(documents) is not None:
             return None
-    return f"their rotary embedding ({kinds}) depends on the longest document of all ranks, {why}"
+    return (
+        f"their rotary embedding ({kinds}) depends on the longest document of all ranks, {reason}"
+    )
 
 
-def _varying(config: PreTrainedConfig | None) -> set[str]:
+def _list_varying_kinds(config: PreTrainedConfig | None) -> set[str]:
     """Return the kinds of rotary embedding in a model's config that depend on the longest
     document.
     """
@@ -201,11 +209,11 @@ def _varying(config: PreTrainedConfig | None) -> set[str]:
     # One for all layers, or one for each kind of layer.
     rotaries = [parameters, *parameters.values()]
     kinds = {str(rotary.get("rope_type")) for rotary in rotaries if isinstance(rotary, Mapping)}
-    return {kind for kind in kinds if _depends(kind)}
+    return {kind for kind in kinds if _is_varying_kind(kind)}
 
 
-def _longest(documents: object) -> int | None:
-    """Return the number of tokens of the longest document of all ranks, None if it is not known."""
+def _get_longest_document(documents: object) -> int | None:
+    """Return the number of tokens of the longest document of all ranks; None if not known."""
     return (
         documents.dealt_share.longest_document
         if isinstance(documents, PackedDocuments) and documents.dealt_share is not None
@@ -213,11 +221,11 @@ def _longest(documents: object) -> int | None:
     )
 
 
-def _depends(kind: str) -> bool:
+def _is_varying_kind(kind: str) -> bool:
     return "dynamic" in kind or kind == "longrope"
 
 
-def _rotaries(model: torch.nn.Module) -> tuple[list[torch.nn.Module], bool]:
+def _find_rotaries(model: torch.nn.Module) -> tuple[list[torch.nn.Module], bool]:
     """Find the modules of a model that make such an embedding, and whether they are in its layers.
 
     A layer that runs again in backward would make it for the batch that came last.
@@ -225,29 +233,30 @@ def _rotaries(model: torch.nn.Module) -> tuple[list[torch.nn.Module], bool]:
     # It imports what registers distca.
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    if model not in _rotaries_of:
-        rotaries = [module for module in model.modules() if _makes_it(module)]
-        layers = [
-            module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
-        ]
-        _rotaries_of[model] = (
-            rotaries,
-            any(part in rotaries for layer in layers for part in layer.modules()),
+    if model not in _found_rotaries:
+        rotaries = [module for module in model.modules() if _is_varying_rotary(module)]
+        in_layers = any(
+            part in rotaries
+            for layer in model.modules()
+            if isinstance(layer, GradientCheckpointingLayer)
+            for part in layer.modules()
         )
-    return _rotaries_of[model]
+        _found_rotaries[model] = rotaries, in_layers
+    return _found_rotaries[model]
 
 
-def _makes_it(module: torch.nn.Module) -> bool:
+def _is_varying_rotary(module: torch.nn.Module) -> bool:
     kinds = getattr(module, "rope_type", None)
     return any(
-        _depends(str(kind)) for kind in (kinds.values() if isinstance(kinds, Mapping) else (kinds,))
+        _is_varying_kind(str(kind))
+        for kind in (kinds.values() if isinstance(kinds, Mapping) else (kinds,))
     )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled, each length would be a graph of its own
-def _with_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    longest = _longest(given_documents())
-    setattr(module, _LONGER, longest is not None)
+def _add_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    longest = _get_longest_document(find_model_argument("distca_documents"))
+    setattr(module, _HAS_LONGEST, longest is not None)
     if longest is None:
         return None
     positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
@@ -257,16 +266,17 @@ def _with_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
             " that depends on the longest document of all ranks: distca has nowhere to say how"
             " long that is."
         )
-    last = positions.new_full((*positions.shape[:-1], 1), longest - 1)
-    positions = torch.cat([positions, last], dim=-1)
+    positions = torch.cat(
+        [positions, positions.new_full((*positions.shape[:-1], 1), longest - 1)], dim=-1
+    )
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": positions}
     return (args[0], positions, *args[2:]), kwargs
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _without_longest(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    if not getattr(module, _LONGER):
+def _drop_longest(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    if not getattr(module, _HAS_LONGEST):
         return None
     if isinstance(output, torch.Tensor):  # (..., tokens, width)
         return output[..., :-1, :].contiguous()

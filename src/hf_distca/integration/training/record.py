@@ -24,7 +24,8 @@ from transformers import TrainingArguments
 
 from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.history import BalanceTotals, PlannedMicroBatch
-from hf_distca.integration.loading import distca_configs
+from hf_distca.integration.attention_names import find_distca_configs
+from hf_distca.integration.processes import LOG
 from hf_distca.integration.session import Session
 from hf_distca.run_report.rows import (
     RECORD_NAME,
@@ -40,7 +41,6 @@ from hf_distca.run_report.rows import (
 
 __all__ = ["Recorder"]
 
-_log = logging.getLogger("hf_distca")
 _PACKAGES = (
     "hf-distca",
     "torch",
@@ -52,7 +52,7 @@ _PACKAGES = (
     "peft",
     "trl",
 )
-_TRAINING = (
+_TRAINING_FIELDS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "max_steps",
@@ -63,7 +63,7 @@ _TRAINING = (
 )
 # Plans of the worst micro-batches are written up to this many bytes: some hundred steps of 8 ranks,
 # some of 512.
-_MOST_PLAN_BYTES = 1_000_000
+_MAX_PLAN_BYTES = 1_000_000
 
 
 class Recorder(logging.Filter):
@@ -83,93 +83,99 @@ class Recorder(logging.Filter):
     def __init__(self, folder: Path, session: Session, *, every_plan: bool) -> None:
         super().__init__()
         self._path, self._session, self._every_plan = folder / RECORD_NAME, session, every_plan
-        self._began = session.planner.resume_progress().number
-        self._tally, self._ranks = BalanceTotals(), np.zeros((len(fields(PerRank)), 0))
-        # Seconds of the slowest rank by the mean.
-        self._worst: tuple[float, PlannedMicroBatch] | None = None
+        self._first_number = session.planner.resume_progress().number
+        self._totals, self._figures = BalanceTotals(), np.zeros((len(fields(PerRank)), 0))
+        # With its imbalance: seconds of the slowest rank by the mean.
+        self._worst_plan: tuple[float, PlannedMicroBatch] | None = None
         self._plan_bytes = 0
-        self._plans = 0
-        self._failed = False
+        self._plan_count = 0
+        self._has_failed = False
 
-    def begin(self, args: TrainingArguments, step: int, model: torch.nn.Module | None) -> None:
+    def start(self, args: TrainingArguments, step: int, model: torch.nn.Module | None) -> None:
         """Begin the record, after `step` steps: a new file, or the next part of an existing one."""
         session, cost = self._session, self._session.config.cost_model
         row = RunRow(
             step=step,
             started=datetime.now(UTC).isoformat(timespec="seconds"),
-            ranks=session.ranks,
-            nodes=session.nodes,
+            ranks=session.rank_count,
+            nodes=session.node_count,
             device=torch.cuda.get_device_name(args.device)
             if args.device.type == "cuda"
             else f"{args.device.type} ({machine()})",
-            model=_described(model),
+            model=_describe_model(model),
             settings={**asdict(session.config), "cost_model": str(getattr(cost, "name", cost))},
-            training={name: getattr(args, name, None) for name in _TRAINING},
-            versions={"python": python_version(), **_versions()},
+            training={name: getattr(args, name, None) for name in _TRAINING_FIELDS},
+            versions={"python": python_version(), **_read_versions()},
         )
-        self._write([row], mode="a" if step else "w")
-        session.planner.history.observer = self._count
-        _log.addFilter(self)
+        self._append_rows([row], mode="a" if step else "w")
+        session.planner.history.observer = self._add_micro_batch
+        LOG.addFilter(self)
 
-    def write(self, step: int, loss: object = None) -> None:
+    def write_steps(self, step: int, loss: object = None) -> None:
         """Write the counts since the last time, after `step` steps, and the loss if it is a finite
         number.
         """
-        tally, self._tally = self._tally, BalanceTotals()
-        if not tally.micro_batches:
+        totals, self._totals = self._totals, BalanceTotals()
+        if not totals.micro_batches:
             return
-        ranks, self._ranks = self._ranks, np.zeros_like(self._ranks)
+        figures, self._figures = self._figures, np.zeros_like(self._figures)
         rows: list[Row] = []
-        if self._worst is not None:
-            rows.append(self._plan_row(self._worst[1]))
-            self._worst = None
-        number = loss if isinstance(loss, float) and math.isfinite(loss) else None
-        kernels, rates = (
-            list(self._session.kernels),
-            self._session.planner.resume_progress().costs.learned_corrections,
+        if self._worst_plan is not None:
+            rows.append(self._make_plan_row(self._worst_plan[1]))
+            self._worst_plan = None
+        rows.append(
+            StepsRow(
+                step,
+                asdict(totals),
+                _make_per_rank(figures),
+                loss if isinstance(loss, float) and math.isfinite(loss) else None,
+                list(self._session.kernel_names),
+                self._session.planner.resume_progress().costs.learned_corrections,
+            )
         )
-        rows.append(StepsRow(step, asdict(tally), _per_rank(ranks), number, kernels, rates))
-        self._write(rows)
+        self._append_rows(rows)
 
     def stop(self) -> None:
         """Stop recording."""
         self._session.planner.history.observer = None
-        _log.removeFilter(self)
+        LOG.removeFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Note a warning, and let it pass."""
         if record.levelno >= logging.WARNING:
-            self._write([WarningRow(self._session.planner.history.step, record.getMessage())])
+            self._append_rows([WarningRow(self._session.planner.history.step, record.getMessage())])
         return True
 
-    def _count(self, micro_batch: PlannedMicroBatch, tally: BalanceTotals) -> None:
-        if micro_batch.number <= self._began:  # of an evaluation before
+    def _add_micro_batch(self, micro_batch: PlannedMicroBatch, totals: BalanceTotals) -> None:
+        if micro_batch.number <= self._first_number:  # of an evaluation before
             return
-        self._tally += tally
-        ranks = _by_rank(micro_batch.plans)
-        self._ranks = ranks if not self._ranks.size else self._ranks + ranks
-        before = tally.estimated_before / max(tally.estimated_mean, 1e-30)
-        if self._every_plan or not self._plans:
-            self._write([self._plan_row(micro_batch)])
-        elif self._plan_bytes < _MOST_PLAN_BYTES and (
-            self._worst is None or before > self._worst[0]
+        self._totals += totals
+        figures = _sum_figures(micro_batch.plans)
+        self._figures = figures if not self._figures.size else self._figures + figures
+        imbalance = totals.estimated_before / max(totals.estimated_mean, 1e-30)
+        if self._every_plan or not self._plan_count:
+            self._append_rows([self._make_plan_row(micro_batch)])
+        elif self._plan_bytes < _MAX_PLAN_BYTES and (
+            self._worst_plan is None or imbalance > self._worst_plan[0]
         ):
-            self._worst = before, micro_batch
+            self._worst_plan = imbalance, micro_batch
 
-    def _plan_row(self, micro_batch: PlannedMicroBatch) -> PlanRow:
-        self._plans += 1
-        plans = micro_batch.plans
+    def _make_plan_row(self, micro_batch: PlannedMicroBatch) -> PlanRow:
+        self._plan_count += 1
         parts = [
             PlanPart(json.loads(plan.plan.to_json()), plan.task_seconds.tolist(), plan.ranks.speeds)
-            for plan in plans
+            for plan in micro_batch.plans
         ]
         return PlanRow(
-            micro_batch.step, micro_batch.number - self._began, _per_rank(_by_rank(plans)), parts
+            micro_batch.step,
+            micro_batch.number - self._first_number,
+            _make_per_rank(_sum_figures(micro_batch.plans)),
+            parts,
         )
 
-    def _write(self, rows: Sequence[Row], mode: str = "a") -> None:
+    def _append_rows(self, rows: Sequence[Row], mode: str = "a") -> None:
         """Append rows. A failure to write does not end the run."""
-        if self._failed:
+        if self._has_failed:
             return
         lines = [write_row(row) + "\n" for row in rows]
         self._plan_bytes += sum(
@@ -180,15 +186,15 @@ class Recorder(logging.Filter):
             with self._path.open(mode, encoding="utf-8") as file:
                 file.writelines(lines)
         except OSError as error:
-            self._failed = True
-            _log.warning(
+            self._has_failed = True
+            LOG.warning(
                 "no record for `hf-distca report` is kept: %s cannot be written (%s).",
                 self._path,
                 error.strerror,
             )
 
 
-def _by_rank(plans: Sequence[BatchPlan]) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _sum_figures(plans: Sequence[BatchPlan]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return (figures, ranks) in the order of the fields of `PerRank`."""
     rows = []
     counted: set[int] = set()
@@ -196,25 +202,26 @@ def _by_rank(plans: Sequence[BatchPlan]) -> np.ndarray[Any, np.dtype[np.float64]
         # Each kind of layers has a plan for the same tokens; each nano-batch has its own.
         tokens = plan.plan.layout.query_tokens * (plan.key.nano not in counted)
         counted.add(plan.key.nano)
-        estimated, measured = (
-            (plan.estimated_before, plan.estimated_after),
-            (plan.measured_before, plan.measured_after),
+        figures = (
+            tokens,
+            *(plan.estimated_before, plan.estimated_after),
+            *(plan.measured_before, plan.measured_after),
+            *(plan.sent_bytes, plan.between_bytes * plan.on_several_nodes),
         )
-        sent = plan.sent_bytes, plan.between_bytes * plan.on_several_nodes
-        rows.append(np.stack([tokens, *estimated, *measured, *sent]).astype(np.float64))
+        rows.append(np.stack(figures).astype(np.float64))
     return np.asarray(np.sum(rows, axis=0), dtype=np.float64)
 
 
-def _per_rank(ranks: np.ndarray[Any, np.dtype[np.float64]]) -> PerRank:
-    columns = dict(zip((field.name for field in fields(PerRank)), ranks.tolist(), strict=True))
-    counts = "tokens", "sent_bytes", "between_bytes"
-    whole = {name: [int(value) for value in columns[name]] for name in counts}
-    return PerRank(**{**columns, **whole})
+def _make_per_rank(figures: np.ndarray[Any, np.dtype[np.float64]]) -> PerRank:
+    columns = dict(zip((field.name for field in fields(PerRank)), figures.tolist(), strict=True))
+    for name in ("tokens", "sent_bytes", "between_bytes"):
+        columns[name] = list(map(int, columns[name]))
+    return PerRank(**columns)
 
 
-def _described(model: torch.nn.Module | None) -> dict[str, Any]:
+def _describe_model(model: torch.nn.Module | None) -> dict[str, Any]:
     """Return type, shape and dtype of the first part of a model that asks for distca."""
-    for config in distca_configs(model)[:1]:
+    for config in find_distca_configs(model)[:1]:
         shape = (
             "num_hidden_layers",
             "num_attention_heads",
@@ -230,7 +237,7 @@ def _described(model: torch.nn.Module | None) -> dict[str, Any]:
     return {}
 
 
-def _versions() -> dict[str, str]:
+def _read_versions() -> dict[str, str]:
     versions = {}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):

@@ -1,13 +1,17 @@
-"""The mask function: instead of a dense mask it returns the handle of a micro-batch."""
+"""The mask function: instead of a dense mask it returns the handle of a micro-batch.
+
+`prepare` does ahead of the first step what the mask function would do in its first forward.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -15,28 +19,33 @@ from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.borrowed import CAUSAL_MASK_PARTS, MASK_BLOCKS, MASK_CHUNKS, MASK_UNION
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.attention_names import (
+    check_not_replaced,
+    find_distca_configs,
+    iterate_models,
+)
 from hf_distca.integration.callers import MaskCall
-from hf_distca.integration.checks import check_step
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import (
+    PING_PONG_FAMILIES,
     check_family,
     check_layerdrop,
-    warn_of_family,
-    why_unnumbered,
-    why_whole,
+    no_mask_numbers_reason,
+    warn_of_unproven_family,
+    whole_document_reason,
 )
-from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, MaskInfo
-from hf_distca.integration.loading import check_untouched
-from hf_distca.integration.nano_batches import cut_layers
-from hf_distca.integration.positions import (
+from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, MaskFacts
+from hf_distca.integration.hooks.dealt_trainers import check_first_share
+from hf_distca.integration.hooks.nano_batch_layers import cut_layers
+from hf_distca.integration.hooks.positions import (
     check_positions,
-    first_position,
-    mark_starts,
-    see_longest,
+    extend_rotary,
+    find_first_position,
+    mark_document_starts,
 )
-from hf_distca.integration.recomputed_masks import handle_of_forward
+from hf_distca.integration.hooks.recomputed_masks import reuse_forward_handle
 
-__all__ = ["distca_mask"]
+__all__ = ["distca_mask", "prepare"]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -58,15 +67,15 @@ def distca_mask(
     Raises:
         UnsupportedError: if the model is of a family that is refused, or drops layers while it
             trains, if another package has put itself in front of distca, or in
-            `torch.nn.DataParallel`. Of shares also what `check_step` refuses.
+            `torch.nn.DataParallel`. Of shares also what `check_first_share` refuses.
         LayoutError: if position ids are not those of the documents.
     """
     if isinstance(attention_mask, (AttentionHandle, ForeignMask)):
         return attention_mask
     model_type = getattr(config, "model_type", None)
     check_family(model_type, encoder_decoder=getattr(config, "is_encoder_decoder", False))
-    check_untouched(config)
-    parts = set(_parts(mask_function))
+    check_not_replaced(config)
+    parts = set(_list_mask_functions(mask_function))
     foreign = sorted(parts - CAUSAL_MASK_PARTS)
     if sizes.get("use_vmap") or foreign:
         return ForeignMask(", ".join(foreign) or "a custom mask function")
@@ -79,129 +88,175 @@ def distca_mask(
     ):
         # One token at a time reads the whole cache: no query rows to move, and only this rank is
         # generating.
-        ours = {
-            "mask_function": mask_function,
-            "attention_mask": attention_mask,
-            "local_size": local_size,
-            "config": config,
-        }
-        dense = sdpa_mask(**{**sizes, **ours, "allow_is_causal_skip": False})
+        dense = sdpa_mask(
+            **{**sizes, "allow_is_causal_skip": False},
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            config=config,
+        )
         return torch.Tensor.as_subclass(dense, CachedMask)  # type: ignore[arg-type]  # never None without skips
     chunked = MASK_CHUNKS in parts
-    info = MaskInfo(
-        # As bool: see `_with_caller`.
+    facts = MaskFacts(
+        # As bool: see `_add_caller_facts`.
         padding=None if attention_mask is None else attention_mask[:, :length],
         window=None if chunked else local_size,
         chunk=local_size if chunked else None,
         model_type=model_type,
         # Only what is computed while gradients are recorded can be recomputed. Layers under
         # reentrant checkpointing record none in their first forward, but their mask is made before.
-        recomputes=torch.is_grad_enabled(),
+        can_recompute=torch.is_grad_enabled(),
     )
-    return handle_of_forward(
-        AttentionHandle(sizes["batch_size"], length, _with_caller(info, config))
+    return reuse_forward_handle(
+        AttentionHandle(sizes["batch_size"], length, _add_caller_facts(facts, config))
     )
 
 
-def _with_caller(info: MaskInfo, config: PreTrainedConfig | None) -> MaskInfo:
-    """Add facts about the model that asks for the mask, after checks and preparation that were not
-    done before.
-    """
+def _add_caller_facts(facts: MaskFacts, config: PreTrainedConfig | None) -> MaskFacts:
+    """Add facts about the model that asks for the mask; check and prepare it, if nobody did."""
     call = MaskCall()
-    if call.in_data_parallel:
+    if call.is_in_data_parallel:
         raise UnsupportedError(
             "torch.nn.DataParallel runs replicas of the model in threads of one process, and distca"
             " shares attention between processes. Start one process for each GPU, with torchrun or"
             " accelerate launch; or make one GPU visible (CUDA_VISIBLE_DEVICES=0)."
         )
-    warn_of_family(info.model_type)
-    model, packed, position_ids = next(call.models(), None), call.documents, call.position_ids
+    warn_of_unproven_family(facts.model_type)
+    model = next(call.iterate_models(), None)
+    packed = call.documents
+    position_ids = call.position_ids
     if torch.is_grad_enabled() if model is None else model.training:
         check_layerdrop(config)
     session = current_session()  # what `prepare` does, for a model that nobody prepared
     # From the inside out; the mesh is on the model that was loaded.
-    session.look_for_mesh(call.models())
+    session.find_mesh(call.iterate_models())
     if session.config.ping_pong and model is not None:
         cut_layers(model)
-    first = first_position(model)
-    if position_ids is None and (given := call.given_positions) is not None:
-        position_ids = given if first else mark_starts(given)
+    first = find_first_position(model)
+    if position_ids is None and (positions := call.model_position_ids) is not None:
+        position_ids = positions if first else mark_document_starts(positions)
     if model is not None and isinstance(packed, PackedDocuments):
         check_positions(
             model,
             packed,
             position_ids,
-            lacking=call.lacks_positions and not (first and position_ids is not None),
+            counts_itself=call.has_no_positions and not (first and position_ids is not None),
         )
         if packed.dealt_share is not None:
-            check_step(call, packed.dealt_share)
+            check_first_share(call, packed.dealt_share, session)
     # A model can be left in training mode while one rank generates: the mode alone does not tell
     # that the others take part.
     return replace(
-        info,
-        padding=_numbered(call.attention_mask, info.padding),
+        facts,
+        padding=_choose_padding(call.attention_mask, facts.padding),
         position_ids=position_ids,
-        packed=packed,
+        packed_documents=packed,
         first_position=first,
-        whole=why_whole(info.model_type) or see_longest(model, config, packed),
-        unnumbered=why_unnumbered(info.model_type, config),
-        alone=call.generating,
+        whole_document_reason=whole_document_reason(facts.model_type)
+        or extend_rotary(model, config, packed),
+        no_mask_numbers_reason=no_mask_numbers_reason(facts.model_type, config),
+        is_local=call.is_generating,
     )
 
 
-def _numbered(given: torch.Tensor | None, padding: torch.Tensor | None) -> torch.Tensor | None:
+def _choose_padding(
+    numbers: torch.Tensor | None, padding: torch.Tensor | None
+) -> torch.Tensor | None:
     """Return the padding mask in the numbers that the model got, if these are known, whole, and of
     its shape.
     """
-    given = (
+    numbers = (
         None
-        if padding is None or given is None or given.dim() != 2
-        else convert_mask(given[:, : padding.shape[1]])
+        if padding is None or numbers is None or numbers.dim() != 2
+        else convert_mask(numbers[:, : padding.shape[1]])
     )
-    return padding if given is None or padding is None or given.shape != padding.shape else given
+    return (
+        padding if numbers is None or padding is None or numbers.shape != padding.shape else numbers
+    )
 
 
-def _parts(function: Callable[..., Any]) -> list[str]:
+def _list_mask_functions(function: Callable[..., Any]) -> list[str]:
     """List the names of the functions that a mask function is composed of, read from its closures.
 
     Overlays of tokens that see each other both ways are left out if the batch has none, as in Gemma
     4's masks of text alone.
     """
-    name = _name(function)
+    name = _get_function_name(function)
     if not isinstance(function, FunctionType):
         return [name]
-    inner = _closed_over(function).values()
     functions = [
         part
-        for value in inner
+        for value in _read_closure(function).values()
         for part in (value if isinstance(value, (tuple, list)) else (value,))
         if callable(part)
     ]
     if name == MASK_UNION:
-        functions = [part for part in functions if not _hides_all(part)]
+        functions = [part for part in functions if not _is_empty_overlay(part)]
     names = [name] if name != MASK_UNION or len(functions) > 1 else []
     for part in functions:
-        names += _parts(part)
+        names += _list_mask_functions(part)
     return names
 
 
-def _closed_over(function: FunctionType) -> dict[str, Any]:
+def _read_closure(function: FunctionType) -> dict[str, Any]:
     """Return the variables that a function closes over, by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: cell.cell_contents for name, cell in cells}
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _get_function_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__qualname__).split(".")[0]
 
 
-def _hides_all(function: Callable[..., Any]) -> bool:
+def _is_empty_overlay(function: Callable[..., Any]) -> bool:
     """Return whether a part of a union of masks lets no token see any: an overlay of blocks without
     tokens.
 
     This reads the device once a mask, only for models with such blocks.
     """
-    if _name(function) != MASK_BLOCKS or not isinstance(function, FunctionType):
+    if _get_function_name(function) != MASK_BLOCKS or not isinstance(function, FunctionType):
         return False
-    ids = _closed_over(function).get("block_sequence_ids")
+    ids = _read_closure(function).get("block_sequence_ids")
     return isinstance(ids, torch.Tensor) and bool((ids < 0).all())
+
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def prepare(model: Model) -> Model:
+    """Make a model ready to train under distca, before its first step; for custom
+    loops, like `DistCACallback` for Trainers.
+
+    Call it on every rank, after `configure` and after torch.distributed has started. It makes the
+    attention group, from the device mesh of the model if there is one, and lets decoder layers run
+    as nano-batches if ping-pong is on. Without this call the first forward does the same, as far as
+    it finds the model among its callers. Calling it again has no effect.
+
+    Args:
+        model: a model of transformers, or a module that holds one, such as a PEFT or a DDP model.
+
+    Returns:
+        The model.
+
+    Raises:
+        UnsupportedError: if the model, or a part of it that asks for distca, is of a family that is
+            refused or drops layers, or if another package has put itself in front of distca.
+        DistCADesyncError: if not all ranks come.
+    """
+    configs = find_distca_configs(model)
+    for config in configs:
+        check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
+        check_layerdrop(config)
+        check_not_replaced(config)
+    if not configs:
+        return model
+    session = current_session()
+    session.find_mesh(iterate_models(model))
+    if session.config.ping_pong:
+        for part in iterate_models(model):
+            # Of others the first forward says why it leaves them whole.
+            if part.config.model_type in PING_PONG_FAMILIES:
+                cut_layers(part)
+    if dist.is_available() and dist.is_initialized():
+        session.join_group()
+    return model

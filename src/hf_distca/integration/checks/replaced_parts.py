@@ -12,13 +12,19 @@ from hf_distca.integration.processes import warn_once
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["Collators", "check_collator", "name_of", "package_of", "warn_of_order"]
+__all__ = [
+    "CollatorRule",
+    "check_collator",
+    "get_collator_name",
+    "get_collator_package",
+    "warn_of_row_order",
+]
 
-Collators = Literal["check", "replace"]
+CollatorRule = Literal["check", "replace"]
 
 # Collators that make of rows what is read of rows here (ids, labels, masks, lengths, positions), by
 # the package that has them.
-_STOCK = {
+_KNOWN_COLLATORS = {
     "transformers": {
         "DataCollatorForLanguageModeling",
         "DataCollatorForSeq2Seq",
@@ -38,7 +44,7 @@ _STOCK = {
 }
 
 
-def check_collator(trainer: Trainer, collator: Collators) -> None:
+def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
     """Raise for a collator that may define targets, or drop or change some, unless it may be
     replaced.
 
@@ -49,23 +55,23 @@ def check_collator(trainer: Trainer, collator: Collators) -> None:
     Raises:
         UnsupportedError: names the collator, and a remedy.
     """
-    given: Any = trainer.data_collator
-    name, package = name_of(given), package_of(given)
-    masks_at_random = getattr(given, "mlm", False)
-    if name in _STOCK.get(package, ()) and not masks_at_random:
+    data_collator: Any = trainer.data_collator
+    name, package = get_collator_name(data_collator), get_collator_package(data_collator)
+    masks_at_random = getattr(data_collator, "mlm", False)
+    if name in _KNOWN_COLLATORS.get(package, ()) and not masks_at_random:
         if package == "transformers":
-            _warn_of_padding(given, name)
+            _warn_of_padding(data_collator, name)
         return
-    said = f"{name}(mlm=True)" if masks_at_random else name
+    shown = f"{name}(mlm=True)" if masks_at_random else name
     if collator == "replace":
         warn_once(
             "hf_distca.deal puts PackingCollator in the place of %s, which is not called any more.",
-            said,
+            shown,
         )
         return
     raise UnsupportedError(
-        f"hf_distca.deal replaces the data_collator, and {said} is none whose rows are read as it"
-        " reads them: what it masks, drops or changes would be lost. Do in the data set what it"
+        f"hf_distca.deal replaces the data_collator, and {shown} is none whose rows are read as"
+        " it reads them: what it masks, drops or changes would be lost. Do in the data set what it"
         " does: rows may have labels with -100, completion_mask or assistant_masks. If nothing is"
         ' lost, say hf_distca.deal(..., collator="replace"), or hf-distca run --set'
         " collator=replace."
@@ -88,7 +94,7 @@ def _warn_of_padding(collator: Any, name: str) -> None:
         )
 
 
-def warn_of_order(trainer: Trainer) -> None:
+def warn_of_row_order(trainer: Trainer) -> None:
     """Warn about a replaced order of rows, if it is not the usual one."""
     strategy = trainer.args.train_sampling_strategy
     if strategy not in {"random", "sequential"}:
@@ -100,12 +106,12 @@ def warn_of_order(trainer: Trainer) -> None:
         )
 
 
-def name_of(collator: Any) -> str:
+def get_collator_name(collator: Any) -> str:
     """Return the name of a function, or of the function in a partial, else of a class."""
     return str(getattr(getattr(collator, "func", collator), "__name__", type(collator).__name__))
 
 
-def package_of(collator: Any) -> str:
+def get_collator_package(collator: Any) -> str:
     """Return the package of a function or a class; a user's subclass has another package."""
     module = (
         getattr(collator, "__module__", None)

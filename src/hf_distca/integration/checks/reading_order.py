@@ -17,17 +17,17 @@ from hf_distca.data.collator import PackingCollator
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.replaced import name_of, package_of
+from hf_distca.integration.checks.replaced_parts import get_collator_name, get_collator_package
 
-__all__ = ["Wrong", "check_reader", "wrong_epochs", "wrong_reading"]
+__all__ = ["Reasons", "check_dispatch", "find_epoch_reasons", "find_reading_reasons", "find_shares"]
 
-Wrong = Iterator[str]  # what is wrong, and what to set
+Reasons = Iterator[str]  # what is wrong, and what to set
 
 # What a batch of a share must still have when it comes to the model.
-_NEEDED = {"distca_documents", "position_ids", "shift_labels"}
+_REQUIRED_COLUMNS = {"distca_documents", "position_ids", "shift_labels"}
 
 
-def check_reader(loader: object, shares: bool) -> None:
+def check_dispatch(loader: object, shares: bool) -> None:
     """Raise for a loader of several processes in which rank 0 reads packed documents for all ranks.
 
     accelerate does so for iterable datasets unless told otherwise. It joins the rows of all ranks
@@ -35,13 +35,10 @@ def check_reader(loader: object, shares: bool) -> None:
     `PackedDocuments` survive: rank 0 fails while the others wait for it.
     """
     if (
-        not isinstance(loader, DataLoaderDispatcher)
-        or loader.state.distributed_type == DistributedType.NO
+        isinstance(loader, DataLoaderDispatcher)
+        and loader.state.distributed_type != DistributedType.NO
+        and (shares or isinstance(_get_collator(loader), PackingCollator))
     ):
-        return
-    collator = getattr(loader, "collate_fn", None)
-    collator = getattr(collator, "data_collator", collator)  # the Trainer wraps it to drop columns
-    if isinstance(collator, PackingCollator) or shares:
         raise UnsupportedError(
             "rank 0 would read the batches of all ranks and broadcast them, as accelerate does by"
             " default for iterable datasets; packed documents cannot travel so. Set"
@@ -51,28 +48,35 @@ def check_reader(loader: object, shares: bool) -> None:
         )
 
 
-def wrong_reading(loader: Any, shares: Shares | StreamedShares) -> Wrong:
+def _get_collator(loader: object) -> object:
+    """Return the collator of a loader, which the Trainer wraps to drop columns."""
+    collator = getattr(loader, "collate_fn", None)
+    return getattr(collator, "data_collator", collator)
+
+
+def find_reading_reasons(loader: Any, shares: Shares | StreamedShares) -> Reasons:
     """Yield reasons why ranks would get other shares than their own."""
     if not getattr(loader, "in_order", True):
         yield (
             "batches come as workers finish them: ranks would hold shares of different global"
             " batches. Set dataloader_in_order=True."
         )
-    collator = getattr(loader, "collate_fn", None)
-    inner = getattr(collator, "data_collator", collator)  # the Trainer wraps it to drop columns
-    if package_of(inner) in {"transformers", "trl"} or name_of(inner) == "default_collate":
+    collator = _get_collator(loader)
+    name = get_collator_name(collator)
+    if get_collator_package(collator) in {"transformers", "trl"} or name == "default_collate":
         yield (
-            f"{name_of(inner)} cannot make batches of them. Set"
+            f"{name} cannot make batches of them. Set"
             " data_collator=hf_distca.PackingCollator() in the Trainer, or"
             " collate_fn=hf_distca.PackingCollator() in a DataLoader."
         )
-    columns = getattr(collator, "signature_columns", None)  # all that the Trainer leaves in
-    if columns is not None and (dropped := sorted(_NEEDED - set(columns))):
+    # All that the Trainer leaves in.
+    columns = getattr(getattr(loader, "collate_fn", None), "signature_columns", None)
+    if columns is not None and (dropped := sorted(_REQUIRED_COLUMNS - set(columns))):
         yield (
             f"the Trainer drops {', '.join(dropped)} from them. Set"
             " TrainingArguments(remove_unused_columns=False)."
         )
-    batches, shard, processes = _read_by(loader)
+    batches, shard, processes = _find_sampler(loader)
     if shard is not None and shard.split_batches:
         yield (
             f"split_batches=True cuts batches of {shard.batch_size} into one part for each process."
@@ -115,17 +119,15 @@ def wrong_reading(loader: Any, shares: Shares | StreamedShares) -> Wrong:
         )
 
 
-def _read_by(loader: Any) -> tuple[Any, Any, int | None]:
+def _find_sampler(loader: Any) -> tuple[Any, Any, int | None]:
     """Find the batch sampler, accelerate's sharding of it, and its number of processes; None if it
     reads out of order.
     """
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         shard = loader.dataset if isinstance(loader.dataset, IterableDatasetShard) else None
         return (loader, None, 1) if shard is None else (shard, shard, shard.num_processes)
-    batches, shard = (
-        loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler,
-        None,
-    )
+    shard = None
+    batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     while hasattr(batches, "batch_sampler"):  # accelerate's, around the one that makes the batches
         shard = batches if isinstance(batches, BatchSamplerShard) else shard
         batches = batches.batch_sampler
@@ -136,7 +138,7 @@ def _read_by(loader: Any) -> tuple[Any, Any, int | None]:
     return batches, shard, (1 if shard is None else shard.num_processes) if in_order else None
 
 
-def wrong_epochs(loader: Any, shares: Shares | StreamedShares) -> Wrong:
+def find_epoch_reasons(loader: Any, shares: Shares | StreamedShares) -> Reasons:
     """Yield reasons why epochs of shares would not be shuffled anew."""
     shuffled = isinstance(shares, StreamedShares) or shares.batches.seed is not None
     if shuffled and not hasattr(loader.dataset, "set_epoch"):
@@ -146,3 +148,20 @@ def wrong_epochs(loader: Any, shares: Shares | StreamedShares) -> Wrong:
             " of the first. Select documents before document_shares, or give what is around shares"
             " a method set_epoch."
         )
+
+
+def find_shares(dataset: object) -> Shares | StreamedShares | None:
+    """Return the shares that a data set or a loader reads, under any wrappers of Trainer, TRL or
+    accelerate; None if there are none.
+    """
+    while dataset is not None:
+        if isinstance(dataset, Shares | StreamedShares):
+            return dataset
+        form = getattr(dataset, "format", None)
+        transform = (
+            form["format_kwargs"].get("transform")
+            if isinstance(form, dict) and "format_kwargs" in form
+            else None
+        )
+        dataset = getattr(dataset, "dataset", None) if transform is None else transform
+    return None

@@ -26,15 +26,15 @@ from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import ConfigError
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.dealt_trainers import follow_trainers
-from hf_distca.integration.families import known_cost, layer_keys
+from hf_distca.integration.hooks.dealt_trainers import wrap_trainers
+from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.runtime.members import launched_per_node
 from hf_distca.schedule.cost import AttentionShape
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["document_shares", "lazy_dataset"]
+__all__ = ["document_shares", "make_lazy_dataset"]
 
 
 def document_shares(
@@ -120,21 +120,21 @@ def document_shares(
         LayoutError: if documents have no tokens, too few for one global batch, or no such column.
     """
     config = config or current_session().config
-    launched = ranks is None and ranks_per_node is None
+    is_launched = ranks is None and ranks_per_node is None
     if ranks is None:
-        ranks = config.group_size or config.group_ranks(_launched_processes())
-    device_type = torch.device(_training_device() if device is None else device).type
-    ranks_per_node = launched_per_node(ranks) if launched else ranks_per_node
-    follow_trainers()
+        ranks = config.group_size or config.group_ranks(_count_processes())
+    device_type = torch.device(_find_device() if device is None else device).type
+    ranks_per_node = launched_per_node(ranks) if is_launched else ranks_per_node
+    wrap_trainers()
     keys = (
-        _given_keys(shapes, device_type)
+        _make_keys(shapes, device_type)
         if shapes is not None
-        else layer_keys(model, dtype or _mixed_dtype(), device_type)
+        else list_layer_keys(model, dtype or _find_mixed_dtype(), device_type)
     )
     dealing = DealSettings(
         ranks,
         tokens_per_rank,
-        {key: known_cost(key, config) for key in keys},
+        {key: make_initial_cost(key, config) for key in keys},
         config,
         ranks_per_node,
         placement,
@@ -143,17 +143,17 @@ def document_shares(
     dealing.deal_layouts(np.array([ranks * tokens_per_rank]))
     inputs = ForwardInputs.of(model)
     if not hasattr(documents, "__len__"):
-        _check_stream(seed, fill, longer, lengths)
+        _check_stream_options(seed, fill, longer, lengths)
         return StreamedShares(documents, dealing, column=column, inputs=inputs)
     quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
     counts = read_document_lengths(documents, column, lengths, quiet=quiet)
     batches = GlobalBatches(counts, ranks * tokens_per_rank, seed, fill, longer, quiet=quiet)
-    return lazy_dataset(
+    return make_lazy_dataset(
         Shares(documents, batches, dealing, column=column, pad_token_id=pad_token_id, inputs=inputs)
     )
 
 
-def lazy_dataset(shares: Shares) -> Dataset:
+def make_lazy_dataset(shares: Shares) -> Dataset:
     """Make a data set of the numbers of items; a transform makes them into shares when they are
     read.
 
@@ -168,7 +168,7 @@ def lazy_dataset(shares: Shares) -> Dataset:
     return dataset
 
 
-def _launched_processes() -> int:
+def _count_processes() -> int:
     """Return the number of processes that train.
 
     Accelerate would answer, but start them with other timeouts than a Trainer made later.
@@ -182,7 +182,7 @@ def _launched_processes() -> int:
     )
 
 
-def _training_device() -> str:
+def _find_device() -> str:
     if has_partial_state():
         return str(PartialState().device)
     accelerator = (
@@ -193,20 +193,20 @@ def _training_device() -> str:
     return accelerator.type if accelerator else "cpu"
 
 
-def _mixed_dtype() -> torch.dtype | None:
+def _find_mixed_dtype() -> torch.dtype | None:
     """Return the mixed-precision dtype configured in accelerate, if any.
 
     `TrainingArguments` cannot be found.
     """
-    mixed = (
+    precision = (
         AcceleratorState().mixed_precision
         if is_initialized()
         else os.environ.get("ACCELERATE_MIXED_PRECISION")
     )
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed or "no")
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or "no")
 
 
-def _given_keys(shapes: Sequence[tuple[AttentionShape, int | None]], device: str) -> list[PlanKey]:
+def _make_keys(shapes: Sequence[tuple[AttentionShape, int | None]], device: str) -> list[PlanKey]:
     if not shapes:
         raise ConfigError(
             "shapes=[] names no kind of layer: give (AttentionShape(...), window) of at least one."
@@ -214,7 +214,9 @@ def _given_keys(shapes: Sequence[tuple[AttentionShape, int | None]], device: str
     return [PlanKey(shape, device, window) for shape, window in shapes]
 
 
-def _check_stream(seed: int | None, fill: FillRule, longer: LongerRule, lengths: Any) -> None:
+def _check_stream_options(
+    seed: int | None, fill: FillRule, longer: LongerRule, lengths: Any
+) -> None:
     """Raise for options that need to know all documents before training.
 
     The default seed shuffles nothing here.

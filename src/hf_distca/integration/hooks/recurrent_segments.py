@@ -22,26 +22,28 @@ from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.positions import mark_starts
+from hf_distca.integration.hooks.positions import mark_document_starts
 from hf_distca.integration.recurrent_rows import RecurrentRows
 from hf_distca.integration.session import Session
 from hf_distca.recurrent.segments import Segments
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.layout import Layout
 
-__all__ = ["rows_of"]
+__all__ = ["make_recurrent_rows"]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads documents
-def rows_of(model: PreTrainedModel, given: Mapping[str, Any]) -> RecurrentRows | None:
+def make_recurrent_rows(
+    model: PreTrainedModel, arguments: Mapping[str, Any]
+) -> RecurrentRows | None:
     """Make the rows of a batch; None if a cache is read, or if attention will raise for its
     documents.
     """
     session = current_session()
-    tokens = (
-        given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
-    )
-    cache, mask = given.get("past_key_values"), given.get("attention_mask")
+    tokens = arguments.get("inputs_embeds")
+    if tokens is None:
+        tokens = arguments.get("input_ids")
+    cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
     if (
         not isinstance(tokens, torch.Tensor)
         or isinstance(mask, dict)
@@ -55,19 +57,21 @@ def rows_of(model: PreTrainedModel, given: Mapping[str, Any]) -> RecurrentRows |
         else None
     )
     try:
-        told = (
-            given.get("distca_documents"),
-            given.get("cu_seq_lens_q"),
-            _of_text(given.get("position_ids")),
+        batch = TokenBatch(
+            batch_size,
+            length,
+            packed=arguments.get("distca_documents"),
+            cu_seq_lens=arguments.get("cu_seq_lens_q"),
+            position_ids=_select_text_positions(arguments.get("position_ids")),
+            padding=padding,
         )
-        batch = TokenBatch(batch_size, length, *told, padding)
         documents = batch.read_documents(
             span_ranks=session.config.documents_span_ranks, training=model.training
         )
         segments = (
-            _cut(documents, session, model.training)
+            _make_rank_segments(documents, session, model.training)
             if documents.span_ranks
-            else _packed(documents, batch_size, length)
+            else _make_packed_segments(documents, batch_size, length)
         )
     except (LayoutError, UnsupportedError):
         return None
@@ -80,27 +84,27 @@ def rows_of(model: PreTrainedModel, given: Mapping[str, Any]) -> RecurrentRows |
     return RecurrentRows(documents, batch_size, length, segments)
 
 
-def _of_text(positions: torch.Tensor | None) -> torch.Tensor | None:
+def _select_text_positions(positions: torch.Tensor | None) -> torch.Tensor | None:
     """Return text positions (axis 0 of 4) of M-RoPE position ids; for three axes, marks of the
     beginnings of documents.
     """
     if positions is None or positions.dim() < 3:
         return positions
-    return positions[0] if len(positions) == 4 else mark_starts(positions)
+    return positions[0] if len(positions) == 4 else mark_document_starts(positions)
 
 
-def _packed(documents: Documents, batch_size: int, length: int) -> Segments | None:
+def _make_packed_segments(documents: Documents, batch_size: int, length: int) -> Segments | None:
     """Make segments of whole documents, each with the padding after it; None if each row is at most
     one document.
     """
     if not documents.is_packed(length):
         return None
-    begin = documents.first_token_indices
-    begin[0] = 0  # with the padding before it
-    return Segments.packed(np.diff(begin, append=batch_size * length).tolist())
+    starts = documents.first_token_indices
+    starts[0] = 0  # with the padding before it
+    return Segments.packed(np.diff(starts, append=batch_size * length).tolist())
 
 
-def _cut(documents: Documents, session: Session, training: bool) -> Segments:
+def _make_rank_segments(documents: Documents, session: Session, training: bool) -> Segments:
     """Make the segments of this rank of documents that may continue on other ranks. Collective."""
     group = (
         session.join_trainers()
@@ -108,43 +112,43 @@ def _cut(documents: Documents, session: Session, training: bool) -> Segments:
         else AttentionGroup()
     )
     name = f"micro-batch {session.planner.resume_progress().next_number}"
-    return Segments.from_layout(_layout(documents, group, name), group, session.meter, name)
+    return Segments.from_layout(
+        _agree_on_layout(documents, group, name), group, session.meter, name
+    )
 
 
-# What begins a row of numbers for other ranks. Announcements for attention begin with their count,
-# which is not negative.
-_NUMBERED, _SHARE = -1, -2
+# First number of a row for other ranks. Announcements for attention begin with their count, which
+# is not negative.
+_NUMBERS_ROW, _SHARE_ROW = -1, -2
 
 
-def _layout(documents: Documents, group: AttentionGroup, name: str) -> Layout:
+def _agree_on_layout(documents: Documents, group: AttentionGroup, name: str) -> Layout:
     """Return the layout of all ranks, known from a share or else exchanged; all ranks get the same,
     or an error.
 
     Attention compares shares while ranks continue. Here states would travel before that, and over
     gloo messages of unequal sizes end a process.
     """
-    dealt = documents.dealt_share
-    if dealt is None:
-        kind, numbers = _NUMBERED, documents.runs.reshape(-1)
+    share = documents.dealt_share
+    if share is None:
+        kind, numbers = _NUMBERS_ROW, documents.runs.reshape(-1)
     else:
-        dealt.check_group(group)
-        if not dealt.whole_layout.has_many_ranks.any():
-            return dealt.whole_layout
-        kind, numbers, name = _SHARE, np.array([*dealt.batch_id, dealt.digest]), f"{name} ({dealt})"
+        share.check_group(group)
+        if not share.whole_layout.has_many_ranks.any():
+            return share.whole_layout
+        kind, numbers = _SHARE_ROW, np.array([*share.batch_id, share.digest])
+        name = f"{name} ({share})"
     # As long as an announcement at least.
     row = np.concatenate([[kind], np.zeros(HEADER_SIZE - 1, dtype=np.int64), numbers])
     rows = group.gather(row, doing=f"comparing documents of {name} for recurrent layers")
     kinds = np.array([-min(int(row[0]), 0) for row in rows])
-    what = "documents in recurrent layers (0: all whole, 1: numbered parts, 2: parts of a share)"
-    check_equal(group, kinds, what, name, "use the same data set and collator on every rank")
+    subject = "documents in recurrent layers (0: all whole, 1: numbered parts, 2: parts of a share)"
+    check_equal(group, kinds, subject, name, "use the same data set and collator on every rank")
     columns = [row[HEADER_SIZE:] for row in rows]
-    if dealt is not None:
+    if share is not None:
         check_shares(np.stack(columns), group, name)
-        return dealt.whole_layout
-    none = np.zeros(group.size, dtype=np.int64)
-    parts = np.concatenate(columns).reshape(-1, 3)
-    return build_layout(
-        AnnouncedBatch(
-            none + 1, none, none, np.array([len(column) // 3 for column in columns]), parts
-        )
-    )
+        return share.whole_layout
+    zeros = np.zeros(group.size, dtype=np.int64)
+    counts = np.array([len(column) // 3 for column in columns])
+    runs = np.concatenate(columns).reshape(-1, 3)
+    return build_layout(AnnouncedBatch(zeros + 1, zeros, zeros, counts, runs))

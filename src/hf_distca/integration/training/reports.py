@@ -15,12 +15,20 @@ import torch.distributed as dist
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.history import BalanceTotals
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.processes import say
+from hf_distca.integration.processes import print_lines
 from hf_distca.integration.session import Session
 from hf_distca.kernels.variants import late_compiles
 from hf_distca.measure.timeline import Trace
 
-__all__ = ["Metrics", "metrics", "metrics_of", "sum_up", "summary", "trace", "why_nothing_moved"]
+__all__ = [
+    "Metrics",
+    "metrics",
+    "nothing_moved_reason",
+    "print_summary",
+    "read_metrics",
+    "summarize_balance",
+    "trace",
+]
 
 
 @dataclass(frozen=True)
@@ -91,38 +99,36 @@ def metrics(*, gather: bool = False) -> Metrics:
         DistCADesyncError: with `gather`, if not all ranks come.
     """
     session = current_session()
-    session.times_alone = True
+    session.times_local_work = True
     if gather:
-        session.gather()
-    return metrics_of(session)
+        session.gather_measurements()
+    return read_metrics(session)
 
 
-def metrics_of(session: Session) -> Metrics:
+def read_metrics(session: Session) -> Metrics:
     """Return the metrics for a log, which has no figures of a rank alone, without switching on
     their timing.
     """
-    since, meter = session.started, session.meter
-    elapsed = time.perf_counter() - since
     return Metrics(
         session.planner.history.total,
-        meter.seconds,
-        elapsed,
-        since,
-        meter.state_bytes,
+        session.meter.seconds,
+        time.perf_counter() - session.start_time,
+        session.start_time,
+        session.meter.state_bytes,
         late_compiles(),
     )
 
 
-def summary(done: BalanceTotals, session: Session) -> str | None:
+def summarize_balance(totals: BalanceTotals, session: Session) -> str | None:
     """Summarize micro-batches of a session in a few lines; None if there were none."""
-    if not done.micro_batches:
+    if not totals.micro_batches:
         return None
-    figures = done.compute_figures()
+    figures = totals.compute_figures()
     tokens = figures.get("distca/imbalance_tokens", 1.0)
     lines = [
         (
-            f"distca: {done.micro_batches} micro-batches on {session.ranks} ranks, work moved in"
-            f" {done.moved}"
+            f"distca: {totals.micro_batches} micro-batches on {session.rank_count} ranks, work"
+            f" moved in {totals.moved}"
         ),
         f"  {'imbalance (slowest rank / mean)':<34}{'before':>8}{'after':>8}",
         f"    {'tokens':<32}{tokens:>8.3f}{tokens:>8.3f}",
@@ -146,7 +152,7 @@ def summary(done: BalanceTotals, session: Session) -> str | None:
         "planning": f"{figures['distca/planning_ms']:.1f} ms per micro-batch",
         "attention": (
             f"{figures['distca/server_time_share']:.0%} of this rank's time, in kernel"
-            f" {', '.join(session.kernels)}"
+            f" {', '.join(session.kernel_names)}"
         ),
     }
     if "distca/servers_share" in figures:
@@ -157,44 +163,42 @@ def summary(done: BalanceTotals, session: Session) -> str | None:
     return "\n".join([*lines, *(f"  {name:<12}{value}" for name, value in parts.items())])
 
 
-def sum_up(done: BalanceTotals, session: Session) -> None:
+def print_summary(totals: BalanceTotals, session: Session) -> None:
     """Print the summary on the first rank, if there is one."""
-    text = summary(done, session)
-    if text is not None and session.is_first:
-        say(text)
-        session.summarized = True
+    text = summarize_balance(totals, session)
+    if text is not None and session.is_first_rank:
+        print_lines(text)
+        session.has_summary = True
 
 
-def why_nothing_moved(done: BalanceTotals, session: Session) -> str | None:
+def nothing_moved_reason(totals: BalanceTotals, session: Session) -> str | None:
     """Return why no work was moved in some micro-batches, with the figures; None if some was, or if
     there were none.
     """
-    if done.moved or done.busiest_bytes or not done.estimated_mean:
+    if totals.moved or totals.busiest_bytes or not totals.estimated_mean:
         return None
-    config, ratio = session.config, done.estimated_before / done.estimated_mean
-    said = f"distca moved nothing in {done.micro_batches} micro-batches"
+    config, ratio = session.config, totals.estimated_before / totals.estimated_mean
+    finding = f"distca moved nothing in {totals.micro_batches} micro-batches"
     uneven = f"the slowest rank has {ratio:.3f} times the mean attention seconds, by estimate"
     if not config.balance:
-        return f"{said}: balancing is off (balance=False). Without it, {uneven}."
+        return f"{finding}: balancing is off (balance=False). Without it, {uneven}."
     if ratio <= 1 + config.tolerance:
         return (
-            f"{said}: the documents are even ({uneven}; tolerance={config.tolerance:g}). There is"
-            " nothing to win."
+            f"{finding}: the documents are even ({uneven}; tolerance={config.tolerance:g}). There"
+            " is nothing to win."
         )
-    saved, milliseconds = (
-        1 - 1 / ratio,
-        (done.estimated_before - done.estimated_mean) / done.micro_batches * 1e3,
-    )
+    saved = 1 - 1 / ratio
     if saved < config.min_gain:
         return (
-            f"{said}: {uneven}, and evening that out saves {saved:.1%} at most, less than"
+            f"{finding}: {uneven}, and evening that out saves {saved:.1%} at most, less than"
             f" min_gain={config.min_gain:g}."
         )
+    seconds = (totals.estimated_before - totals.estimated_mean) / totals.micro_batches
     costs = session.planner.resume_progress().costs
     cost = costs.get_cost(PlanKey(*next(iter(costs))))
     return (
-        f"{said}: {uneven}, and evening that out saves {milliseconds:.3g} ms a layer at most, of"
-        f" which the exchange would leave less than min_gain={config.min_gain:g} (cost model"
+        f"{finding}: {uneven}, and evening that out saves {seconds * 1e3:.3g} ms a layer at most,"
+        f" of which the exchange would leave less than min_gain={config.min_gain:g} (cost model"
         f" {cost.name!r}: {cost.exchange_bytes_per_second / 1e9:g} GB/s and"
         f" {cost.exchange_seconds * 1e3:g} ms an exchange). Longer documents or a faster network"
         " gain more; if the figures do not fit your machine, give DistCAConfig(cost_model=...)"
@@ -202,7 +206,7 @@ def why_nothing_moved(done: BalanceTotals, session: Session) -> str | None:
     )
 
 
-def why_given_up(session: Session) -> str | None:
+def fewer_moves_reason(session: Session) -> str | None:
     """Return a message that exchanges were given up because they cost more than they saved, with
     the figures; else None.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.dealt_trainers import follow_trainers
+from hf_distca.integration.hooks.dealt_trainers import wrap_trainers
 from hf_distca.integration.session import Session
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel
@@ -23,7 +24,7 @@ from hf_distca.schedule.layout import IntArray
 
 __all__ = ["share_tokens"]
 
-_KNOWN = {
+_KNOWN_COLUMNS = {
     "input_ids",
     "labels",
     "shift_labels",
@@ -32,9 +33,9 @@ _KNOWN = {
     "distca_documents",
 }
 # What else packing loaders give, all of which follows from the documents.
-_FOLLOWING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+_DERIVED_COLUMNS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 # What is dealt by until a layer has run: causal pairs, whatever the layer is.
-_SOME_SHAPE = AttentionShape(1, 1, 1, 1, 1)
+_PLACEHOLDER_SHAPE = AttentionShape(1, 1, 1, 1, 1)
 
 
 def share_tokens(batches: Sequence[Any]) -> list[Any]:
@@ -65,17 +66,22 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
         LayoutError: if a batch does not hold the documents that it declares.
         DistCADesyncError: if not all ranks call it, with as many batches.
     """
-    follow_trainers()
+    wrap_trainers()
     session = current_session()
     group, progress = session.join_trainers(), session.planner.resume_progress()
     if group.size == 1 or not batches:
         return list(batches)
     place = f"sharing tokens from micro-batch {progress.next_number} on"
     with group.reporting(place):
-        drawn = [_Drawn.of(batch) for batch in batches]
-        counts = [len(batch.lengths) for batch in drawn]
+        drawn = [_DrawnBatch.read_batch(batch) for batch in batches]
         rows = group.gather(
-            np.concatenate([[len(drawn)], counts, *(batch.lengths for batch in drawn)]), doing=place
+            np.concatenate(
+                [
+                    [len(drawn), *(len(batch.lengths) for batch in drawn)],
+                    *(batch.lengths for batch in drawn),
+                ]
+            ),
+            doing=place,
         )
         check_equal(
             group,
@@ -90,18 +96,18 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
             key._replace(nano=0): progress.costs.get_cost(key) for key in progress.pop_recent_keys()
         }
         shared = [
-            _deal(session, costs, number, [of_rank[number] for of_rank in lengths])
+            _deal_batch(session, costs, number, [rank_lengths[number] for rank_lengths in lengths])
             for number in range(len(drawn))
         ]
-        tokens = _exchange(group, drawn, shared, place)
+        tokens = _exchange_tokens(group, drawn, shared, place)
     return [
-        _batch(dealt, columns_T2, batch["input_ids"].device)
-        for dealt, columns_T2, batch in zip(shared, tokens, batches, strict=True)
+        _make_batch(shared_batch, columns_T2, batch["input_ids"].device)
+        for shared_batch, columns_T2, batch in zip(shared, tokens, batches, strict=True)
     ]
 
 
 @dataclass(frozen=True, eq=False)
-class _Drawn:
+class _DrawnBatch:
     """Tokens of a batch without padding.
 
     Attributes:
@@ -113,12 +119,12 @@ class _Drawn:
     columns_T2: torch.Tensor
 
     @classmethod
-    def of(cls, batch: Mapping[str, Any]) -> _Drawn:
-        if unknown := sorted(batch.keys() - _KNOWN - _FOLLOWING):
+    def read_batch(cls, batch: Mapping[str, Any]) -> _DrawnBatch:
+        if unknown := sorted(batch.keys() - _KNOWN_COLUMNS - _DERIVED_COLUMNS):
             raise UnsupportedError(
                 f"a batch holds {', '.join(unknown)}, and share_tokens deals"
-                f" {', '.join(sorted(_KNOWN))} only: tokens go to other ranks, so leave the rest"
-                " out."
+                f" {', '.join(sorted(_KNOWN_COLUMNS))} only: tokens go to other ranks, so leave the"
+                " rest out."
             )
         documents = TokenBatch.of(batch).read_documents(training=True)
         if documents.span_ranks:
@@ -126,32 +132,30 @@ class _Drawn:
                 "a batch is a share of dealt documents already: share_tokens is for batches that"
                 " are not."
             )
-        keep = (
-            slice(None)
-            if documents.token_indices is None
-            else torch.from_numpy(documents.token_indices)
-        )
+        indices: slice | torch.Tensor = slice(None)
+        if documents.token_indices is not None:
+            indices = torch.from_numpy(documents.token_indices)
         lengths = documents.runs[:, 2]
-        _check_positions_count_on(batch.get("position_ids"), keep, lengths)
-        flat = [
-            batch[name].reshape(-1).cpu()[keep]
+        _check_positions(batch.get("position_ids"), indices, lengths)
+        columns = [
+            batch[name].reshape(-1).cpu()[indices]
             for name in ("input_ids", "labels", "shift_labels")
             if name in batch
         ]
         if "shift_labels" not in batch:
-            labels = flat[-1]
-            flat.append(torch.cat([labels[1:], labels.new_full((1,), IGNORED_LABEL)]))
-            flat[-1][np.cumsum(lengths) - 1] = IGNORED_LABEL
-        return cls(lengths, torch.stack([flat[0], flat[-1]], dim=1).long())
+            labels = columns[-1]
+            columns.append(torch.cat([labels[1:], labels.new_full((1,), IGNORED_LABEL)]))
+            columns[-1][np.cumsum(lengths) - 1] = IGNORED_LABEL
+        return cls(lengths, torch.stack([columns[0], columns[-1]], dim=1).long())
 
 
-def _check_positions_count_on(
-    positions: torch.Tensor | None, keep: slice | torch.Tensor, lengths: IntArray
+def _check_positions(
+    positions: torch.Tensor | None, indices: slice | torch.Tensor, lengths: IntArray
 ) -> None:
     """Raise if positions skip some inside a document: they are recomputed from its length."""
     if positions is None:
         return
-    step = np.diff(positions.reshape(-1).cpu()[keep].numpy())
+    step = np.diff(positions.reshape(-1).cpu()[indices].numpy())
     inside = np.ones(len(step) + 1, dtype=np.bool_)
     inside[np.cumsum(lengths) - 1] = False  # from one document to the next
     if (jumps := np.flatnonzero((step != 1) & inside[:-1])).size:
@@ -163,20 +167,20 @@ def _check_positions_count_on(
 
 
 @dataclass(frozen=True, eq=False)
-class _Shared:
+class _SharedBatch:
     """A dealt micro-batch.
 
     Attributes:
         packed: this rank's share.
-        home: (documents,) rank that drew each.
-        start: (documents,) index of its first token among those of its home.
+        home_ranks: (documents,) rank that drew each.
+        first_tokens: (documents,) index of its first token among those of its home.
     """
 
     packed: PackedDocuments
-    home: IntArray
-    start: IntArray
+    home_ranks: IntArray
+    first_tokens: IntArray
 
-    def runs(self, rank: int) -> list[tuple[int, int, int]]:
+    def list_runs(self, rank: int) -> list[tuple[int, int, int]]:
         """List the runs of a rank: (rank that drew it, index of its first token there, number of
         tokens).
         """
@@ -186,73 +190,86 @@ class _Shared:
             else self.packed.dealt_share.whole_layout.list_segments(rank)
         )
         return [
-            (int(self.home[s.document]), int(self.start[s.document]) + s.start, s.length)
+            (
+                int(self.home_ranks[s.document]),
+                int(self.first_tokens[s.document]) + s.start,
+                s.length,
+            )
             for s in segments
         ]
 
 
-def _deal(
+def _deal_batch(
     session: Session, costs: dict[PlanKey, CostModel], number: int, lengths: Sequence[IntArray]
-) -> _Shared:
+) -> _SharedBatch:
     group, planner = session.join_trainers(), session.planner
-    joined = np.concatenate(lengths)
-    home = np.repeat(np.arange(group.size), [len(of_rank) for of_rank in lengths])
-    start = np.concatenate([np.cumsum(of_rank) - of_rank for of_rank in lengths])
-    fair, more = divmod(int(joined.sum()), group.size)
+    all_lengths = np.concatenate(lengths)
+    home_ranks = np.repeat(np.arange(group.size), [len(rank_lengths) for rank_lengths in lengths])
+    first_tokens = np.concatenate(
+        [np.cumsum(rank_lengths) - rank_lengths for rank_lengths in lengths]
+    )
+    tokens, remainder = divmod(int(all_lengths.sum()), group.size)
     dealing = DealSettings(
         group.size,
-        [fair + (rank < more) for rank in range(group.size)],
-        costs or {PlanKey(_SOME_SHAPE, "cpu"): CostModel.of_pairs(_SOME_SHAPE)},
+        [tokens + (rank < remainder) for rank in range(group.size)],
+        costs or {PlanKey(_PLACEHOLDER_SHAPE, "cpu"): CostModel.of_pairs(_PLACEHOLDER_SHAPE)},
         session.config,
         group.per_node,
     )
-    return _Shared(
-        dealing.make_share(joined, (0, planner.resume_progress().number + number + 1), group.rank),
-        home,
-        start,
+    return _SharedBatch(
+        dealing.make_share(
+            all_lengths, (0, planner.resume_progress().number + number + 1), group.rank
+        ),
+        home_ranks,
+        first_tokens,
     )
 
 
-def _exchange(
-    group: AttentionGroup, drawn: Sequence[_Drawn], shared: Sequence[_Shared], place: str
+def _exchange_tokens(
+    group: AttentionGroup, drawn: Sequence[_DrawnBatch], shared: Sequence[_SharedBatch], place: str
 ) -> list[torch.Tensor]:
     """Exchange tokens, and return the (tokens, 2) columns of this rank's share of every
     micro-batch.
     """
-    sent: list[torch.Tensor] = [drawn[0].columns_T2[:0]]
-    send, receive = [0] * group.size, [0] * group.size
-    for rank in range(group.size):
-        for batch, dealt in zip(drawn, shared, strict=True):
-            pieces = [
-                batch.columns_T2[start : start + tokens]
-                for home, start, tokens in dealt.runs(rank)
-                if home == group.rank
-            ]
-            sent += pieces
-            send[rank] += sum(map(len, pieces))
-    runs = [dealt.runs(group.rank) for dealt in shared]
-    for home, _, tokens in (run for runs_of_batch in runs for run in runs_of_batch):
+    pieces = [
+        [
+            batch.columns_T2[start : start + tokens]
+            for batch, shared_batch in zip(drawn, shared, strict=True)
+            for home, start, tokens in shared_batch.list_runs(rank)
+            if home == group.rank
+        ]
+        for rank in range(group.size)
+    ]
+    runs = [batch.list_runs(group.rank) for batch in shared]
+    receive = np.zeros(group.size, dtype=np.int64)
+    for home, _, tokens in chain.from_iterable(runs):
         receive[home] += tokens
-    arrived = group.all_to_all(torch.cat(sent), send, receive, doing=place)
+    arrived = group.all_to_all(
+        torch.cat([drawn[0].columns_T2[:0], *chain.from_iterable(pieces)]),
+        [sum(map(len, rank_pieces)) for rank_pieces in pieces],
+        receive.tolist(),
+        doing=place,
+    )
     begin = np.cumsum(receive) - receive
     columns = []
-    for runs_of_batch in runs:
-        pieces = []
-        for home, _, tokens in runs_of_batch:
-            pieces.append(arrived[begin[home] : begin[home] + tokens])
+    for batch_runs in runs:
+        parts = [arrived[:0]]
+        for home, _, tokens in batch_runs:
+            parts.append(arrived[begin[home] : begin[home] + tokens])
             begin[home] += tokens
-        columns.append(torch.cat(pieces) if pieces else arrived[:0])
+        columns.append(torch.cat(parts))
     return columns
 
 
-def _batch(shared: _Shared, columns_T2: torch.Tensor, device: torch.device) -> dict[str, Any]:
+def _make_batch(
+    shared: _SharedBatch, columns_T2: torch.Tensor, device: torch.device
+) -> dict[str, Any]:
     """Make the batch of a share for the model."""
-    packed = shared.packed
     ids, targets = columns_T2.unbind(1)
     labels = torch.full_like(targets, IGNORED_LABEL)  # shifted, they would lack the targets at cuts
-    positions = torch.from_numpy(packed.positions)
+    positions = torch.from_numpy(shared.packed.positions)
     rows = {"input_ids": ids, "labels": labels, "shift_labels": targets, "position_ids": positions}
     return {
         **{name: row[None].to(device) for name, row in rows.items()},
-        "distca_documents": packed,
+        "distca_documents": shared.packed,
     }

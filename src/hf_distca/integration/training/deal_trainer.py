@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, TypeVar, cast, get_args
 
@@ -13,6 +11,7 @@ from transformers import Trainer
 from transformers.integrations.deepspeed import propagate_args_to_deepspeed
 
 from hf_distca.borrowed import set_batch_size
+from hf_distca.config import DistCAConfig
 from hf_distca.data.collator import PackingCollator, read_feature_documents
 from hf_distca.data.columns import ForwardInputs
 from hf_distca.data.global_batches import FillRule, LongerRule
@@ -20,20 +19,22 @@ from hf_distca.data.reading import read_document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import ConfigError, UnsupportedError
-from hf_distca.integration.callback import DistCACallback
-from hf_distca.integration.checks import check_dealing
-from hf_distca.integration.current_session import current_session
-from hf_distca.integration.dealt_trainers import shares_of
-from hf_distca.integration.document_shares import document_shares
-from hf_distca.integration.processes import say
-from hf_distca.integration.replaced import Collators, check_collator, warn_of_order
-from hf_distca.integration.targets import Targets, sample_targets
+from hf_distca.integration.checks.reading_order import find_shares
+from hf_distca.integration.checks.replaced_parts import (
+    CollatorRule,
+    check_collator,
+    warn_of_row_order,
+)
+from hf_distca.integration.checks.share_readers import check_dealing
+from hf_distca.integration.processes import LOG, print_lines
+from hf_distca.integration.training.callback import DistCACallback, find_callback
+from hf_distca.integration.training.document_shares import document_shares
+from hf_distca.integration.training.targets import TargetCounts, sample_targets
 from hf_distca.schedule.layout import IntArray
 
 __all__ = ["deal", "deal_before_training"]
 
-_log = logging.getLogger("hf_distca")
-_PACKED = {"seq_lengths", "position_ids"}  # columns that say which documents a row has
+_PACKED_COLUMNS = {"seq_lengths", "position_ids"}  # columns that say which documents a row has
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
@@ -45,7 +46,7 @@ def deal(
     evaluation: bool = False,
     fill: FillRule = "cut",
     longer: LongerRule = "cut",
-    collator: Collators = "check",
+    collator: CollatorRule = "check",
 ) -> AnyTrainer:
     """Deal the documents of a Trainer to its ranks, so that they may be longer than one rank holds.
 
@@ -83,64 +84,66 @@ def deal(
             remedy.
         LayoutError: if rows are not documents.
     """
-    _check_kind(trainer)
+    _check_trainer_kind(trainer)
     args, rows = trainer.args, trainer.train_dataset
-    if rows is None or shares_of(rows) is not None:
+    if rows is None or find_shares(rows) is not None:
         raise ConfigError(
             f"the train_dataset of this {type(trainer).__name__} is"
             f" {'dealt already' if rows is not None else None}: give hf_distca.deal a Trainer with"
             " documents, once."
         )
-    if collator not in get_args(Collators):
+    if collator not in get_args(CollatorRule):
         raise ConfigError(
-            f"collator={collator!r} is none of {', '.join(map(repr, get_args(Collators)))}."
+            f"collator={collator!r} is none of {', '.join(map(repr, get_args(CollatorRule)))}."
         )
     check_collator(trainer, collator)
-    config = _callback_of(trainer, evaluation).config or current_session().config
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    config = _apply_callback(trainer, evaluation)
     make = partial(
         document_shares,
         tokens_per_rank=tokens_per_rank,
         model=trainer.model,
-        dtype=dtype,
+        dtype=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
         config=config,
     )
-    documents = _documents(trainer, rows)
-    seed = args.seed if args.data_seed is None else args.data_seed
-    known: dict[str, Any] = {}  # of a stream, nothing is known
+    documents = _read_documents(trainer, rows)
+    facts: dict[str, Any] = {}  # of a stream, nothing is known
     if hasattr(documents, "__len__"):
-        known = {
-            "seed": seed,
+        facts = {
+            "seed": args.seed if args.data_seed is None else args.data_seed,
             "lengths": read_document_lengths(documents, quiet=not trainer.is_world_process_zero()),
         }
-    dataset = make(documents, fill=fill, longer=longer, **known)
-    shares = cast("Shares | StreamedShares", shares_of(dataset))
-    check_dealing(trainer, shares.deal_settings.ranks, evaluation)
+    dataset = make(documents, fill=fill, longer=longer, **facts)
+    shares = cast("Shares | StreamedShares", find_shares(dataset))
+    check_dealing(trainer, shares.deal_settings.ranks, config if evaluation else None)
     if evaluation:
         _deal_evaluation(trainer, partial(make, seed=None, fill="whole", longer=longer))
-    targets = None if not known else sample_targets(documents, len(known["lengths"]))
-    warn_of_order(trainer)
-    _read_shares(trainer, dataset)
+    targets = None if not facts else sample_targets(documents, len(facts["lengths"]))
+    warn_of_row_order(trainer)
+    _replace_data(trainer, dataset)
     if trainer.is_world_process_zero():
-        say(_words(shares, known.get("lengths"), targets, args.gradient_accumulation_steps))
-        if known:
-            _warn_if_cut(int(known["lengths"].max()), args)
+        print_lines(
+            _describe_shares(
+                shares, facts.get("lengths"), targets, args.gradient_accumulation_steps
+            )
+        )
+        if facts:
+            _warn_of_cut(int(facts["lengths"].max()), args)
     return trainer
 
 
 def _deal_evaluation(trainer: Trainer, make: Callable[[Any], Any]) -> None:
     """Deal the evaluation set, or each of several named ones."""
-    given = trainer.eval_dataset
-    if isinstance(given, dict):
+    data = trainer.eval_dataset
+    if isinstance(data, dict):
         trainer.eval_dataset = {
-            name: make(_documents(trainer, rows)) for name, rows in given.items()
+            name: make(_read_documents(trainer, rows)) for name, rows in data.items()
         }
     else:
-        trainer.eval_dataset = make(_documents(trainer, given))
+        trainer.eval_dataset = make(_read_documents(trainer, data))
     trainer.args.per_device_eval_batch_size = 1
 
 
-def deal_before_training(tokens_per_rank: int, collator: Collators = "check") -> None:
+def deal_before_training(tokens_per_rank: int, collator: CollatorRule = "check") -> None:
     """Make every Trainer of this process deal its documents when its training begins, if they are
     not dealt by then.
     """
@@ -148,14 +151,14 @@ def deal_before_training(tokens_per_rank: int, collator: Collators = "check") ->
 
     @wraps(train)
     def deal_and_train(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-        if shares_of(trainer.train_dataset) is None:
+        if find_shares(trainer.train_dataset) is None:
             deal(trainer, tokens_per_rank, collator=collator)
         return train(trainer, *args, **kwargs)
 
     Trainer.train = deal_and_train  # type: ignore[method-assign, assignment]
 
 
-def _check_kind(trainer: Trainer) -> None:
+def _check_trainer_kind(trainer: Trainer) -> None:
     """Raise for TRL's Trainers of other methods."""
     of_trl = [
         base.__name__
@@ -170,40 +173,32 @@ def _check_kind(trainer: Trainer) -> None:
         )
 
 
-def _callback_of(trainer: Trainer, evaluation: bool) -> DistCACallback:
-    """Return the Trainer's callback, with its settings in force."""
-    callbacks = trainer.callback_handler.callbacks
-    callback = next(
-        (callback for callback in callbacks if isinstance(callback, DistCACallback)), None
-    )
+def _apply_callback(trainer: Trainer, evaluation: bool) -> DistCAConfig:
+    """Apply and return the settings of the Trainer's callback, which is added if there is none."""
+    callback = find_callback(trainer.callback_handler.callbacks)
     if callback is None:
         callback = DistCACallback()
         trainer.add_callback(callback)
-    if evaluation:
-        callback.config = replace(
-            callback.config or current_session().config, balance_evaluation=True
-        )
-    callback.on_init_end(trainer.args, trainer.state, trainer.control)
-    return callback
+    return callback.apply_settings(balance_evaluation=evaluation).config
 
 
-def _documents(trainer: Trainer, rows: Any) -> Any:
+def _read_documents(trainer: Trainer, rows: Any) -> Any:
     """Return rows of one document each."""
     if rows is None:
         raise ConfigError(
             f"evaluation=True, and this {type(trainer).__name__} has no eval_dataset: give it one."
         )
     names = getattr(rows, "column_names", None) or []
-    if not _PACKED & set(names):
+    if not _PACKED_COLUMNS & set(names):
         return rows
     inputs = ForwardInputs.of(trainer.model)
     with trainer.args.main_process_first(desc="taking packed rows apart"):
         return rows.map(
-            partial(_take_apart, inputs=inputs), batched=True, remove_columns=list(names)
+            partial(_unpack_rows, inputs=inputs), batched=True, remove_columns=list(names)
         )
 
 
-def _take_apart(rows: Mapping[str, list[Any]], inputs: ForwardInputs) -> dict[str, list[Any]]:
+def _unpack_rows(rows: Mapping[str, list[Any]], inputs: ForwardInputs) -> dict[str, list[Any]]:
     """Split a batch of packed rows into a batch of documents."""
     features = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
     documents = [
@@ -217,7 +212,7 @@ def _take_apart(rows: Mapping[str, list[Any]], inputs: ForwardInputs) -> dict[st
     }
 
 
-def _read_shares(trainer: Trainer, shares: Any) -> None:
+def _replace_data(trainer: Trainer, shares: Any) -> None:
     """Make the Trainer read shares: one in each batch, in their order, and each rank for itself."""
     args = trainer.args
     trainer.train_dataset, trainer.data_collator = shares, PackingCollator()
@@ -233,10 +228,10 @@ def _read_shares(trainer: Trainer, shares: Any) -> None:
         propagate_args_to_deepspeed(trainer.accelerator, args, auto_find_batch_size=True)  # type: ignore[no-untyped-call]
 
 
-def _words(
+def _describe_shares(
     shares: Shares | StreamedShares,
     lengths: IntArray | None,
-    targets: Targets | None,
+    targets: TargetCounts | None,
     accumulation: int,
 ) -> str:
     """Describe the dealt documents in three lines; of a stream, the known facts."""
@@ -245,33 +240,30 @@ def _words(
         f"{dealing.ranks} {'ranks' if dealing.ranks > 1 else 'rank'} with"
         f" {dealing.tokens_per_rank:,} tokens each"
     )
-    together = "" if accumulation == 1 else f", {accumulation} in each optimizer step"
+    accumulated = "" if accumulation == 1 else f", {accumulation} in each optimizer step"
     if lengths is None or targets is None or not isinstance(shares, Shares):
         return (
             f"distca deals a stream of documents to {ranks}.\n"
-            f"Global batches have {dealing.tokens:,} tokens{together}, and take documents as they"
-            f" come, which are not shuffled.\n"
+            f"Global batches have {dealing.tokens:,} tokens{accumulated}, and take documents as"
+            " they come, which are not shuffled.\n"
             "Documents are cut where a global batch is full; how many they are, and how long, is"
             " not known."
         )
-    longer, spanning = (
-        int((lengths > dealing.tokens).sum()),
-        int((lengths > dealing.tokens_per_rank).sum()),
-    )
     return (
         f"distca deals {len(lengths):,} documents of {lengths.sum():,} tokens, the longest of"
         f" {lengths.max():,}, to {ranks}. {targets}.\n"
         f"An epoch has {len(shares.batches):,} global batches of {dealing.tokens:,}"
-        f" tokens{together}.\n"
-        f"Documents longer than a rank holds: {spanning:,}. Longer than a global batch, and"
-        f" therefore cut: {longer:,}."
+        f" tokens{accumulated}.\n"
+        f"Documents longer than a rank holds: {(lengths > dealing.tokens_per_rank).sum():,}."
+        " Longer than a global batch, and therefore cut:"
+        f" {(lengths > dealing.tokens).sum():,}."
     )
 
 
-def _warn_if_cut(longest: int, args: Any) -> None:
+def _warn_of_cut(longest: int, args: Any) -> None:
     limit = getattr(args, "max_length", None)
     if limit is not None and longest == limit:
-        _log.warning(
+        LOG.warning(
             "no document is longer than max_length=%d of %s: longer ones were cut before they were"
             " dealt. Set max_length=None (and packing=False) to train on whole documents.",
             limit,

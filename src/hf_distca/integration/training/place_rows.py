@@ -29,11 +29,11 @@ from hf_distca.config import DistCAConfig
 from hf_distca.data.row_documents import find_row_documents
 from hf_distca.data.row_placement import RowPlacement, StepPlaces
 from hf_distca.errors import ConfigError, UnsupportedError
-from hf_distca.integration.callback import DistCACallback
+from hf_distca.integration.checks.reading_order import find_shares
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.dealt_trainers import shares_of
-from hf_distca.integration.families import known_cost, layer_counts
-from hf_distca.integration.processes import say
+from hf_distca.integration.layer_kinds import count_layers, make_initial_cost
+from hf_distca.integration.processes import print_lines
+from hf_distca.integration.training.callback import find_callback
 from hf_distca.runtime.members import node_number
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray
@@ -41,7 +41,7 @@ from hf_distca.schedule.layout import IntArray
 __all__ = ["place_rows"]
 
 Reader = TypeVar("Reader")
-_STEPS = 16  # that the estimate of the first line looks at
+_SAMPLE_STEPS = 16  # that the estimate of the first line looks at
 
 
 def place_rows(
@@ -87,12 +87,10 @@ def place_rows(
         LayoutError: if rows do not say how long they are.
     """
     if not isinstance(reader, Trainer):
-        config, steps = (
-            current_session().config,
-            _steps_of_loop() if accumulation is None else accumulation,
-        )
-        work = _weigh(getattr(reader, "dataset", None), model, config, end_of_document)
-        _Placing.agreed(work, steps, ranks_per_node, config).put_into(reader)
+        config = current_session().config
+        steps = _read_accumulation() if accumulation is None else accumulation
+        work = _weigh_rows(getattr(reader, "dataset", None), model, config, end_of_document)
+        _RowPlacer.compare_rows(work, steps, ranks_per_node, config).place_in_loader(reader)
         return reader
     if model is not None or accumulation is not None:
         raise ConfigError(
@@ -104,21 +102,17 @@ def place_rows(
         raise ConfigError(
             "the rows of this Trainer are placed already: call hf_distca.place_rows once."
         )
-    ours = (
-        callback
-        for callback in reader.callback_handler.callbacks
-        if isinstance(callback, DistCACallback)
+    callback = find_callback(reader.callback_handler.callbacks)
+    config = (callback and callback.config) or current_session().config
+    work = _weigh_rows(reader.train_dataset, reader.model, config, end_of_document)
+    placer = _RowPlacer.compare_rows(
+        work, reader.args.gradient_accumulation_steps, ranks_per_node, config
     )
-    config = next(
-        (callback.config for callback in ours if callback.config), current_session().config
-    )
-    work = _weigh(reader.train_dataset, reader.model, config, end_of_document)
-    placing = _Placing.agreed(work, reader.args.gradient_accumulation_steps, ranks_per_node, config)
 
     @wraps(make)
     def get_train_dataloader() -> Any:
         loader = make()
-        placing.put_into(loader)
+        placer.place_in_loader(loader)
         return loader
 
     get_train_dataloader.places_rows = True  # type: ignore[attr-defined]
@@ -126,8 +120,8 @@ def place_rows(
     return reader
 
 
-def _steps_of_loop() -> int:
-    """Micro-batches that an `Accelerator` makes a step of."""
+def _read_accumulation() -> int:
+    """Read the number of micro-batches that an `Accelerator` makes a step of."""
     state = GradientState()
     if state.num_steps > 1 and not state.sync_with_dataloader:
         raise UnsupportedError(
@@ -138,16 +132,18 @@ def _steps_of_loop() -> int:
     return int(state.num_steps)
 
 
-def _weigh(rows: Any, model: Any, config: DistCAConfig, end_of_document: int | None) -> FloatArray:
-    """Seconds of attention of each row, in all layers; without a model, squares of its documents'
-    lengths.
+def _weigh_rows(
+    rows: Any, model: Any, config: DistCAConfig, end_of_document: int | None
+) -> FloatArray:
+    """Estimate the seconds of attention of each row, in all layers; without a model, return the
+    squares of its documents' lengths.
     """
     if not hasattr(rows, "__len__") or isinstance(rows, IterableDataset):
         raise UnsupportedError(
             f"place_rows weighs all rows before training, and data of {type(rows).__name__} does"
             " not say how many there are. Give a data set with a length, or leave place_rows out."
         )
-    if shares_of(rows) is not None:
+    if find_shares(rows) is not None:
         raise UnsupportedError(
             "documents of this data set are dealt, which makes ranks even: leave place_rows out."
         )
@@ -156,65 +152,65 @@ def _weigh(rows: Any, model: Any, config: DistCAConfig, end_of_document: int | N
     )
     seconds = np.square(lengths.astype(np.float64))
     if model is not None:
-        seconds = _attention_seconds(lengths, getattr(model, "module", model), config)
+        seconds = _estimate_seconds(lengths, getattr(model, "module", model), config)
     # It adds one after another, in the same order on every machine.
     return np.asarray(np.bincount(row, weights=seconds, minlength=len(rows)), dtype=np.float64)
 
 
-def _attention_seconds(lengths: IntArray, model: Any, config: DistCAConfig) -> FloatArray:
-    """Seconds of each document in all layers of attention."""
+def _estimate_seconds(lengths: IntArray, model: Any, config: DistCAConfig) -> FloatArray:
+    """Estimate the seconds of each document in all layers of attention."""
     seconds = np.zeros(len(lengths))
-    for key, layers in layer_counts(model, None, PartialState().device.type).items():
-        cost, chunk = known_cost(key, config), key.chunk or max(int(lengths.max(initial=1)), 1)
+    for key, layers in count_layers(model, None, PartialState().device.type).items():
+        cost = make_initial_cost(key, config)
+        chunk = key.chunk or max(int(lengths.max(initial=1)), 1)
         whole, rest = np.divmod(lengths, chunk)
-        parts = whole * cost.estimate_seconds(chunk, chunk) + np.where(
-            rest > 0, cost.estimate_seconds(rest, rest), 0.0
-        )
-        seconds += layers * parts
+        rest_seconds = np.where(rest > 0, cost.estimate_seconds(rest, rest), 0.0)
+        seconds += layers * (whole * cost.estimate_seconds(chunk, chunk) + rest_seconds)
     return seconds
 
 
 @dataclass(frozen=True, eq=False)
-class _Placing:
-    """Rows of some work, and the ranks that read them.
+class _RowPlacer:
+    """Places rows by their work, for the ranks that read them.
 
     Attributes:
-        work: of each row.
+        work: seconds of attention of each row.
         accumulation: micro-batches of a step.
-        node_of: number of the node of each process.
-        per_node: ranks of a node, if the user said.
-        config: which ranks share attention.
+        node_numbers: number of the node of each process.
+        ranks_per_node: ranks of a node, if the user said.
+        config: settings, which say which ranks share attention.
     """
 
     work: FloatArray
     accumulation: int
-    node_of: Sequence[int]
-    per_node: int | None
+    node_numbers: Sequence[int]
+    ranks_per_node: int | None
     config: DistCAConfig
 
     @classmethod
-    def agreed(
+    def compare_rows(
         cls, work: FloatArray, accumulation: int, per_node: int | None, config: DistCAConfig
     ) -> Self:
         """Make sure that all ranks weigh the same rows, or raise on all of them."""
-        said = gather_object([(node_number(), zlib.crc32(work.tobytes()))])
-        read = [digest for _, digest in said]
-        if len(set(read)) > 1:
-            other = next(rank for rank, digest in enumerate(read) if digest != read[0])
+        nodes, digests = zip(
+            *gather_object([(node_number(), zlib.crc32(work.tobytes()))]), strict=True
+        )
+        if len(set(digests)) > 1:
+            other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
             raise ConfigError(
                 f"ranks 0 and {other} weigh rows differently: place_rows needs the same data set,"
                 " model and settings on all ranks. Do not divide the data set by rank: accelerate"
                 " does."
             )
-        return cls(work, accumulation, [node for node, _ in said], per_node, config)
+        return cls(work, accumulation, nodes, per_node, config)
 
-    def put_into(self, loader: Any) -> None:
+    def place_in_loader(self, loader: Any) -> None:
         """Place the rows of a prepared loader."""
-        shard = _shard_of(loader)
+        shard = _find_shard(loader)
         ranks = 1 if shard is None else shard.num_processes
-        per_node = 1 if shard is None else self._ranks_per_node(ranks)
+        per_node = 1 if shard is None else self._count_ranks_per_node(ranks)
         if shard is None or per_node == ranks:
-            _say(
+            _print_on_main(
                 "distca leaves rows in their order: there is one node, which evens its work by"
                 " itself."
             )
@@ -234,27 +230,30 @@ class _Placing:
         shard.batch_sampler = RowPlacement(
             batches, self.work, places, even_batches=shard.even_batches
         )
-        _say(_words(places, shard.batch_sampler.work))
+        _print_on_main(_describe_places(places, shard.batch_sampler.work))
 
-    def _ranks_per_node(self, ranks: int) -> int:
-        """Neighbours that even their work by themselves: ranks of one node and of one attention
-        group.
+    def _count_ranks_per_node(self, ranks: int) -> int:
+        """Count neighbours that even their work by themselves: ranks of one node and of one
+        attention group.
         """
-        if self.per_node is not None and (self.per_node < 1 or ranks % self.per_node):
+        if self.ranks_per_node is not None and (
+            self.ranks_per_node < 1 or ranks % self.ranks_per_node
+        ):
             raise ConfigError(
-                f"ranks_per_node={self.per_node} must divide the {ranks} ranks that read rows."
+                f"ranks_per_node={self.ranks_per_node} must divide the {ranks} ranks that read"
+                " rows."
             )
-        # tensor-parallel ranks read the same rows.
-        nodes = self.node_of[:: max(len(self.node_of) // ranks, 1)]
+        # Tensor-parallel ranks read the same rows.
+        nodes = self.node_numbers[:: max(len(self.node_numbers) // ranks, 1)]
         sizes = (
             [len(list(run)) for _, run in groupby(nodes)]
-            if self.per_node is None
-            else [self.per_node]
+            if self.ranks_per_node is None
+            else [self.ranks_per_node]
         )
         return math.gcd(*sizes, self.config.group_ranks(ranks))
 
 
-def _shard_of(loader: Any) -> BatchSamplerShard | None:
+def _find_shard(loader: Any) -> BatchSamplerShard | None:
     """Find the batch sampler that leaves each rank its batches; None if there is one rank.
 
     Raises:
@@ -287,17 +286,17 @@ def _shard_of(loader: Any) -> BatchSamplerShard | None:
     return shard
 
 
-def _say(text: str) -> None:
+def _print_on_main(text: str) -> None:
     if PartialState().is_main_process:
-        say(text)
+        print_lines(text)
 
 
-def _words(places: StepPlaces, work: IntArray) -> str:
+def _describe_places(places: StepPlaces, work: IntArray) -> str:
     """Say where rows are placed, and what it gains in steps of rows in random order."""
     rows = places.micro_batch_rows * places.micro_batches
     order = np.random.default_rng(0).permutation(len(work))
     steps = [work[order[first : first + rows]] for first in range(0, len(work) - rows + 1, rows)][
-        :_STEPS
+        :_SAMPLE_STEPS
     ]
     text = (
         f"distca places the {rows:,} rows of each step on {places.nodes} nodes of"

@@ -1,0 +1,204 @@
+"""Checks of what models pass to attention: errors for what distca would compute wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.errors import UnsupportedError
+from hf_distca.integration.families import FAMILIES, PROVEN_GROUPS
+from hf_distca.integration.handle import AttentionHandle, CachedMask
+from hf_distca.integration.recurrent_rows import RECURRENT_ROWS
+
+__all__ = [
+    "check_arguments",
+    "check_cached_mask",
+    "check_layer",
+    "check_window",
+]
+
+# Keyword arguments that reach attention functions and do not change the maths of causal attention
+# within documents: of models, of loaders (the first say where documents start), and of losses
+# (those of Liger and TRL among them).
+_MODEL_ARGUMENTS = {
+    "use_cache",
+    "return_dict",
+    "output_hidden_states",
+    "output_router_logits",
+    "logits_to_keep",
+    "cache_position",
+    "is_causal",
+}
+_LOADER_ARGUMENTS = {
+    "position_ids",
+    "cu_seq_lens_q",
+    "distca_documents",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+    "mm_token_type_ids",
+    "labels",
+    "shift_labels",
+    RECURRENT_ROWS,
+}
+_LOSS_ARGUMENTS = {
+    "num_items_in_batch",
+    "ignore_index",
+    "return_token_accuracy",
+    "return_predicted_tokens",
+    "use_token_scaling",
+    "skip_logits",
+    "fused_lm_head",
+    "accum_dtype",
+}
+_HARMLESS_ARGUMENTS = _MODEL_ARGUMENTS | _LOADER_ARGUMENTS | _LOSS_ARGUMENTS
+
+
+def check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Check arguments that may differ between layers that are called alike.
+
+    Args:
+        module: the attention module.
+        dropout: probability of dropping weights.
+        kwargs: arguments that distca's attention function does not name.
+
+    Raises:
+        UnsupportedError: names the argument, and a remedy.
+    """
+    if dropout and module.training:
+        setting = _find_dropout_setting(getattr(module, "config", None), dropout)
+        raise UnsupportedError(
+            f"{type(module).__name__} has attention dropout {dropout}: set {setting}=0.0 in the"
+            " model's config."
+        )
+    if kwargs.get("output_attentions"):
+        _raise_for_weights(module)
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise UnsupportedError(
+            f'{type(module).__name__} is not causal: use attn_implementation="sdpa" for'
+            " bidirectional attention."
+        )
+    if unknown := kwargs.keys() - _HARMLESS_ARGUMENTS:
+        _check_unknown_arguments(module, {name: kwargs[name] for name in unknown})
+
+
+def _check_unknown_arguments(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
+    """Raise for arguments that are not known to leave attention unchanged."""
+    # What the attention of a proven family passes by itself was seen when it was compared. A switch
+    # beside that came with the call of the model, and is for somebody else, such as the loss.
+    # Numbers and tensors may change what attention computes.
+    proven = (
+        FAMILIES.get(getattr(getattr(module, "config", None), "model_type", "")) in PROVEN_GROUPS
+    )
+    passing = (bool, str, torch.dtype) if proven else ()
+    if unknown := [
+        name
+        for name, value in arguments.items()
+        if value is not None and value is not False and not isinstance(value, passing)
+    ]:
+        raise UnsupportedError(
+            f"{type(module).__name__} passes {', '.join(sorted(unknown))} to attention, and distca"
+            " does not know what that does there. If it is for the loss, keep it out of the call"
+            ' of the model. Else use attn_implementation="eager" (or "sdpa", where it knows'
+            " the argument)."
+        )
+
+
+def _find_dropout_setting(config: object, dropout: float) -> str:
+    """Find the name of attention dropout in a config: `attn_pdrop` in GPT-2,
+    `attention_probs_dropout_prob` in BERT.
+    """
+    names = [
+        name
+        for name, value in ({} if config is None else vars(config)).items()
+        if "drop" in name and value == dropout
+    ]
+    return next((name for name in names if "att" in name), [*names, "attention_dropout"][0])
+
+
+def check_window(module: torch.nn.Module, window: object) -> None:
+    """Raise for a sliding window that is no number of keys."""
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise UnsupportedError(
+            f"{type(module).__name__} passes sliding_window={window!r}: it must be a whole number"
+            " of keys >= 1."
+        )
+
+
+def check_layer(
+    module: torch.nn.Module, states: Sequence[torch.Tensor], handle: AttentionHandle
+) -> None:
+    """Check facts that layers that are called alike have in common: shapes, and their config.
+
+    Args:
+        module: the attention module.
+        states: query, key and value, (batch, heads, length, width) each.
+        handle: handle of the micro-batch.
+
+    Raises:
+        UnsupportedError: names the module and what it passes.
+    """
+    name, (query, key, value) = type(module).__name__, states
+    if (
+        any(tensor.dim() != 4 for tensor in states)
+        or query.shape[::2] != (handle.batch_size, handle.length)
+        or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3])
+        or key.shape[:3] != value.shape[:3]
+        or not 0 < key.shape[1] <= query.shape[1]
+    ):
+        raise UnsupportedError(
+            f"{name} got query, key and value of shapes {tuple(query.shape)}, {tuple(key.shape)}"
+            f" and {tuple(value.shape)} with the mask of a ({handle.batch_size}, {handle.length})"
+            " batch: distca takes (batch, heads, length, width)."
+        )
+    if query.shape[2] != key.shape[2]:
+        raise UnsupportedError(
+            f"{name} has {query.shape[2]} query and {key.shape[2]} key positions without a cache."
+        )
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        _raise_for_weights(module)
+
+
+def check_cached_mask(
+    module: torch.nn.Module, mask: torch.Tensor | None, documents: object
+) -> CachedMask:
+    """Check that a mask other than a handle belongs to a batch that is read with a cache, and
+    return it.
+
+    Packed documents are refused in such a batch: its cache is full before training, as in prefix
+    tuning.
+    """
+    name = type(module).__name__
+    if mask is None:
+        raise UnsupportedError(
+            f"{name} called distca without the handle of its mask function: the model does not"
+            " build its mask with create_causal_mask, so documents and padding are unknown. Use"
+            ' attn_implementation="sdpa" for it.'
+        )
+    if not isinstance(mask, CachedMask):
+        raise UnsupportedError(
+            f"{name} got a ready-made attention mask of shape {tuple(mask.shape)}; distca takes"
+            " documents from position_ids and padding from a 2-D attention_mask. Leave the mask"
+            ' out, or use attn_implementation="sdpa".'
+        )
+    if isinstance(documents, PackedDocuments) and (
+        documents.starts is not None or len(documents.lengths) > 1
+    ):
+        raise UnsupportedError(
+            f"{name} has {len(documents.lengths)} packed documents (distca_documents) and a"
+            " key/value cache, in which each would see the others. Give the model use_cache=False"
+            " and no past_key_values; in place of prefix tuning use another adapter, such as LoRA."
+        )
+    return mask
+
+
+def _raise_for_weights(module: torch.nn.Module) -> NoReturn:
+    raise UnsupportedError(
+        f"{type(module).__name__} is asked for output_attentions:"
+        ' attn_implementation="eager" has weights to return.'
+    )

@@ -1,0 +1,248 @@
+"""The attention function that transformers calls in every layer under the name "distca"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_distca.borrowed import (
+    compiler_of_calls,
+    dispatch_modes,
+    has_dispatch_modes,
+    is_policy_mode,
+    leave_uncompiled,
+    without_dispatch_modes,
+)
+from hf_distca.errors import UnsupportedError
+from hf_distca.integration.checks.attention_arguments import (
+    check_arguments,
+    check_cached_mask,
+    check_layer,
+    check_window,
+)
+from hf_distca.integration.current_session import current_session
+from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, LayerSetup
+from hf_distca.integration.work_planner import WorkPlanner
+from hf_distca.kernels import Scores
+from hf_distca.runtime.call import Inputs
+from hf_distca.schedule.cost import AttentionShape
+
+__all__ = ["distca_attention"]
+
+
+def _hide_from_compilers(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Hide attention from compilers and checkpointing policies; without either this costs only two
+    checks.
+
+    Compiled, the exchanges would be traced with the shapes of one micro-batch: the graph breaks
+    here instead.
+
+    Selective checkpointing (a `context_fn` with a policy) numbers the operations of a layer in the
+    first forward and finds what it saved by these numbers in the recompute. The recompute of distca
+    runs no kernel, no exchange and no planning, so the numbers would shift, and later operations of
+    the layer would get each other's results. Nothing is lost: distca keeps its outputs itself.
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend_hidden(*args: Any, **kwargs: Any) -> Any:
+        with (
+            without_dispatch_modes()
+            if any(map(is_policy_mode, dispatch_modes()))
+            else nullcontext()
+        ):
+            return attend(*args, **kwargs)
+
+    @leave_uncompiled
+    @wraps(attend)
+    def attend_or_hide(*args: Any, **kwargs: Any) -> Any:
+        is_seen = compiler_of_calls() is not None or has_dispatch_modes()
+        return (attend_hidden if is_seen else attend)(*args, **kwargs)
+
+    return attend_or_hide
+
+
+@_hide_from_compilers
+def distca_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: AttentionHandle | CachedMask | ForeignMask | torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within documents, balanced over the attention group while the module trains.
+
+    Args:
+        module: the attention module; ``module.training`` decides whether other ranks take part.
+        query, key, value: (batch, heads, length, width); key and value have un-repeated heads for
+            GQA.
+        attention_mask: the handle made by the mask function.
+        scaling: factor on QK^T, ``head_dim ** -0.5`` if None.
+        sliding_window: keys that a token sees at most, its own included, unless the mask has a
+            window.
+        softcap: bound of the scores, as in Gemma 2.
+        s_aux: (query heads,) logits of attention sinks, as in gpt-oss; may require a gradient.
+        kwargs: ``position_ids``, ``cu_seq_lens_q`` and ``distca_documents`` say where documents
+            start; the last given decides.
+
+    Returns:
+        (batch, length, query heads, value width) in value's dtype, and None for the weights.
+        Padding gets 0.
+
+    Raises:
+        UnsupportedError: names the argument that distca would compute wrongly, and a remedy.
+    """
+    if isinstance(attention_mask, ForeignMask):
+        attention_mask.raise_unsupported()
+    check_arguments(module, dropout, kwargs)
+    sink_H = None if s_aux is None else _flatten_sink(module, s_aux, query.shape[1])
+    if not isinstance(attention_mask, AttentionHandle):
+        cached = check_cached_mask(module, attention_mask, kwargs.get("distca_documents"))
+        scores = _make_scores(query, scaling, None, softcap)  # the mask has the window already
+        return _attend_to_cache(
+            module, Inputs(query, key, value, sink_H=sink_H), cached, scores
+        ), None
+    handle = attention_mask
+    if sliding_window is not None:
+        check_window(module, sliding_window)
+    # All else that must be found out or checked is the same in layers that are called with the
+    # same.
+    autocast = torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(
+        query.device.type
+    )
+    options = (type(module), scaling, sliding_window, softcap, query.device, autocast)
+    call = (*options, query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype)
+    setup = handle.layer_setups.get(call)
+    if setup is None:
+        setup = handle.layer_setups[call] = _prepare_layers(
+            module, (query, key, value), handle, (scaling, sliding_window, softcap), kwargs
+        )
+    dtype, token_indices = setup.dtype, setup.work.token_indices
+    q_THD = _flatten_tokens(query, dtype, token_indices)
+    k_TKD = _flatten_tokens(key, dtype, token_indices)
+    v_TKV = _flatten_tokens(value, dtype, token_indices)
+    split = handle.split_context
+    context = None if split is None else split.pass_keys(setup.work.nano, k_TKD, v_TKV)
+    o_THV = setup.compute_attention(module, Inputs(q_THD, k_TKD, v_TKV, sink_H, *(context or ())))
+    if o_THV.dtype != value.dtype:
+        o_THV = o_THV.to(value.dtype)
+    return _restore_batch(o_THV, query, token_indices), None
+
+
+def _prepare_layers(
+    module: torch.nn.Module,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    handle: AttentionHandle,
+    options: tuple[float | None, int | None, float | None],
+    kwargs: dict[str, Any],
+) -> LayerSetup:
+    """Prepare the plan and the kernel for the first of several layers that are called alike.
+
+    Args:
+        module, handle, kwargs: see `distca_attention`.
+        states: query, key and value in transformers' layout.
+        options: scaling, sliding window and softcap.
+    """
+    query, key, value = states
+    scaling, window, softcap = options
+    check_layer(module, states, handle)
+    session = current_session()
+    dtype = _choose_dtype(query, key, value)
+    shape = AttentionShape(
+        query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], dtype.itemsize
+    )
+    plan_key = handle.make_key(shape, query.device.type, window)
+    work = handle.layer_work.get(plan_key)
+    if work is None:
+        work = (session.work_provider or WorkPlanner(session)).plan_work(
+            handle, kwargs, query.to(dtype), plan_key, training=module.training
+        )
+    scores = _make_scores(query, scaling, work.window, softcap)
+    if (attend := work.stage_attention) is not None:
+        return LayerSetup(work, dtype, lambda module, inputs: attend(module, inputs, scores))
+    server = session.make_server(work, query.to(dtype), shape, scores)
+    return LayerSetup(work, dtype, partial(session.compute_attention, work, server))
+
+
+def _make_scores(
+    query: torch.Tensor, scaling: float | None, window: int | None, softcap: float | None
+) -> Scores:
+    return Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
+
+
+def _flatten_sink(module: torch.nn.Module, s_aux: torch.Tensor, heads: int) -> torch.Tensor:
+    if s_aux.numel() != heads:
+        raise UnsupportedError(
+            f"{type(module).__name__} passes s_aux of shape {tuple(s_aux.shape)} for {heads} query"
+            ' heads: distca has one sink a head. Use attn_implementation="eager".'
+        )
+    return s_aux.reshape(heads)
+
+
+def _flatten_tokens(
+    states_BHLD: torch.Tensor, dtype: torch.dtype, token_indices: torch.Tensor | None
+) -> torch.Tensor:
+    """Convert (batch, heads, length, width) to rows of tokens without padding: (tokens, heads,
+    width).
+    """
+    if states_BHLD.dtype != dtype:
+        states_BHLD = states_BHLD.to(dtype)
+    rows_THD = states_BHLD.transpose(1, 2).flatten(0, 1)
+    return rows_THD if token_indices is None else rows_THD.index_select(0, token_indices)
+
+
+def _restore_batch(
+    o_THV: torch.Tensor, query_BHLD: torch.Tensor, token_indices: torch.Tensor | None
+) -> torch.Tensor:
+    """Convert rows of tokens to (batch, length, heads, width), with 0 for padding."""
+    batch, heads, length, _ = query_BHLD.shape
+    if token_indices is not None:
+        padded_THV = o_THV.new_zeros((batch * length, *o_THV.shape[1:]))
+        o_THV = padded_THV.index_copy(0, token_indices, o_THV)
+    return o_THV.view(batch, length, heads, -1)
+
+
+def _choose_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.dtype:
+    """Return the dtype to compute in: that of autocast, else the widest, for models that rotate in
+    float32.
+    """
+    if torch.is_autocast_enabled(query.device.type) and value.dtype != torch.float64:
+        return torch.get_autocast_dtype(query.device.type)
+    return torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+
+
+def _attend_to_cache(
+    module: torch.nn.Module, inputs: Inputs, mask: CachedMask, scores: Scores
+) -> torch.Tensor:
+    """Attend to cached keys with a dense mask: by sdpa, or by plain operations if scores are capped
+    or there is a sink.
+
+    The inputs are in transformers' layout: (batch, heads, length, width).
+    """
+    dense, (query, key, value, sink_H, *_) = mask.as_subclass(torch.Tensor), inputs
+    if scores.softcap is None and sink_H is None:
+        return sdpa_attention_forward(module, query, key, value, dense, scaling=scores.scale)[0]
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+    logits = query @ key.mT * scores.scale
+    if scores.softcap is not None:
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    logits = logits.masked_fill(~dense, torch.finfo(logits.dtype).min)
+    if sink_H is not None:
+        logits = torch.cat(
+            [logits, sink_H.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], dim=-1
+        )
+    weights = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))[
+        ..., : key.shape[2]
+    ]
+    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous()

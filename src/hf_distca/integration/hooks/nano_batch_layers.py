@@ -1,0 +1,217 @@
+"""Decoder layers that run their tokens as two nano-batches, half a phase apart.
+
+The layers of a model get a subclass of their own class, under its name, whose `forward` runs the
+original one twice, in turns. The cut stays inside one call of the layer: hooks of FSDP, DeepSpeed
+or PEFT, checkpointing and collected hidden states see one layer call, and no line of the model
+changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial, wraps
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from transformers.cache_utils import Cache
+
+from hf_distca.borrowed import in_backward
+from hf_distca.integration.current_session import current_session
+from hf_distca.integration.families import PING_PONG_FAMILIES
+from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.nano_batches import NanoBatches
+from hf_distca.integration.processes import LOG, warn_once
+from hf_distca.integration.work_planner import WorkPlanner
+from hf_distca.runtime.pingpong import find_checkpointed_parts, run_nano_batches
+
+__all__ = ["can_cut_layers", "cut_layers"]
+
+_cut_models: WeakSet[torch.nn.Module] = WeakSet()
+
+
+def cut_layers(model: torch.nn.Module) -> None:
+    """Let the decoder layers of a model run as two nano-batches if a micro-batch gains by it."""
+    if model in _cut_models:
+        return
+    _cut_models.add(model)
+    model_type = str(getattr(getattr(model, "config", None), "model_type", None))
+    if model_type not in PING_PONG_FAMILIES:
+        LOG.warning(
+            "ping-pong leaves the layers of %s models whole: it is not proven that attention is all"
+            " that mixes tokens in them.",
+            model_type,
+        )
+        return
+    # It imports what registers distca.
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for module in model.modules():
+        is_layer = isinstance(module, GradientCheckpointingLayer)
+        if is_layer and not hasattr(type(module), "_distca_whole"):
+            module.__class__ = _make_layer_class(type(module))  # type: ignore[arg-type]  # a class is hashable
+
+
+@cache
+def _make_layer_class(base: Any) -> Any:
+    """Make the class of layers like `base` that run as nano-batches."""
+
+    @wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run_whole = partial(base.forward, self)
+        cut = _choose_nano_batches(self, args, kwargs)
+        return (
+            run_whole(*args, **kwargs)
+            if cut is None
+            else _run_cut_layer(run_whole, cut, args, kwargs)
+        )
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
+        # Copies and pickles are of the class that has an address; their first forward makes them
+        # like this one again.
+        _, arguments, *state = base.__reduce_ex__(self, protocol)
+        return (_make_blank, (base, *arguments[1:]), *state)
+
+    return type(
+        base.__name__,
+        (base,),
+        {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "forward": forward,
+            "__reduce_ex__": __reduce_ex__,
+            "_distca_whole": base,
+        },
+    )
+
+
+def _make_blank(kind: Any, *arguments: Any) -> Any:
+    """Make a new object without a state.
+
+    Needed because pickle lets `copyreg.__newobj__` make objects of their own class only.
+    """
+    return kind.__new__(kind, *arguments)
+
+
+def _run_cut_layer(forward: Callable[..., Any], cut: NanoBatches, args: Any, kwargs: Any) -> Any:
+    first, second = (
+        partial(forward, *cut.select_part(nano, args), **cut.select_part(nano, kwargs))
+        for nano in (1, 2)
+    )
+    device = next(
+        tensor.device
+        for tensor in _flatten_values((args, kwargs))
+        if isinstance(tensor, torch.Tensor)
+    )
+    trace = current_session().trace
+    if trace is not None:
+        trace.mark_border(device)
+    output = cut.merge_outputs(*run_nano_batches(first, second, device.type))
+    output_tensor = next(
+        (
+            tensor
+            for tensor in _flatten_values((output,))
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad
+        ),
+        None,
+    )
+    if trace is not None and output_tensor is not None:
+        output_tensor.register_hook(lambda _: trace.mark_border(device))  # type: ignore[no-untyped-call]
+    return output
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it looks at arguments and groups, and computes nothing
+def _choose_nano_batches(
+    layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]
+) -> NanoBatches | None:
+    """Choose the cut of this call of a layer; None to run it whole."""
+    arguments = list(_flatten_values((args, kwargs)))
+    handles = {
+        id(argument): argument for argument in arguments if isinstance(argument, AttentionHandle)
+    }
+    if len(handles) != 1:
+        return None
+    handle = next(iter(handles.values()))
+    if in_backward():  # a recompute, which must do what the forward did
+        nano_batches = handle.nano_batches
+        return (
+            nano_batches
+            if nano_batches is not None and id(layer) in nano_batches.layer_ids
+            else None
+        )
+    # Nano-batches fill no cache. Who trains does not read it; who generates does, also with a model
+    # in training mode.
+    if any(isinstance(argument, Cache) for argument in arguments) and not (
+        layer.training and torch.is_grad_enabled()
+    ):
+        return None
+    session = current_session()
+    if handle.nano or not (session.work_provider or WorkPlanner(session)).uses_nano_batches(
+        handle, layer.training
+    ):
+        return None
+    if (reason := _separate_attention_reason(layer)) is not None:
+        warn_once(
+            "ping-pong leaves layers whole whose attention is %s by itself: do it with whole"
+            " layers, which costs no second attention under distca, and which ping-pong can cut.",
+            reason,
+        )
+        return None
+    if handle.nano_batches is None:
+        documents = WorkPlanner(session).read_documents(handle, kwargs, layer.training)
+        if documents.span_ranks and (
+            documents.dealt_share is None or documents.dealt_share.first_nano_tokens is None
+        ):
+            warn_once(
+                "ping-pong leaves layers whole while documents span ranks, unless they were dealt"
+                " for it: give the same DistCAConfig to `document_shares`."
+            )
+            return None
+        handle.nano_batches = NanoBatches.cut_batch(handle, documents, session.config.tile)
+    if handle.nano_batches.cannot_overlap:
+        return None
+    handle.nano_batches.layer_ids.add(id(layer))
+    return handle.nano_batches
+
+
+def can_cut_layers(model: torch.nn.Module) -> bool:
+    """Return whether all decoder layers of a model that ran once can run as two nano-batches."""
+    layers = [module for module in model.modules() if hasattr(type(module), "_distca_whole")]
+    return bool(layers) and all(_separate_attention_reason(layer) is None for layer in layers)
+
+
+def _separate_attention_reason(layer: torch.nn.Module) -> str | None:
+    """Return why this layer cannot interleave nano-batches: its attention is checkpointed or
+    sharded on its own; else None.
+
+    A module counts as attention by transformers' conventions for such modules.
+    """
+    sharded = [
+        part
+        for part in layer.modules()
+        if part is not layer and isinstance(part, (FSDPModule, FullyShardedDataParallel))
+    ]
+    for parts, reason in (
+        (find_checkpointed_parts(layer), "checkpointed"),
+        (sharded, "sharded by FSDP"),
+    ):
+        modules = [module for part in parts for module in part.modules()]
+        if any(
+            hasattr(module, "is_causal") or "attention" in type(module).__name__.lower()
+            for module in modules
+        ):
+            return reason
+    return None
+
+
+def _flatten_values(value: Any) -> Iterator[Any]:
+    """Yield the contents of nested tuples, lists and dictionaries."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if type(value) in (tuple, list):
+        for item in value:
+            yield from _flatten_values(item)
+    else:
+        yield value

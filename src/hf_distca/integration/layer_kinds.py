@@ -1,0 +1,166 @@
+"""Kinds of attention layers, read from a config for plans and costs before the first step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.config import CostSource, DistCAConfig
+from hf_distca.errors import ConfigError
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.profiles import Profile
+
+__all__ = ["choose_rate_source", "count_layers", "list_layer_keys", "make_initial_cost"]
+
+_HEAD_FIELDS = ("num_attention_heads", "decoder_attention_heads", "n_head")
+_WIDTH_FIELDS = ("hidden_size", "d_model", "n_embd")
+
+
+def list_layer_keys(model: Any, dtype: torch.dtype | None, device: str) -> list[PlanKey]:
+    """Return the plan key of each kind of layer, those without a window first.
+
+    Layers that a config does not describe are found at the first forward: their plans are made
+    there. Arguments and errors are those of `count_layers`.
+    """
+    return list(count_layers(model, dtype, device))
+
+
+def count_layers(model: Any, dtype: torch.dtype | None, device: str) -> dict[PlanKey, int]:
+    """Count the layers of each plan key, those without a window first; 1 if all layers are of one
+    kind.
+
+    Args:
+        model: a config (of a composite model, the config of all parts), or a model with a config.
+        dtype: dtype of attention; the model's if None, or float32 if it has none.
+        device: type of the device that computes it.
+
+    Raises:
+        ConfigError: if the config names no heads and widths, or no layers of attention.
+    """
+    model_config = getattr(model, "config", model)
+    if not isinstance(model_config, PreTrainedConfig):
+        raise ConfigError(
+            f"model={type(model).__name__} is no model of transformers and no config: give one, or"
+            " shapes."
+        )
+    config = model_config.get_text_config(decoder=True)
+    bytes_ = (dtype or _choose_dtype(model, config, model_config)).itemsize
+    kinds = getattr(config, "layer_types", None) or [None]
+    # A layer of each kind; layers may differ in more than what `layer_types` says.
+    layers = {kind: kinds.index(kind) for kind in kinds}
+    configs = (
+        config.per_layer_config
+        if getattr(config, "is_heterogeneous", False)
+        else dict.fromkeys(layers.values(), config)
+    )
+    counts: Counter[PlanKey] = Counter()
+    for kind, layer in layers.items():
+        if (key := _make_key(configs[layer], kind, bytes_, device)) is not None:
+            counts[key] += kinds.count(kind)
+    if not counts:
+        raise ConfigError(
+            f"{type(config).__name__} has layer_types {', '.join(layers)}, and none of them is"
+            " attention. Give shapes instead."
+        )
+    return dict(
+        sorted(
+            counts.items(), key=lambda item: (item[0].window is not None, item[0].chunk is not None)
+        )
+    )
+
+
+def make_initial_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
+    """Return the cost model for plans of a kind of layers, before anything is measured.
+
+    This is the cost model of the settings, for the key's shape and window, or built-in figures for
+    its device.
+    """
+    if isinstance(config.cost_model, CostModel):
+        return replace(config.cost_model, shape=key.shape, window=key.window)
+    if isinstance(config.cost_model, Profile):
+        return config.cost_model.make_cost_model(key.shape, key.window, tile=config.tile)
+    return replace(
+        CostModel.analytic(key.shape, device_type=key.device, tile=config.tile), window=key.window
+    )
+
+
+def choose_rate_source(config: DistCAConfig) -> CostSource:
+    """Return the initial source of rates: the `cost_model` of the settings, unless
+    it is timed and torch must be deterministic.
+    """
+    timed = config.cost_model == "calibrated"
+    return (
+        "analytic" if timed and torch.are_deterministic_algorithms_enabled() else config.cost_model
+    )
+
+
+def _make_key(config: Any, kind: str | None, element_bytes: int, device: str) -> PlanKey | None:
+    """Return the plan key of layers of a kind; None if they are not attention.
+
+    Without kinds, all layers have the window, if any.
+    """
+    if kind is not None and ("linear" in kind or not ("attention" in kind or "hybrid" in kind)):
+        return None
+    window = chunk = None
+    if kind is None or "sliding" in kind:
+        window = (
+            getattr(config, "sliding_window", None)
+            if getattr(config, "use_sliding_window", True)
+            else None
+        )
+    elif "chunked" in kind:
+        chunk = config.attention_chunk_size
+    return PlanKey(_read_shape(config, element_bytes), device, window, chunk)
+
+
+def _read_shape(config: Any, element_bytes: int) -> AttentionShape:
+    heads = _read_first_number(config, *_HEAD_FIELDS)
+    if (
+        heads
+        and _read_first_number(config, "kv_lora_rank")
+        and _read_first_number(config, "qk_nope_head_dim")
+    ):
+        # Latent attention: keys and values are made for every head before they are attended to.
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return AttentionShape(heads, heads, head_dim, config.v_head_dim, element_bytes)
+    hidden = _read_first_number(config, *_WIDTH_FIELDS)
+    head_dim = _read_first_number(config, "head_dim") or (
+        hidden // heads if heads and hidden else None
+    )
+    if not heads or not head_dim:
+        raise ConfigError(
+            f"{type(config).__name__} does not say what its attention is like: looked for one of"
+            f" {', '.join(_HEAD_FIELDS)}, and for head_dim or one of {', '.join(_WIDTH_FIELDS)}."
+            " Give shapes=[(AttentionShape(...), window), ...] of its kinds of layers."
+        )
+    # JetMoe repeats keys and values for the experts of a token before they are attended to.
+    key_value_heads = (
+        heads
+        if config.model_type == "jetmoe"
+        else _read_first_number(config, "num_key_value_heads") or heads
+    )
+    return AttentionShape(
+        heads,
+        key_value_heads,
+        head_dim,
+        _read_first_number(config, "v_head_dim") or head_dim,
+        element_bytes,
+    )
+
+
+def _read_first_number(config: Any, *names: str) -> int | None:
+    """Return the first of these attributes that is a number."""
+    return next(
+        (value for name in names if isinstance(value := getattr(config, name, None), int)), None
+    )
+
+
+def _choose_dtype(*sources: Any) -> torch.dtype:
+    dtypes = (getattr(source, "dtype", None) for source in sources)
+    first_dtype = next((dtype for dtype in dtypes if dtype is not None), torch.float32)
+    return getattr(torch, first_dtype) if isinstance(first_dtype, str) else first_dtype
