@@ -55,7 +55,6 @@ class Work:
         outputs: outputs of the layers, for activation checkpointing; None where no recompute can
             follow.
         name: name of the micro-batch, for errors.
-        serial: number by which servers of a pool identify it.
         numbers: counts the calls of attention, those of recomputes among them.
         attend: computes attention in the session's place, from module, inputs and scores; for
             stages of a pipeline.
@@ -69,7 +68,6 @@ class Work:
     nano: int = 0
     outputs: OutputStore | None = None
     name: str = "a micro-batch"
-    serial: int = 0
     numbers: Iterator[int] = field(default_factory=itertools.count)
     attend: Callable[[torch.nn.Module, Inputs, Scores], torch.Tensor] | None = None
 

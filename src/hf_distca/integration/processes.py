@@ -26,7 +26,6 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.runtime.group import Members
 
 __all__ = [
-    "check_pool",
     "data_parallel_group",
     "find_members",
     "said_if_long",
@@ -83,30 +82,6 @@ def size_of_groups(members: dist.ProcessGroup | Members | None, config: DistCACo
         )
         _log.info(text, len(ranks), size, len(ranks))
     return size
-
-
-def check_pool(members: dist.ProcessGroup | Members | None, size: int | None) -> None:
-    """Raise for a pool of servers if not all ranks would be in one group with it.
-
-    Raises:
-        UnsupportedError: names the number of ranks that would be.
-    """
-    world = tuple(
-        range(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
-    )
-    ranks = (
-        members.ranks
-        if isinstance(members, Members)
-        else Members.of(members).ranks
-        if members is not None
-        else world
-    )
-    if size is not None or tuple(sorted(ranks)) != world:
-        raise UnsupportedError(
-            f"servers take part in one attention group of all ranks, and of {len(world)} ranks"
-            f" {size or len(ranks)} are to share attention. Train without servers, or without"
-            " group_size, tensor parallelism and stages."
-        )
 
 
 def data_parallel_group(mesh: DeviceMesh, also: str | None = None) -> Members:

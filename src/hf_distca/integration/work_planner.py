@@ -18,7 +18,7 @@ from hf_distca.integration.handle import AttentionHandle, Work
 from hf_distca.integration.processes import said_if_long
 from hf_distca.integration.session import Session
 from hf_distca.kernels.varlen import to_device
-from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.group import AttentionGroup, together
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
@@ -37,7 +37,7 @@ class WorkPlanner:
     """
 
     def __init__(self, session: Session) -> None:
-        self._session, self._planner = session, session.planner
+        self._session, self.planner = session, session.planner
 
     def find_group(self, handle: AttentionHandle, training: bool) -> AttentionGroup:
         """Return the ranks that take part in a forward: this one alone if the others need not run
@@ -46,20 +46,10 @@ class WorkPlanner:
         if handle.group is None:
             # Making the group needs all ranks: a rank that evaluates or generates alone must not
             # ask for it.
-            together = not handle.alone and (training or self._session.config.balance_evaluation)
-            if (
-                together
-                and self._session.pool is not None
-                and (leaving := self._planner.resume_progress().leaving_ranks)
-            ):
-                self._session.gather()
-                self._session.take_group(
-                    replace(
-                        self._session.pool.without(leaving),
-                        session=self._session.join_group().session,
-                    )
-                )
-            handle.group = self._session.join_group() if together else _ALONE
+            is_shared = not handle.alone and (training or self._session.config.balance_evaluation)
+            if is_shared and (leaving := self.planner.resume_progress().leaving_ranks):
+                self._session.leave_behind(leaving)
+            handle.group = self._session.join_group() if is_shared else _ALONE
         return handle.group
 
     def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
@@ -120,11 +110,11 @@ class WorkPlanner:
             # The first plan after an installation compiles loops of the scheduler.
             said = (
                 said_if_long("making the first plan")
-                if self._planner.resume_progress().next_number == 1
+                if self.planner.resume_progress().next_number == 1
                 else nullcontext()
             )
             with self._reporting(group, "planning"), said:
-                plans = self._planner.plan(requests, group)
+                plans = self.planner.plan(requests, group)
             with self._reporting(group, "taking up a plan"):
                 for part, planned in zip(handles, plans, strict=True):
                     part.check(planned.plan.layout, key.window)
@@ -139,23 +129,22 @@ class WorkPlanner:
             )
         return handle.work[requests[0][1]]
 
+    @together
     def use_plan(
         self, documents: Documents, planned: BatchPlan, group: AttentionGroup, device: torch.device
     ) -> Work:
         """Use a plan for the current micro-batch, which has these documents on this rank."""
-        meter, nano = self._planner.resume_progress().use_plan(planned, documents), planned.key.nano
+        meter, nano = self.planner.resume_progress().use_plan(planned, documents), planned.key.nano
         plan, config = planned.plan, self._session.config
         waves = Waves.of(
             plan, planned.key.shape, config.tile, config.max_transient_bytes, config.head_groups
         )
         self._warn_above_bound(waves, group)
         route = Route.build(plan, group.rank, waves)
-        name = f"micro-batch {self._planner.resume_progress().number}" + (
+        name = f"micro-batch {self.planner.resume_progress().number}" + (
             f", nano-batch {nano}" if nano else ""
         )
         name += f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
-        serial = group.number(route)
-        group.notify_servers("use_plan", plan=planned.serial, work=serial)
         return Work(
             group,
             route,
@@ -165,7 +154,6 @@ class WorkPlanner:
             nano,
             OutputStore(),
             name,
-            serial,
         )
 
     @contextmanager
@@ -175,7 +163,7 @@ class WorkPlanner:
         """
         try:
             with group.reporting(
-                f"{doing} for micro-batch {self._planner.resume_progress().next_number}"
+                f"{doing} for micro-batch {self.planner.resume_progress().next_number}"
             ):
                 yield
         except (LayoutError, UnsupportedError) as error:

@@ -224,11 +224,11 @@ def _become_launched(options: Options) -> Options:
 
 
 def _join_pool(options: Options) -> None:
-    from hf_distca.integration.session import Session
-    from hf_distca.pool.lead import Pool
+    from hf_distca.pool.observer import PoolObserver
+    from hf_distca.runtime.group import AttentionGroup
 
     nodes, each_node, attempt = options.launched or (0, options.servers, "0")
-    Session.pool = Pool(
+    AttentionGroup.observer = PoolObserver(
         tuple(options.server_address),
         nodes,
         each_node,
