@@ -178,7 +178,7 @@ def test_waiting_server_does_not_outlive_the_trainers(running: Forks, port: int)
 
 
 def test_servers_that_cannot_take_part(running: Forks) -> None:
-    nobody, other, doubled, shell, taken = free_ports(5)
+    nobody, other, doubled, shell, taken, secret = free_ports(6)
     refused = {
         (nobody,): (
             f"no server answers at 127.0.0.1:{nobody} (Connection refused). Start it with"
@@ -201,8 +201,12 @@ def test_servers_that_cannot_take_part(running: Forks) -> None:
         (
             taken,
         ): f"the server at 127.0.0.1:{taken} cannot take part: it serves the ranks of another run",
+        (
+            secret,
+        ): f"the server at 127.0.0.1:{secret} cannot take part: it asks for another token. Set ",
     }
     of_other_version = running.server(other, version="9.9")
+    running.server(secret, HF_DISTCA_POOL_TOKEN="c0ffee")
     serving = running.server(taken)
     (trains,) = running.trainers(1, [taken], ENDLESS)
     trains.wait_for("step 1")

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hf_distca.pool.server import Server, find_step
+from hf_distca.pool.server import STEPS, Server, find_step
 from hf_distca.pool.words import JsonLineConnection, read_dtype
+from test_rooms import STEPS_TOGETHER
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_other_names_of_torch_are_not_read(name: str) -> None:
         read_dtype(name)
 
 
-def test_steps_are_the_public_methods_of_a_server() -> None:
+def test_steps_are_those_of_a_table() -> None:
     for name in (
         "end",
         "use_settings",
@@ -89,6 +90,8 @@ def test_steps_are_the_public_methods_of_a_server() -> None:
         "gather_measurements",
     ):
         assert find_step(name) is getattr(Server, name)
+    own = {"end", "regroup", "use_settings", "begin", "serve", "finish"}
+    assert STEPS.keys() == STEPS_TOGETHER | own
     for name in ("run", "_next", "__init__", "role", "done", "no such step"):
         with pytest.raises(ValueError, match="rank 0 named the step"):
             find_step(name)

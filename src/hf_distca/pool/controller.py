@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from inspect import signature
 from itertools import count
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -37,12 +37,10 @@ from hf_distca.runtime.group import AttentionGroup, Phase
 __all__ = ["ASK_SECONDS", "PoolController", "ServedGroup", "connect_server"]
 
 ASK_SECONDS = 0.2  # between two attempts to find a server
-_ANSWER_SECONDS = 30.0  # that a server has to answer an invitation
+# That a server has to answer, and may.
+_ANSWER_SECONDS, _ANSWER_BYTES = 30.0, 1 << 16
 # Steps that begin something: as long as it is known, the group that it is of is needed.
 _UNDER_WAY = ("use_plan", "begin_plans")
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @dataclass(eq=False)
@@ -104,7 +102,7 @@ class PoolController:
         self.groups.append(ServedGroup({n: servers[n] for n in servers if n not in names}))
         self.groups[-1].send(["regroup", {"leaving": leaving}, 0, []])
 
-    def take_step(self, step: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+    def take_step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """See `GroupObserver.take_step`."""
         given = signature(step).bind(*args, **options).arguments
         group = given["group"] if "group" in given else given["pending"].group
@@ -214,13 +212,14 @@ def connect_server(
             time.sleep(ASK_SECONDS)
     try:
         words.send({"token": token, "version": version("hf-distca"), "device": device})
-        refusal = words.receive(_ANSWER_SECONDS)["error"]
+        refusal = words.receive(_ANSWER_SECONDS, _ANSWER_BYTES)["error"]
     except (EOFError, OSError, ValueError, TypeError, LookupError) as error:
         raise ConfigError(
             f"what listens at {address} is no server of hf-distca, or has ended"
             f" ({type(error).__name__}). Start one with {start}, or name another address."
         ) from error
     if refusal is not None:
+        words.close()
         raise ConfigError(f"the server at {address} cannot take part: {refusal}")
     return words
 

@@ -9,29 +9,92 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hf_distca.borrowed import Store, TCPStore, store_of_world, timeout_of
-from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError
+from hf_distca.borrowed import (
+    PrefixStore,
+    Store,
+    TCPStore,
+    group_in_store,
+    store_of_world,
+    timeout_of,
+)
+from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError, UnsupportedError
 from hf_distca.pool.addresses import read_token, store_key
 from hf_distca.pool.controller import ASK_SECONDS, PoolController, connect_server
-from hf_distca.pool.pool_ranks import PoolRanks, check_members, launch_store
 from hf_distca.runtime.call import Call
 from hf_distca.runtime.group import AttentionGroup, Members, Phase
 
-__all__ = ["PoolObserver"]
+__all__ = ["PoolObserver", "PoolRanks"]
 
 _log = logging.getLogger("hf_distca")
 
 _ALONE_SECONDS = 1800.0  # that ranks wait for each other, where torch.distributed does not say so
-P = ParamSpec("P")
-R = TypeVar("R")
+
+
+@dataclass(frozen=True, eq=False)
+class PoolRanks:
+    """Members of a group of training ranks and servers, seen from one of them.
+
+    Attributes:
+        ranks: global ranks of those that train, then numbers of the servers, which follow these; in
+            the order of the group.
+        holds: for each, whether it trains.
+        names: names of the servers in errors, by the numbers in `ranks`.
+        rank: index of this process.
+        backend: backend for tensors, as `torch.distributed` names it.
+        store: store in which only these meet.
+    """
+
+    ranks: tuple[int, ...]
+    holds: tuple[bool, ...]
+    names: Mapping[int, str]
+    rank: int
+    backend: str
+    store: Store
+
+    @classmethod
+    def read(cls, invitation: Mapping[str, Any], store: Store, number: int) -> PoolRanks:
+        """Read the members from rank 0's invitation, for the process of this number."""
+        ranks = tuple(invitation["ranks"])
+        names = {int(number): name for number, name in invitation["names"].items()}
+        meeting = PrefixStore(invitation["meeting"], _launch_store(store))
+        holds, backend = tuple(invitation["holds"]), invitation["backend"]
+        return cls(ranks, holds, names, ranks.index(number), backend, meeting)
+
+    def without(self, leaving: Sequence[int]) -> PoolRanks:
+        """Return the others, once those of these indices have left; this process is none of
+        them.
+        """
+        stay = [index for index in range(len(self.ranks)) if index not in leaving]
+        ranks, holds = (
+            tuple(self.ranks[index] for index in stay),
+            tuple(self.holds[index] for index in stay),
+        )
+        meeting = PrefixStore(f"distca pool of {len(stay)}", self.store)
+        return PoolRanks(ranks, holds, self.names, stay.index(self.rank), self.backend, meeting)
+
+    def join(self, seconds: float) -> AttentionGroup:
+        """Build their group, whose members wait so long for each other. Every one of them must call
+        it; for errors see `AttentionGroup.create`.
+        """
+        group = AttentionGroup(self.ranks, self.rank, holds=self.holds, timeout_seconds=seconds)
+        place = self.ranks, self.rank
+
+        def connect(timeout: timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+            data, control = (
+                group_in_store(place, self.store, backend, timeout, f"{purpose} of {group.size}")
+                for purpose, backend in (("distca-data", self.backend), ("distca-control", "gloo"))
+            )
+            return data, control
+
+        return group.connected(connect, self.names)
 
 
 @dataclass(eq=False)
@@ -55,11 +118,15 @@ class PoolObserver:
     controller: PoolController | None = field(default=None, init=False)  # on rank 0
     _joined: tuple[object, AttentionGroup, PoolRanks] | None = field(default=None, init=False)
 
-    def take_step(self, step: Callable[P, R], *args: P.args, **named: P.kwargs) -> R:
+    def register(self) -> None:
+        """Observe all groups of this process."""
+        AttentionGroup.observer = self
+
+    def take_step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """See `GroupObserver.take_step`."""
         if self.controller is None:
-            return step(*args, **named)
-        return self.controller.take_step(step, *args, **named)
+            return step(*args, **options)
+        return self.controller.take_step(step, *args, **options)
 
     def enter_phase(self, call: Call, phase: Phase, dtype: torch.dtype | None = None) -> None:
         """See `GroupObserver.enter_phase`."""
@@ -85,7 +152,7 @@ class PoolObserver:
         """
         if leaving:
             return self._leave_behind(leaving)
-        check_members(members, size)
+        _check_members(members, size)
         if self.each_node and not self.nodes:
             raise ConfigError(
                 f"servers={self.each_node}, and no launcher has started this process. Start it with"
@@ -193,7 +260,7 @@ class PoolObserver:
     def _find_published(self, store: Store, number: int, deadline: float) -> tuple[str, str]:
         """Find the address and the token of a server of the launch."""
         key = store_key(number, self.attempt)
-        while not launch_store(store).check([key]):
+        while not _launch_store(store).check([key]):
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"server {number} of {self.nodes * self.each_node} did not start within"
@@ -201,7 +268,7 @@ class PoolObserver:
                     f" processes of node {number // self.each_node}, or raise --server-wait."
                 )
             time.sleep(ASK_SECONDS)
-        address, token = launch_store(store).get(key).decode().split()
+        address, token = _launch_store(store).get(key).decode().split()
         return address, token
 
 
@@ -228,8 +295,35 @@ def _read_invitation(store: Store, seconds: float) -> dict[str, Any]:
     return invitation
 
 
+def _check_members(members: dist.ProcessGroup | Members | None, size: int | None) -> None:
+    """Raise if not all ranks would be in one group with the servers.
+
+    Raises:
+        UnsupportedError: names the number of ranks that would be.
+    """
+    world = tuple(
+        range(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
+    )
+    if isinstance(members, dist.ProcessGroup):
+        members = Members.of(members)
+    ranks = world if members is None else members.ranks
+    if size is not None or tuple(sorted(ranks)) != world:
+        raise UnsupportedError(
+            f"servers take part in one attention group of all ranks, and of {len(world)} ranks"
+            f" {size or len(ranks)} are to share attention. Train without servers, or without"
+            " group_size, tensor parallelism and stages."
+        )
+
+
+def _launch_store(store: Store) -> Any:
+    """Return the store of a launch, without the prefixes that a world has put around it."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return store
+
+
 def _tcp_address(store: Store) -> tuple[str, int]:
-    tcp = launch_store(store)
+    tcp = _launch_store(store)
     if not isinstance(tcp, TCPStore):
         raise ConfigError(
             f"torch.distributed was started with a {type(tcp).__name__}, which servers cannot"

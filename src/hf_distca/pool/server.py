@@ -36,7 +36,7 @@ from hf_distca.integration.handle import Work
 from hf_distca.integration.session import Session
 from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels.base import Scores
-from hf_distca.pool.pool_ranks import PoolRanks
+from hf_distca.pool.observer import PoolRanks
 from hf_distca.pool.words import (
     JsonLineConnection,
     read_config,
@@ -319,7 +319,7 @@ class Server:
 
 
 # By the names under which rank 0 announces them; it can name nothing else.
-STEPS: Mapping[str, Callable[..., object]] = {
+STEPS: dict[str, Callable[..., object]] = {
     step.__name__: step
     for step in (
         Server.end,
@@ -389,7 +389,7 @@ def _refusal_reason(
     """Return why this server cannot serve a client that sent this greeting; None if it can."""
     here, there, wanted = version("hf-distca"), asked.get("version"), asked.get("device")
     why = None
-    if not hmac.compare_digest(str(asked.get("token")).encode(), token.encode()):
+    if not hmac.compare_digest(str(asked.get("token", "")).encode(), token.encode()):
         why = (
             "it asks for another token. Set HF_DISTCA_POOL_TOKEN to the same where this server and"
             " where the ranks that train are started."

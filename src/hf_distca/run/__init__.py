@@ -225,17 +225,16 @@ def _become_launched(options: Options) -> Options:
 
 def _join_pool(options: Options) -> None:
     from hf_distca.pool.observer import PoolObserver
-    from hf_distca.runtime.group import AttentionGroup
 
     nodes, each_node, attempt = options.launched or (0, options.servers, "0")
-    AttentionGroup.observer = PoolObserver(
+    PoolObserver(
         tuple(options.server_address),
         nodes,
         each_node,
         attempt,
         options.server_wait,
         options.spare_servers,
-    )
+    ).register()
 
 
 def find_command(command: str) -> Path:

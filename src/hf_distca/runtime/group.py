@@ -66,7 +66,7 @@ class GroupObserver(Protocol):
         With `leaving`, make the group of the others, once ranks of these indices have left.
         """
 
-    def take_step(self, step: Callable[P, R], *args: P.args, **named: P.kwargs) -> R:
+    def take_step(self, step: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
         """Take a step that is marked by `together`, and return its result."""
 
     def enter_phase(self, call: Any, phase: Phase, dtype: torch.dtype | None = None) -> None:
@@ -81,10 +81,12 @@ def together(step: Callable[P, R]) -> Callable[P, R]:
     """
 
     @wraps(step)
-    def take(*args: P.args, **named: P.kwargs) -> R:
+    def take(*args: P.args, **options: P.kwargs) -> R:
         observer = AttentionGroup.observer
         return (
-            step(*args, **named) if observer is None else observer.take_step(step, *args, **named)
+            step(*args, **options)
+            if observer is None
+            else observer.take_step(step, *args, **options)
         )
 
     return take
