@@ -155,7 +155,7 @@ def test_a_room_runs_without_torch(modules: str) -> None:
 # Verbs of `GroupObserver`, at most so many places that call them, and the steps that ranks take
 # together: each has its place in `Server`.
 OBSERVER_VERBS, MOST_PLACES = {"make_group", "take_step", "enter_phase"}, 4
-STEPS_TOGETHER = {
+JOINT_STEPS = {
     "begin_plans",
     "exchange",
     "finish_plans",
@@ -192,10 +192,10 @@ def test_marked_steps_are_those_that_servers_know() -> None:
         for node in nodes_outside_the_pool()
         if isinstance(node, ast.FunctionDef)
         and any(
-            isinstance(name, ast.Name) and name.id == "together" for name in node.decorator_list
+            isinstance(name, ast.Name) and name.id == "joint_step" for name in node.decorator_list
         )
     ]
-    assert sorted(marked) == sorted(STEPS_TOGETHER)
+    assert sorted(marked) == sorted(JOINT_STEPS)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))

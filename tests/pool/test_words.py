@@ -14,7 +14,7 @@ import torch
 
 from hf_distca.pool.server import STEPS, Server, find_step
 from hf_distca.pool.words import JsonLineConnection, read_dtype
-from test_rooms import STEPS_TOGETHER
+from test_rooms import JOINT_STEPS
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_steps_are_those_of_a_table() -> None:
     ):
         assert find_step(name) is getattr(Server, name)
     own = {"end", "regroup", "use_settings", "begin", "serve", "finish"}
-    assert STEPS.keys() == STEPS_TOGETHER | own
+    assert STEPS.keys() == JOINT_STEPS | own
     for name in ("run", "_next", "__init__", "role", "done", "no such step"):
         with pytest.raises(ValueError, match="rank 0 named the step"):
             find_step(name)

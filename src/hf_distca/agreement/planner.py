@@ -22,7 +22,7 @@ from hf_distca.agreement.dealt_share import DealtShare, PlanJob, register_share_
 from hf_distca.agreement.history import History
 from hf_distca.agreement.world_progress import Progress
 from hf_distca.config import DistCAConfig
-from hf_distca.runtime.group import AttentionGroup, together
+from hf_distca.runtime.group import AttentionGroup, joint_step
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.monitor import AwaitedThread
 from hf_distca.schedule.balance import balance
@@ -85,7 +85,7 @@ class Planner:
         self.history.reset()
         self._progress = Progress(self._meter, self.history)
 
-    @together
+    @joint_step
     def gather_measurements(self, group: AttentionGroup) -> None:
         """Gather the measurements of all ranks up to here. Collective."""
         self.resume_progress().gather_measurements(group)
@@ -125,7 +125,7 @@ class Planner:
             return self.plan_shares(shares, requests, group)
         return self.finish_plans(self.begin_plans(requests, group))
 
-    @together
+    @joint_step
     def begin_plans(
         self,
         requests: Sequence[Request],
@@ -176,7 +176,7 @@ class Planner:
             _complete_plans(pending.plans, make_plans)
         return pending
 
-    @together
+    @joint_step
     def finish_plans(self, pending: PendingPlans) -> list[BatchPlan]:
         """Wait for plans, and compare them between ranks with one collective.
 
@@ -199,7 +199,7 @@ class Planner:
             batch_plan.planning_ms += (time.perf_counter() - started) * 1e3 / len(batch_plans)
         return batch_plans
 
-    @together
+    @joint_step
     def plan_shares(
         self, shares: Sequence[DealtShare], requests: Sequence[Request], group: AttentionGroup
     ) -> list[BatchPlan]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hf_distca.config import DistCAConfig
 from hf_distca.doctor import Finding, State
 from hf_distca.integration.session import Session
-from hf_distca.runtime.group import AttentionGroup, together
+from hf_distca.runtime.group import AttentionGroup, joint_step
 from hf_distca.runtime.members import node_number
 
 __all__ = [
@@ -114,7 +114,7 @@ def try_launched(has: Mapping[str, str], timeout_seconds: float) -> ExchangeResu
             dist.destroy_process_group()
 
 
-@together
+@joint_step
 def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup) -> ExchangeResult:
     """Send one message from every rank to each other, which names both, through the communicators
     that training uses.

@@ -35,7 +35,7 @@ from hf_distca.measure.shipped import shipped_profile
 from hf_distca.measure.timeline import Trace
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
-from hf_distca.runtime.group import AttentionGroup, Members, together
+from hf_distca.runtime.group import AttentionGroup, Members, joint_step
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
 
@@ -257,7 +257,7 @@ class Session:
         self.kernels[kernel.name] = None
         return kernel
 
-    @together
+    @joint_step
     def learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
         """Make the cost model of a shape, at its first layer; all ranks of the group at the same
         point. Collective.

@@ -18,7 +18,7 @@ from hf_distca.integration.handle import AttentionHandle, Work
 from hf_distca.integration.processes import said_if_long
 from hf_distca.integration.session import Session
 from hf_distca.kernels.varlen import to_device
-from hf_distca.runtime.group import AttentionGroup, together
+from hf_distca.runtime.group import AttentionGroup, joint_step
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
@@ -129,7 +129,7 @@ class WorkPlanner:
             )
         return handle.work[requests[0][1]]
 
-    @together
+    @joint_step
     def use_plan(
         self, documents: Documents, planned: BatchPlan, group: AttentionGroup, device: torch.device
     ) -> Work:

@@ -35,7 +35,7 @@ from hf_distca.errors import DistCADesyncError
 from hf_distca.integration.handle import Work
 from hf_distca.integration.session import Session
 from hf_distca.integration.work_planner import WorkPlanner
-from hf_distca.kernels.base import Scores
+from hf_distca.kernels.base import Grads, Outputs, Scores
 from hf_distca.pool.observer import PoolRanks
 from hf_distca.pool.words import (
     JsonLineConnection,
@@ -45,9 +45,9 @@ from hf_distca.pool.words import (
     read_requests,
     read_shares,
 )
-from hf_distca.runtime.call import AttentionServer, Call
+from hf_distca.runtime.call import Call
+from hf_distca.runtime.empty_rows import make_empty_operands
 from hf_distca.runtime.meter import Meter
-from hf_distca.runtime.serving import ServedCall, make_empty_operands
 
 __all__ = ["EndedError", "Server", "find_step", "serve"]
 
@@ -143,7 +143,7 @@ class Server:
     def __init__(self, ranks: PoolRanks, seconds: float, device: torch.device) -> None:
         self._ranks, self._device, self.is_leaving = ranks, device, False
         self._group = ranks.join(seconds)
-        self._calls: dict[int, ServedCall] = {}
+        self._calls: dict[int, Call] = {}
         self._known: dict[str, Any] = {}
         self._meter = Meter()
         self._micro_batches = self._served = 0
@@ -276,22 +276,17 @@ class Server:
         session, key, used = self._known[work]
         operands = make_empty_operands(key.shape, read_dtype(layer["dtype"]), self._device)
         scores = Scores(layer["scale"], used.window, layer["softcap"])
-        kernel = session.kernel(
-            operands.q_THD,
-            (key.shape.head_dim, key.shape.value_head_dim),
-            scores,
-            key.shape.heads_per_key_head,
+        server = session.server(used, operands.q_THD, key.shape, scores)
+        server.reporting = partial(used.group.reporting, f"computing {place}")
+        self._calls[call] = taken = Call(
+            used.route, used.group.at(place, used.route.forward_exchanges), server
         )
-        server = AttentionServer(
-            kernel, scores, used.meter, partial(used.group.reporting, f"computing {place}")
-        )
-        taken = Call(used.route, used.group.at(place, used.route.forward_exchanges), server)
         if backward:
             taken.begin_backward()
         else:
             used.meter.count(calls=1)
         self._served += 1
-        self._calls[call] = ServedCall.begin(taken, operands)
+        taken.begin_without_rows(operands)
 
     def serve(self, call: int) -> None:
         """Run the tasks of a layer, and send back the results."""
@@ -299,7 +294,8 @@ class Server:
 
     def finish(self, call: int) -> None:
         """Finish a call: results have left."""
-        self._calls.pop(call).finish()
+        taken = self._calls.pop(call)
+        taken.finish(Grads if taken.backward else Outputs)
 
     def _planner(self, session: str) -> Planner:
         planner: Planner = self._known[session].planner

@@ -20,6 +20,7 @@ import torch
 
 from hf_distca.kernels.base import Grads, Kernel, Operands, Outputs, Saved, Scores, TaskBatch
 from hf_distca.kernels.flash import leave_room_for_messages
+from hf_distca.runtime.empty_rows import make_empty_results, make_empty_saved
 from hf_distca.runtime.group import AttentionGroup, Phase
 from hf_distca.runtime.messages import (
     MessagePart,
@@ -190,13 +191,21 @@ class Call:
         home = split_head_groups(tokens, self.route.groups)
         self.stash(tokens, self.send_queries_and_keys(self.route.waves[0], home))
 
-    def serve(self, kind: type[Operands] | type[Saved]) -> None:
+    def begin_without_rows(self, operands: Operands) -> None:
+        """Begin on a rank that runs tasks of others only, with `make_empty_operands` of the
+        layer.
+        """
+        self.begin(make_empty_saved(operands) if self.backward else operands)
+
+    def serve(self) -> None:
         """Run the tasks of this rank, and send their results back."""
+        kind: type[Operands] | type[Saved] = Saved if self.backward else Operands
         tokens, dispatch = self.pop_stashed(kind)
         self._enter_phase("serve")
         home = split_head_groups(tokens, self.route.groups)
         dispatch = self.forward_keys(home, dispatch)
-        self.stash(*self.run_waves(home, self.run_local(tokens), dispatch))
+        results = self.run_local(tokens) if len(tokens.q_THD) else make_empty_results(home)
+        self.stash(*self.run_waves(home, results, dispatch))
 
     def finish(self, kind: type[Results]) -> Results:
         """Wait for the results of this rank's own rows, and return them."""

@@ -42,7 +42,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hf_distca.errors import UnsupportedError
-from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
+from hf_distca.kernels.base import Grads, Outputs, Saved
 from hf_distca.runtime.call import Call, Inputs, merge_head_groups
 from hf_distca.runtime.pingpong import yield_to_other_nano_batch
 
@@ -132,13 +132,13 @@ class _Serve(torch.autograd.Function):
     def forward(ctx: Any, call: Call, anchor: torch.Tensor) -> torch.Tensor:
         ctx.call = call
         if call.recomputed_outputs is None:
-            call.serve(Operands)
+            call.serve()
         return anchor.clone()
 
     @staticmethod
     @_once_differentiable
     def backward(ctx: Any, anchor: torch.Tensor) -> tuple[_Optional, ...]:
-        ctx.call.serve(Saved)
+        ctx.call.serve()
         return None, torch.zeros_like(anchor)
 
 

@@ -31,7 +31,7 @@ from hf_distca.runtime.monitor import NO_NAMES, FailureMonitor, reserved_seconds
 from hf_distca.runtime.rendezvous import Rendezvous
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["AttentionGroup", "GroupObserver", "Members", "Phase", "together"]
+__all__ = ["AttentionGroup", "GroupObserver", "Members", "Phase", "joint_step"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -67,7 +67,7 @@ class GroupObserver(Protocol):
         """
 
     def take_step(self, step: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
-        """Take a step that is marked by `together`, and return its result."""
+        """Take a step that is marked by `joint_step`, and return its result."""
 
     def enter_phase(self, call: Any, phase: Phase, dtype: torch.dtype | None = None) -> None:
         """Hear that a `Call` enters a phase, in which it launches exchanges or waits for them; with
@@ -75,7 +75,7 @@ class GroupObserver(Protocol):
         """
 
 
-def together(step: Callable[P, R]) -> Callable[P, R]:
+def joint_step(step: Callable[P, R]) -> Callable[P, R]:
     """Mark a step that all ranks of a group take at the same point; `AttentionGroup.observer` hears
     of it.
     """
