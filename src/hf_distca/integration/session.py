@@ -137,10 +137,13 @@ class Session:
             self._trainers = AttentionGroup.of(timeout_seconds=self.config.timeout_seconds)
         return self._trainers
 
-    def leave_behind(self, leaving: Sequence[int]) -> None:
-        """Go on without the ranks of these indices in the group. All others must call this."""
+    def leave_behind(self, leaving: Sequence[int]) -> AttentionGroup:
+        """Return the group of the others, once the ranks of these indices in the group have left.
+        All others must call this.
+        """
         self.gather()
         self.take_group(self._make_group(leaving=leaving))
+        return self.join_group()
 
     def _make_group(
         self,

@@ -47,9 +47,9 @@ class WorkPlanner:
             # Making the group needs all ranks: a rank that evaluates or generates alone must not
             # ask for it.
             is_shared = not handle.alone and (training or self._session.config.balance_evaluation)
-            if is_shared and (leaving := self.planner.resume_progress().leaving_ranks):
-                self._session.leave_behind(leaving)
             handle.group = self._session.join_group() if is_shared else _ALONE
+            if handle.group.holds and (leaving := self.planner.resume_progress().leaving_ranks):
+                handle.group = self._session.leave_behind(leaving)
         return handle.group
 
     def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:

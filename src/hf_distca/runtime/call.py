@@ -189,7 +189,7 @@ class Call:
         """Launch the first dispatch, forward or, once that has begun, backward."""
         self._enter_phase("begin", tokens.q_THD.dtype)
         home = split_head_groups(tokens, self.route.groups)
-        self.stash(tokens, self.send_queries_and_keys(self.route.waves[0], home))
+        self._stashed = tokens, self.send_queries_and_keys(self.route.waves[0], home)
 
     def begin_without_rows(self, operands: Operands) -> None:
         """Begin on a rank that runs tasks of others only, with `make_empty_operands` of the
@@ -200,30 +200,24 @@ class Call:
     def serve(self) -> None:
         """Run the tasks of this rank, and send their results back."""
         kind: type[Operands] | type[Saved] = Saved if self.backward else Operands
-        tokens, dispatch = self.pop_stashed(kind)
+        tokens, dispatch = self._pop_stashed(kind)
         self._enter_phase("serve")
         home = split_head_groups(tokens, self.route.groups)
         dispatch = self.forward_keys(home, dispatch)
         results = self.run_local(tokens) if len(tokens.q_THD) else make_empty_results(home)
-        self.stash(*self.run_waves(home, results, dispatch))
+        self._stashed = self.run_waves(home, results, dispatch)
 
     def finish(self, kind: type[Results]) -> Results:
         """Wait for the results of this rank's own rows, and return them."""
         self._enter_phase("finish")
-        return self.collect(self.route.waves[-1], *self.pop_stashed(kind))
+        return self.collect(self.route.waves[-1], *self._pop_stashed(kind))
 
     def _enter_phase(self, phase: Phase, dtype: torch.dtype | None = None) -> None:
         if self.group.observer is not None:
             self.group.observer.enter_phase(self, phase, dtype)
 
-    def stash(self, tensors: Operands | Outputs | Saved | Grads, pending: Pending | None) -> None:
-        """Hold this rank's own tensors and the exchange under way for the next autograd
-        function.
-        """
-        self._stashed = tensors, pending
-
-    def pop_stashed(self, kind: type[Handed]) -> tuple[Handed, Pending | None]:
-        """Return the tensors that the previous autograd function held for this one.
+    def _pop_stashed(self, kind: type[Handed]) -> tuple[Handed, Pending | None]:
+        """Return the tensors and the exchange that the previous phase held for this one.
 
         They are released, so that an exception leaves nothing behind.
         """
