@@ -276,9 +276,9 @@ def test_strangers_do_not_keep_a_server(running: Forks, port: int) -> None:
 @pytest.mark.slow
 def test_training_goes_on_when_a_spare_server_is_ended(running: Forks) -> None:
     """Training goes on without a spare server that is told to end."""
-    ports = free_ports(2)
     alone = running.trainers(2, [], 20)
     assert ended(*alone) == [0, 0]
+    ports = free_ports(2)  # just now: those that train take some, too
     servers = [running.server(port) for port in ports]
     trainers = running.trainers(2, ports, ENDLESS, spare_servers=True)
     trainers[0].wait_for("step 3")
