@@ -27,8 +27,7 @@ from rich.table import Table
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.session import Session
-from hf_distca.pool.lead import Pool
+from hf_distca.pool.observer import PoolObserver
 from machine import describe
 from output import add_json_option, put_out
 from processes import add_model_options, in_turns, rounds, setting_of
@@ -85,7 +84,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Medians of all ways."""
     torch.set_num_threads(1)
     taken: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
-    Session.pool = Pool(addresses=(start_server(),))
+    PoolObserver(addresses=(start_server(),)).register()
     hf_distca.configure()
     steps = Steps(arguments)
     for way in WAYS:

@@ -178,3 +178,56 @@ def test_a_room_runs_without_torch(modules: str) -> None:
     """Not only no import of its own: nothing that it imports brings torch in."""
     code = f"import sys, hf_distca.{modules}\nsys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# Verbs of `GroupObserver`, at most so many places that call them, and the steps that ranks take
+# together: each has its place in `Server`.
+OBSERVER_VERBS, MOST_PLACES = {"make_group", "take_step", "enter_phase"}, 4
+JOINT_STEPS = {
+    "begin_plans",
+    "exchange",
+    "finish_plans",
+    "gather_measurements",
+    "learn_cost",
+    "plan_shares",
+    "use_plan",
+}
+# Rooms that name servers of a pool: where a user asks for them, and the room itself.
+OF_THE_POOL = {"pool", "run", "cli"}
+
+
+def nodes_outside_the_pool() -> list[ast.AST]:
+    files = [path for path in FILES if room_of(path) != "pool"]
+    return [
+        node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+
+
+def test_the_observer_is_called_at_few_places() -> None:
+    places = [
+        node.func.attr
+        for node in nodes_outside_the_pool()
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    counts = {verb: places.count(verb) for verb in OBSERVER_VERBS}
+    assert all(counts.values()), "verbs have these names"
+    assert sum(counts.values()) <= MOST_PLACES, counts
+
+
+def test_marked_steps_are_those_that_servers_know() -> None:
+    marked = [
+        node.name
+        for node in nodes_outside_the_pool()
+        if isinstance(node, ast.FunctionDef)
+        and any(
+            isinstance(name, ast.Name) and name.id == "joint_step" for name in node.decorator_list
+        )
+    ]
+    assert sorted(marked) == sorted(JOINT_STEPS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_no_other_room_has_a_line_on_servers_of_a_pool(path: Path) -> None:
+    text = " ".join(path.read_text(encoding="utf-8").split())
+    if room_of(path) not in OF_THE_POOL:
+        assert not re.findall(r"(?i)servers? of (?:a|the) pool|pool of servers|server_?pool", text)

@@ -128,8 +128,8 @@ class DistCAConfig:
             transformers.
         balance_evaluation: let ranks share attention also while the model is in evaluation mode.
             Only where every rank evaluates the same number of batches.
-        serve_in_place: let ranks that hold tokens compute slices of others. Off, only servers of a
-            pool do.
+        serve_in_place: let ranks that hold tokens compute slices of others. Off, only ranks that
+            hold none do.
         ping_pong: run every decoder layer as two nano-batches in turns, so that one computes while
             the messages of the other travel. It pays where exchanges take long; where nothing is
             exchanged, layers run whole.

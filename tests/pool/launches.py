@@ -28,11 +28,12 @@ import hf_distca
 from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.history import History
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.session import Session
 from hf_distca.pool import server as pool_server
-from hf_distca.pool.lead import PoolController
+from hf_distca.pool.controller import PoolController
+from hf_distca.pool.observer import PoolObserver
 from hf_distca.pool.words import JsonLineConnection
 from hf_distca.run import Options, begin
+from hf_distca.runtime.group import AttentionGroup
 from ranks import RankPool
 
 
@@ -128,11 +129,11 @@ def pooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
     """Run a function on a rank that trains, with servers."""
     told: Counter[str] = Counter()
     computed: list[tuple[float, float]] = []
-    tell, planned = PoolController.notify_servers, History.record_plan
+    announce, planned = PoolController.announce, History.record_plan
 
-    def count(self: PoolController, step: str, arguments: Mapping[str, Any]) -> None:
+    def count(self: PoolController, group: AttentionGroup, step: str, *arguments: Any) -> None:
         told[step] += 1
-        tell(self, step, arguments)
+        announce(self, group, step, *arguments)
 
     def note(self: History, plan: BatchPlan) -> None:
         seconds = plan.estimated_after
@@ -141,7 +142,7 @@ def pooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
         planned(self, plan)
 
     with (
-        patch.object(PoolController, "notify_servers", count),
+        patch.object(PoolController, "announce", count),
         patch.object(History, "record_plan", note),
     ):
         hf_distca.configure()
@@ -152,7 +153,7 @@ def pooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
 
 def unpooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
     """Run a function on the same rank, without servers."""
-    with patch.object(Session, "pool", None):
+    with patch.object(AttentionGroup, "observer", None):
         hf_distca.configure()
         return Trained(function(rank, *args))
 
@@ -174,9 +175,11 @@ def _join(size: int, servers: int, port: int, rank: int) -> None:
 
 
 def _end(_rank: int) -> NoReturn:
-    group = current_session().join_group()
-    if group.lead is not None:
-        group.lead.end()
+    current_session().join_group()
+    observer = AttentionGroup.observer
+    assert isinstance(observer, PoolObserver)
+    if observer.controller is not None:
+        observer.controller.end()
     os._exit(0)
 
 

@@ -108,14 +108,18 @@ class Forks:
         return self.started[-1]
 
     def server(
-        self, port: int, *options: str, version: str | None = None, stuck_in: str | None = None
+        self,
+        port: int,
+        *options: str,
+        version: str | None = None,
+        stuck_in: str | None = None,
+        **changes: str,
     ) -> Started:
-        """`hf-distca serve`, of another version if one is given. A step may be named that never
-        ends.
+        """`hf-distca serve`, of another version if one is given, with changes of the environment. A
+        step may be named that never ends.
         """
-        return self.start(
-            "server", _serve, [f"--address=127.0.0.1:{port}", *options], version, stuck_in
-        )
+        arguments = [f"--address=127.0.0.1:{port}", *options]
+        return self.start("server", _serve, arguments, version, stuck_in, **changes)
 
     def trainers(
         self, world: int, ports: Sequence[int], *train: Any, **options: Any
@@ -176,7 +180,7 @@ def _serve(arguments: list[str], version: str | None, stuck_in: str | None) -> N
     if version is not None:
         patch.object(server, "version", lambda _: version).start()
     if stuck_in is not None:
-        patch.object(server.Server, stuck_in, lambda *_, **__: time.sleep(10**6)).start()
+        patch.dict(server.STEPS, {stuck_in: lambda *_, **__: time.sleep(10**6)}).start()
         patch.object(server, "_LONGER_SECONDS", 1.0).start()
     app(["serve", *arguments], prog_name="hf-distca")
 

@@ -178,7 +178,7 @@ def test_waiting_server_does_not_outlive_the_trainers(running: Forks, port: int)
 
 
 def test_servers_that_cannot_take_part(running: Forks) -> None:
-    nobody, other, doubled, shell, taken = free_ports(5)
+    nobody, other, doubled, shell, taken, secret = free_ports(6)
     refused = {
         (nobody,): (
             f"no server answers at 127.0.0.1:{nobody} (Connection refused). Start it with"
@@ -201,8 +201,12 @@ def test_servers_that_cannot_take_part(running: Forks) -> None:
         (
             taken,
         ): f"the server at 127.0.0.1:{taken} cannot take part: it serves the ranks of another run",
+        (
+            secret,
+        ): f"the server at 127.0.0.1:{secret} cannot take part: it asks for another token. Set ",
     }
     of_other_version = running.server(other, version="9.9")
+    running.server(secret, HF_DISTCA_POOL_TOKEN="c0ffee")
     serving = running.server(taken)
     (trains,) = running.trainers(1, [taken], ENDLESS)
     trains.wait_for("step 1")
@@ -272,9 +276,9 @@ def test_strangers_do_not_keep_a_server(running: Forks, port: int) -> None:
 @pytest.mark.slow
 def test_training_goes_on_when_a_spare_server_is_ended(running: Forks) -> None:
     """Training goes on without a spare server that is told to end."""
-    ports = free_ports(2)
     alone = running.trainers(2, [], 20)
     assert ended(*alone) == [0, 0]
+    ports = free_ports(2)  # just now: those that train take some, too
     servers = [running.server(port) for port in ports]
     trainers = running.trainers(2, ports, ENDLESS, spare_servers=True)
     trainers[0].wait_for("step 3")

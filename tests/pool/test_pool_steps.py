@@ -20,7 +20,7 @@ from tiny import build
 import hf_distca
 from hf_distca.integration.current_session import balancing, current_session, use_session
 from hf_distca.integration.training.mixin import announce_step, plan_ahead
-from hf_distca.pool.lead import PoolController
+from hf_distca.pool.controller import PoolController
 from hf_distca.runtime.group import AttentionGroup
 from tiny_runs import documents, settings
 
@@ -37,9 +37,7 @@ def nothing_to_serve(rank: int, what: str) -> None:
     hf_distca.configure(settings())
     model = model_for("full")
     step(model, rank)
-    with patch.object(
-        PoolController, "notify_servers", side_effect=AssertionError("servers are told")
-    ):
+    with patch.object(PoolController, "announce", side_effect=AssertionError("servers are told")):
         if what == "evaluation" and rank == 0:
             with torch.no_grad():
                 loss_of(model.eval(), drawn(rank, 1))
@@ -181,7 +179,7 @@ def test_costs_are_calibrated_and_corrected(launch: Callable[[int, int], Launch]
     for here, there in zip(ours, theirs, strict=True):
         assert here.value[0] == pytest.approx(there.value[0], rel=1e-12)
         assert here.value[1]
-    assert ours[0].told["gather"] == 1
+    assert ours[0].told["gather_measurements"] == 1
 
 
 def run_states(rank: int) -> list[int]:

@@ -200,7 +200,7 @@ def test_trainers_one_after_another(
     )
     same(ours, theirs)
     (server, *_) = started.served()
-    assert server.kept["ServedCall"] == 0
+    assert server.kept["Call"] == 0
     assert (
         server.kept["_UsedPlan"] + server.kept["BatchPlan"] + server.kept["PendingPlans"] <= 4 * 2
     )

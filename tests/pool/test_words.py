@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hf_distca.pool.server import Server
-from hf_distca.pool.words import JsonLineConnection, read_dtype, read_step
+from hf_distca.pool.server import STEPS, Server, find_step
+from hf_distca.pool.words import JsonLineConnection, read_dtype
+from test_rooms import JOINT_STEPS
 
 
 @pytest.fixture
@@ -76,20 +77,21 @@ def test_other_names_of_torch_are_not_read(name: str) -> None:
         read_dtype(name)
 
 
-def test_steps_are_the_public_methods_of_a_server() -> None:
-    server = Server.__new__(Server)
+def test_steps_are_those_of_a_table() -> None:
     for name in (
         "end",
-        "begin_session",
+        "use_settings",
         "learn_cost",
         "begin_plans",
         "use_plan",
         "begin",
         "serve",
         "finish",
-        "gather",
+        "gather_measurements",
     ):
-        assert read_step(server, name) == getattr(server, name)
+        assert find_step(name) is getattr(Server, name)
+    own = {"end", "regroup", "use_settings", "begin", "serve", "finish"}
+    assert STEPS.keys() == JOINT_STEPS | own
     for name in ("run", "_next", "__init__", "role", "done", "no such step"):
         with pytest.raises(ValueError, match="rank 0 named the step"):
-            read_step(server, name)
+            find_step(name)

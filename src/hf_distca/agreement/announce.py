@@ -103,7 +103,7 @@ class Announcement:
         requests: requests for plans.
         share_numbers: for a dealt share, epoch and number of its global batch, and digests of the
             documents and of each plan; else empty.
-        is_leaving: True for a server of a pool that the others should continue without.
+        is_leaving: True if the others should go on without this rank.
     """
 
     count: int

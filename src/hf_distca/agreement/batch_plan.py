@@ -39,10 +39,9 @@ class BatchPlan:
         planning_ms: milliseconds of planning, with the exchange of documents.
         source: name of the global batch, for a share; else "".
         per_node: ranks of a node that the plan assumes; None if nodes were not told apart.
-        holds: for each rank whether it holds tokens, if a pool of servers takes part; else None.
+        holds: for each rank whether it holds tokens; None if all do.
         local_plan_count: number of plans of its share that this process made instead of the loader
             since the previous plan.
-        serial: number by which servers of a pool identify it.
         number: number of the micro-batch that uses it; 0 before its use.
         task_seconds: (tasks,) estimated seconds, forward and backward, on a rank of speed 1; empty
             before its use.
@@ -60,7 +59,6 @@ class BatchPlan:
     per_node: int | None = None
     holds: tuple[bool, ...] | None = None
     local_plan_count: int = 0
-    serial: int = 0
     number: int = 0
     task_seconds: FloatArray = field(default_factory=lambda: np.zeros(0))
     ranks: Ranks = UNIFORM_RANKS
@@ -120,8 +118,8 @@ class BatchPlan:
         return self.figures[:, 0] / 1e9
 
     @property
-    def servers(self) -> BoolArray:
-        """True for each rank that is a server of a pool, (ranks,)."""
+    def without_tokens(self) -> BoolArray:
+        """True for each rank that holds no tokens, (ranks,)."""
         return ~np.array(self.holds or [True] * len(self.figures))
 
     @property

@@ -59,8 +59,7 @@ class PlanJob(NamedTuple):
         cost: cost model of the layers.
         config: settings.
         ranks: properties of the ranks, as far as the cost model tells them apart.
-        holds: for each rank whether the batch is dealt to it, where a pool of servers takes part;
-            else None.
+        holds: for each rank whether the batch is dealt to it; None if it is dealt to all.
     """
 
     key: PlanKey
@@ -99,7 +98,7 @@ class DealtShare:
 
     Attributes:
         batch_id: epoch and number of the global batch.
-        rank: rank that the share is for; -1 in a server of a pool.
+        rank: rank that the share is for; -1 on a rank that the batch is not dealt to.
         layouts: tokens of each rank: one layout, or those of both nano-batches, which have no
             document in common.
         digest: hash of the documents, below 2**56; the same on all ranks.
@@ -129,14 +128,14 @@ class DealtShare:
         self._planning_threads: tuple[AwaitedThread, ...] = ()
 
     @classmethod
-    def for_server(
+    def without_tokens(
         cls,
         layouts: tuple[Layout, ...],
         batch_id: tuple[int, int],
         digest: int,
         config: DistCAConfig,
     ) -> DealtShare:
-        """Make the share of a server of a pool, which gets no tokens of the global batch.
+        """Make the share of a rank that gets no tokens of the global batch.
 
         For the arguments see the attributes; `config` is `loader_config`.
         """
@@ -206,7 +205,7 @@ class DealtShare:
     def check_group(self, group: AttentionGroup) -> None:
         """Raise `LayoutError` unless the share is for this rank of this group."""
         if group.holds is not None and not group.holds[group.rank]:
-            return  # a server takes part in every batch, and holds tokens of none
+            return  # it takes part in every batch, and holds tokens of none
         ranks = [
             rank
             for rank, holds in zip(group.ranks, group.holds or [True] * group.size, strict=True)

@@ -41,8 +41,8 @@ class BalanceTotals:
         elapsed_seconds: seconds from the beginning of each micro-batch to that of the next.
         planned_here: number of plans of dealt shares that this process made again, because the
             loader's were for other rates or settings.
-        served_seconds, server_seconds: measured seconds of all servers of a pool together, and of
-            their mean.
+        served_seconds, server_seconds: measured seconds of all ranks without tokens together, and
+            of their mean.
         all_seconds: measured seconds of all ranks together.
         between_bytes: bytes sent to other nodes by the rank that sent most there.
         node_layers: number of layers of ranks on several nodes.
@@ -126,13 +126,13 @@ def _compute_totals(plan: BatchPlan) -> BalanceTotals:
     tokens = plan.plan.layout.query_tokens
     before = plan.estimated_before
     measured = plan.measured_after
-    servers = plan.servers
+    tokenless = plan.without_tokens
     on_several_nodes = plan.on_several_nodes
     # Both nano-batches go through each layer: the first one counts it.
     layers = 0 if plan.key.nano == 2 else plan.meter.calls
     return BalanceTotals(
         largest_tokens=float(tokens.max()),
-        mean_tokens=float(tokens[~servers].mean()),
+        mean_tokens=float(tokens[~tokenless].mean()),
         planning_ms=plan.planning_ms,
         estimated_before=float(before.max()),
         estimated_after=float(plan.estimated_after.max()),
@@ -144,8 +144,8 @@ def _compute_totals(plan: BatchPlan) -> BalanceTotals:
         layers=layers,
         own_seconds=plan.meter.seconds,
         planned_here=plan.local_plan_count,
-        served_seconds=float(measured[servers].sum()),
-        server_seconds=float(measured[servers].sum() / max(servers.sum(), 1)),
+        served_seconds=float(measured[tokenless].sum()),
+        server_seconds=float(measured[tokenless].sum() / max(tokenless.sum(), 1)),
         all_seconds=float(measured.sum()),
         between_bytes=float(plan.between_bytes.max()) * on_several_nodes,
         node_layers=layers * on_several_nodes,

@@ -22,7 +22,7 @@ from hf_distca.agreement.dealt_share import DealtShare, PlanJob, register_share_
 from hf_distca.agreement.history import History
 from hf_distca.agreement.world_progress import Progress
 from hf_distca.config import DistCAConfig
-from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.group import AttentionGroup, joint_step
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.monitor import AwaitedThread
 from hf_distca.schedule.balance import balance
@@ -41,13 +41,11 @@ class PendingPlans:
         place: description of the batches, for errors.
         group: the ranks that make the plans.
         plans: the plans, in the order of requests.
-        serial: number by which servers of a pool identify these plans.
     """
 
     place: str
     group: AttentionGroup
     plans: Future[list[BatchPlan]] = field(default_factory=Future)
-    serial: int = 0
 
 
 class Planner:
@@ -66,8 +64,8 @@ class Planner:
         self._meter = meter
         self._world = get_current_world()
         self._progress = Progress(meter, self.history)
-        # A group with servers of a pool, once shares have been planned for it.
-        self._pool_group: AttentionGroup | None = None
+        # The group that shares are planned for, if some of its ranks hold no tokens.
+        self._share_group: AttentionGroup | None = None
 
     def resume_progress(self) -> Progress:
         """Return the progress of ranks in the current world of torch.distributed, or in the last
@@ -86,6 +84,11 @@ class Planner:
         """Start again with other ranks. Plans that were made before may still be used."""
         self.history.reset()
         self._progress = Progress(self._meter, self.history)
+
+    @joint_step
+    def gather_measurements(self, group: AttentionGroup) -> None:
+        """Gather the measurements of all ranks up to here. Collective."""
+        self.resume_progress().gather_measurements(group)
 
     def plan(self, requests: Sequence[Request], group: AttentionGroup) -> list[BatchPlan]:
         """Plan this rank's documents together with those of the other ranks.
@@ -112,16 +115,17 @@ class Planner:
             for batch_plan in prepared
             if batch_plan is not None
             and batch_plan.config == self.config
-            and batch_plan.plan.layout.world_size == group.size  # a server may have left since
+            and batch_plan.plan.layout.world_size == group.size  # a rank may have left since
         ]
         if len(usable) == len(requests):
             return usable
         all_shares = [documents.dealt_share for documents, _ in requests]
         shares = [share for share in all_shares if share is not None]
         if len(shares) == len(requests):
-            return self._plan_shares(shares, requests, group)
+            return self.plan_shares(shares, requests, group)
         return self.finish_plans(self.begin_plans(requests, group))
 
+    @joint_step
     def begin_plans(
         self,
         requests: Sequence[Request],
@@ -143,14 +147,6 @@ class Planner:
         keys = [key for _, key in requests]
         place = place or f"micro-batch {self.resume_progress().find_number(keys)}"
         pending = PendingPlans(place, group)
-        pending.serial = group.number(pending)
-        group.notify_servers(
-            "begin_plans",
-            planning=pending.serial,
-            requests=requests,
-            place=place,
-            beside=in_background,
-        )
         batches = self.resume_progress().announce_requests(requests, group, place, config)
         layouts = [build_layout(batch) for batch in batches]
         jobs = self._make_jobs(keys, group.size, group.per_node)
@@ -180,6 +176,7 @@ class Planner:
             _complete_plans(pending.plans, make_plans)
         return pending
 
+    @joint_step
     def finish_plans(self, pending: PendingPlans) -> list[BatchPlan]:
         """Wait for plans, and compare them between ranks with one collective.
 
@@ -189,8 +186,6 @@ class Planner:
         batch_plans = pending.plans.result()
         started = time.perf_counter()
         group = pending.group
-        serials = _assign_serials(batch_plans, group)
-        group.notify_servers("finish_plans", planning=pending.serial, plans=serials)
         # Plans come from equal inputs, but an exchange with unequal plans would hang.
         numbers = [_shorten_digest(batch_plan.plan) for batch_plan in batch_plans]
         digests = np.array(numbers, dtype=np.int64)
@@ -204,20 +199,23 @@ class Planner:
             batch_plan.planning_ms += (time.perf_counter() - started) * 1e3 / len(batch_plans)
         return batch_plans
 
-    def _plan_shares(
+    @joint_step
+    def plan_shares(
         self, shares: Sequence[DealtShare], requests: Sequence[Request], group: AttentionGroup
     ) -> list[BatchPlan]:
-        """Make plans from shares, which need no other rank."""
+        """Make plans from the shares of the requests, which need no other rank, and announce them
+        without waiting.
+        """
         started = time.perf_counter()
         keys = [key for _, key in requests]
-        self._pool_group = group if group.holds is not None else None
+        self._share_group = group if group.holds is not None else None
         for share, key in zip(shares, keys, strict=True):
             share.check_group(group)
             self._register_kind(share, key, group)
         jobs = self._make_share_jobs(keys, shares[0])
         plans = [share.plan(job) for share, job in zip(shares, jobs, strict=True)]
         planning_ms = (time.perf_counter() - started) * 1e3 / len(plans)
-        per_node = shares[0].per_node if self._pool_group is None else group.per_node
+        per_node = shares[0].per_node if self._share_group is None else group.per_node
         batch_plans = [
             BatchPlan(
                 key,
@@ -232,8 +230,6 @@ class Planner:
             )
             for (documents, key), plan, share in zip(requests, plans, shares, strict=True)
         ]
-        serials = _assign_serials(batch_plans, group)
-        group.notify_servers("plan_shares", plans=serials, shares=shares, requests=requests)
         place = f"micro-batch {self.resume_progress().find_number(keys)} ({shares[0]})"
         share_numbers = [*shares[0].batch_id, shares[0].digest, *map(_shorten_digest, plans)]
         self.resume_progress().announce_share(share_numbers, keys, group, place, self.config)
@@ -271,9 +267,9 @@ class Planner:
     def _make_share_jobs(self, keys: Iterable[PlanKey], share: DealtShare) -> list[PlanJob]:
         """Make the current inputs of plans of a share.
 
-        They are for the ranks that it is dealt to, and for the servers of a pool, if there is one.
+        They are for all ranks of the group, if it has others than those that it is dealt to.
         """
-        group = self._pool_group
+        group = self._share_group
         if group is None:
             return self._make_jobs(keys, share.ranks, share.per_node)
         return self._make_jobs(keys, group.size, group.per_node, group.holds)
@@ -294,15 +290,6 @@ class Planner:
 def get_current_world() -> object:
     """Return the world of torch.distributed; None before it starts and after it has ended."""
     return dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
-
-
-def _assign_serials(plans: Iterable[BatchPlan], group: AttentionGroup) -> list[int]:
-    """Give plans the numbers by which servers of a pool identify them."""
-    serials = []
-    for batch_plan in plans:
-        batch_plan.serial = group.number(batch_plan)
-        serials.append(batch_plan.serial)
-    return serials
 
 
 def _shorten_digest(plan: Plan) -> int:

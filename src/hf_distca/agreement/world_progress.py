@@ -11,7 +11,6 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 import numpy as np
 
@@ -58,17 +57,15 @@ class Progress:
         history: receives plans and measurements.
 
     Attributes:
-        is_leaving: True in a server of a pool that the others should continue without, once they
-            know.
-        leaving_ranks: indices in the group of the servers that leave, as all ranks know by now.
+        is_leaving: True to announce that the others should go on without this rank.
+        leaving_ranks: indices in the group of the ranks that leave, as all ranks know by now.
         costs: the cost models that plans are made with.
         number: number of the micro-batch that was planned last, from 1.
         share_kinds: keys of the plans of shares so far.
     """
 
-    is_leaving: ClassVar[bool] = False
-
     def __init__(self, meter: Meter, history: History) -> None:
+        self.is_leaving = False
         self.leaving_ranks: list[int] = []
         self.costs = Costs()
         self.number = 0
@@ -212,7 +209,6 @@ class Progress:
         """Gather the measurements of all ranks up to here, once the device is done. Collective."""
         if self._is_over:
             return
-        group.notify_servers("gather")
         self._is_over = True
         self.drain_meetings(at_most=0)
         self._history.end_micro_batch()

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hf_distca.config import DistCAConfig
 from hf_distca.doctor import Finding, State
 from hf_distca.integration.session import Session
-from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.group import AttentionGroup, joint_step
 from hf_distca.runtime.members import node_number
 
 __all__ = [
@@ -56,14 +57,14 @@ class ExchangeResult:
         backend: backend that messages travelled over.
         seconds: time of the fastest exchange in which every rank sent `_BYTES` to every other.
         versions: versions on each rank, by package, of packages whose versions differ.
-        servers: number of ranks that are servers of a pool.
+        without_tokens: number of ranks that will hold no tokens.
     """
 
     nodes: tuple[int, ...]
     backend: str
     seconds: float
     versions: Mapping[str, tuple[str, ...]]
-    servers: int = 0
+    without_tokens: int = 0
 
 
 def is_launched() -> bool:
@@ -106,19 +107,14 @@ def try_launched(has: Mapping[str, str], timeout_seconds: float) -> ExchangeResu
         except ValueError as error:  # the environment lacks what a launcher says
             raise RuntimeError(str(error)) from error
     try:
-        pool = Session.pool
-        group = (
-            AttentionGroup.create(timeout_seconds=timeout_seconds)
-            if pool is None
-            else pool.group(None, timeout_seconds)
-        )
-        group.notify_servers("try_exchange")
-        return exchange(has, torch.device("cuda" if cuda else "cpu"), group)
+        session = Session(DistCAConfig(timeout_seconds=timeout_seconds), dist.group.WORLD)
+        return exchange(has, torch.device("cuda" if cuda else "cpu"), session.join_group())
     finally:
         if started:
             dist.destroy_process_group()
 
 
+@joint_step
 def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup) -> ExchangeResult:
     """Send one message from every rank to each other, which names both, through the communicators
     that training uses.
@@ -166,9 +162,12 @@ def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup
         name: tuple(str(theirs.get(name, "missing")) for _, theirs in said) for name in names
     }
     differing = {name: by_rank for name, by_rank in by_package.items() if len(set(by_rank)) > 1}
-    servers = 0 if group.holds is None else group.holds.count(False)
     return ExchangeResult(
-        tuple(int(node) for node, _ in said), data.process_group.name(), seconds, differing, servers
+        tuple(int(node) for node, _ in said),
+        data.process_group.name(),
+        seconds,
+        differing,
+        group.holds.count(False) if group.holds else 0,
     )
 
 
@@ -181,7 +180,7 @@ def findings_from_exchange(outcome: ExchangeResult) -> Iterator[Finding]:
     ranks, nodes = len(outcome.nodes), len(set(outcome.nodes))
     sizes = sorted(set(Counter(outcome.nodes).values()))
     where = f"{nodes} node{'s' if nodes > 1 else ''}, {' or '.join(map(str, sizes))} on each"
-    serving = f", {outcome.servers} of them servers" if outcome.servers else ""
+    serving = f", {outcome.without_tokens} of them servers" if outcome.without_tokens else ""
     yield Finding("ranks", "attention group", f"{ranks} ranks on {where}{serving}")
     for package, by_rank in outcome.versions.items():
         value = ", ".join(f"{has} on rank {by_rank.index(has)}" for has in dict.fromkeys(by_rank))

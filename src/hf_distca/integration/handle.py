@@ -55,7 +55,6 @@ class LayerWork:
         outputs: outputs of the layers, for activation checkpointing; None where no recompute can
             follow.
         name: name of the micro-batch, for errors.
-        serial: number by which servers of a pool identify it.
         call_numbers: counts the calls of attention, those of recomputes among them.
         stage_attention: computes attention in the session's place, from module, inputs and scores;
             for stages of a pipeline.
@@ -69,7 +68,6 @@ class LayerWork:
     nano: int = 0
     outputs: OutputStore | None = None
     name: str = "a micro-batch"
-    serial: int = 0
     call_numbers: Iterator[int] = field(default_factory=itertools.count)
     stage_attention: Callable[[torch.nn.Module, Inputs, Scores], torch.Tensor] | None = None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from threading import Timer
@@ -27,7 +27,6 @@ from hf_distca.runtime.group import Members
 
 __all__ = [
     "LOG",
-    "check_pool_is_whole",
     "choose_group_size",
     "find_data_parallel_ranks",
     "find_members",
@@ -86,24 +85,6 @@ def choose_group_size(
             *(len(ranks), size, len(ranks)),
         )
     return size
-
-
-def check_pool_is_whole(members: dist.ProcessGroup | Members | None, size: int | None) -> None:
-    """Raise for a pool of servers if not all ranks would be in one group with it.
-
-    Raises:
-        UnsupportedError: names the number of ranks that would be.
-    """
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    ranks: Sequence[int] = range(world)
-    if members is not None:
-        ranks = (members if isinstance(members, Members) else Members.of(members)).ranks
-    if size is not None or sorted(ranks) != list(range(world)):
-        raise UnsupportedError(
-            f"servers take part in one attention group of all ranks, and of {world} ranks"
-            f" {size or len(ranks)} are to share attention. Train without servers, or without"
-            " group_size, tensor parallelism and stages."
-        )
 
 
 def find_data_parallel_ranks(mesh: DeviceMesh, extra_dimension: str | None = None) -> Members:

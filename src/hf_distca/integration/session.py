@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,6 @@ from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.integration.handle import AttentionHandle, LayerWork
 from hf_distca.integration.layer_kinds import choose_rate_source, make_initial_cost
 from hf_distca.integration.processes import (
-    check_pool_is_whole,
     choose_group_size,
     find_data_parallel_ranks,
     find_members,
@@ -36,7 +34,7 @@ from hf_distca.measure.shipped import shipped_profile
 from hf_distca.measure.timeline import Trace
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
-from hf_distca.runtime.group import AttentionGroup, Members
+from hf_distca.runtime.group import AttentionGroup, Members, joint_step
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
 
@@ -63,20 +61,6 @@ class WorkProvider(Protocol):
         """See `WorkPlanner.plan_work`."""
 
 
-class ServerPool(Protocol):
-    """Servers that take part in the attention of all ranks."""
-
-    def group(
-        self, members: dist.ProcessGroup | Members | None, timeout_seconds: float | None
-    ) -> AttentionGroup:
-        """Return the group of these ranks, all of which call this at the same point, and the
-        servers.
-        """
-
-    def without(self, leaving: Sequence[int]) -> AttentionGroup:
-        """Return the group of the others, once servers of these indices in it have left."""
-
-
 class Session:
     """State of core attention in one process.
 
@@ -95,9 +79,6 @@ class Session:
         times_local_work: whether kernels are timed on CUDA also if no other rank takes part: only
             once figures were read.
     """
-
-    # Servers that take part, for all sessions of the process.
-    pool: ClassVar[ServerPool | None] = None
 
     def __init__(
         self, config: DistCAConfig, members: dist.ProcessGroup | DeviceMesh | None = None
@@ -124,8 +105,6 @@ class Session:
     @config.setter
     def config(self, config: DistCAConfig) -> None:
         self.planner.config = config
-        if self._group is not None:
-            self._group.notify_servers("configure", config=config)
 
     def join_group(self) -> AttentionGroup:
         """Join the attention group, and return it. All its ranks must call this: the first call
@@ -142,21 +121,13 @@ class Session:
                 members = find_members()
             with print_if_slow("making the attention group, which waits for all its ranks,"):
                 size = None if world is None else choose_group_size(members, self.config)
-                if self.pool is None:
-                    self._group = AttentionGroup.of(
-                        members, timeout_seconds=self.config.timeout_seconds, size=size
-                    )
-                else:
-                    check_pool_is_whole(members, size)
-                    group = self.pool.group(members, self.config.timeout_seconds)
-                    self._group = replace(group, session=group.number(self))
-            self._group.notify_servers("begin_session", config=self.config)
+                self._group = self._make_group(members, size)
             self._trainers, self._world = None, world
         return self._group
 
     def join_trainers(self) -> AttentionGroup:
-        """Join the ranks of the attention group that hold tokens, all but the servers of a pool,
-        and return their group. All of them must call this: the first call makes the group.
+        """Join the ranks of the attention group that hold tokens, and return their group. All of
+        them must call this: the first call makes the group.
         """
         group = self.join_group()
         if group.holds is None:
@@ -165,8 +136,27 @@ class Session:
             self._trainers = AttentionGroup.of(timeout_seconds=self.config.timeout_seconds)
         return self._trainers
 
+    def leave_behind(self, leaving: Sequence[int]) -> AttentionGroup:
+        """Return the group of the others, once the ranks of these indices in the group have left.
+        All others must call this.
+        """
+        self.gather_measurements()
+        self.adopt_group(self._make_group(leaving=leaving))
+        return self.join_group()
+
+    def _make_group(
+        self,
+        members: dist.ProcessGroup | Members | None = None,
+        size: int | None = None,
+        leaving: Sequence[int] = (),
+    ) -> AttentionGroup:
+        observer, seconds = AttentionGroup.observer, self.config.timeout_seconds
+        if observer is None:
+            return AttentionGroup.of(members, timeout_seconds=seconds, size=size)
+        return observer.make_group(members, size, seconds, leaving)
+
     def adopt_group(self, group: AttentionGroup) -> None:
-        """Use a group that a pool of servers made, and restart counting."""
+        """Use a group that was made elsewhere, and restart counting."""
         self._group, self._world = group, get_current_world()
         self.planner.reset()
 
@@ -205,7 +195,7 @@ class Session:
             and not group.has_left
             and (group.holds is not None or dist.is_initialized())
         ):
-            self.planner.resume_progress().gather_measurements(group)
+            self.planner.gather_measurements(group)
 
     def find_mesh(self, models: Iterator[PreTrainedModel]) -> None:
         """Take the ranks of the attention group from the first model with a mesh, if they are not
@@ -233,7 +223,7 @@ class Session:
         """
         group, route, number = work.group, work.route, next(work.call_numbers)
         outputs = None if work.outputs is None else work.outputs.of(module, inputs)
-        # Nobody waits for this rank, and nobody is told.
+        # Nobody waits for this rank.
         if group.monitor is None and self.trace is None:
             return core_attention(inputs, Call(route, group, server, outputs))
         group.raise_pending()
@@ -246,11 +236,8 @@ class Session:
         )
         if route.exchanges:
             group = group.at(place, route.forward_exchanges)
-        layer = None
-        if group.lead is not None:
-            layer = {"work": work.serial, "place": place, "dtype": inputs.q_THD.dtype}
         try:
-            return core_attention(inputs, Call(route, group, server, outputs, layer))
+            return core_attention(inputs, Call(route, group, server, outputs))
         except Exception:
             with server.reporting():
                 raise
@@ -264,11 +251,11 @@ class Session:
         self.kernel_names[kernel.name] = None
         return kernel
 
+    @joint_step
     def learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
         """Make the cost model of a shape, at its first layer; all ranks of the group at the same
         point. Collective.
         """
-        group.notify_servers("learn_cost", key=key, dtype=query.dtype)
         costs = self.planner.resume_progress().costs
         costs.dtypes[key.shape, key.device] = str(query.dtype)
         if (key.shape, key.device) in costs:

@@ -18,7 +18,7 @@ from hf_distca.integration.handle import AttentionHandle, LayerWork
 from hf_distca.integration.processes import print_if_slow
 from hf_distca.integration.session import Session
 from hf_distca.kernels.varlen import to_device
-from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.group import AttentionGroup, joint_step
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
@@ -37,7 +37,7 @@ class WorkPlanner:
     """
 
     def __init__(self, session: Session) -> None:
-        self._session, self._planner = session, session.planner
+        self._session, self.planner = session, session.planner
 
     def find_group(self, handle: AttentionHandle, training: bool) -> AttentionGroup:
         """Return the ranks that take part in a forward: this one alone if the others need not run
@@ -46,17 +46,12 @@ class WorkPlanner:
         if handle.group is None:
             # Making the group needs all ranks: a rank that evaluates or generates alone must not
             # ask for it.
-            session = self._session
-            if handle.is_local or not (training or session.config.balance_evaluation):
-                handle.group = _LOCAL_GROUP
-                return handle.group
-            if session.pool is not None and (
-                leaving := self._planner.resume_progress().leaving_ranks
-            ):
-                session.gather_measurements()
-                group = session.pool.without(leaving)
-                session.adopt_group(replace(group, session=session.join_group().session))
-            handle.group = session.join_group()
+            is_shared = not handle.is_local and (
+                training or self._session.config.balance_evaluation
+            )
+            handle.group = self._session.join_group() if is_shared else _LOCAL_GROUP
+            if handle.group.holds and (leaving := self.planner.resume_progress().leaving_ranks):
+                handle.group = self._session.leave_behind(leaving)
         return handle.group
 
     def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
@@ -115,10 +110,10 @@ class WorkPlanner:
             with self._report_errors(group, "measuring costs"):
                 self._session.learn_cost(key, query, group)
             # The first plan after an installation compiles loops of the scheduler.
-            is_first = self._planner.resume_progress().next_number == 1
+            is_first = self.planner.resume_progress().next_number == 1
             printing = print_if_slow("making the first plan") if is_first else nullcontext()
             with self._report_errors(group, "planning"), printing:
-                plans = self._planner.plan(requests, group)
+                plans = self.planner.plan(requests, group)
             with self._report_errors(group, "taking up a plan"):
                 for part, planned in zip(handles, plans, strict=True):
                     part.check_documents(planned.plan.layout, key.window)
@@ -132,23 +127,22 @@ class WorkPlanner:
             )
         return handle.layer_work[requests[0][1]]
 
+    @joint_step
     def use_plan(
         self, documents: Documents, planned: BatchPlan, group: AttentionGroup, device: torch.device
     ) -> LayerWork:
         """Use a plan for the current micro-batch, which has these documents on this rank."""
-        meter, nano = self._planner.resume_progress().use_plan(planned, documents), planned.key.nano
+        meter, nano = self.planner.resume_progress().use_plan(planned, documents), planned.key.nano
         plan, config = planned.plan, self._session.config
         waves = Waves.of(
             plan, planned.key.shape, config.tile, config.max_transient_bytes, config.head_groups
         )
         self._warn_above_bound(waves, group)
         route = Route.build(plan, group.rank, waves)
-        name = f"micro-batch {self._planner.resume_progress().number}" + (
+        name = f"micro-batch {self.planner.resume_progress().number}" + (
             f", nano-batch {nano}" if nano else ""
         )
         name += f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
-        serial = group.number(route)
-        group.notify_servers("use_plan", plan=planned.serial, work=serial)
         return LayerWork(
             group,
             route,
@@ -158,7 +152,6 @@ class WorkPlanner:
             nano,
             OutputStore(),
             name,
-            serial,
         )
 
     @contextmanager
@@ -168,7 +161,7 @@ class WorkPlanner:
         """
         try:
             with group.reporting(
-                f"{doing} for micro-batch {self._planner.resume_progress().next_number}"
+                f"{doing} for micro-batch {self.planner.resume_progress().next_number}"
             ):
                 yield
         except (LayoutError, UnsupportedError) as error:

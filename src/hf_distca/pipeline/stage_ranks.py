@@ -165,7 +165,7 @@ def find_ranks(
 
 def check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
     """Raise `UnsupportedError` if settings ask for something that stages cannot do."""
-    if Session.pool is not None:
+    if AttentionGroup.observer is not None:
         raise UnsupportedError(
             "stages of a pipeline serve each other while they are idle, and no other servers: leave"
             " these out."

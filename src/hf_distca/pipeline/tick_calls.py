@@ -22,14 +22,14 @@ from hf_distca.errors import DistCADesyncError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, LayerWork
 from hf_distca.integration.session import Session
 from hf_distca.integration.work_planner import WorkPlanner
-from hf_distca.kernels.base import Operands, Scores, TaskBatch
+from hf_distca.kernels.base import Grads, Operands, Outputs, Scores, TaskBatch
 from hf_distca.kernels.varlen import to_device
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.empty_rows import make_empty_operands
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs, OutputStore
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.serving import ServedCall, make_empty_operands
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 
@@ -414,17 +414,18 @@ class StageAttention:
         """
         with torch.no_grad():
             begun = [self._begin_serving(part, backward=backward) for part in parts]
-            for serving in begun:
-                serving.serve()
-            for serving in begun:
-                serving.finish()
+            for call in begun:
+                call.serve()
+            for call in begun:
+                call.finish(Grads if backward else Outputs)
 
-    def _begin_serving(self, part: CallPart, *, backward: bool) -> ServedCall:
+    def _begin_serving(self, part: CallPart, *, backward: bool) -> Call:
         """Launch the dispatch of a call."""
-        group = self.group.at(part.name, 0 if backward else part.route.forward_exchanges)
-        call = Call(part.route, group, self.server(part))
+        exchanges = 0 if backward else part.route.forward_exchanges
+        call = Call(part.route, self.group.at(part.name, exchanges), self.server(part))
         call.backward = backward
-        return ServedCall.begin(call, part.kind.make_empty_operands(self.device))
+        call.begin_without_rows(part.kind.make_empty_operands(self.device))
+        return call
 
 
 # Of work whose calls have their routes from elsewhere. They may exchange, so that there is

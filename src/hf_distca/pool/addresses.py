@@ -1,10 +1,14 @@
-"""Addresses of servers: as users write them, and where the servers of a launch publish theirs."""
+"""Addresses of servers and the tokens that they ask for: as users write them, and where the
+servers of a launch publish theirs.
+"""
 
 from __future__ import annotations
 
+import os
+
 from hf_distca.errors import ConfigError
 
-__all__ = ["parse_address", "store_key"]
+__all__ = ["parse_address", "read_token", "store_key"]
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -20,7 +24,12 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def store_key(number: int, attempt: str) -> str:
-    """Return the key under which the server of this number publishes its address, in the store of a
-    launch.
+    """Return the key under which the server of this number publishes its address and token, in the
+    store of a launch.
     """
     return f"distca server {number} of attempt {attempt}"
+
+
+def read_token() -> str:
+    """Read the token of servers that were started by themselves; empty if they ask for none."""
+    return os.environ.get("HF_DISTCA_POOL_TOKEN", "")

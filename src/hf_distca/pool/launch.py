@@ -5,6 +5,7 @@ ordinary world.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from datetime import timedelta
 from typing import NamedTuple, NoReturn
 
 from hf_distca.errors import ConfigError
-from hf_distca.pool.addresses import store_key
+from hf_distca.pool.addresses import read_token, store_key
 
 __all__ = ["QUIET", "LaunchPlace", "listen_at", "serve_alone", "serve_launched"]
 
@@ -116,7 +117,7 @@ def serve_alone(listening: socket.socket, device: str | None, wait_seconds: floa
         raise ConfigError(
             f"no server can compute on device {device!r}: {str(error).splitlines()[0]}"
         ) from error
-    return serve(listening, computing, wait_seconds)
+    return serve(listening, read_token(), computing, wait_seconds)
 
 
 def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -> NoReturn:
@@ -135,12 +136,11 @@ def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -
     with socket.create_connection((host, port)) as connected:
         here = connected.getsockname()[0]  # under which other hosts see this one
     listening = listen_at(here, 0)
-    store.set(store_key(number, attempt), "{}:{}".format(*listening.getsockname()[:2]))
+    # Whoever can read the store of the launch is of the launch.
+    token = secrets.token_hex(16)
+    store.set(store_key(number, attempt), "{}:{} {}".format(*listening.getsockname()[:2], token))
     del store
     # As accelerate decides it for the ranks that train.
     on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false") != "true"
-    sys.exit(
-        serve(
-            listening, torch.device("cuda", local) if on_gpu else torch.device("cpu"), wait_seconds
-        )
-    )
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    sys.exit(serve(listening, token, device, wait_seconds))

@@ -7,6 +7,7 @@ that may still be used), but nothing of any call.
 
 from __future__ import annotations
 
+import hmac
 import math
 import os
 import signal
@@ -25,16 +26,17 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.documents import Documents
-from hf_distca.agreement.world_progress import Progress
+from hf_distca.agreement.planner import PendingPlans, Planner
 from hf_distca.borrowed import Store, TCPStore
 from hf_distca.doctor.exchange import exchange, versions
 from hf_distca.errors import DistCADesyncError
 from hf_distca.integration.handle import LayerWork
 from hf_distca.integration.session import Session
 from hf_distca.integration.work_planner import WorkPlanner
-from hf_distca.kernels.base import Scores
-from hf_distca.pool.lead import find_pool_ranks
+from hf_distca.kernels.base import Grads, Outputs, Scores
+from hf_distca.pool.observer import PoolRanks
 from hf_distca.pool.words import (
     JsonLineConnection,
     read_config,
@@ -42,15 +44,12 @@ from hf_distca.pool.words import (
     read_key,
     read_requests,
     read_shares,
-    read_step,
 )
-from hf_distca.runtime.call import AttentionServer, Call
-from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.members import PoolRanks
+from hf_distca.runtime.call import Call
+from hf_distca.runtime.empty_rows import make_empty_operands
 from hf_distca.runtime.meter import Meter
-from hf_distca.runtime.serving import ServedCall, make_empty_operands
 
-__all__ = ["EndedError", "serve"]
+__all__ = ["EndedError", "Server", "find_step", "serve"]
 
 _LOOK_SECONDS = 1.0  # between two looks whether another rank has left
 _END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to say so
@@ -70,11 +69,14 @@ class EndedError(BaseException):
         self.status = status
 
 
-def serve(listening: socket.socket, device: torch.device, wait_seconds: float | None) -> int:
+def serve(
+    listening: socket.socket, token: str, device: torch.device, wait_seconds: float | None
+) -> int:
     """Wait for ranks that train, serve them until they end, and report the work done.
 
     Args:
         listening: socket to which rank 0 will connect.
+        token: token that rank 0 must give.
         device: device that computes.
         wait_seconds: time that ranks that train may take to connect; None for no limit.
 
@@ -90,10 +92,10 @@ def serve(listening: socket.socket, device: torch.device, wait_seconds: float | 
     server: Server | None = None
     try:
         say(f"waits on {device} for the ranks that train")
-        words = _accept(listening, partial(_refusal_reason, device, say), wait_seconds)
+        words = _accept(listening, partial(_refusal_reason, token, device, say), wait_seconds)
         invitation = _receive_invitation(words, wait_seconds)
         server = Server(
-            find_pool_ranks(invitation, _connect_store(invitation), invitation["number"]),
+            PoolRanks.read(invitation, _connect_store(invitation), invitation["number"]),
             invitation["seconds"],
             device,
         )
@@ -103,7 +105,7 @@ def serve(listening: socket.socket, device: torch.device, wait_seconds: float | 
             target=_outlive_briefly, args=[words, server, say], name="distca end", daemon=True
         ).start()
         if invitation["spare"]:
-            signal.signal(signal.SIGTERM, partial(_leave_by_signal, say))
+            signal.signal(signal.SIGTERM, partial(_leave_by_signal, say, server))
         server.run(words)
     except EndedError as end:
         say(f"{server.done if server else 'served nothing'}; ended: {end}")
@@ -129,17 +131,20 @@ class _UsedPlan(NamedTuple):
 class Server:
     """Executes the steps that rank 0 announces.
 
-    Each public method is a step, with the announced arguments.
+    Each method that `STEPS` names is one, with the announced arguments.
 
-    Sessions, plannings, plans and works have numbers, under which they are known until rank 0 has
-    forgotten them.
+    Sessions and results of steps have names, by which they are known until rank 0 has forgotten
+    them.
+
+    Attributes:
+        is_leaving: True to announce that the others should go on without this server.
     """
 
-    def __init__(self, all_seats: PoolRanks, seconds: float, device: torch.device) -> None:
-        self._seats, self._device = all_seats, device
-        self._group = AttentionGroup.with_servers(all_seats, seconds)
-        self._calls: dict[int, ServedCall] = {}
-        self._known: dict[int, Any] = {}
+    def __init__(self, ranks: PoolRanks, seconds: float, device: torch.device) -> None:
+        self._ranks, self._device, self.is_leaving = ranks, device, False
+        self._group = ranks.join(seconds)
+        self._calls: dict[int, Call] = {}
+        self._known: dict[str, Any] = {}
         self._meter = Meter()
         self._micro_batches = self._served = 0
         self._began = time.perf_counter()
@@ -154,11 +159,15 @@ class Server:
         """
         try:
             while True:
-                step, arguments, forgotten = self._next(words)
+                step, arguments, serial, forgotten = self._next(words)
                 with self._group.reporting(f"taking the step {step!r}"), torch.no_grad():
-                    for number in forgotten:
-                        self._known.pop(number, None)
-                    read_step(self, step)(**arguments)
+                    for name in forgotten:
+                        self._known.pop(name, None)
+                    result = find_step(step)(self, **arguments)
+                    results = result if isinstance(result, list) else [result]
+                    self._known |= {
+                        f"{serial}.{n}": known for n, known in enumerate(results) if known
+                    }
         except DistCADesyncError:
             with suppress(TimeoutError):
                 while (word := words.receive(_END_SECONDS))[0] != "end":
@@ -173,7 +182,7 @@ class Server:
     @property
     def role(self) -> str:
         """Role in its group, in words."""
-        number, train = self._seats.ranks[self._seats.rank], sum(self._seats.holds)
+        number, train = self._ranks.ranks[self._ranks.rank], sum(self._ranks.holds)
         return f"is rank {number} of {self._group.size}, and serves the {train} that train"
 
     @property
@@ -196,92 +205,88 @@ class Server:
 
     def regroup(self, leaving: Sequence[int]) -> None:
         """Join the smaller group that ranks form once other servers have left."""
-        self._seats = self._seats.without(leaving)
-        self._group = AttentionGroup.with_servers(self._seats, self._group.timeout_seconds)
+        self._ranks = self._ranks.without(leaving)
+        self._group = self._ranks.join(self._group.timeout_seconds)
         for known in self._known.values():
             if isinstance(known, Session):
                 known.adopt_group(self._group)
 
-    def begin_session(self, session: int, config: Mapping[str, Any]) -> None:
-        """Begin a session with new settings, when ranks do."""
-        self._known[session] = begun = Session(read_config(config))
-        begun.meter.whole = self._meter
-        begun.adopt_group(self._group)
+    def use_settings(self, session: str, config: Mapping[str, Any]) -> None:
+        """Use settings in a session from now on; it begins if it has not yet."""
+        settings = read_config(config)
+        if session not in self._known:
+            self._known[session] = begun = Session(settings)
+            begun.meter.whole = self._meter
+            begun.adopt_group(self._group)
+        self._known[session].config = settings
 
-    def configure(self, session: int, config: Mapping[str, Any]) -> None:
-        """Change the settings of a session."""
-        self._known[session].config = read_config(config)
-
-    def learn_cost(self, session: int, key: Sequence[Any], dtype: str) -> None:
+    def learn_cost(self, session: str, key: Sequence[Any], query: str) -> None:
         """Make the cost model of a kind of layer, together with the ranks."""
         which = read_key(key)
         self._known[session].learn_cost(
             which,
-            make_empty_operands(which.shape, read_dtype(dtype), self._device).q_THD,
+            make_empty_operands(which.shape, read_dtype(query), self._device).q_THD,
             self._group,
         )
 
     def begin_plans(
-        self, session: int, planning: int, requests: Sequence[Any], place: str, beside: bool
-    ) -> None:
+        self,
+        session: str,
+        requests: Sequence[Any],
+        place: str | None = None,
+        in_background: bool = False,
+    ) -> PendingPlans:
         """Take part when ranks announce documents and begin to plan them."""
         asked = read_requests(requests, [None] * len(requests))
-        self._known[planning] = self._known[session].planner.begin_plans(
-            asked, self._group, place, in_background=beside
+        return self._planner(session).begin_plans(
+            asked, self._group, place, in_background=in_background
         )
 
-    def finish_plans(self, session: int, planning: int, plans: Sequence[int]) -> None:
+    def finish_plans(self, session: str, pending: str) -> list[BatchPlan]:
         """Take part when ranks compare their plans."""
-        planned = self._known[session].planner.finish_plans(self._known.pop(planning))
-        self._known.update(zip(plans, planned, strict=True))
+        return self._planner(session).finish_plans(self._known.pop(pending))
 
     def plan_shares(
-        self,
-        session: int,
-        plans: Sequence[int],
-        shares: Sequence[Mapping[str, Any]],
-        requests: Sequence[Any],
-    ) -> None:
+        self, session: str, shares: Sequence[Mapping[str, Any]], requests: Sequence[Any]
+    ) -> list[BatchPlan]:
         """Plan a dealt batch, as each rank does alone."""
-        planned = self._known[session].planner.plan(
-            read_requests(requests, read_shares(shares)), self._group
+        known = read_shares(shares)
+        return self._planner(session).plan_shares(
+            known, read_requests(requests, known), self._group
         )
-        self._known.update(zip(plans, planned, strict=True))
 
-    def use_plan(self, session: int, plan: int, work: int) -> None:
+    def use_plan(self, session: str, planned: str) -> _UsedPlan:
         """Use a plan for a micro-batch."""
-        planned, user = self._known.pop(plan), self._known[session]
-        before = user.planner.resume_progress().number
-        taken = WorkPlanner(user).use_plan(
-            Documents(planned.runs), planned, self._group, self._device
-        )
-        self._known[work] = _UsedPlan(user, planned.key, taken)
-        self._micro_batches += user.planner.resume_progress().number - before
+        plan, user, planner = self._known.pop(planned), self._known[session], self._planner(session)
+        before = planner.resume_progress().number
+        work = WorkPlanner(user).use_plan(Documents(plan.runs), plan, self._group, self._device)
+        self._micro_batches += planner.resume_progress().number - before
+        return _UsedPlan(user, plan.key, work)
 
-    def gather(self, session: int) -> None:
+    def gather_measurements(self, session: str) -> None:
         """Take part when ranks gather their measurements."""
-        self._known[session].planner.resume_progress().gather_measurements(self._group)
+        self._planner(session).gather_measurements(self._group)
 
-    def try_exchange(self, session: int) -> None:
-        """Take part in the trial exchange of `hf-distca doctor`, in no session."""
+    def exchange(self, has: Mapping[str, str]) -> None:
+        """Take part in the trial exchange of `hf-distca doctor`, of ranks with these versions."""
         exchange(versions(), self._device, self._group)
 
-    def begin(self, call: int, work: int, place: str, backward: bool, **layer: Any) -> None:
+    def begin(self, call: int, work: str, place: str, backward: bool, **layer: Any) -> None:
         """Begin a call, when a layer sends its queries, keys and values."""
         session, key, used = self._known[work]
         operands = make_empty_operands(key.shape, read_dtype(layer["dtype"]), self._device)
         scores = Scores(layer["scale"], used.window, layer["softcap"])
-        kernel = session.choose_kernel(operands.q_THD, key.shape, scores)
-        server = AttentionServer(
-            kernel, scores, used.meter, partial(used.group.reporting, f"computing {place}")
+        server = session.make_server(used, operands.q_THD, key.shape, scores)
+        server.reporting = partial(used.group.reporting, f"computing {place}")
+        self._calls[call] = taken = Call(
+            used.route, used.group.at(place, used.route.forward_exchanges), server
         )
-        taken = Call(used.route, used.group.at(place, used.route.forward_exchanges), server)
         if backward:
             taken.begin_backward()
         else:
             used.meter.count(calls=1)
         self._served += 1
-        self._calls[call] = ServedCall.begin(taken, operands)
+        taken.begin_without_rows(operands)
 
     def serve(self, call: int) -> None:
         """Run the tasks of a layer, and send back the results."""
@@ -289,7 +294,13 @@ class Server:
 
     def finish(self, call: int) -> None:
         """Finish a call: results have left."""
-        self._calls.pop(call).finish()
+        taken = self._calls.pop(call)
+        taken.finish(Grads if taken.backward else Outputs)
+
+    def _planner(self, session: str) -> Planner:
+        planner: Planner = self._known[session].planner
+        planner.resume_progress().is_leaving = self.is_leaving
+        return planner
 
     def _next(self, words: JsonLineConnection) -> Any:
         """Return the next word of rank 0.
@@ -301,6 +312,35 @@ class Server:
                 return words.receive(_LOOK_SECONDS)
             if self._group.monitor is not None and (word := self._group.monitor.first_failure):
                 raise EndedError(word)
+
+
+# By the names under which rank 0 announces them; it can name nothing else.
+STEPS: dict[str, Callable[..., object]] = {
+    step.__name__: step
+    for step in (
+        Server.end,
+        Server.regroup,
+        Server.use_settings,
+        Server.learn_cost,
+        Server.begin_plans,
+        Server.finish_plans,
+        Server.plan_shares,
+        Server.use_plan,
+        Server.gather_measurements,
+        Server.exchange,
+        Server.begin,
+        Server.serve,
+        Server.finish,
+    )
+}
+
+
+def find_step(name: str) -> Callable[..., object]:
+    """Return the step of that name; raise `ValueError` if there is none."""
+    if name not in STEPS:
+        known = ", ".join(sorted(STEPS))
+        raise ValueError(f"rank 0 named the step {name!r}, and servers take {known}")
+    return STEPS[name]
 
 
 def _accept(
@@ -340,12 +380,17 @@ def _accept_client(
 
 
 def _refusal_reason(
-    device: torch.device, say: Callable[[str], None], asked: Mapping[str, Any]
+    token: str, device: torch.device, say: Callable[[str], None], asked: Mapping[str, Any]
 ) -> str | None:
     """Return why this server cannot serve a client that sent this greeting; None if it can."""
     here, there, wanted = version("hf-distca"), asked.get("version"), asked.get("device")
     why = None
-    if there != here:
+    if not hmac.compare_digest(str(asked.get("token", "")).encode(), token.encode()):
+        why = (
+            "it asks for another token. Set HF_DISTCA_POOL_TOKEN to the same where this server and"
+            " where the ranks that train are started."
+        )
+    elif there != here:
         why = f"it runs hf-distca {here}, and rank 0 {there}. Install one version everywhere."
     elif wanted != device.type:
         why = (
@@ -407,8 +452,10 @@ def _end_by_signal(number: int, _frame: FrameType | None) -> NoReturn:
     raise EndedError(f"told to by {signal.Signals(number).name}", 128 + number)
 
 
-def _leave_by_signal(say: Callable[[str], None], number: int, _frame: FrameType | None) -> None:
-    Progress.is_leaving = True
+def _leave_by_signal(
+    say: Callable[[str], None], server: Server, number: int, _frame: FrameType | None
+) -> None:
+    server.is_leaving = True
     signal.signal(number, _end_by_signal)
     say(
         f"was told to end by {signal.Signals(number).name}, and serves until the others go on"

@@ -13,9 +13,8 @@ import math
 import select
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields
-from inspect import getmembers, isfunction
 from typing import Any
 
 import numpy as np
@@ -36,12 +35,12 @@ __all__ = [
     "read_key",
     "read_requests",
     "read_shares",
-    "read_step",
 ]
 
 # How often TCP asks whether the other side's host is there, and how often in vain.
 _ALIVE_SECONDS, _ALIVE_TIMES = 10, 6
 _PART_BYTES = 1 << 16
+_WORD_BYTES = 1 << 28  # at most: a share of a global batch has some of each document
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -64,14 +63,14 @@ class JsonLineConnection:
             connected.setsockopt(socket.IPPROTO_TCP, option, _ALIVE_SECONDS)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _ALIVE_TIMES)
         self.here = connected.getsockname()[0]
-        self._socket, self._seconds, self._came = connected, seconds, b""
+        self._socket, self._seconds, self._came = connected, seconds, bytearray()
 
     def send(self, word: Any) -> None:
         """Send a word. Raise `OSError` if the other side has ended, or does not read."""
         self._socket.settimeout(self._seconds)
         self._socket.sendall(json.dumps(word, default=_encode).encode() + b"\n")
 
-    def receive(self, seconds: float | None, most_bytes: float = math.inf) -> Any:
+    def receive(self, seconds: float | None, most_bytes: int = _WORD_BYTES) -> Any:
         """Return the next word, of at most `most_bytes`; wait up to `seconds`, however slowly it
         arrives.
 
@@ -80,12 +79,12 @@ class JsonLineConnection:
             EOFError, OSError: if the other side has ended.
             ValueError: if it is not JSON, or too long.
         """
-        deadline = math.inf if seconds is None else time.monotonic() + seconds
-        while b"\n" not in self._came:
-            if len(self._came) > most_bytes:
+        deadline, read = math.inf if seconds is None else time.monotonic() + seconds, 0
+        while (end := self._came.find(b"\n", read)) < 0:
+            read = len(self._came)
+            if read > most_bytes:
                 raise ValueError(
-                    f"{len(self._came)} bytes came without the end of a word, which has"
-                    f" {most_bytes} at most"
+                    f"{read} bytes came without the end of a word, which has {most_bytes} at most"
                 )
             if (left := deadline - time.monotonic()) <= 0:
                 raise TimeoutError(f"no word came within {seconds:g} s")
@@ -94,7 +93,8 @@ class JsonLineConnection:
             if not part:
                 raise EOFError("the other side has ended")
             self._came += part
-        line, _, self._came = self._came.partition(b"\n")
+        line = self._came[:end]
+        del self._came[: end + 1]
         return json.loads(line)
 
     def wait_for_end(self) -> None:
@@ -112,6 +112,8 @@ class JsonLineConnection:
 def _encode(value: Any) -> Any:
     """Encode types for which JSON has no form of its own."""
     match value:
+        case torch.Tensor():
+            return value.dtype
         case torch.dtype():
             return str(value).removeprefix("torch.")
         case np.ndarray():
@@ -145,21 +147,6 @@ def read_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def read_step(server: object, name: str) -> Callable[..., None]:
-    """Return the step of that name, a public method of the server other than `run`; raise
-    `ValueError` if there is none.
-    """
-    if name.startswith("_") or name == "run" or not isfunction(getattr(type(server), name, None)):
-        known = {
-            known for known, _ in getmembers(type(server), isfunction) if not known.startswith("_")
-        } - {"run"}
-        raise ValueError(
-            f"rank 0 named the step {name!r}, and servers take {', '.join(sorted(known))}"
-        )
-    step: Callable[..., None] = getattr(server, name)
-    return step
-
-
 def read_config(values: Mapping[str, Any]) -> DistCAConfig:
     """Read settings."""
     costs = values["cost_model"]
@@ -187,9 +174,9 @@ def read_requests(requests: Sequence[Any], shares: Sequence[DealtShare | None]) 
     ]
 
 
-def read_shares(shares: Sequence[Mapping[str, Any]]) -> list[DealtShare | None]:
+def read_shares(shares: Sequence[Mapping[str, Any]]) -> list[DealtShare]:
     """Read shares, as seen from a rank that the batch is not dealt to."""
-    read: list[DealtShare | None] = []
+    read: list[DealtShare] = []
     for share in shares:
         columns = [
             [np.array(column, dtype=np.int64) for column in layout] for layout in share["layouts"]
@@ -198,7 +185,7 @@ def read_shares(shares: Sequence[Mapping[str, Any]]) -> list[DealtShare | None]:
             Layout(document, start, length, offsets) for document, start, length, offsets in columns
         )
         read.append(
-            DealtShare.for_server(
+            DealtShare.without_tokens(
                 layouts, tuple(share["batch"]), share["documents"], read_config(share["config"])
             )
         )

@@ -224,18 +224,17 @@ def _become_launched(options: Options) -> Options:
 
 
 def _join_pool(options: Options) -> None:
-    from hf_distca.integration.session import Session
-    from hf_distca.pool.lead import Pool
+    from hf_distca.pool.observer import PoolObserver
 
     nodes, each_node, attempt = options.launched or (0, options.servers, "0")
-    Session.pool = Pool(
+    PoolObserver(
         tuple(options.server_address),
         nodes,
         each_node,
         attempt,
         options.server_wait,
         options.spare_servers,
-    )
+    ).register()
 
 
 def find_command(command: str) -> Path:

@@ -29,7 +29,7 @@ _TILES = (
     ("exchanged_mb_per_layer", "MB a layer and micro-batch, busiest rank", "{:.3g}"),
     ("between_nodes_mb_per_layer", "MB of these to other nodes, busiest rank", "{:.3g}"),
     ("server_time_share", "of rank 0's time in attention", "{:.0%}"),
-    ("servers_share", "of attention computed by servers of the pool", "{:.0%}"),
+    ("servers_share", "of attention computed by servers without tokens", "{:.0%}"),
     ("servers_idle", "of these servers' time idle", "{:.0%}"),
     ("planning_ms", "ms of planning a micro-batch", "{:.3g}"),
     ("moved_micro_batches", "micro-batches with moved work", "{:.0f}"),

@@ -1,26 +1,27 @@
 """A call of core attention on one rank: its messages and tasks, forward and backward.
 
-The methods are in the order in which a rank comes to them: `send_queries_and_keys`, `forward_keys`,
-`run_local`, `run_arrived`, which sends results back, and `collect`; `run_waves` repeats the last
-ones for each wave. With `Operands` they run forward, and results are `Outputs`; with `Saved` they
-run backward, and results are `Grads`. Methods that start an exchange return it; the method that
-waits for it takes it as an argument.
+A call has three phases, forward and backward: `begin`, `serve` and `finish`. They consist of these
+steps, in this order: `send_queries_and_keys`; `forward_keys`, `run_local` and `run_arrived`, which
+sends results back; and `collect`. `run_waves` repeats the last ones for each wave. With `Operands`
+they run forward, and results are `Outputs`; with `Saved` they run backward, and results are
+`Grads`. Steps that start an exchange return it; the step that waits for it takes it as an argument.
 
 `home` holds the tensors of this rank's own tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import NamedTuple, TypeVar, overload
 
 import torch
 
 from hf_distca.kernels.base import Grads, Kernel, Operands, Outputs, Saved, Scores, TaskBatch
 from hf_distca.kernels.flash import leave_room_for_messages
-from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.empty_rows import make_empty_results, make_empty_saved
+from hf_distca.runtime.group import AttentionGroup, Phase
 from hf_distca.runtime.messages import (
     MessagePart,
     Pending,
@@ -156,8 +157,6 @@ class Call:
         route, group, server: this rank's route, the attention group of the route, and the server
             that runs the tasks.
         stored: where the outputs are kept for a recompute; None to keep nothing.
-        layer: facts about the layer that servers of a pool need beside its scores; None without a
-            pool.
         recomputed_outputs: stored outputs, in a recompute that finds them: nothing is launched and
             no kernel runs.
         backward: whether backward has begun.
@@ -169,15 +168,8 @@ class Call:
         group: AttentionGroup,
         server: AttentionServer,
         stored: LayerOutputs | None = None,
-        layer: Mapping[str, Any] | None = None,
     ) -> None:
-        self.route, self.group, self.server, self.stored, self.layer = (
-            route,
-            group,
-            server,
-            stored,
-            layer,
-        )
+        self.route, self.group, self.server, self.stored = route, group, server, stored
         recomputed = None if stored is None else stored.take()
         self.recomputed_outputs = None if recomputed is None else Outputs(*recomputed)
         self.backward = False
@@ -193,30 +185,39 @@ class Call:
         """True if any rank moves anything, forward or backward."""
         return self.route.exchanges
 
-    def notify_servers(self, step: str) -> None:
-        """Let the servers of a pool take part in a step of this call, or of its backward once that
-        has begun.
-        """
-        if self.layer is not None and self.group.lead is not None:
-            said: dict[str, Any] = {"call": id(self)}
-            if step == "begin":
-                scores = self.server.scores
-                said |= {
-                    **self.layer,
-                    "scale": scores.scale,
-                    "softcap": scores.softcap,
-                    "backward": self.backward,
-                }
-            self.group.lead.notify_servers(step, said)
+    def begin(self, tokens: Operands | Saved) -> None:
+        """Launch the first dispatch, forward or, once that has begun, backward."""
+        self._enter_phase("begin", tokens.q_THD.dtype)
+        home = split_head_groups(tokens, self.route.groups)
+        self._stashed = tokens, self.send_queries_and_keys(self.route.waves[0], home)
 
-    def stash(self, tensors: Operands | Outputs | Saved | Grads, pending: Pending | None) -> None:
-        """Hold this rank's own tensors and the exchange under way for the next autograd
-        function.
+    def begin_without_rows(self, operands: Operands) -> None:
+        """Begin on a rank that runs tasks of others only, with `make_empty_operands` of the
+        layer.
         """
-        self._stashed = tensors, pending
+        self.begin(make_empty_saved(operands) if self.backward else operands)
 
-    def pop_stashed(self, kind: type[Handed]) -> tuple[Handed, Pending | None]:
-        """Return the tensors that the previous autograd function held for this one.
+    def serve(self) -> None:
+        """Run the tasks of this rank, and send their results back."""
+        kind: type[Operands] | type[Saved] = Saved if self.backward else Operands
+        tokens, dispatch = self._pop_stashed(kind)
+        self._enter_phase("serve")
+        home = split_head_groups(tokens, self.route.groups)
+        dispatch = self.forward_keys(home, dispatch)
+        results = self.run_local(tokens) if len(tokens.q_THD) else make_empty_results(home)
+        self._stashed = self.run_waves(home, results, dispatch)
+
+    def finish(self, kind: type[Results]) -> Results:
+        """Wait for the results of this rank's own rows, and return them."""
+        self._enter_phase("finish")
+        return self.collect(self.route.waves[-1], *self._pop_stashed(kind))
+
+    def _enter_phase(self, phase: Phase, dtype: torch.dtype | None = None) -> None:
+        if self.group.observer is not None:
+            self.group.observer.enter_phase(self, phase, dtype)
+
+    def _pop_stashed(self, kind: type[Handed]) -> tuple[Handed, Pending | None]:
+        """Return the tensors and the exchange that the previous phase held for this one.
 
         They are released, so that an exception leaves nothing behind.
         """

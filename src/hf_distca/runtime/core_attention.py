@@ -42,9 +42,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hf_distca.errors import UnsupportedError
-from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
-from hf_distca.runtime.call import Call, Inputs, merge_head_groups, split_head_groups
-from hf_distca.runtime.messages import Pending
+from hf_distca.kernels.base import Grads, Outputs, Saved
+from hf_distca.runtime.call import Call, Inputs, merge_head_groups
 from hf_distca.runtime.pingpong import yield_to_other_nano_batch
 
 __all__ = ["core_attention"]
@@ -117,25 +116,15 @@ class _Dispatch(torch.autograd.Function):
         inputs = Inputs(*tensors)
         ctx.call, ctx.context_tokens = call, inputs.context_tokens
         if call.recomputed_outputs is None:
-            home = inputs.operands
-            call.notify_servers("begin")
-            call.stash(
-                home,
-                call.send_queries_and_keys(
-                    call.route.waves[0], split_head_groups(home, call.route.groups)
-                ),
-            )
+            call.begin(inputs.operands)
         return inputs.q_THD.new_zeros(())
 
     @staticmethod
     @_once_differentiable
     def backward(ctx: Any, _anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
-        call.notify_servers("finish")
-        grads = call.collect(call.route.waves[-1], *call.pop_stashed(Grads))
-        return None, *_input_gradients(
-            merge_head_groups(grads, call.route.groups), ctx.context_tokens
-        )
+        grads = merge_head_groups(call.finish(Grads), call.route.groups)
+        return None, *_input_gradients(grads, ctx.context_tokens)
 
 
 class _Serve(torch.autograd.Function):
@@ -143,33 +132,20 @@ class _Serve(torch.autograd.Function):
     def forward(ctx: Any, call: Call, anchor: torch.Tensor) -> torch.Tensor:
         ctx.call = call
         if call.recomputed_outputs is None:
-            _serve(call, *call.pop_stashed(Operands))
+            call.serve()
         return anchor.clone()
 
     @staticmethod
     @_once_differentiable
     def backward(ctx: Any, anchor: torch.Tensor) -> tuple[_Optional, ...]:
-        call: Call = ctx.call
-        _serve(call, *call.pop_stashed(Saved))
+        ctx.call.serve()
         return None, torch.zeros_like(anchor)
-
-
-def _serve(call: Call, tokens: Operands | Saved, dispatch: Pending | None) -> None:
-    home = split_head_groups(tokens, call.route.groups)
-    call.notify_servers("serve")
-    dispatch = call.forward_keys(home, dispatch)
-    call.stash(*call.run_waves(home, call.run_local(tokens), dispatch))
-
-
-def _collect_outputs(call: Call) -> Outputs:
-    call.notify_servers("finish")
-    return call.collect(call.route.waves[-1], *call.pop_stashed(Outputs))
 
 
 class _Return(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, _anchor: torch.Tensor, *tensors: Any) -> torch.Tensor:
-        return _save_for_backward(ctx, call, Inputs(*tensors), partial(_collect_outputs, call))
+        return _save_for_backward(ctx, call, Inputs(*tensors), partial(call.finish, Outputs))
 
     @staticmethod
     @_once_differentiable
@@ -178,13 +154,7 @@ class _Return(torch.autograd.Function):
         # If only sinks are trained, q, k and v need no gradient: `_Serve.backward` never runs, and
         # nobody would take a dispatch.
         if ctx.needs_input_grad[1]:
-            call.notify_servers("begin")
-            call.stash(
-                saved,
-                call.send_queries_and_keys(
-                    call.route.waves[0], split_head_groups(saved, call.route.groups)
-                ),
-            )
+            call.begin(saved)
         d_sink_H = _sink_gradient(saved, inputs.sink_H)
         return None, do_THV.new_zeros(()), None, None, None, d_sink_H, None, None
 

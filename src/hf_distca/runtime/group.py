@@ -10,19 +10,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from functools import cached_property, wraps
+from typing import Any, ClassVar, Literal, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from hf_distca.borrowed import group_in_store, timeout_of
+from hf_distca.borrowed import timeout_of
 from hf_distca.errors import ConfigError, DistCADesyncError
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.members import (
     Members,
-    PoolRanks,
     all_reduce_min,
     make_communicator,
     node_number,
@@ -32,9 +31,13 @@ from hf_distca.runtime.monitor import NO_NAMES, FailureMonitor, reserved_seconds
 from hf_distca.runtime.rendezvous import Rendezvous
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["AttentionGroup", "Members", "ServerNotifier"]
+__all__ = ["AttentionGroup", "GroupObserver", "Members", "Phase", "joint_step"]
 
 _log = logging.getLogger("hf_distca")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Phase = Literal["begin", "serve", "finish"]
 
 _NOT_ALL_CAME = (
     "Every rank must come here, by a training forward, hf_distca.prepare or a DistCACallback that"
@@ -48,19 +51,45 @@ _UNEQUAL_NODES = (
 )
 
 
-class ServerNotifier(Protocol):
-    """Tells servers which steps to take part in."""
+class GroupObserver(Protocol):
+    """Observer of the steps that this rank takes together with others."""
 
-    def notify_servers(self, step: str, arguments: Mapping[str, Any]) -> None:
-        """Announce the step that this rank takes next, with the arguments that servers need."""
+    def make_group(
+        self,
+        members: dist.ProcessGroup | Members | None,
+        size: int | None,
+        timeout_seconds: float | None,
+        leaving: Sequence[int],
+    ) -> AttentionGroup:
+        """Make the group of a session; for other arguments see `AttentionGroup.of`.
 
-    def number(self, known: object) -> int:
-        """Return a number that identifies an object; once `known` is gone here, servers forget what
-        they stored by that number.
+        With `leaving`, make the group of the others, once ranks of these indices have left.
         """
 
-    def without(self, leaving: Sequence[str]) -> ServerNotifier:
-        """Return the lead of the others, once servers of these names have left."""
+    def take_step(self, step: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+        """Take a step that is marked by `joint_step`, and return its result."""
+
+    def enter_phase(self, call: Any, phase: Phase, dtype: torch.dtype | None = None) -> None:
+        """Hear that a `Call` enters a phase, in which it launches exchanges or waits for them; with
+        the dtype of q when it begins.
+        """
+
+
+def joint_step(step: Callable[P, R]) -> Callable[P, R]:
+    """Mark a step that all ranks of a group take at the same point; `AttentionGroup.observer` hears
+    of it.
+    """
+
+    @wraps(step)
+    def take(*args: P.args, **options: P.kwargs) -> R:
+        observer = AttentionGroup.observer
+        return (
+            step(*args, **options)
+            if observer is None
+            else observer.take_step(step, *args, **options)
+        )
+
+    return take
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +100,7 @@ class AttentionGroup:
     `DistCADesyncError` if not every rank comes in time.
 
     Attributes:
+        observer: observer of all groups of this process; None for none.
         inline_row_capacity: numbers of a row that travel in the first step of `gather`; a longer
             row takes a second step, which `gather_async` does not have.
         ranks: their global ranks. Everywhere else in the package, "rank" is an index into this
@@ -79,24 +109,19 @@ class AttentionGroup:
         data: communicator of dispatch and return, None in a group of one.
         control: gloo communicator on which layouts travel, None in a group of one.
         monitor: tells the others when this rank gives up, None in a group of one.
-        lead: on rank 0 of a group with a pool of servers, announces to these each step that they
-            take part in; else None.
-        session: number of the session that uses it, for the servers of a pool.
-        holds: for each rank, whether it trains and so holds tokens; the others are servers of a
-            pool. None if all do.
+        holds: for each rank, whether it trains and so holds tokens. None if all do.
         timeout_seconds: how long a rank waits for the others, where there are any.
         per_node: n, if ranks [0, n), [n, 2n), ... of the group are nodes; None if they are not, or
             if nodes are unknown.
     """
 
+    observer: ClassVar[GroupObserver | None] = None
     inline_row_capacity: ClassVar[int] = 128
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
     data: Channel | None = None
     control: dist.ProcessGroup | None = None
     monitor: FailureMonitor | None = None
-    lead: ServerNotifier | None = None
-    session: int = 0
     holds: tuple[bool, ...] | None = None
     timeout_seconds: float = math.inf
     per_node: int | None = None
@@ -183,49 +208,28 @@ class AttentionGroup:
             )
         if len(ranks) == 1:
             return cls(ranks)
-        timeout = datetime.timedelta(seconds=timeout_seconds - reserved_seconds(timeout_seconds))
         group = cls(ranks, ranks.index(rank), timeout_seconds=timeout_seconds)
-        return group._connected(
-            lambda: (
+        return group.connected(
+            lambda timeout: (
                 make_communicator(ranks, who.backend, timeout, "distca-data"),
                 make_communicator(ranks, "gloo", timeout, "distca-control"),
             )
         )
 
-    @classmethod
-    def with_servers(
-        cls, seats: PoolRanks, timeout_seconds: float, lead: ServerNotifier | None = None
-    ) -> AttentionGroup:
-        """Build the group of ranks that train and servers, which share no world of
-        torch.distributed.
-
-        Every one of them must call it; for arguments and errors see `create`.
-        """
-        timeout = datetime.timedelta(seconds=timeout_seconds - reserved_seconds(timeout_seconds))
-        group = cls(
-            seats.ranks, seats.rank, lead=lead, holds=seats.holds, timeout_seconds=timeout_seconds
-        )
-        return group._connected(
-            lambda: (
-                group_in_store(
-                    seats.place, seats.store, seats.backend, timeout, f"distca-data of {group.size}"
-                ),
-                group_in_store(
-                    seats.place, seats.store, "gloo", timeout, f"distca-control of {group.size}"
-                ),
-            ),
-            seats.names,
-        )
-
-    def _connected(
+    def connected(
         self,
-        connect: Callable[[], tuple[dist.ProcessGroup, dist.ProcessGroup]],
+        connect: Callable[[datetime.timedelta], tuple[dist.ProcessGroup, dist.ProcessGroup]],
         names: Mapping[int, str] = NO_NAMES,
     ) -> AttentionGroup:
-        """Return the group with communicators for tensors and for planning, made by `connect`."""
+        """Return the group with communicators. Every rank must call it; for errors see `create`.
+
+        Args:
+            connect: makes those for tensors and for planning, whose collectives may take so long.
+            names: names in errors of ranks that are of no world of torch.distributed.
+        """
         ranks, rank, seconds = self.ranks, self.rank, self.timeout_seconds
         try:
-            data, control = connect()
+            data, control = connect(datetime.timedelta(seconds=seconds - reserved_seconds(seconds)))
             nodes = torch.empty(len(ranks), dtype=torch.int64, device="cpu")
             dist.all_to_all_single(nodes, torch.full_like(nodes, node_number()), group=control)
             # A barrier: a rank that fails right after this must not break connections that others
@@ -252,17 +256,6 @@ class AttentionGroup:
     def has_left(self) -> bool:
         """True if this rank has left the group: it failed, or heard that another did."""
         return self.monitor is not None and self.monitor.has_left
-
-    def notify_servers(self, step: str, **arguments: Any) -> None:
-        """Let the servers of a pool, if there are any, take part in this rank's next step; only
-        rank 0 tells them.
-        """
-        if self.lead is not None:
-            self.lead.notify_servers(step, {"session": self.session, **arguments})
-
-    def number(self, known: object) -> int:
-        """Return `ServerNotifier.number`; 0 where this rank tells servers nothing."""
-        return 0 if self.lead is None else self.lead.number(known)
 
     def at(self, where: str, forward_exchanges: int) -> AttentionGroup:
         """Return the group with the channel of one call, from `Channel.at`."""

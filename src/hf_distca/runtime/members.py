@@ -12,7 +12,7 @@ import datetime
 import hashlib
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -21,13 +21,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_distca.borrowed import PrefixStore, Store, group_of_members, names_of_groups, store_of_world
+from hf_distca.borrowed import group_of_members, names_of_groups, store_of_world
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import IntArray
 
 __all__ = [
     "Members",
-    "PoolRanks",
     "make_communicator",
     "launched_per_node",
     "all_reduce_min",
@@ -74,45 +73,6 @@ class Members:
             )
         first = ranks.index(rank) // size * size
         return Members(tuple(ranks[first : first + size]), self.backend)
-
-
-@dataclass(frozen=True, eq=False)
-class PoolRanks:
-    """Members of a group of training ranks and servers, seen from one of them.
-
-    Attributes:
-        ranks: global ranks of those that train, then numbers of the servers, which follow these; in
-            the order of the group.
-        holds: for each, whether it trains.
-        names: names of the servers in errors, by the numbers in `ranks`.
-        rank: index of this process.
-        backend: backend for tensors, as `torch.distributed` names it.
-        store: store in which only these meet.
-    """
-
-    ranks: tuple[int, ...]
-    holds: tuple[bool, ...]
-    names: Mapping[int, str]
-    rank: int
-    backend: str
-    store: Store
-
-    @property
-    def place(self) -> tuple[tuple[int, ...], int]:
-        """All ranks, and the index of this one."""
-        return self.ranks, self.rank
-
-    def without(self, leaving: Sequence[int]) -> PoolRanks:
-        """Return the seats of the others, once those of these indices have left; this process is
-        none of them.
-        """
-        stay = [index for index in range(len(self.ranks)) if index not in leaving]
-        ranks, holds = (
-            tuple(self.ranks[index] for index in stay),
-            tuple(self.holds[index] for index in stay),
-        )
-        meeting = PrefixStore(f"distca pool of {len(stay)}", self.store)
-        return PoolRanks(ranks, holds, self.names, stay.index(self.rank), self.backend, meeting)
 
 
 def make_communicator(

@@ -65,7 +65,7 @@ BREAK_TAG = 2**31 - 1  # tags of messages are below
 # In gloo's errors: now, or before; other errors are of one connection.
 _ALL_CLOSED = ("Timed out", "Application timeout")
 _SILENT = "is silent (dead, stuck, or running something else)"
-_SERVER_SILENT = (
+_NAMED_SILENT = (
     "is silent (dead or stuck: look at its log, and start it again before training goes on)"
 )
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -130,7 +130,7 @@ class FailureMonitor:
             timeout_seconds,
             links,
         )
-        self._names, self._servers = (
+        self._names, self._named = (
             {rank: names.get(rank, f"rank {rank}") for rank in ranks},
             frozenset(names),
         )
@@ -208,7 +208,7 @@ class FailureMonitor:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         others = "; ".join(
             f"{self._names[rank]}"
-            f" {said.get(rank, _SERVER_SILENT if rank in self._servers else _SILENT)}"
+            f" {said.get(rank, _NAMED_SILENT if rank in self._named else _SILENT)}"
             for rank in self.ranks
             if rank != rank_here
         )

@@ -1,0 +1,350 @@
+"""The observer of the ranks that train: it finds their servers, and on rank 0 announces each step
+to these.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_distca.borrowed import (
+    PrefixStore,
+    Store,
+    TCPStore,
+    group_in_store,
+    store_of_world,
+    timeout_of,
+)
+from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError, UnsupportedError
+from hf_distca.pool.addresses import read_token, store_key
+from hf_distca.pool.controller import ASK_SECONDS, PoolController, connect_server
+from hf_distca.runtime.call import Call
+from hf_distca.runtime.group import AttentionGroup, Members, Phase
+
+__all__ = ["PoolObserver", "PoolRanks"]
+
+_log = logging.getLogger("hf_distca")
+
+_ALONE_SECONDS = 1800.0  # that ranks wait for each other, where torch.distributed does not say so
+
+
+@dataclass(frozen=True, eq=False)
+class PoolRanks:
+    """Members of a group of training ranks and servers, seen from one of them.
+
+    Attributes:
+        ranks: global ranks of those that train, then numbers of the servers, which follow these; in
+            the order of the group.
+        holds: for each, whether it trains.
+        names: names of the servers in errors, by the numbers in `ranks`.
+        rank: index of this process.
+        backend: backend for tensors, as `torch.distributed` names it.
+        store: store in which only these meet.
+    """
+
+    ranks: tuple[int, ...]
+    holds: tuple[bool, ...]
+    names: Mapping[int, str]
+    rank: int
+    backend: str
+    store: Store
+
+    @classmethod
+    def read(cls, invitation: Mapping[str, Any], store: Store, number: int) -> PoolRanks:
+        """Read the members from rank 0's invitation, for the process of this number."""
+        ranks = tuple(invitation["ranks"])
+        names = {int(number): name for number, name in invitation["names"].items()}
+        meeting = PrefixStore(invitation["meeting"], _launch_store(store))
+        holds, backend = tuple(invitation["holds"]), invitation["backend"]
+        return cls(ranks, holds, names, ranks.index(number), backend, meeting)
+
+    def without(self, leaving: Sequence[int]) -> PoolRanks:
+        """Return the others, once those of these indices have left; this process is none of
+        them.
+        """
+        stay = [index for index in range(len(self.ranks)) if index not in leaving]
+        ranks, holds = (
+            tuple(self.ranks[index] for index in stay),
+            tuple(self.holds[index] for index in stay),
+        )
+        meeting = PrefixStore(f"distca pool of {len(stay)}", self.store)
+        return PoolRanks(ranks, holds, self.names, stay.index(self.rank), self.backend, meeting)
+
+    def join(self, seconds: float) -> AttentionGroup:
+        """Build their group, whose members wait so long for each other. Every one of them must call
+        it; for errors see `AttentionGroup.create`.
+        """
+        group = AttentionGroup(self.ranks, self.rank, holds=self.holds, timeout_seconds=seconds)
+        place = self.ranks, self.rank
+
+        def connect(timeout: timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+            data, control = (
+                group_in_store(place, self.store, backend, timeout, f"{purpose} of {group.size}")
+                for purpose, backend in (("distca-data", self.backend), ("distca-control", "gloo"))
+            )
+            return data, control
+
+        return group.connected(connect, self.names)
+
+
+@dataclass(eq=False)
+class PoolObserver:
+    """The servers of a run, as seen by the ranks that train: a `GroupObserver`.
+
+    Attributes:
+        addresses: ``HOST:PORT`` of servers that were started by themselves.
+        nodes, each_node: number of nodes of the launch, and of servers on each.
+        attempt: number of the launch's attempt, as its launcher counts.
+        wait_seconds: time that servers may take to appear.
+        spare: whether training continues without a server that was told to end.
+    """
+
+    addresses: tuple[str, ...] = ()
+    nodes: int = 0
+    each_node: int = 0
+    attempt: str = "0"
+    wait_seconds: float = 300.0
+    spare: bool = False
+    controller: PoolController | None = field(default=None, init=False)  # on rank 0
+    _joined: tuple[object, AttentionGroup, PoolRanks] | None = field(default=None, init=False)
+
+    def register(self) -> None:
+        """Observe all groups of this process."""
+        AttentionGroup.observer = self
+
+    def take_step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """See `GroupObserver.take_step`."""
+        if self.controller is None:
+            return step(*args, **options)
+        return self.controller.take_step(step, *args, **options)
+
+    def enter_phase(self, call: Call, phase: Phase, dtype: torch.dtype | None = None) -> None:
+        """See `GroupObserver.enter_phase`."""
+        if self.controller is not None:
+            self.controller.enter_phase(call, phase, dtype)
+
+    def make_group(
+        self,
+        members: dist.ProcessGroup | Members | None,
+        size: int | None,
+        timeout_seconds: float | None,
+        leaving: Sequence[int],
+    ) -> AttentionGroup:
+        """Return the group of the ranks of the world and the servers.
+
+        All ranks must call it at the same point.
+
+        Raises:
+            UnsupportedError: if these are not all ranks of the world.
+            ConfigError: on all ranks, if a server does not appear or cannot take part; names its
+                address and a remedy.
+            DistCADesyncError: if not all of them come in time.
+        """
+        if leaving:
+            return self._leave_behind(leaving)
+        _check_members(members, size)
+        if self.each_node and not self.nodes:
+            raise ConfigError(
+                f"servers={self.each_node}, and no launcher has started this process. Start it with"
+                " torchrun or accelerate launch: the last processes are servers then. Or start"
+                " servers with `hf-distca serve`, and name them by --server-address."
+            )
+        world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
+        if self._joined is not None and self._joined[0] is world and not self._joined[1].has_left:
+            return self._joined[1]
+        if world is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return AttentionGroup()  # before ranks have met: this one is alone, as without servers
+        if world is None:
+            seconds, rank, ranks, backend = timeout_seconds or _ALONE_SECONDS, 0, 1, _lone_backend()
+            store: Store = TCPStore(
+                "0.0.0.0", 0, None, True, timedelta(seconds=seconds), wait_for_workers=False
+            )
+        else:
+            seconds, rank, ranks = (
+                timeout_seconds or timeout_of(world).total_seconds(),
+                dist.get_rank(),
+                dist.get_world_size(),
+            )
+            backend, store = (
+                dist.get_backend(members if isinstance(members, dist.ProcessGroup) else None),
+                store_of_world(),
+            )
+        self.controller = PoolController() if rank == 0 else None
+        if self.controller is not None:
+            try:
+                invitation = self._invite(self.controller, store, seconds, ranks, backend)
+            except DistCAError as error:
+                store.set(_INVITATION, json.dumps({"error": str(error)}))
+                raise
+            store.set(_INVITATION, json.dumps(invitation))
+        else:
+            invitation = _read_invitation(store, self.wait_seconds + seconds)
+        return self._join(world, PoolRanks.read(invitation, store, rank), seconds)
+
+    def _leave_behind(self, leaving: Sequence[int]) -> AttentionGroup:
+        if self._joined is None:
+            raise RuntimeError("servers leave a group that nobody has made")
+        world, group, before = self._joined
+        if self.controller is not None:
+            names = [before.names[before.ranks[index]] for index in leaving]
+            _log.warning("%s was told to end: training goes on without it", ", ".join(names))
+            self.controller.leave_behind(leaving, names)
+        return self._join(world, before.without(leaving), group.timeout_seconds)
+
+    def _join(self, world: object, ranks: PoolRanks, seconds: float) -> AttentionGroup:
+        group = ranks.join(seconds)
+        if self.controller is not None:
+            self.controller.groups[-1].group = group
+        self._joined = world, group, ranks
+        return group
+
+    def _invite(
+        self, controller: PoolController, store: Store, seconds: float, ranks: int, backend: str
+    ) -> dict[str, Any]:
+        """Find the servers and tell each where to meet.
+
+        Return the invitation for ranks that train.
+        """
+        deadline, servers = time.monotonic() + self.wait_seconds, controller.groups[-1].servers
+        published = [
+            self._find_published(store, number, deadline)
+            for number in range(self.nodes * self.each_node)
+        ]
+        published += [(address, read_token()) for address in self.addresses]
+        addresses = [address for address, _ in published]
+        if doubled := {address for address in addresses if addresses.count(address) > 1}:
+            raise ConfigError(
+                f"server {', '.join(sorted(doubled))} is named more than once: give each server an"
+                " address of its own."
+            )
+        device = "cuda" if "nccl" in backend else "cpu"
+        names = {
+            number: f"rank {number} (server at {address})"
+            for number, address in enumerate(addresses, start=ranks)
+        }
+        for name, (address, token) in zip(names.values(), published, strict=True):
+            servers[name] = connect_server(address, token, device, deadline, seconds)
+        placed = _order_members(ranks, self.nodes, self.each_node, len(addresses))
+        invitation = {
+            "ranks": placed,
+            "holds": [rank < ranks for rank in placed],
+            "names": names,
+            "backend": backend,
+            "meeting": f"distca pool {uuid.uuid4().hex}",
+            "seconds": seconds,
+            "spare": self.spare,
+        }
+        host, port = _tcp_address(store)
+        for number, words in enumerate(servers.values(), start=ranks):
+            words.send(
+                {
+                    **invitation,
+                    "number": number,
+                    "host": words.here if host in _ANYWHERE else host,
+                    "port": port,
+                }
+            )
+        as_sent: dict[str, Any] = json.loads(json.dumps(invitation))
+        return as_sent
+
+    def _find_published(self, store: Store, number: int, deadline: float) -> tuple[str, str]:
+        """Find the address and the token of a server of the launch."""
+        key = store_key(number, self.attempt)
+        while not _launch_store(store).check([key]):
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"server {number} of {self.nodes * self.each_node} did not start within"
+                    f" {self.wait_seconds:g} s: look at the log of the last {self.each_node}"
+                    f" processes of node {number // self.each_node}, or raise --server-wait."
+                )
+            time.sleep(ASK_SECONDS)
+        address, token = _launch_store(store).get(key).decode().split()
+        return address, token
+
+
+_INVITATION = "distca pool"
+# A store that listens on the host of rank 0.
+_ANYWHERE = ("0.0.0.0", "127.0.0.1", "localhost", "::", "::1")
+
+
+def _read_invitation(store: Store, seconds: float) -> dict[str, Any]:
+    """Read rank 0's invitation to the group.
+
+    Raises:
+        ConfigError: if rank 0 has not found the servers.
+    """
+    try:
+        store.wait([_INVITATION], timedelta(seconds=seconds))
+        invitation: dict[str, Any] = json.loads(store.get(_INVITATION))
+    except RuntimeError as error:
+        raise DistCADesyncError(
+            f"rank 0 did not say within {seconds:g} s which servers there are ({error})."
+        ) from error
+    if "error" in invitation:
+        raise ConfigError(invitation["error"])
+    return invitation
+
+
+def _check_members(members: dist.ProcessGroup | Members | None, size: int | None) -> None:
+    """Raise if not all ranks would be in one group with the servers.
+
+    Raises:
+        UnsupportedError: names the number of ranks that would be.
+    """
+    world = tuple(
+        range(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
+    )
+    if isinstance(members, dist.ProcessGroup):
+        members = Members.of(members)
+    ranks = world if members is None else members.ranks
+    if size is not None or tuple(sorted(ranks)) != world:
+        raise UnsupportedError(
+            f"servers take part in one attention group of all ranks, and of {len(world)} ranks"
+            f" {size or len(ranks)} are to share attention. Train without servers, or without"
+            " group_size, tensor parallelism and stages."
+        )
+
+
+def _launch_store(store: Store) -> Any:
+    """Return the store of a launch, without the prefixes that a world has put around it."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return store
+
+
+def _tcp_address(store: Store) -> tuple[str, int]:
+    tcp = _launch_store(store)
+    if not isinstance(tcp, TCPStore):
+        raise ConfigError(
+            f"torch.distributed was started with a {type(tcp).__name__}, which servers cannot"
+            " reach: start it over TCP, as torchrun and accelerate launch do."
+        )
+    return tcp.host, tcp.port
+
+
+def _order_members(ranks: int, nodes: int, each_node: int, servers: int) -> list[int]:
+    """Return the numbers of all members in the order of the group: node by node ranks
+    that train and their servers, then other servers.
+    """
+    order: list[int] = []
+    for node in range(nodes):
+        first, last = (ranks * number // nodes for number in (node, node + 1))
+        order += [
+            *range(first, last),
+            *range(ranks + node * each_node, ranks + (node + 1) * each_node),
+        ]
+    return order + [number for number in range(ranks + servers) if number not in order]
+
+
+def _lone_backend() -> str:
+    return "nccl" if torch.cuda.is_available() else "gloo"

@@ -1,0 +1,88 @@
+"""The port of a server: it lets in who knows its token, and nobody keeps it from others."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import version
+from itertools import repeat
+from typing import Any
+
+import pytest
+import torch
+
+from hf_distca.errors import ConfigError
+from hf_distca.pool import server
+from hf_distca.pool.controller import connect_server
+from hf_distca.pool.words import JsonLineConnection
+
+TOKEN, SECONDS = "c0ffee", 0.4
+Port = tuple[tuple[str, int], Future[JsonLineConnection], list[str]]
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[Port]:
+    """The address of a server with a token, what it accepts, and what it says."""
+    monkeypatch.setattr(server, "_HANDSHAKE_SECONDS", SECONDS)
+    said: list[str] = []
+    refusal_reason = partial(server._refusal_reason, TOKEN, torch.device("cpu"), said.append)
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as thread:
+        accepted = thread.submit(server._accept, listening, refusal_reason, 5.0)
+        yield listening.getsockname(), accepted, said
+        accepted.result().close()
+
+
+def connect(address: tuple[str, int], token: str) -> JsonLineConnection:
+    return connect_server("{}:{}".format(*address), token, "cpu", time.monotonic() + 5.0, 5.0)
+
+
+@pytest.mark.parametrize("told", [{}, {"token": None}, {"token": ""}, {"token": "é"}])
+def test_a_client_without_the_token_is_refused_at_once(port: Port, told: dict[str, Any]) -> None:
+    address, accepted, said = port
+    began = time.monotonic()
+    with socket.create_connection(address) as client:
+        greeting = {"version": version("hf-distca"), "device": "cpu", **told}
+        client.sendall(json.dumps(greeting).encode() + b"\n")
+        error = json.loads(client.makefile().readline())["error"]
+        assert error.startswith("it asks for another token. Set HF_DISTCA_POOL_TOKEN")
+        assert not client.recv(1)
+    assert time.monotonic() - began < SECONDS
+    assert said == [f"turned ranks away: {error}"]
+    assert not accepted.done()
+    connect(address, TOKEN).close()
+
+
+def test_rank_0_says_which_server_asks_for_another_token(port: Port) -> None:
+    address, *_ = port
+    with pytest.raises(ConfigError, match=r"127.0.0.1:\d+ cannot take part: it asks for another"):
+        connect(address, "decaf")
+    connect(address, TOKEN).close()
+
+
+def send_bytes(client: socket.socket, parts: Iterator[bytes], pause: float) -> None:
+    with suppress(OSError):  # once the server has closed
+        for part in parts:
+            client.sendall(part)
+            time.sleep(pause)
+
+
+@pytest.mark.parametrize(("part", "pause"), [(b"x" * 4096, 0.0), (b"1", 0.05)])
+def test_a_client_that_never_ends_a_word_keeps_nobody(
+    port: Port, part: bytes, pause: float
+) -> None:
+    """Be it fast or slow: what a word may take is bounded in bytes and in seconds, both in all."""
+    address, *_ = port
+    with socket.create_connection(address) as client:
+        began = time.monotonic()
+        sender = threading.Thread(target=send_bytes, args=(client, repeat(part), pause))
+        sender.start()
+        connect(address, TOKEN).close()
+        assert time.monotonic() - began < 3 * SECONDS
+        sender.join(5.0)
+        assert not sender.is_alive()
