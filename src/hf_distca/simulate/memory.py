@@ -1,8 +1,8 @@
 """Peak memory of a rank, by term: the largest of a few moments of a step.
 
 The count covers torch's allocations for modules of transformers, operation by operation: tensors
-that autograd saves for backward, and others alive at the same moment. `benchmarks/peak_memory.py`
-compares it with allocations of CPU processes.
+that autograd saves for backward, and others alive at the same moment.
+`benchmarks/memory/peak_memory.py` compares it with allocations of CPU processes.
 
 Three moments can be the fullest: the loss, whose logits are as wide as the vocabulary; the backward
 of a feed-forward layer; and that of attention, beside what an exchange holds. The latter two are
