@@ -197,12 +197,6 @@ def _others_key_bytes(cost: CostModel, rows: SharedRows, degree: int) -> FloatAr
     return rows.tokens * cost.shape.key_value_bytes * (degree - 1) / degree
 
 
-def _neighbour_rate(setting: Setting, degree: int) -> float:
-    """Return the bytes per second from a rank to the next one of its row."""
-    inside = degree * setting.tensor <= setting.ranks_per_node
-    return setting.hardware.node_rate if inside else setting.hardware.link_rate
-
-
 def _all_to_all_rate(setting: Setting, degree: int) -> float:
     """Return the bytes per second from a rank to all others of its row, some of them in its node:
     both links carry at once.
@@ -280,12 +274,13 @@ def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
     """Compute the work if keys travel from neighbour to neighbour, hidden by the attention to the
     previous ones.
     """
-    shape = setting.shape
+    shape, hardware = setting.shape, setting.hardware
+    inside = degree * setting.tensor <= setting.ranks_per_node
+    rate = hardware.node_rate if inside else hardware.link_rate
 
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
-        once = _others_key_bytes(cost, rows, degree) / _neighbour_rate(setting, degree) + (
-            degree - 1
-        ) * fixed_seconds(cost, 1)
+        wire = _others_key_bytes(cost, rows, degree) / rate
+        once = wire + (degree - 1) * fixed_seconds(cost, 1)
         # In backward gradients of keys travel with them.
         added = np.stack(
             [

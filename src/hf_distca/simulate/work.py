@@ -149,12 +149,12 @@ def side_by_side(groups: Sequence[MicroBatchWork]) -> MicroBatchWork:
     joined = {
         name: np.concatenate([getattr(group, name) for group in groups], axis=-1) for name in names
     }
-    meeting = len(groups[0].tokens) if joined["wire"].any() else 1
-    pairs, between = (
-        sum(group.pairs for group in groups),
-        sum(group.between or 0.0 for group in groups),
+    return MicroBatchWork(
+        **joined,
+        pairs=sum(group.pairs for group in groups),
+        meeting=len(groups[0].tokens) if joined["wire"].any() else 1,
+        between=sum(group.between or 0.0 for group in groups),
     )
-    return MicroBatchWork(**joined, pairs=pairs, meeting=meeting, between=between)
 
 
 def of_documents(setting: Setting, length: IntArray, rank: IntArray) -> MicroBatchWork:
@@ -257,17 +257,14 @@ def of_plan(
     arrive, and waits for outputs.
     """
     layer = moves_of(setting, plan, cost, nodes)
-    exposed = np.maximum(layer.dispatch - layer.unblocked, 0) + layer.back
-    tokens = plan.layout.query_tokens.astype(np.float64)
-    meeting = plan.layout.world_size if plan.moved else 1
     return MicroBatchWork(
-        tokens,
-        layer.attention,
-        exposed,
-        layer.wire,
-        layer.received,
-        layer.pairs,
-        meeting,
+        tokens=plan.layout.query_tokens.astype(np.float64),
+        attention=layer.attention,
+        exposed=np.maximum(layer.dispatch - layer.unblocked, 0) + layer.back,
+        wire=layer.wire,
+        received=layer.received,
+        pairs=layer.pairs,
+        meeting=plan.layout.world_size if plan.moved else 1,
         between=layer.between,
     )
 
@@ -290,14 +287,13 @@ def of_nano_batches(
         (first.back, second.attention),
         (second.back, linear[0]),
     )
-    exposed = np.asarray(sum(np.maximum(message - work, 0) for message, work in beside))
-    attention, wire = first.attention + second.attention, first.wire + second.wire
-    received = np.maximum(first.received, second.received)
-    pairs, meeting = (
-        first.pairs + second.pairs,
-        len(received) if any(plan.moved for plan in plans) else 1,
-    )
-    between = first.between + second.between
     return MicroBatchWork(
-        tokens[0] + tokens[1], attention, exposed, wire, received, pairs, meeting, between=between
+        tokens=tokens[0] + tokens[1],
+        attention=first.attention + second.attention,
+        exposed=np.asarray(sum(np.maximum(message - work, 0) for message, work in beside)),
+        wire=first.wire + second.wire,
+        received=np.maximum(first.received, second.received),
+        pairs=first.pairs + second.pairs,
+        meeting=len(tokens[0]) if any(plan.moved for plan in plans) else 1,
+        between=first.between + second.between,
     )
