@@ -154,8 +154,14 @@ def _work(
 
     def of_layer(cost: CostModel) -> MicroBatchWork:
         attention, exposed = (np.repeat(seconds, degree, axis=1) for seconds in of_rows(cost))
-        pairs = float(count_causal_pairs(rows.length, rows.length, cost.window).sum())
-        return MicroBatchWork(tokens, attention, exposed, exposed.sum(axis=0), nothing, pairs)
+        return MicroBatchWork(
+            tokens=tokens,
+            attention=attention,
+            exposed=exposed,
+            wire=exposed.sum(axis=0),
+            received=nothing,
+            pairs=float(count_causal_pairs(rows.length, rows.length, cost.window).sum()),
+        )
 
     return all_layers(setting, of_layer)
 
@@ -296,9 +302,12 @@ def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
         )
 
     work = _work(setting, rows, degree, of_rows)
-    # The keys at hand and those that come.
-    kept = work.tokens * 3 * 2 * shape.key_value_bytes * (degree > 1)
-    return replace(work, exposed=np.maximum(work.exposed - work.attention, 0), received=kept)
+    return replace(
+        work,
+        exposed=np.maximum(work.exposed - work.attention, 0),
+        # The keys at hand and those that come.
+        received=work.tokens * 3 * 2 * shape.key_value_bytes * (degree > 1),
+    )
 
 
 def ulysses(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:

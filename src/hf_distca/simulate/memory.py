@@ -317,9 +317,8 @@ def fullest(
         kept: bytes that exchanges keep for backward.
         same_phase: whether all stages run the same phase.
     """
-    moments = list(
-        _moments(setting, tokens, received, kept, in_flight(setting, same_phase=same_phase))
-    )
+    flying = in_flight(setting, same_phase=same_phase)
+    moments = _moments(setting, tokens, received, kept, flying)
     moment = max(moments, key=lambda memory: float(np.max(memory.total)))
     return moment.of_rank(int(np.argmax(np.atleast_1d(moment.total))))
 
@@ -330,13 +329,9 @@ def most_tokens(setting: Setting, received: float = 0.0, kept: float = 0.0) -> i
     """
     # A token has at least a layer's input.
     limit = int(setting.hardware.memory_bytes / _LayerBytes.of(setting).input) + 1
-    room = setting.hardware.memory_bytes
-    return max(
-        bisect_right(
-            range(limit),
-            room,
-            key=lambda n: float(fullest(setting, n, n * received, n * kept).total),
-        )
-        - 1,
-        0,
+    fitting = bisect_right(
+        range(limit),
+        setting.hardware.memory_bytes,
+        key=lambda n: float(fullest(setting, n, n * received, n * kept).total),
     )
+    return max(fitting - 1, 0)
