@@ -1,4 +1,4 @@
-"""Modules of benchmarks/, where scripts import each other by name."""
+"""Modules in the folders of benchmarks/, where scripts import each other by name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import pytest
 from pages import ROOT
 
 
+def prepend_benchmarks(patch: pytest.MonkeyPatch) -> None:
+    """Have the path that scripts of benchmarks/ have."""
+    for folder in (ROOT / "benchmarks").glob("*/"):
+        patch.syspath_prepend(folder)
+
+
 def import_benchmark(name: str) -> Any:
-    """Import a module of benchmarks/, with the path that its scripts have."""
+    """Import a module of a folder of benchmarks/."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
+        prepend_benchmarks(patch)
         return import_module(name)

@@ -179,7 +179,9 @@ def test_shipped_profiles_say_how_they_were_made() -> None:
         assert profile.name == name
         published = bool(profile.sources)
         assert profile.made_by.startswith(
-            "python benchmarks/published_timings.py " if published else "hf-distca profile "
+            "python benchmarks/simulated/published_timings.py "
+            if published
+            else "hf-distca profile "
         )
         assert profile.inside is not None
         assert all(rates.kept_aside and rates.errors for rates in profile.kernels)

@@ -13,83 +13,92 @@ import shlex
 import shutil
 import subprocess
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import scripts
+from benchmark_modules import import_benchmark
 from pages import PAGES, ROOT, commands, on_a_page, printed, words_of
 from test_example import LAUNCH, OTHERS, run_program
 from turns import in_turn
 
 # These need rights that not every machine gives.
-NODES = "python benchmarks/networks.py"
-PARTS_OF_CORES = "python benchmarks/pipeline.py --stages 4 --core-share 0.45 --tokens 16384"
-IN_STAGES = "python benchmarks/overlap.py --stages --tokens 4096 --rounds 3 --latencies 0 20 80"
+NODES = "python benchmarks/network/networks.py"
+PARTS_OF_CORES = "python benchmarks/steps/pipeline.py --stages 4 --core-share 0.45 --tokens 16384"
+IN_STAGES = (
+    "python benchmarks/network/overlap.py --stages --tokens 4096 --rounds 3 --latencies 0 20 80"
+)
 # What makes a command of the pages small enough for a test.
 CONTEXT_PARALLEL = (
-    "python benchmarks/context_parallel.py --placement benchmarks/placements/long_tail_8_ranks.json"
+    "python benchmarks/schedule/context_parallel.py --placement"
+    " benchmarks/placements/long_tail_8_ranks.json"
 )
 SMALL = {
-    "python benchmarks/step_time.py": (
+    "python benchmarks/steps/step_time.py": (
         "--tokens 512 --layers 1 --heads 2 --rounds 1 --sdpa-rounds 0 --json out.json"
     ),
-    "python benchmarks/overlap.py": (
+    "python benchmarks/network/overlap.py": (
         "--tokens 512 --layers 1 --heads 2 --rounds 1 --latencies 0 --json out.json"
     ),
     IN_STAGES: "--tokens 512 --layers 2 --heads 2 --rounds 1 --latencies 0 --json out.json",
     NODES: "--tokens 256 --layers 1 --heads 2 --rounds 1 --batches 1 --rates 200 --json out.json",
-    "python benchmarks/host_time.py": (
+    "python benchmarks/host/host_time.py": (
         f"--ranks 8 --tokens 4096 --repeats 1 --documents 2 --before {ROOT} --json out.json"
     ),
-    "python benchmarks/memory.py": "--tokens 512 --heads 2 --ranks 2 --rounds 1 --json out.json",
-    "python benchmarks/peak_memory.py": "--cases 0 --json out.json",
-    "python benchmarks/scheduler.py --placements benchmarks/placements": (
+    "python benchmarks/memory/call_memory.py": (
+        "--tokens 512 --heads 2 --ranks 2 --rounds 1 --json out.json"
+    ),
+    "python benchmarks/memory/peak_memory.py": "--cases 0 --json out.json",
+    "python benchmarks/schedule/scheduler.py --placements benchmarks/placements": (
         "--repeats 1 --json out.json"
     ),
-    "python benchmarks/deal.py --placements benchmarks/placements": "--repeats 1 --json out.json",
-    "python benchmarks/levels.py --placements benchmarks/placements": "--json out.json",
-    "python benchmarks/recurrent.py --placements benchmarks/placements": (
+    "python benchmarks/schedule/deal.py --placements benchmarks/placements": (
+        "--repeats 1 --json out.json"
+    ),
+    "python benchmarks/schedule/levels.py --placements benchmarks/placements": "--json out.json",
+    "python benchmarks/schedule/recurrent.py --placements benchmarks/placements": (
         "--heads 1 --tokens 16 --rounds 1 --json out.json"
     ),
-    "python benchmarks/group_size.py": (
+    "python benchmarks/schedule/group_size.py": (
         "--ranks 16 --sizes 8 --tokens 8192 --longest 8192 --seeds 1 --json out.json"
     ),
-    "python benchmarks/row_order.py": (
+    "python benchmarks/schedule/row_order.py": (
         "--sizes 16x2048 --accumulation 2 --micro-batches 2 --seeds 1 --json out.json"
     ),
-    "python benchmarks/timeline.py --record traces timeline.png": "--tokens 1024 --latency 20",
+    "python benchmarks/network/timeline.py --record traces timeline.png": (
+        "--tokens 1024 --latency 20"
+    ),
     CONTEXT_PARALLEL: "--json out.json",
-    "python benchmarks/rates.py": (
+    "python benchmarks/steps/rates.py": (
         "--ranks 2 --tokens 256 --layers 1 --heads 2 --steps 14 --json out.json"
     ),
-    "python benchmarks/loss_curve.py": (
+    "python benchmarks/steps/loss_curve.py": (
         "--steps 2 --tokens 128 --layers 1 --picture curves.png --json out.json"
     ),
-    "python benchmarks/dealt_step_time.py": (
+    "python benchmarks/steps/dealt_step_time.py": (
         "--tokens 512 --layers 1 --heads 2 --rounds 1 --json out.json"
     ),
-    "python benchmarks/dealt_step_time.py --hybrid --layers 4 --tokens 4096": (
+    "python benchmarks/steps/dealt_step_time.py --hybrid --layers 4 --tokens 4096": (
         "--tokens 512 --heads 2 --rounds 1 --json out.json"
     ),
-    "python benchmarks/simulator_validation.py": (
+    "python benchmarks/simulated/simulator_validation.py": (
         "--tokens 512 --heads 2 --rounds 1 --json out.json"
     ),
-    "python benchmarks/paper_table.py": "--batches 1 --rows 0 --json out.json",
-    "python benchmarks/pool.py": (
+    "python benchmarks/simulated/paper_table.py": "--batches 1 --rows 0 --json out.json",
+    "python benchmarks/simulated/pool.py": (
         "--tables paper --rows 0 --batches 1 --jobs 1 --picture pool.png --json out.json"
     ),
-    "python benchmarks/pool_step.py": (
+    "python benchmarks/steps/pool_step.py": (
         "--tokens 512 --layers 1 --heads 2 --rounds 1 --json out.json"
     ),
-    "python benchmarks/published_timings.py": "--json out.json",
-    "python benchmarks/profile_plans.py benchmarks/placements": "--json out.json",
-    "python benchmarks/magi_setting.py": "--rows 1 --json out.json",
-    "python benchmarks/simulator_picture.py simulated.png": (
+    "python benchmarks/simulated/published_timings.py": "--json out.json",
+    "python benchmarks/schedule/profile_plans.py benchmarks/placements": "--json out.json",
+    "python benchmarks/simulated/magi_setting.py": "--rows 1 --json out.json",
+    "python benchmarks/simulated/simulator_picture.py simulated.png": (
         "--contexts 64 --ranks 8 --middle 8 --batches 1"
     ),
-    "python benchmarks/pipeline.py": (
+    "python benchmarks/steps/pipeline.py": (
         "--tokens 64 --micro-batches 2 --layers 2 --heads 2 --rounds 1 --json out.json"
     ),
     PARTS_OF_CORES: "--tokens 64 --micro-batches 4 --rounds 1 --json out.json",
@@ -101,43 +110,43 @@ SMALL = {
 # Of those, the ones that take long however small they are; then those that take seconds, of which a
 # run takes some.
 LONG = {
-    "python benchmarks/step_time.py",
-    "python benchmarks/overlap.py",
+    "python benchmarks/steps/step_time.py",
+    "python benchmarks/network/overlap.py",
     IN_STAGES,
-    "python benchmarks/pipeline.py",
+    "python benchmarks/steps/pipeline.py",
     PARTS_OF_CORES,
     "python tests/engines/matrix.py --quick",
     NODES,
-    "python benchmarks/peak_memory.py",
-    "python benchmarks/pool_step.py",
+    "python benchmarks/memory/peak_memory.py",
+    "python benchmarks/steps/pool_step.py",
     "python tests/engines/equal_training.py",
-    "python benchmarks/rates.py",
-    "python benchmarks/simulator_validation.py",
-    "python benchmarks/timeline.py --record traces timeline.png",
+    "python benchmarks/steps/rates.py",
+    "python benchmarks/simulated/simulator_validation.py",
+    "python benchmarks/network/timeline.py --record traces timeline.png",
 }
 IN_TURN = {
-    "python benchmarks/group_size.py",
-    "python benchmarks/row_order.py",
-    "python benchmarks/dealt_step_time.py",
-    "python benchmarks/published_timings.py",
-    "python benchmarks/profile_plans.py benchmarks/placements",
+    "python benchmarks/schedule/group_size.py",
+    "python benchmarks/schedule/row_order.py",
+    "python benchmarks/steps/dealt_step_time.py",
+    "python benchmarks/simulated/published_timings.py",
+    "python benchmarks/schedule/profile_plans.py benchmarks/placements",
     (
-        "python benchmarks/context_parallel.py --placement"
+        "python benchmarks/schedule/context_parallel.py --placement"
         " benchmarks/placements/long_tail_8_ranks.json"
     ),
-    "python benchmarks/memory.py",
-    "python benchmarks/host_time.py",
-    "python benchmarks/deal.py --placements benchmarks/placements",
-    "python benchmarks/levels.py --placements benchmarks/placements",
-    "python benchmarks/recurrent.py --placements benchmarks/placements",
-    "python benchmarks/pool.py",
-    "python benchmarks/dealt_step_time.py --hybrid --layers 4 --tokens 4096",
-    "python benchmarks/loss_curve.py",
-    "python benchmarks/paper_table.py",
-    "python benchmarks/simulator_picture.py simulated.png",
+    "python benchmarks/memory/call_memory.py",
+    "python benchmarks/host/host_time.py",
+    "python benchmarks/schedule/deal.py --placements benchmarks/placements",
+    "python benchmarks/schedule/levels.py --placements benchmarks/placements",
+    "python benchmarks/schedule/recurrent.py --placements benchmarks/placements",
+    "python benchmarks/simulated/pool.py",
+    "python benchmarks/steps/dealt_step_time.py --hybrid --layers 4 --tokens 4096",
+    "python benchmarks/steps/loss_curve.py",
+    "python benchmarks/simulated/paper_table.py",
+    "python benchmarks/simulated/simulator_picture.py simulated.png",
 }
 # One starts as users start it, in an interpreter of its own.
-AS_USERS_DO = "python benchmarks/scheduler.py --placements benchmarks/placements"
+AS_USERS_DO = "python benchmarks/schedule/scheduler.py --placements benchmarks/placements"
 # Runs of pytest, which collect only: these tests are among them.
 COLLECTED = {
     "pytest": "test_commands.py",
@@ -234,7 +243,7 @@ def test_a_command_that_nothing_runs_is_noticed() -> None:
         "pip install requests",
         "mypy tests",
         "ruff check",
-        "python benchmarks/step_time.py --tokens 7",
+        "python benchmarks/steps/step_time.py --tokens 7",
     ):
         assert not is_run(command), command
 
@@ -297,9 +306,8 @@ def test_extras_that_pages_install_exist() -> None:
         SMALL.keys() - IN_TURN,
     ),
 )
-def test_the_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_runs(command: str, tmp_path: Path) -> None:
     if command in (NODES, PARTS_OF_CORES):
-        monkeypatch.syspath_prepend(ROOT / "benchmarks")
         _has_rights_or_skip(command)
     words = words_of(command)
     run = run_program if command == AS_USERS_DO else scripts.run
@@ -313,9 +321,9 @@ def test_the_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.Monk
 def _has_rights_or_skip(command: str) -> None:
     try:
         with (
-            import_module("nodes").two_nodes()
+            import_benchmark("nodes").two_nodes()
             if command == NODES
-            else import_module("core_share").core_shares(1, 0.5)
+            else import_benchmark("core_share").core_shares(1, 0.5)
         ):
             pass
     except RuntimeError as error:
@@ -349,14 +357,22 @@ def test_pytest_collects(command: str, tmp_path: Path) -> None:
 
 
 def test_the_page_of_benchmarks_lists_every_script() -> None:
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    scripts_of = [
-        path
-        for path in sorted((ROOT / "benchmarks").glob("*.py"))
-        if "__main__" in path.read_text()
-    ]
-    assert scripts_of
-    assert not [path.name for path in scripts_of if f"| `benchmarks/{path.name}` | " not in page]
+    """With what it shows and how long it takes; and what it lists is there."""
+    listed = re.findall(
+        r"^\| `benchmarks/([\w/]+\.py)` \| .+ \| .+ \|$",
+        (ROOT / "docs" / "benchmarks.md").read_text(),
+        flags=re.MULTILINE,
+    )
+    folder = ROOT / "benchmarks"
+    scripts_of = [path for path in folder.rglob("*.py") if "__main__" in path.read_text()]
+    assert len(scripts_of) > 30
+    assert sorted(listed) == sorted(str(path.relative_to(folder)) for path in scripts_of)
+
+
+def test_modules_of_benchmarks_have_names_of_their_own() -> None:
+    """Scripts import each other by name, from any folder."""
+    names = [path.stem for path in (ROOT / "benchmarks").rglob("*.py")]
+    assert len(names) == len(set(names))
 
 
 def test_the_placements_are_what_their_script_writes(tmp_path: Path) -> None:

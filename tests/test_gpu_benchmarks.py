@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import scripts
+from benchmark_modules import prepend_benchmarks
 from pages import words_of
 
 ROOT = Path(__file__).parents[1]
@@ -218,8 +219,8 @@ def test_dots1_is_as_far_from_float32_as_sdpa(monkeypatch: pytest.MonkeyPatch) -
     """Its router takes other experts for a token in bfloat16, under sdpa as well: no fault of
     ours.
     """
-    for path in ("benchmarks/gpu", "tests/models"):
-        monkeypatch.syspath_prepend(ROOT / path)
+    prepend_benchmarks(monkeypatch)
+    monkeypatch.syspath_prepend(ROOT / "tests/models")
     import part_families
 
     found = part_families.one_family(SimpleNamespace(device=torch.device("cpu")), "dots1")

@@ -27,7 +27,7 @@ def test_losses_are_those_of_sdpa(tmp_path: Path) -> None:
         "--json",
         "out.json",
     ]
-    scripts.run([*words_of("python benchmarks/loss_curve.py"), *small], tmp_path, timeout=250)
+    scripts.run([*words_of("python benchmarks/steps/loss_curve.py"), *small], tmp_path, timeout=250)
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["exchanges"] > 0
     assert set(found["apart"]) == {"sdpa, other order", "distca, in order", "distca, dealt"}

@@ -1,5 +1,5 @@
-"""benchmarks/peers.py: ways that are exact have the losses of one process, others do not, and what
-it starts in vain says why.
+"""benchmarks/steps/peers.py: ways that are exact have the losses of one process, others do not, and
+what it starts in vain says why.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EXACT = 1e-6  # relative, float32
 
 
 def run(folder: Path, *options: str) -> dict[str, Any]:
-    command = words_of("python benchmarks/peers.py --picture peers.png")
+    command = words_of("python benchmarks/steps/peers.py --picture peers.png")
     small = ("--tokens", "512", "--layers", "1", "--rounds", "1", "--steps", "1", "--ranks", "2")
     scripts.run([*command, *small, "--json", "peers.json", *options], folder, timeout=180)
     assert (folder / "peers.png").read_bytes().startswith(b"\x89PNG")

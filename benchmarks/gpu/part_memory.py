@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from call_memory import LiveBytes
 from gpu_models import documents_of, pairs
 from gpu_setting import Setting, free
 from hf_distca.model_shape import ModelShape
 from hf_distca.simulate.hardware import find_hardware
 from hf_distca.simulate.memory import fullest
 from hf_distca.simulate.setting import Setting as Simulated
-from memory import LiveBytes
 from part_checkpointing import set_checkpointing
 from part_model import arguments, batches
 

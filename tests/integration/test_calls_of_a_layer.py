@@ -6,29 +6,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import hf_distca
+from benchmark_modules import import_benchmark
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.hooks.attention import distca_attention
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], dict[str, float]]:
-    """The counter of `benchmarks/host_calls.py`, by number of documents, not on the deep stack of
-    pytest.
+def calls() -> Callable[[int], dict[str, float]]:
+    """The counter of `benchmarks/host/host_calls.py`, by number of documents, not on the deep stack
+    of pytest.
     """
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import host_calls
-
+    host_calls = import_benchmark("host_calls")
     hf_distca.configure()
 
     def counter(documents: int) -> dict[str, float]:

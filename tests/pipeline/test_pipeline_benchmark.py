@@ -4,19 +4,16 @@ and the ideal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmark_modules import import_benchmark
+
 
 @pytest.fixture(scope="module")
-def benchmark() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-        yield import_module("pipeline")
+def benchmark() -> Any:
+    return import_benchmark("pipeline")
 
 
 def test_a_step_is_replayed_from_message_to_message(benchmark: Any) -> None:

@@ -98,5 +98,5 @@ def test_every_file_is_there() -> None:
     assert {"reference.py", "moves.py"} <= files
     for name in files:
         assert name in SOURCES or any(
-            (ROOT / folder / name).exists() for folder in ("benchmarks", "tests/schedule")
+            (ROOT / folder / name).exists() for folder in ("benchmarks/schedule", "tests/schedule")
         ), name

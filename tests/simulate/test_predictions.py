@@ -16,7 +16,7 @@ from hf_distca.schedule.cost import count_causal_pairs
 from hf_distca.simulate.advice import advise, assumptions
 from hf_distca.simulate.beside_attention import head_seconds
 from hf_distca.simulate.document_lengths import distribution, from_list
-from hf_distca.simulate.hardware import KNOWN_HARDWARE
+from hf_distca.simulate.hardware import DEVICES, find_hardware
 from hf_distca.simulate.memory import activation_bytes, fullest
 from hf_distca.simulate.models import KNOWN_MODELS, find_model
 from hf_distca.simulate.predict import Prediction, best_alternative, best_of, predict_step, simulate
@@ -124,7 +124,7 @@ def some_setting(generator: np.random.Generator) -> Setting:
     tensor, stages = one_of([1, 1, 2, 8]), one_of([1, 1, 2, 4])
     return Setting(
         model,
-        one_of(KNOWN_HARDWARE.values()),
+        find_hardware(one_of(DEVICES)),
         int(generator.integers(1, 10)) * tensor * stages,
         int(2 ** generator.uniform(4, 17)),
         tensor,

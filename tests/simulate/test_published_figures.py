@@ -5,21 +5,17 @@ to share attention.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from benchmark_modules import import_benchmark
 from hf_distca.schedule.profiles import Profile
 
 
 @pytest.fixture(scope="module")
-def benchmarks() -> Iterator[tuple[ModuleType, ModuleType]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-        yield import_module("published_timings"), import_module("magi_setting")
+def benchmarks() -> tuple[ModuleType, ModuleType]:
+    return import_benchmark("published_timings"), import_benchmark("magi_setting")
 
 
 def test_shipped_profiles_are_the_fit_to_published_timings(

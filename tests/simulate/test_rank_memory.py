@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
+from benchmark_modules import prepend_benchmarks
 from hf_distca.errors import ConfigError
 from hf_distca.model_shape import ModelShape
 from hf_distca.simulate.hardware import find_hardware
@@ -32,7 +32,7 @@ MILLION = 2**20
 @pytest.fixture(scope="module")
 def peak_memory() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+        prepend_benchmarks(patch)
         yield import_module("peak_memory")
 
 

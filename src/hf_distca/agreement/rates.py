@@ -1,9 +1,9 @@
 """`Costs`: the cost models that ranks plan with, and corrections of them by measurements.
 
 Every rank learns from the same figures in the same order, so all ranks have the same corrections,
-and exchange nothing for them. Sums run in a fixed order and results are rounded, so that different
-processors find the same values. Figures are times, which differ from run to run: nothing is learned
-from them where torch is set to deterministic algorithms.
+and exchange nothing for them. Results are rounded, so that different processors find the same
+values. Figures are times, which differ from run to run: nothing is learned from them where torch is
+set to deterministic algorithms.
 
 - **Kernels.** A cost model adds up seconds for tasks, for bytes and for flops. Each of the three
   gets a factor, fitted to the kernel seconds of all ranks. Where measurements cannot tell the three
@@ -363,6 +363,8 @@ def _fit_factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArr
         samples: samples of the same number of ranks.
         speeds: (ranks,) relative speeds.
     """
+    from scipy.optimize import nnls  # scipy takes long to import, and no plan needs it
+
     parts = np.concatenate([sample.parts / speeds[:, None] for sample in samples])
     measured = np.concatenate([sample.kernel for sample in samples])
     is_usable = (measured > 0) & (parts.sum(axis=1) > 0)
@@ -370,24 +372,10 @@ def _fit_factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArr
         return np.ones(3)
     scaled = parts[is_usable] / measured[is_usable][:, None]
     common = float(np.median(1 / scaled.sum(axis=1)))
-    scaled = scaled * common  # factors are about 1 from here on
-    rows = len(scaled)
-    products = [
-        [_sum_in_order(scaled[:, i] * scaled[:, j]) + _PULL * rows * (i == j) for j in range(3)]
-        for i in range(3)
-    ]
-    targets = [_sum_in_order(scaled[:, i]) + _PULL * rows for i in range(3)]
-    factors = [1.0, 1.0, 1.0]
-    for _ in range(100):
-        for i in range(3):
-            others = math.fsum(products[i][j] * factors[j] for j in range(3) if j != i)
-            factors[i] = max(0.0, (targets[i] - others) / products[i][i])
-    return np.array(factors) * common
-
-
-def _sum_in_order(values: FloatArray) -> float:
-    """Sum values in a fixed order."""
-    return float(np.bincount(np.zeros(len(values), dtype=np.int64), weights=values)[0])
+    pull = math.sqrt(_PULL * len(scaled)) * np.eye(3)
+    targets = np.append(np.ones(len(scaled)), pull.diagonal())
+    # Factors are about 1 here.
+    return np.asarray(nnls(np.concatenate([scaled * common, pull]), targets)[0] * common)
 
 
 def _round_rate(value: float) -> float:

@@ -140,8 +140,14 @@ def _seconds_by_rank(figures: PerRank) -> Picture:
         " seconds given back to the rank whose documents they were spent"
         f" on.{_not_drawn(len(before))}"
     )
-    legend = {"before": BEFORE, "after": AFTER}
-    return Picture("ranks", "Attention seconds by rank", text, _time(longest), {"": rows}, legend)
+    return Picture(
+        "ranks",
+        "Attention seconds by rank",
+        text,
+        _time(longest),
+        {"": rows},
+        legend={when: colour for when, (_, colour) in sides.items()},
+    )
 
 
 def _plan(plan: PlanFigures) -> Picture:

@@ -236,9 +236,8 @@ def _verdict(total: dict[str, float]) -> str:
     if not total["moved_micro_batches"]:
         text += (
             f" No work was moved: the slowest rank had {even:.2f} times the mean attention seconds"
-            " by estimate"
+            f" by estimate{f', measured {after:.2f}' * (kind == 'measured')}."
         )
-        text += f", measured {after:.2f}." if kind == "measured" else "."
         return text + " What ranks sent is of documents that lie on several of them." * bool(
             total.get("exchanged_mb_per_layer")
         )

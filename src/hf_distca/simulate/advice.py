@@ -16,7 +16,7 @@ __all__ = ["Advice", "advise", "assumptions"]
 # Part of a step below which a gain is none: the scheduler moves nothing for less
 # (DistCAConfig.min_gain).
 _NOTHING = 0.02
-# Of predicted steps that were measured, the median (benchmarks/simulator_validation.py).
+# Of predicted steps that were measured, the median (benchmarks/simulated/simulator_validation.py).
 _ERROR = 0.06
 # How to have the others with Hugging Face, the simplest first. Of the rest no library for it has
 # them with packed documents.

@@ -154,8 +154,14 @@ def _work(
 
     def of_layer(cost: CostModel) -> MicroBatchWork:
         attention, exposed = (np.repeat(seconds, degree, axis=1) for seconds in of_rows(cost))
-        pairs = float(count_causal_pairs(rows.length, rows.length, cost.window).sum())
-        return MicroBatchWork(tokens, attention, exposed, exposed.sum(axis=0), nothing, pairs)
+        return MicroBatchWork(
+            tokens=tokens,
+            attention=attention,
+            exposed=exposed,
+            wire=exposed.sum(axis=0),
+            received=nothing,
+            pairs=float(count_causal_pairs(rows.length, rows.length, cost.window).sum()),
+        )
 
     return all_layers(setting, of_layer)
 
@@ -195,12 +201,6 @@ def key_bytes(setting: Setting, degree: int, *, again: bool) -> KeyBytes:
 def _others_key_bytes(cost: CostModel, rows: SharedRows, degree: int) -> FloatArray:
     """Compute the bytes of a row's keys and values that lie on the other ranks, by row."""
     return rows.tokens * cost.shape.key_value_bytes * (degree - 1) / degree
-
-
-def _neighbour_rate(setting: Setting, degree: int) -> float:
-    """Return the bytes per second from a rank to the next one of its row."""
-    inside = degree * setting.tensor <= setting.ranks_per_node
-    return setting.hardware.node_rate if inside else setting.hardware.link_rate
 
 
 def _all_to_all_rate(setting: Setting, degree: int) -> float:
@@ -280,12 +280,13 @@ def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
     """Compute the work if keys travel from neighbour to neighbour, hidden by the attention to the
     previous ones.
     """
-    shape = setting.shape
+    shape, hardware = setting.shape, setting.hardware
+    inside = degree * setting.tensor <= setting.ranks_per_node
+    rate = hardware.node_rate if inside else hardware.link_rate
 
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
-        once = _others_key_bytes(cost, rows, degree) / _neighbour_rate(setting, degree) + (
-            degree - 1
-        ) * fixed_seconds(cost, 1)
+        wire = _others_key_bytes(cost, rows, degree) / rate
+        once = wire + (degree - 1) * fixed_seconds(cost, 1)
         # In backward gradients of keys travel with them.
         added = np.stack(
             [
@@ -301,9 +302,12 @@ def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
         )
 
     work = _work(setting, rows, degree, of_rows)
-    # The keys at hand and those that come.
-    kept = work.tokens * 3 * 2 * shape.key_value_bytes * (degree > 1)
-    return replace(work, exposed=np.maximum(work.exposed - work.attention, 0), received=kept)
+    return replace(
+        work,
+        exposed=np.maximum(work.exposed - work.attention, 0),
+        # The keys at hand and those that come.
+        received=work.tokens * 3 * 2 * shape.key_value_bytes * (degree > 1),
+    )
 
 
 def ulysses(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:

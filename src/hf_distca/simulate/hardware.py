@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import KernelCost
 from hf_distca.schedule.profiles import Profile
 
-__all__ = ["KNOWN_HARDWARE", "REACHED", "Hardware", "find_hardware"]
+__all__ = ["DEVICES", "REACHED", "Hardware", "find_hardware"]
 
 REACHED = 0.85  # of the data sheet's rates of memory and of the link to the host: assumed
 # Of that, by copies into another order. pytorch issue 178066: heads are put in order for an
@@ -80,153 +81,140 @@ class Hardware:
         return self.link_gbps * 1e9 / 8 * self.link_share
 
 
-@dataclass(frozen=True, slots=True)
-class _Device:
-    """A device without its attention kernel and links, which are in a shipped profile."""
-
-    matmul_flops: float
-    memory_rate: float  # of the data sheet
-    memory_bytes: float
-    gather_rate: float
-    link_gbps: float
-    profile: str  # without the kernel
-    kernel: str  # unless another one is named
-    matmul: str  # where the figure comes from
-    gather: str
-    ranks_per_node: int = 8
-    host_bytes: float = 2.5e11  # 2 TB for eight
-    host_rate: float = 6.4e10  # of the data sheet: PCIe 5.0, 16 lanes
-
-    def with_kernel(self, name: str, kernel: str) -> Hardware:
-        measured = Profile.load(f"{self.profile}_{kernel}")
-        rates, inside, between = measured.kernels[0], measured.inside, measured.between
-        if inside is None or between is None:
-            raise ConfigError(
-                f"profile {measured.name} has inside={inside} and between={between}: of a GPU, it"
-                " needs the rates of both."
-            )
-        # Than that of the GPU that was timed.
-        faster = self.memory_rate / _DEVICES[self.profile].memory_rate
-        forward, backward = (
-            replace(cost, bytes_per_second=faster * cost.bytes_per_second)
-            for cost in (rates.forward, rates.backward)
-        )
-        memory = (
-            f"{self.memory_rate / 1e12:.2f} TB/s, {self.memory_bytes / 1e9:.0f} GB (data sheet);"
-            f" {REACHED:.0%} reached: assumed"
-        )
-        wire = self.link_gbps * 1e9 / 8
-        host = (
-            f"{self.host_bytes / 1e9:.0f} GB a device, {self.host_rate / 1e9:.0f} GB/s each way"
-            f" (data sheets), {100 * REACHED:.0f} % of it assumed"
-        )
-        link = (
-            f"{self.link_gbps:.0f} Gbit/s a GPU, of which messages reach"
-            f" {between.bytes_per_second / wire:.0%}"
-        )
-        errors = (
-            f"largest error of fitted timings {rates.errors['fitted_forward_largest']:.0%} forward"
-        )
-        return Hardware(
-            name,
-            *(
-                self.matmul_flops,
-                REACHED * self.memory_rate,
-                self.memory_bytes,
-                self.gather_rate,
-                inside.bytes_per_second,
-            ),
-            *(
-                self.link_gbps,
-                between.bytes_per_second / wire,
-                between.seconds,
-                between.peer_seconds,
-            ),
-            *(forward, backward, rates.element_bytes),
-            sources=(
-                ("matmul", self.matmul),
-                ("memory", memory),
-                ("host", host),
-                ("gather", self.gather),
-                ("links", f"{link}; {measured.sources['links']}"),
-                (
-                    "attention",
-                    (
-                        f"profile {measured.name}, bytes {faster:.2f} times as fast, {errors},"
-                        f" {measured.sources['kernel']}"
-                    ),
-                ),
-            ),
-            ranks_per_node=self.ranks_per_node,
-            host_bytes=self.host_bytes,
-            host_rate=REACHED * self.host_rate,
-        )
-
-
 _ML_ENGINEERING = "largest measured bf16 product, ml-engineering, 'Maximum Achievable Matmul FLOPS'"
-_H200_GATHER = (
-    "350 GB/s: all-gather and reduce-scatter of 0.5 to 1 GB on 8 H200, nccl-tests in"
-    " hao-ai-lab/DistCA, commit 2afd219"
-)
-_HOPPER = _Device(
-    *(7.945e14, 3.35e12, 80e9, 3.5e11, 400.0, "h100", "flash_attn_2"),
-    matmul=f"794.5 of 989 TFLOP/s: {_ML_ENGINEERING}",
-    gather=_H200_GATHER,
-)
-_BLACKWELL = _Device(
-    *(1.745e15, 8e12, 180e9, 7.4e11, 400.0, "b200", "flash_attn_4"),
-    matmul=f"1745 of 2250 TFLOP/s: {_ML_ENGINEERING}",
-    gather=(
-        "740 GB/s: as much more than an all-to-all as on H200, which is what DeepEP V2 reaches over"
-        " NVLink on SM100"
-    ),
-)
-_DEVICES = {
+_HOPPER: dict[str, Any] = {
+    "matmul_flops": 7.945e14,
+    "memory_rate": 3.35e12,
+    "memory_bytes": 80e9,
+    "gather_rate": 3.5e11,
+    "link_gbps": 400.0,
+    "ranks_per_node": 8,
+    "host_bytes": 2.5e11,  # 2 TB for eight
+    "host_rate": 6.4e10,  # PCIe 5.0, 16 lanes
+}
+_BLACKWELL = _HOPPER | {
+    "matmul_flops": 1.745e15,
+    "memory_rate": 8e12,
+    "memory_bytes": 180e9,
+    "gather_rate": 7.4e11,
+}
+# Figures of devices, those of memory and of the host as on data sheets.
+_FIGURES = {
     "h100": _HOPPER,
-    "h200": replace(_HOPPER, memory_rate=4.8e12, memory_bytes=141e9),
-    "a100": _Device(
-        *(2.679e14, 2.039e12, 80e9, 2.3e11, 200.0, "a100", "flash_attn_2"),
-        matmul=f"267.9 of 312 TFLOP/s: {_ML_ENGINEERING}",
-        gather=(
-            "230 GB/s: 300 GB/s each way (data sheet), of which collectives reach as large a part"
-            " as on H200: assumed"
-        ),
-        host_rate=3.2e10,  # PCIe 4.0
-    ),
+    "h200": _HOPPER | {"memory_rate": 4.8e12, "memory_bytes": 141e9},
+    "a100": _HOPPER
+    | {
+        "matmul_flops": 2.679e14,
+        "memory_rate": 2.039e12,
+        "gather_rate": 2.3e11,
+        "link_gbps": 200.0,
+        "host_rate": 3.2e10,  # PCIe 4.0
+    },
     "b200": _BLACKWELL,
     # NVL72: the links of a node join 72, and two share the 480 GB of a Grace and the 450 GB/s each
     # way to it.
-    "gb200": replace(
-        _BLACKWELL, memory_bytes=186e9, ranks_per_node=72, host_bytes=2.4e11, host_rate=2.25e11
+    "gb200": _BLACKWELL
+    | {"memory_bytes": 186e9, "ranks_per_node": 72, "host_bytes": 2.4e11, "host_rate": 2.25e11},
+}
+# The device whose shipped profile has a device's attention kernel and links.
+_TIMED = {"h100": "h100", "h200": "h100", "a100": "a100", "b200": "b200", "gb200": "b200"}
+_DEFAULT_KERNELS = {"h100": "flash_attn_2", "a100": "flash_attn_2", "b200": "flash_attn_4"}
+# By a device that was timed, where the figures of products and of gathers come from.
+_SOURCES = {
+    "h100": (
+        f"794.5 of 989 TFLOP/s: {_ML_ENGINEERING}",
+        "350 GB/s: all-gather and reduce-scatter of 0.5 to 1 GB on 8 H200, nccl-tests in"
+        " hao-ai-lab/DistCA, commit 2afd219",
+    ),
+    "a100": (
+        f"267.9 of 312 TFLOP/s: {_ML_ENGINEERING}",
+        "230 GB/s: 300 GB/s each way (data sheet), of which collectives reach as large a part as on"
+        " H200: assumed",
+    ),
+    "b200": (
+        f"1745 of 2250 TFLOP/s: {_ML_ENGINEERING}",
+        "740 GB/s: as much more than an all-to-all as on H200, which is what DeepEP V2 reaches over"
+        " NVLink on SM100",
     ),
 }
-KNOWN_HARDWARE = {
-    name: device.with_kernel(name, device.kernel) for name, device in _DEVICES.items()
-}
+DEVICES = tuple(_FIGURES)
 
 
 def find_hardware(name: str, kernel: str | None = None) -> Hardware:
-    """Find known hardware by name, with an attention kernel: flash-attention 2 if none is named,
+    """Find a known device by name, with an attention kernel: flash-attention 2 if none is named,
     and 4 on Blackwell.
 
     Raises:
         ConfigError: if there is none of this name, or no published timings of the kernel on it.
     """
-    device = _DEVICES.get(name.lower())
-    if device is None:
+    device = name.lower()
+    if device not in DEVICES:
         raise ConfigError(
-            f"hardware {name!r} is not known: it must be one of {', '.join(_DEVICES)}."
+            f"hardware {name!r} is not known: it must be one of {', '.join(DEVICES)}."
         )
-    if kernel is None:
-        return KNOWN_HARDWARE[name.lower()]
+    timed = _TIMED[device]
     kernels = [
-        shipped.removeprefix(f"{device.profile}_")
+        shipped.removeprefix(f"{timed}_")
         for shipped in Profile.list_shipped()
-        if shipped.startswith(device.profile)
+        if shipped.startswith(timed)
     ]
+    kernel = _DEFAULT_KERNELS[timed] if kernel is None else kernel
     if kernel not in kernels:
         raise ConfigError(
             f"kernel {kernel!r} has no published timings on {name}: it must be one of"
             f" {', '.join(kernels)}."
         )
-    return device.with_kernel(name.lower(), kernel)
+    return _with_profile(device, Profile.load(f"{timed}_{kernel}"))
+
+
+def _with_profile(device: str, profile: Profile) -> Hardware:
+    """Join the figures of a device with the attention kernel and links of a profile."""
+    figures, timed = _FIGURES[device], _TIMED[device]
+    rates, inside, between = profile.kernels[0], profile.inside, profile.between
+    if inside is None or between is None:
+        raise ConfigError(
+            f"profile {profile.name} has inside={inside} and between={between}: of a GPU, it needs"
+            " the rates of both."
+        )
+    # Than that of the GPU that was timed.
+    faster = figures["memory_rate"] / _FIGURES[timed]["memory_rate"]
+    forward, backward = (
+        replace(cost, bytes_per_second=faster * cost.bytes_per_second)
+        for cost in (rates.forward, rates.backward)
+    )
+    link_share = between.bytes_per_second / (figures["link_gbps"] * 1e9 / 8)
+    matmul, gather = _SOURCES[timed]
+    sources = {
+        "matmul": matmul,
+        "memory": (
+            f"{figures['memory_rate'] / 1e12:.2f} TB/s, {figures['memory_bytes'] / 1e9:.0f} GB"
+            f" (data sheet); {REACHED:.0%} reached: assumed"
+        ),
+        "host": (
+            f"{figures['host_bytes'] / 1e9:.0f} GB a device, {figures['host_rate'] / 1e9:.0f} GB/s"
+            f" each way (data sheets), {100 * REACHED:.0f} % of it assumed"
+        ),
+        "gather": gather,
+        "links": (
+            f"{figures['link_gbps']:.0f} Gbit/s a GPU, of which messages reach {link_share:.0%};"
+            f" {profile.sources['links']}"
+        ),
+        "attention": (
+            f"profile {profile.name}, bytes {faster:.2f} times as fast, largest error of fitted"
+            f" timings {rates.errors['fitted_forward_largest']:.0%} forward,"
+            f" {profile.sources['kernel']}"
+        ),
+    }
+    reached = {name: REACHED * figures[name] for name in ("memory_rate", "host_rate")}
+    return Hardware(
+        name=device,
+        node_rate=inside.bytes_per_second,
+        link_share=link_share,
+        exchange_seconds=between.seconds,
+        peer_seconds=between.peer_seconds,
+        forward=forward,
+        backward=backward,
+        element_bytes=rates.element_bytes,
+        sources=tuple(sources.items()),
+        **figures | reached,
+    )

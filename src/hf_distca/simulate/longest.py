@@ -88,14 +88,9 @@ def _largest(step: Prediction) -> str:
 
 def _longest(setting: Setting, way: str, strategies: tuple[str, ...]) -> LongestDocument:
     # A token has at least one layer's input on the device, or on the host.
-    memory, element = (
-        max(setting.hardware.memory_bytes, setting.hardware.host_bytes),
-        setting.hardware.element_bytes,
-    )
-    most = (
-        min(int(memory / (setting.model.hidden / setting.tensor * element)), MOST_TOKENS - _UNIT)
-        // _UNIT
-    )
+    hardware = setting.hardware
+    least_bytes = setting.model.hidden / setting.tensor * hardware.element_bytes
+    most_tokens = int(max(hardware.memory_bytes, hardware.host_bytes) / least_bytes)
 
     def step(units: int) -> Prediction | None:
         return _step(replace(setting, tokens_per_rank=units * _UNIT), strategies)
@@ -104,15 +99,15 @@ def _longest(setting: Setting, way: str, strategies: tuple[str, ...]) -> Longest
         prediction = step(units)
         return prediction is None or not prediction.fits
 
+    most = min(most_tokens, MOST_TOKENS - _UNIT) // _UNIT
     units = bisect_left(range(1, most + 1), True, key=is_full)
     beyond = step(units + 1)
-    limit = (
-        "host"
-        if beyond is not None and beyond.peak_bytes <= setting.hardware.memory_bytes
-        else "device"
-    )
+    fits_device = beyond is not None and beyond.peak_bytes <= hardware.memory_bytes
     return LongestDocument(
-        way, units * _UNIT * setting.group, step(units) if units else None, limit
+        way=way,
+        tokens=units * _UNIT * setting.group,
+        step=step(units) if units else None,
+        limit="host" if fits_device else "device",
     )
 
 

@@ -1,8 +1,8 @@
 """Peak memory of a rank, by term: the largest of a few moments of a step.
 
 The count covers torch's allocations for modules of transformers, operation by operation: tensors
-that autograd saves for backward, and others alive at the same moment. `benchmarks/peak_memory.py`
-compares it with allocations of CPU processes.
+that autograd saves for backward, and others alive at the same moment.
+`benchmarks/memory/peak_memory.py` compares it with allocations of CPU processes.
 
 Three moments can be the fullest: the loss, whose logits are as wide as the vocabulary; the backward
 of a feed-forward layer; and that of attention, beside what an exchange holds. The latter two are
@@ -317,9 +317,8 @@ def fullest(
         kept: bytes that exchanges keep for backward.
         same_phase: whether all stages run the same phase.
     """
-    moments = list(
-        _moments(setting, tokens, received, kept, in_flight(setting, same_phase=same_phase))
-    )
+    flying = in_flight(setting, same_phase=same_phase)
+    moments = _moments(setting, tokens, received, kept, flying)
     moment = max(moments, key=lambda memory: float(np.max(memory.total)))
     return moment.of_rank(int(np.argmax(np.atleast_1d(moment.total))))
 
@@ -330,13 +329,9 @@ def most_tokens(setting: Setting, received: float = 0.0, kept: float = 0.0) -> i
     """
     # A token has at least a layer's input.
     limit = int(setting.hardware.memory_bytes / _LayerBytes.of(setting).input) + 1
-    room = setting.hardware.memory_bytes
-    return max(
-        bisect_right(
-            range(limit),
-            room,
-            key=lambda n: float(fullest(setting, n, n * received, n * kept).total),
-        )
-        - 1,
-        0,
+    fitting = bisect_right(
+        range(limit),
+        setting.hardware.memory_bytes,
+        key=lambda n: float(fullest(setting, n, n * received, n * kept).total),
     )
+    return max(fitting - 1, 0)

@@ -50,12 +50,11 @@ def _plain(setting: Setting, batches: Batches) -> list[Candidate]:
 
 
 def _lpt(setting: Setting, batches: Batches) -> list[Candidate]:
-    seconds = [loader_rules.document_seconds(setting, lengths) for lengths in batches]
-    ranks = [
-        loader_rules.longest_first(*pair, setting.group)
-        for pair in zip(seconds, batches, strict=True)
-    ]
-    return [Candidate([of_documents(setting, *pair) for pair in zip(batches, ranks, strict=True)])]
+    def place(lengths: IntArray) -> IntArray:
+        seconds = loader_rules.document_seconds(setting, lengths)
+        return loader_rules.longest_first(seconds, lengths, setting.group)
+
+    return [Candidate([of_documents(setting, lengths, place(lengths)) for lengths in batches])]
 
 
 def _batch_rebalance(setting: Setting, batches: Batches) -> list[Candidate]:

@@ -130,14 +130,15 @@ def all_layers(setting: Setting, of_layer: Callable[[CostModel], MicroBatchWork]
     def total(name: str) -> FloatArray:
         return np.asarray(np.sum([layers * getattr(work, name) for layers, work in kinds], axis=0))
 
-    received = np.max([work.received for work in works], axis=0)
-    between = [work.between for work in works]
     return MicroBatchWork(
-        works[0].tokens,
-        *(total("attention"), total("exposed"), total("wire"), received),
-        sum(work.pairs for work in works),
-        max(work.meeting for work in works),
-        between=None if None in between else float(total("between")),
+        tokens=works[0].tokens,
+        attention=total("attention"),
+        exposed=total("exposed"),
+        wire=total("wire"),
+        received=np.max([work.received for work in works], axis=0),
+        pairs=sum(work.pairs for work in works),
+        meeting=max(work.meeting for work in works),
+        between=None if works[0].between is None else float(total("between")),
         idle=total("idle"),
         linear_speed=works[0].linear_speed,
     )
@@ -149,12 +150,12 @@ def side_by_side(groups: Sequence[MicroBatchWork]) -> MicroBatchWork:
     joined = {
         name: np.concatenate([getattr(group, name) for group in groups], axis=-1) for name in names
     }
-    meeting = len(groups[0].tokens) if joined["wire"].any() else 1
-    pairs, between = (
-        sum(group.pairs for group in groups),
-        sum(group.between or 0.0 for group in groups),
+    return MicroBatchWork(
+        **joined,
+        pairs=sum(group.pairs for group in groups),
+        meeting=len(groups[0].tokens) if joined["wire"].any() else 1,
+        between=sum(group.between or 0.0 for group in groups),
     )
-    return MicroBatchWork(**joined, pairs=pairs, meeting=meeting, between=between)
 
 
 def of_documents(setting: Setting, length: IntArray, rank: IntArray) -> MicroBatchWork:
@@ -165,10 +166,14 @@ def of_documents(setting: Setting, length: IntArray, rank: IntArray) -> MicroBat
     nothing = np.zeros((2, ranks))
 
     def of_layer(cost: CostModel) -> MicroBatchWork:
-        attention = in_calls(cost, sums(cost.estimate_directions(length, length), rank, ranks))
-        pairs = float(count_causal_pairs(length, length, cost.window).sum())
+        seconds = sums(cost.estimate_directions(length, length), rank, ranks)
         return MicroBatchWork(
-            sums(length, rank, ranks), attention, nothing, nothing[0], nothing[0], pairs
+            tokens=sums(length, rank, ranks),
+            attention=in_calls(cost, seconds),
+            exposed=nothing,
+            wire=nothing[0],
+            received=nothing[0],
+            pairs=float(count_causal_pairs(length, length, cost.window).sum()),
         )
 
     return all_layers(setting, of_layer)
@@ -201,10 +206,10 @@ def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Mov
     if not plan.moved:
         return Moves(attention, attention, nothing, nothing, nothing[0], pairs)
     queries, keys, transfers = load.query_tokens, load.key_tokens, load.needed_keys
-    away = plan.home != plan.server
+    at_home = plan.home == plan.server
     # Where rows are given away, others no longer lie one after another: a call takes copies of
     # them, and puts results back.
-    left = sums(rows * plan.heads * ~away, plan.server, ranks) * (queries[0] > 0)
+    left = sums(rows * plan.heads * at_home, plan.server, ranks) * (queries[0] > 0)
     taken = np.outer(
         [1, 2], copy_seconds(setting, left * (shape.row_bytes + shape.key_value_bytes))
     )
@@ -221,33 +226,29 @@ def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Mov
         return np.asarray(moved.estimate_seconds(cost, load.ranks).max(axis=0) + copied + fixed)
 
     saved_bytes = shape.query_bytes + 2 * shape.output_bytes + shape.lse_bytes
-    dispatch = np.stack(
-        [
-            seconds(shape.query_bytes, shape.key_value_bytes),
-            seconds(saved_bytes, shape.key_value_bytes),
-        ]
-    )
-    back = np.stack(
-        [
-            seconds(shape.output_bytes + shape.lse_bytes, 0),
-            seconds(shape.query_bytes, shape.key_value_bytes),
-        ]
-    )
+    there = seconds(shape.query_bytes, shape.key_value_bytes)
     remote = transfers.source != transfers.server
     waits = np.isin(
         plan.document * ranks + plan.server,
         np.unique(transfers.document[remote] * ranks + transfers.server[remote]),
     )
-    unblocked = sums(tasks * ((plan.home == plan.server) & ~waits), plan.server, ranks)
     row_bytes = TransientBytes.of(shape)
     # Own rows that need keys from elsewhere go into a server's pools, too, with their own keys.
-    waiting = sums(rows * ((plan.home == plan.server) & waits), plan.server, ranks)
+    waiting = sums(rows * (at_home & waits), plan.server, ranks)
     kernel = KernelBytes.of(shape)
     received = (row_bytes.query + kernel.row) * queries[1] + (row_bytes.key + kernel.key) * keys[1]
     received = received + row_bytes.sent_query * queries[0] + row_bytes.sent_key * keys[0]
     received = received + (row_bytes.query // 2 + shape.query_bytes + row_bytes.key) * waiting
-    between = float(load.node_bytes.inter_node[0].sum())
-    return Moves(attention + taken, unblocked, dispatch, back, received, pairs, between)
+    return Moves(
+        attention=attention + taken,
+        unblocked=sums(tasks * (at_home & ~waits), plan.server, ranks),
+        dispatch=np.stack([there, seconds(saved_bytes, shape.key_value_bytes)]),
+        # Gradients of queries and keys take as long as these do.
+        back=np.stack([seconds(shape.output_bytes + shape.lse_bytes, 0), there]),
+        received=received,
+        pairs=pairs,
+        between=float(load.node_bytes.inter_node[0].sum()),
+    )
 
 
 def of_plan(
@@ -257,17 +258,14 @@ def of_plan(
     arrive, and waits for outputs.
     """
     layer = moves_of(setting, plan, cost, nodes)
-    exposed = np.maximum(layer.dispatch - layer.unblocked, 0) + layer.back
-    tokens = plan.layout.query_tokens.astype(np.float64)
-    meeting = plan.layout.world_size if plan.moved else 1
     return MicroBatchWork(
-        tokens,
-        layer.attention,
-        exposed,
-        layer.wire,
-        layer.received,
-        layer.pairs,
-        meeting,
+        tokens=plan.layout.query_tokens.astype(np.float64),
+        attention=layer.attention,
+        exposed=np.maximum(layer.dispatch - layer.unblocked, 0) + layer.back,
+        wire=layer.wire,
+        received=layer.received,
+        pairs=layer.pairs,
+        meeting=plan.layout.world_size if plan.moved else 1,
         between=layer.between,
     )
 
@@ -290,14 +288,13 @@ def of_nano_batches(
         (first.back, second.attention),
         (second.back, linear[0]),
     )
-    exposed = np.asarray(sum(np.maximum(message - work, 0) for message, work in beside))
-    attention, wire = first.attention + second.attention, first.wire + second.wire
-    received = np.maximum(first.received, second.received)
-    pairs, meeting = (
-        first.pairs + second.pairs,
-        len(received) if any(plan.moved for plan in plans) else 1,
-    )
-    between = first.between + second.between
     return MicroBatchWork(
-        tokens[0] + tokens[1], attention, exposed, wire, received, pairs, meeting, between=between
+        tokens=tokens[0] + tokens[1],
+        attention=first.attention + second.attention,
+        exposed=np.asarray(sum(np.maximum(message - work, 0) for message, work in beside)),
+        wire=first.wire + second.wire,
+        received=np.maximum(first.received, second.received),
+        pairs=first.pairs + second.pairs,
+        meeting=len(tokens[0]) if any(plan.moved for plan in plans) else 1,
+        between=first.between + second.between,
     )

@@ -1,0 +1,166 @@
+"""Python calls and processor time that attention adds to a step of a small Llama on one rank, by
+layer and besides.
+
+    python benchmarks/host/host_calls.py --documents 1 8 --json
+
+Forward and backward, in one thread, with distca and with a bare call of torch's attention, which
+sees all tokens as one document. Calls are those of functions and of built-in ones (`cProfile`).
+Microseconds are medians, kernels of 64 tokens included. Names of the library that earlier commits
+have are used here, so that they can be measured by the same script: `host_time.py --before`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import pstats
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaModel
+
+sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
+
+import hf_distca
+from hf_distca.agreement.documents import PackedDocuments
+from output import add_json_option, put_out
+
+HERE = Path(__file__).resolve()
+TOKENS = 64  # few, so that kernels take next to nothing; one for each document at least
+FEW, MANY = 2, 6  # layers of two models, whose difference is that of layers after the first one
+REPEATS = 40
+
+
+def bare(
+    _module: torch.nn.Module, *states: torch.Tensor, scaling: float, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """An attention function with nothing around torch's."""
+    output = scaled_dot_product_attention(
+        *states[:3], is_causal=True, scale=scaling, enable_gqa=True
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("bare", bare)
+AttentionMaskInterface.register("bare", lambda **_: None)
+
+
+def step_of(attention_name: str, layers: int, documents: int) -> Callable[[], None]:
+    """Forward and backward of a Llama with so many layers, on documents of equal length."""
+    shape = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "vocab_size": 8,
+    }
+    model = LlamaModel(
+        LlamaConfig(**shape, num_hidden_layers=layers, attn_implementation=attention_name)
+    ).train()
+    lengths = (max(TOKENS // documents, 1),) * documents
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    batch: dict[str, Any] = {
+        "input_ids": torch.zeros_like(positions),
+        "position_ids": positions,
+        "use_cache": False,
+    }
+    if attention_name == "distca":
+        batch["distca_documents"] = PackedDocuments(lengths)
+    return lambda: model(**batch).last_hidden_state.sum().backward()
+
+
+def count_calls(step: Callable[[], None]) -> float:
+    for _ in range(3):  # the first ones fill caches
+        profile = cProfile.Profile()
+        profile.enable()
+        step()
+        profile.disable()
+    return float(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+
+def measure_microseconds(step: Callable[[], None]) -> float:
+    seconds = []
+    for _ in range(REPEATS + 1):
+        started = time.thread_time()
+        step()
+        seconds.append(time.thread_time() - started)
+    return statistics.median(seconds[1:]) * 1e6
+
+
+def measure(figure: Callable[[Callable[[], None]], float], documents: int) -> dict[str, float]:
+    """A figure of a step, of one more layer and of what a step has besides."""
+    found: dict[str, float] = {}
+    with torch.autograd.set_multithreading_enabled(False):
+        for name in ("distca", "bare"):
+            one, few, many = (figure(step_of(name, layers, documents)) for layers in (1, FEW, MANY))
+            found[f"{name}: a layer"] = (many - few) / (MANY - FEW)
+            found[f"{name}: a step besides"] = one - found[f"{name}: a layer"]
+    for part in ("a layer", "a step besides"):
+        found[f"beyond bare: {part}"] = found[f"distca: {part}"] - found[f"bare: {part}"]
+    return found
+
+
+def measure_calls(documents: int) -> dict[str, float]:
+    return measure(count_calls, documents)
+
+
+def compare(before: Path, documents: list[int], rounds: int) -> dict[str, dict[str, float]]:
+    """Figures beyond a bare function, of an earlier checkout and of this one, in turns: medians of
+    the rounds.
+    """
+    results: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
+    command = [sys.executable, str(HERE), "--json", "-", "--documents", *map(str, documents)]
+    for _ in range(rounds):
+        for name, folder in (("before", before.resolve()), ("after", HERE.parents[2])):
+            environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
+            printed = subprocess.run(
+                command, env=environment, check=True, capture_output=True, text=True
+            ).stdout
+            results[name].append(json.loads(printed))
+    return {
+        f"{number} documents, {figure}": {
+            f"{part}: {name}": statistics.median(
+                found[figure][str(number)][f"beyond bare: {part}"] for found in results[name]
+            )
+            for part in ("a layer", "a step besides")
+            for name in results
+        }
+        for number in documents
+        for figure in ("calls", "us")
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--documents",
+        type=int,
+        nargs="+",
+        default=[1, 8],
+        help="documents in 64 tokens (default: 1 8)",
+    )
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    hf_distca.configure()
+    figures = {"calls": count_calls, "us": measure_microseconds}
+    result = {
+        name: {str(n): measure(figure, n) for n in arguments.documents}
+        for name, figure in figures.items()
+    }
+    put_out(result, arguments.json, lambda found: print(json.dumps(found, indent=1)))
+
+
+if __name__ == "__main__":
+    main()

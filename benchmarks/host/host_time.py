@@ -1,0 +1,481 @@
+"""Host time that core attention takes besides its kernels: an exchange and planning by number of
+ranks, and a layer on one rank.
+
+    python benchmarks/host/host_time.py --json results.json
+
+All times are processor time of the one thread that works, so that other programs do not count:
+medians.
+
+*Layers*: forward and backward of one call of core attention on one rank of N, dispatch and return
+both ways, without ping-pong. The plan is a real one for all ranks, and the route that rank's. What
+is not bookkeeping is kept small: rows are 2 bytes wide, the kernel returns zeros, and messages
+arrive at once and are never sent. Typical ranks are evenly spaced among all; the busiest one
+exchanges with the most others. *One by one* has a document as long as the batch on every eighth
+rank and short ones elsewhere, which is more exchange than documents of a corpus make.
+
+*Planning*: what every rank does for a plan besides the balancing itself, from all announcements to
+the route. No collectives.
+
+*Alone*: what `distca` takes in a layer on one rank beyond `sdpa`, forward and backward, both
+without their kernels, which are replaced by ones that only make tensors of the right shapes. The
+time of making them is taken off, and for sdpa that of a run of autograd, too, so that distca is
+charged a little too much. sdpa gets one sequence of as many tokens. Times with the real kernels are
+beside it: how many documents there are shows in distca's kernel.
+
+The *first layer* of a micro-batch makes the plan besides.
+
+*Calls*: Python calls, of functions and built-in ones, that one more layer adds to a step of a small
+Llama on one rank, forward and backward, and those that a step of one layer has beyond that: with
+distca, with a bare call of torch's attention, and the difference. They do not depend on the machine
+(`host_calls.py`).
+
+With `--before FOLDER`, a checkout of an earlier commit, calls and microseconds of the same steps
+are shown of both, measured in turns in processes of their own. These times have the kernels in
+them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
+
+from hf_distca.agreement.announce import (
+    FIGURE_COUNT,
+    Announcement,
+    Announcements,
+    PlanKey,
+    build_layout,
+    check_agreement,
+    collect_shared_settings,
+    hash_settings,
+)
+from hf_distca.agreement.batch_plan import BatchPlan
+from hf_distca.agreement.documents import PackedDocuments, TokenBatch
+from hf_distca.agreement.history import History
+from hf_distca.config import DistCAConfig
+from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.hooks import attention
+from hf_distca.integration.session import Session
+from hf_distca.kernels import Case, Scores, TaskBatch, select_kernel
+from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.route import Route
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import UNIFORM_RANKS
+from hf_distca.schedule.waves import Waves
+from host_calls import compare, measure_calls
+from machine import describe
+from output import add_json_option, put_out
+
+LLAMA_8B = AttentionShape(
+    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
+)
+COST = CostModel.analytic(LLAMA_8B, device_type="cuda")
+CPU = torch.device("cpu")
+WIDTH = 1  # of the only head, in bfloat16
+# The layer of a small Llama on one rank.
+ALONE = LlamaConfig(hidden_size=64, num_attention_heads=4, attention_dropout=0.0)
+
+
+class Zeros:
+    """A kernel that computes nothing."""
+
+    name = "zeros"
+
+    def forward(self, pools: Operands, *_: Any) -> Outputs:
+        size = pools.q_THD.shape[:2]
+        return Outputs(
+            pools.q_THD.new_zeros(*size, pools.v_TKV.shape[2]),
+            pools.q_THD.new_zeros(size, dtype=torch.float32),
+        )
+
+    def backward(self, pools: Saved, *_: Any) -> Grads:
+        return Grads(*map(torch.zeros_like, pools.operands))
+
+
+ZEROS = Zeros()
+
+
+class ZerosFunction(torch.autograd.Function):
+    """In the place of torch's function: as `Zeros`."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.zeros_like(tensors[0])
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.zeros_like(tensor) for tensor in ctx.saved_tensors)
+
+
+def zeros_function(*tensors: torch.Tensor, **_: Any) -> torch.Tensor:
+    return ZerosFunction.apply(*tensors)
+
+
+class Nowhere:
+    """A channel whose messages arrive at once; what they hold was there before."""
+
+    is_gloo = under_way = False
+
+    def begin_backward(self) -> None:
+        pass
+
+    def start(self, *_: Any) -> Nowhere:
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+def documents(ranks: int, tokens: int, kind: str) -> list[list[int]]:
+    """Lengths of each rank's documents: long-tailed ones cut where a rank is full; or long and
+    short ones by rank.
+    """
+    if kind == "one by one":
+        return [[tokens] if rank % 8 == 0 else [tokens // 256] * 256 for rank in range(ranks)]
+    draw, rows = np.random.default_rng(0), []
+    for _ in range(ranks):
+        row: list[int] = []
+        while (left := tokens - sum(row)) > 0:
+            row.append(min(left, max(16, int(draw.lognormal(math.log(1800), 1.5)))))
+        rows.append(row)
+    return rows
+
+
+def median_ms(run: Callable[[], object], repeats: int) -> float:
+    """Milliseconds of a run; the first one does not count."""
+    run()
+    seconds = []
+    for _ in range(repeats):
+        started = time.thread_time()
+        run()
+        seconds.append(time.thread_time() - started)
+    return statistics.median(seconds) * 1e3
+
+
+def peers(plan: Plan) -> np.ndarray[Any, Any]:
+    """How many others each rank exchanges queries with."""
+    pairs = np.unique(np.stack([plan.home, plan.server])[:, plan.home != plan.server], axis=1)
+    return np.bincount(pairs.reshape(-1), minlength=plan.layout.world_size)
+
+
+def layer(plan: Plan, rank: int) -> Callable[[], object]:
+    """Forward and backward of a layer on a rank."""
+    route, rows = Route.build(plan, rank), int(plan.layout.query_tokens[rank])
+    group = AttentionGroup(tuple(range(plan.layout.world_size)), rank, Nowhere())  # type: ignore[arg-type]
+    server = AttentionServer(ZEROS, Scores(1.0), Meter())  # type: ignore[arg-type]
+    heads = plan.layout.groups  # of a document that is split by heads, every group has one
+    leaves = [
+        torch.zeros(rows, heads, WIDTH, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    ]
+    do_THV = torch.zeros_like(leaves[0])
+    return lambda: torch.autograd.grad(
+        core_attention(Inputs(*leaves), Call(route, group, server)), leaves, do_THV
+    )
+
+
+def layers(ranks: int, arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
+    plan = balance(
+        Layout.from_lengths(documents(ranks, arguments.tokens, kind)), COST, DistCAConfig()
+    )
+    others = peers(plan)
+    chosen = np.linspace(0, ranks - 1, min(arguments.sample, ranks), dtype=int).tolist()
+    typical = [median_ms(layer(plan, rank), arguments.repeats) for rank in chosen]
+    busiest = int(others.argmax())
+    return {
+        "typical_ms": statistics.median(typical),
+        "slowest_typical_ms": max(typical),
+        "typical_peers": float(np.median(others)),
+        "busiest_ms": median_ms(layer(plan, busiest), arguments.repeats),
+        "busiest_peers": int(others[busiest]),
+    }
+
+
+def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds of each step, and of all."""
+    config, key = DistCAConfig(), PlanKey(LLAMA_8B, "cuda")
+    facts, group = collect_shared_settings(config, (COST,)), AttentionGroup(tuple(range(ranks)))
+    rows = []
+    for lengths in documents(ranks, arguments.tokens, "long tail"):
+        one = TokenBatch(1, arguments.tokens, packed=PackedDocuments(lengths)).read_documents()
+        own, settings = [(10**6,) * FIGURE_COUNT], hash_settings(facts)
+        rows.append(
+            Announcement(
+                1, settings, exchanges=0, checksum=0, figures=own, requests=[(one, key)]
+            ).to_row()
+        )
+    (stated,) = check_agreement(Announcements.from_rows(rows), facts, group, "here")
+    plan = balance(build_layout(stated), COST, config)
+    waves = Waves.of(plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups)
+    history, figures = History(), np.full((ranks, FIGURE_COUNT), 10**9)
+
+    def bookkeeping() -> None:
+        planned = BatchPlan(key, plan, config, plan.layout.offsets, 1.0, figures=figures)
+        planned.start_use(1, COST, UNIFORM_RANKS, Meter())
+        history.record_plan(planned)
+        history.end_micro_batch()
+        history.reset()
+
+    def digest() -> None:
+        vars(plan).pop("digest", None)
+        _ = plan.digest
+
+    steps: dict[str, Callable[[], object]] = {
+        "reading announcements": lambda: check_agreement(
+            Announcements.from_rows(rows), facts, group, "here"
+        ),
+        "layout": lambda: build_layout(stated),
+        "digest": digest,
+        "waves": lambda: Waves.of(
+            plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups
+        ),
+        "own route": lambda: Route.build(waves.plan, ranks // 2, waves),
+        "history": bookkeeping,
+    }
+    found = {name: median_ms(run, arguments.repeats) for name, run in steps.items()}
+    return {**found, "all": sum(found.values())}
+
+
+def backward_too(
+    run: Callable[..., torch.Tensor], leaves: list[torch.Tensor]
+) -> Callable[[], object]:
+    """The run, and its backward."""
+
+    def both() -> None:
+        out = run(*leaves)
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    return both
+
+
+class Switch(Session):
+    """A session whose kernel can be replaced by one that computes nothing; it is looked for all the
+    same.
+    """
+
+    bare = False
+
+    def choose_kernel(self, *arguments: Any) -> Any:
+        return Either(self, super().choose_kernel(*arguments))
+
+
+class Either:
+    """A kernel, or one that computes nothing while its session is bare."""
+
+    def __init__(self, session: Switch, kernel: Any) -> None:
+        self.session, self.kernel, self.name = session, kernel, kernel.name
+
+    def forward(self, *arguments: Any) -> Outputs:
+        return (ZEROS if self.session.bare else self.kernel).forward(*arguments)
+
+    def backward(self, *arguments: Any) -> Grads:
+        return (ZEROS if self.session.bare else self.kernel).backward(*arguments)
+
+
+def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, float]:
+    """Microseconds of a layer with so many documents."""
+    module = LlamaAttention(ALONE, 0).train()
+    # As projections leave them: heads of a token side by side.
+    shape = (1, tokens, ALONE.num_attention_heads, module.head_dim)
+    leaves = [torch.randn(shape).transpose(1, 2).requires_grad_() for _ in range(3)]
+    packed = PackedDocuments((tokens // count,) * count)
+    handle = AttentionHandle(1, tokens)
+    functions = AttentionInterface()
+    call = {"scaling": module.scaling, "dropout": 0.0}
+
+    def distca(*tensors: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = functions["distca"](
+            module, *tensors, handle, distca_documents=packed, **call
+        )[0]
+        return out
+
+    def sdpa(*tensors: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = functions["sdpa"](module, *tensors, None, **call)[0]
+        return out
+
+    q_THD, k_TKD, v_TKV = (leaf.detach()[0].transpose(0, 1).contiguous() for leaf in leaves)
+    lengths = (tokens // count,) * count
+    starts = tuple(range(0, tokens, tokens // count))
+    tasks, scores = TaskBatch(starts, lengths, starts, lengths), Scores(module.scaling)
+    real = select_kernel("auto", Case(CPU, q_THD.dtype, module.head_dim, module.head_dim, scores))
+
+    def kernel(which: Any) -> None:
+        o_THV, lse_TH = which.forward(Operands(q_THD, k_TKD, v_TKV), tasks, scores)
+        which.backward(Saved(o_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV), tasks, scores)
+
+    def without_kernel(run: Callable[[], object]) -> None:
+        session.bare = True
+        run()
+        session.bare = False
+
+    def first(*tensors: torch.Tensor) -> torch.Tensor:
+        nonlocal handle
+        handle = AttentionHandle(1, tokens)
+        return distca(*tensors)
+
+    def sdpa_without_kernel() -> None:
+        functional.scaled_dot_product_attention = zeros_function
+        sdpa_both()
+        functional.scaled_dot_product_attention = scaled_dot_product_attention
+
+    both, sdpa_both = backward_too(distca, leaves), backward_too(sdpa, leaves)
+    runs: dict[str, Callable[[], object]] = {
+        "distca": both,
+        "its kernel": partial(kernel, real),
+        "distca without kernel": partial(without_kernel, both),
+        "its forward": partial(without_kernel, lambda: distca(*leaves)),
+        "first layer without kernel": partial(without_kernel, backward_too(first, leaves)),
+        "zeros": partial(kernel, ZEROS),
+        "sdpa": sdpa_both,
+        "sdpa without kernel": sdpa_without_kernel,
+        "zeros of a function": backward_too(zeros_function, leaves),
+    }
+    found = in_rounds(runs, repeats)
+    # The run of autograd counts for distca alone: that of sdpa goes with the function that is taken
+    # off.
+    ours, theirs = (
+        found["distca without kernel"] - found["zeros"],
+        found["sdpa without kernel"] - found["zeros of a function"],
+    )
+    return {**found, "beyond sdpa": ours - theirs}
+
+
+def in_rounds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median microseconds of each of several runs. In a round each runs several times, so that its
+    code and data are in cache.
+    """
+    milliseconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(5):
+        for name, run in runs.items():
+            milliseconds[name].append(median_ms(run, repeats))
+    return {name: statistics.median(each) * 1e3 for name, each in milliseconds.items()}
+
+
+def show(result: dict[str, Any]) -> None:
+    console = Console(width=140)
+    for title, rows in result.items():
+        if title in ("machine", "setting"):
+            continue
+        table = Table(title=title)
+        table.add_column("")
+        for name in next(iter(rows.values())):
+            table.add_column(name, justify="right")
+        for name, row in rows.items():
+            table.add_row(
+                name,
+                *(f"{value:.2f}" if "ms" in title else f"{value:.0f}" for value in row.values()),
+            )
+        console.print(table)
+
+
+def by_number(
+    numbers: Iterable[int], of: Callable[[int], dict[str, float]]
+) -> dict[str, dict[str, float]]:
+    return {str(number): of(number) for number in numbers}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[64, 512, 4096],
+        help="numbers of ranks (default: 64 512 4096)",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=65536, help="tokens a rank (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--sample",
+        type=int,
+        default=15,
+        help="typical ranks that are measured (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=20,
+        help="of each measurement; the median counts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--documents",
+        type=int,
+        nargs="+",
+        default=[1, 8, 64, 512],
+        help="documents of the layer on one rank",
+    )
+    parser.add_argument(
+        "--before",
+        type=Path,
+        metavar="FOLDER",
+        help="checkout of an earlier commit, to be measured beside this",
+    )
+    parser.add_argument(
+        "--tokens-alone",
+        type=int,
+        default=512,
+        help="tokens of the layer on one rank (default: %(default)s)",
+    )
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    session = Switch(DistCAConfig())
+    patch.object(attention, "current_session", lambda: session).start()
+    by = partial(by_number, arguments.ranks)
+    result: dict[str, Any] = {
+        "machine": describe(),
+        "setting": {
+            "threads": 1,
+            **{
+                name: value
+                for name, value in vars(arguments).items()
+                if name not in ("json", "before")
+            },
+        },
+        "alone, us": by_number(
+            arguments.documents,
+            lambda n: alone(n, arguments.tokens_alone, arguments.repeats, session),
+        ),
+        "calls": by_number(arguments.documents, measure_calls),
+        "planning, ms": by(lambda ranks: planning(ranks, arguments)),
+        "layers, ms": by(lambda ranks: layers(ranks, arguments, "long tail")),
+        "layers of one by one, ms": by(lambda ranks: layers(ranks, arguments, "one by one")),
+    }
+    if arguments.before:
+        result["calls and us, before and after"] = compare(
+            arguments.before, arguments.documents, min(5, arguments.repeats)
+        )
+    put_out(result, arguments.json, show)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Bytes of one call of core attention on every rank: kept for backward, and transient; balanced or
+not, bounded or not.
+
+Gloo processes with one thread each hold equally many tokens, one long document on the first rank
+and many small ones on the others. Tensors are counted operation by operation, the kernel's own ones
+included.
+
+Beside them, what a call takes, forward and backward, with kernels that sleep for as long as the
+built-in figures of a CPU say (`timed_kernels.py`): what a bound costs, as the first micro-batches
+of a run have it. Later ones follow what was measured.
+
+    python benchmarks/memory/call_memory.py --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
+
+from hf_distca.config import DistCAConfig
+from hf_distca.kernels import Case, Scores, select_kernel
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.route import Route
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import compute_imbalance
+from hf_distca.schedule.waves import Waves
+from machine import describe
+from output import add_json_option, put_out
+from processes import in_turns, on_ranks, rounds, setting_of
+from timed_kernels import timed_kernels
+
+DIM = 64
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operations inside made and that still live, and the most of them
+    at a time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.note((args, kwargs), new=False)
+        result = func(*args, **(kwargs or {}))
+        self.note(result, new=True)
+        return result
+
+    def note(self, values: Any, *, new: bool) -> None:
+        for tensor in (value for value in tree_leaves(values) if isinstance(value, torch.Tensor)):
+            reference = StorageWeakRef(tensor.untyped_storage())
+            self.known.setdefault(
+                reference.cdata, (reference, tensor.untyped_storage().nbytes() if new else 0)
+            )
+        self.peak = max(self.peak, self.alive())
+
+    def alive(self) -> int:
+        self.known = {key: entry for key, entry in self.known.items() if not entry[0].expired()}
+        return sum(size for _, size in self.known.values())
+
+
+def lengths_of(ranks: int, tokens: int) -> list[list[int]]:
+    return [[tokens], *([[tokens // 16] * 16] * (ranks - 1))]
+
+
+class Layer:
+    """Core attention of a layer on one rank, with the plan of a mode."""
+
+    def __init__(
+        self,
+        rank: int,
+        group: AttentionGroup,
+        arguments: argparse.Namespace,
+        balanced: bool,
+        bound: int | None,
+    ) -> None:
+        self.shape = AttentionShape(arguments.heads, max(arguments.heads // 2, 1), DIM, DIM, 4)
+        self.cost = CostModel.analytic(self.shape, device_type="cpu")
+        config = DistCAConfig(balance=balanced, max_transient_bytes=bound)
+        plan = balance(
+            Layout.from_lengths(lengths_of(group.size, arguments.tokens)), self.cost, config
+        )
+        self.waves = Waves.of(plan, self.shape, config.tile, bound, config.head_groups)
+        self.route, self.group = Route.build(self.waves.plan, rank, self.waves), group
+        scores, self.meter = Scores(DIM**-0.5), Meter()
+        kernel = select_kernel("auto", Case(torch.device("cpu"), torch.float32, DIM, DIM, scores))
+        self.server = AttentionServer(kernel, scores, self.meter)
+        heads = (self.shape.query_heads, self.shape.key_value_heads, self.shape.key_value_heads)
+        self.leaves = [torch.randn(arguments.tokens, n, DIM).requires_grad_() for n in heads]
+        self.gradient = torch.randn(arguments.tokens, self.shape.query_heads, DIM)
+
+    def call(self) -> torch.Tensor:
+        return core_attention(Inputs(*self.leaves), Call(self.route, self.group, self.server))
+
+    def counted(self) -> dict[str, float]:
+        """Bytes, of a call whose tensors are counted."""
+        dist.barrier()
+        live = LiveBytes()
+        with live:
+            out = self.call()
+            time.sleep(0.05)  # gloo's thread holds the last message for a moment
+            kept, peak = live.alive(), live.peak
+            live.peak = 0
+            grads = torch.autograd.grad(out, self.leaves, self.gradient, retain_graph=True)
+            dist.barrier()
+            transient = max(peak - kept, live.peak - kept - sum(grad.nbytes for grad in grads))
+        inputs = sum(leaf.nbytes for leaf in self.leaves)
+        sent, waves = self.meter.sent_bytes, len(self.route.waves)
+        return {"kept": kept + inputs, "transient": transient, "waves": waves, "sent": sent}
+
+    def seconds(self) -> float:
+        """Of a call whose kernels sleep, until all ranks are done."""
+        dist.barrier()
+        started = time.perf_counter()
+        with timed_kernels(self.cost):
+            torch.autograd.grad(self.call(), self.leaves, self.gradient)
+        dist.barrier()
+        return time.perf_counter() - started
+
+
+def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    group = AttentionGroup.create()
+    modes: dict[str, tuple[bool, int | None]] = {
+        "unbalanced": (False, None),
+        "balanced": (True, None),
+    }
+    modes |= {f"bound of {bound} MiB": (True, bound * 2**20) for bound in arguments.bounds}
+    layers = {mode: Layer(rank, group, arguments, *wanted) for mode, wanted in modes.items()}
+    result: dict[str, Any] = {}
+    for mode, layer in layers.items():
+        rows: list[Any] = [None] * ranks
+        dist.all_gather_object(rows, layer.counted())
+        result[mode] = {name: [row[name] for row in rows] for name in rows[0]}
+        result[mode]["kept_imbalance"] = compute_imbalance(
+            np.array(result[mode]["kept"], dtype=np.float64)
+        )
+    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+    for round_ in rounds(rank, arguments.rounds):
+        for mode in in_turns(layers, round_):
+            seconds[mode].append(layers[mode].seconds())
+    for mode, taken in seconds.items():
+        result[mode]["seconds"] = taken
+        result[mode]["median_seconds"] = statistics.median(taken) if taken else None
+    return result
+
+
+def show(result: dict[str, Any]) -> None:
+    table = Table(title=f"MiB a rank, {result['setting']['tokens']} tokens a rank")
+    for column in (
+        "ranks",
+        "mode",
+        "kept",
+        "max/mean",
+        "transient",
+        "waves",
+        "MiB sent",
+        "seconds",
+    ):
+        table.add_column(column)
+    for ranks, modes in result["ranks"].items():
+        for mode, row in modes.items():
+            kept, transient = (
+                ", ".join(f"{value / 2**20:.1f}" for value in row[name])
+                for name in ("kept", "transient")
+            )
+            seconds = "" if row["median_seconds"] is None else f"{row['median_seconds']:.2f}"
+            sent = f"{sum(row['sent']) / 2**20:.0f}"
+            table.add_row(
+                ranks,
+                mode,
+                kept,
+                f"{row['kept_imbalance']:.3f}",
+                transient,
+                str(row["waves"][0]),
+                sent,
+                seconds,
+            )
+    Console(width=130).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--tokens", type=int, default=16384, help="tokens a rank (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--heads", type=int, default=4, help="query heads of 64; half as many key/value heads"
+    )
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)"
+    )
+    parser.add_argument(
+        "--bounds",
+        type=int,
+        nargs="*",
+        default=[4, 16, 64],
+        metavar="MiB",
+        help="max_transient_bytes, in MiB",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="timed calls of each mode; 0 to count only (default: %(default)s)",
+    )
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {
+        "machine": describe(),
+        "setting": setting_of(arguments, dtype="float32"),
+        "ranks": {},
+    }
+    for ranks in arguments.ranks:
+        result["ranks"][str(ranks)] = on_ranks(measure, ranks, arguments)
+    put_out(result, arguments.json, show)
+
+
+if __name__ == "__main__":
+    main()

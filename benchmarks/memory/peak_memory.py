@@ -1,0 +1,331 @@
+"""Peak memory of a rank in training steps: what torch allocated in CPU processes, beside what the
+simulator predicts.
+
+One document over all ranks, dealt head and tail; float32, or FSDP2's mixed precision. Counted is
+every allocation and release of torch's CPU allocator, which the profiler sees: parameters,
+gradients, the optimizer, what autograd saves, buffers of messages, and what operations need inside.
+It is what `torch.cuda.max_memory_allocated` counts on a GPU. The resident size of a process counts
+more: libraries, and freed memory that the C library keeps.
+
+A CPU has no second memory: what offloading moves to the host goes to numpy arrays here, which torch
+does not count, and which are counted beside.
+
+    python benchmarks/memory/peak_memory.py --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
+
+sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
+
+import hf_distca
+from dealt_step_time import share_of
+from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
+from hf_distca.model_shape import ModelShape
+from hf_distca.schedule.cost import CostModel
+from hf_distca.simulate.hardware import find_hardware
+from hf_distca.simulate.predict import predict_step
+from hf_distca.simulate.setting import Setting
+from hf_distca.simulate.strategies import find_strategy
+from machine import describe
+from output import add_json_option, put_out
+from processes import on_ranks, setting_of
+
+# Tokens of which TRL's loss has logits at a time; 4,096 as TRL ships it, which is more than a rank
+# has here.
+CHUNK = 64
+SHAPE = ModelShape("tiny", 256, 4, 4, 2, 64, 896, 4096)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how."""
+
+    name: str
+    ranks: int
+    tokens: int
+    checkpointing: bool = False
+    chunked: bool = False
+    offload: bool = False
+    mixed: bool = False
+    narrow: bool = False
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes of the model; a narrow one has little but attention, with a key/value head for each
+        query head.
+        """
+        return (
+            replace(SHAPE, key_value_heads=4, feed_forward=64, vocabulary=512)
+            if self.narrow
+            else SHAPE
+        )
+
+    def setting(self) -> Setting:
+        """The same for the simulator."""
+        hardware = replace(find_hardware("h100"), element_bytes=2 if self.mixed else 4)
+        setting = Setting(
+            self.shape,
+            hardware,
+            self.ranks,
+            self.tokens,
+            sharding="fsdp" if self.ranks > 1 else "ddp",
+            fused=False,
+        )
+        return replace(
+            setting,
+            checkpointing="full" if self.checkpointing else "none",
+            offload=self.offload,
+            loss_tokens=CHUNK if self.chunked else None,
+            profile=CostModel.analytic(setting.shape, device_type="cpu"),
+        )
+
+
+CASES = (
+    Case("one rank", 1, 1024),
+    Case("one rank, checkpointing", 1, 2048, checkpointing=True),
+    Case("FSDP2", 2, 1024),
+    Case("FSDP2, checkpointing", 2, 1024, checkpointing=True),
+    Case("FSDP2, checkpointing, chunked loss", 2, 2048, checkpointing=True, chunked=True),
+    Case(
+        "FSDP2, offloaded checkpoints, chunked loss",
+        2,
+        2048,
+        checkpointing=True,
+        chunked=True,
+        offload=True,
+    ),
+    Case("the same, half as long again", 2, 3072, checkpointing=True, chunked=True, offload=True),
+    Case(
+        "the same in mixed precision",
+        2,
+        2048,
+        checkpointing=True,
+        chunked=True,
+        offload=True,
+        mixed=True,
+    ),
+    Case("little but attention", 2, 2048, checkpointing=True, narrow=True),
+)
+
+
+class Host:
+    """Hooks for saved tensors that keep them in numpy arrays, and the most bytes of these at a
+    time.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = self.most = 0
+
+    @contextmanager
+    def keeping(self, **_: Any) -> Iterator[None]:
+        """In place of `save_on_cpu`."""
+
+        def pack(tensor: torch.Tensor) -> _Packed:
+            return _Packed(self, tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _Packed.unpack):
+            yield
+
+
+class _Packed:
+    def __init__(self, host: Host, tensor: torch.Tensor) -> None:
+        self.host, self.dtype = host, tensor.dtype
+        self.array = tensor.detach().view(torch.uint8).numpy().copy()
+        host.bytes += self.array.nbytes
+        host.most = max(host.most, host.bytes)
+
+    def unpack(self) -> torch.Tensor:
+        return torch.from_numpy(self.array).clone().view(self.dtype)
+
+    def __del__(self) -> None:
+        self.host.bytes -= self.array.nbytes
+
+
+def settle(name: str) -> None:
+    """Let gloo's threads release what a collective of this name of torch.distributed used, before
+    the main thread does.
+
+    The profiler counts releases of the main thread only: else some buffers would seem to stay.
+    """
+    collective = getattr(dist, name)
+
+    def settled(*arguments: Any, async_op: bool = False, **options: Any) -> Any:
+        work = collective(*arguments, async_op=True, **options)
+        work.wait()
+        time.sleep(0.05)
+        return work if async_op else None
+
+    setattr(dist, name, settled)
+
+
+def train(case: Case, rank: int, host: Host) -> None:
+    """Two steps: gradients, and the optimizer's state since the first, are there as in any later
+    step.
+    """
+    config = LlamaConfig(
+        hidden_size=case.shape.hidden,
+        intermediate_size=case.shape.feed_forward,
+        num_hidden_layers=case.shape.layers,
+        num_attention_heads=case.shape.query_heads,
+        num_key_value_heads=case.shape.key_value_heads,
+        vocab_size=case.shape.vocabulary,
+        attn_implementation="distca",
+    )
+    model = LlamaForCausalLM(config).train()
+    if case.chunked:
+        from trl.kernels import chunked_logprob
+        from trl.trainer.utils import add_fused_lm_head
+
+        chunked_logprob.TOKEN_CHUNK_SIZE = CHUNK
+        add_fused_lm_head(model)
+    if case.checkpointing:
+        modeling_utils.save_on_cpu = host.keeping
+        model.activation_checkpointing_enable({"use_reentrant": False}, offload=case.offload)
+    settings = hf_distca.configure(hf_distca.DistCAConfig(cost_model="analytic"))
+    costs = {key: make_initial_cost(key, settings) for key in list_layer_keys(model, None, "cpu")}
+    if case.ranks > 1:
+        policy = (
+            MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            if case.mixed
+            else MixedPrecisionPolicy()
+        )
+        for module in (*model.model.layers, model):
+            fully_shard(module, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    length = case.ranks * case.tokens
+    documents = [torch.arange(length) % case.shape.vocabulary]
+    share = share_of(
+        documents,
+        DealSettings(case.ranks, case.tokens, costs, settings).make_share(
+            np.array([length]), (0, 0), rank
+        ),
+    )
+    chunked = {"fused_lm_head": True} if case.chunked else {}
+    for _ in range(2):
+        model(**share, **chunked, use_cache=False, num_items_in_batch=length).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def allocated(profiled: profile) -> list[int]:
+    """Bytes that torch has, after each of its allocations and releases on this CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiled.export_chrome_trace(str(trace))
+        events = [
+            event
+            for event in json.loads(trace.read_text())["traceEvents"]
+            if event.get("name") == "[memory]"
+        ]
+    return [
+        event["args"]["Total Allocated"] for event in sorted(events, key=lambda event: event["ts"])
+    ]
+
+
+def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """Peaks of the fullest rank in a case."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    host = Host()
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        settle(name)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        train(arguments.case, rank, host)
+    peaks: list[Any] = [None] * ranks
+    dist.all_gather_object(peaks, (max(allocated(profiled)), host.most))
+    device, moved = (float(max(values)) for values in zip(*peaks, strict=True))
+    return {"device": device, "host": moved}
+
+
+def predicted(case: Case) -> dict[str, Any]:
+    """The same figures from the simulator, and the terms of the first."""
+    step = predict_step(
+        case.setting(), [np.array([case.ranks * case.tokens])], find_strategy("dealt")
+    )
+    assert step is not None  # documents can always be dealt
+    return {"device": step.peak_bytes, "host": step.memory.host, "terms": asdict(step.memory)}
+
+
+def compared(case: Case) -> dict[str, Any]:
+    """Measured and predicted figures of a case."""
+    measured = on_ranks(measure, case.ranks, argparse.Namespace(case=case))
+    expected = predicted(case)
+    return {
+        "case": asdict(case),
+        "measured": measured,
+        "predicted": expected,
+        "ratio": expected["device"] / measured["device"],
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    table = Table(title="MB of the fullest rank")
+    for column in (
+        "case",
+        "ranks",
+        "tokens a rank",
+        "measured",
+        "predicted",
+        "ratio",
+        "host measured",
+        "host predicted",
+    ):
+        table.add_column(column)
+    for row in result["cases"]:
+        case, sides = row["case"], (row["measured"], row["predicted"])
+        device, host = (
+            [f"{side[name] / 1e6:.1f}" for side in sides] for name in ("device", "host")
+        )
+        table.add_row(
+            case["name"],
+            str(case["ranks"]),
+            str(case["tokens"]),
+            *device,
+            f"{row['ratio']:.3f}",
+            *host,
+        )
+    Console(width=130).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--cases",
+        type=int,
+        nargs="+",
+        default=list(range(len(CASES))),
+        help="numbers of cases, from 0",
+    )
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    cases = [compared(CASES[number]) for number in arguments.cases]
+    put_out(
+        {"machine": describe(), "setting": setting_of(arguments), "cases": cases},
+        arguments.json,
+        show,
+    )
+
+
+if __name__ == "__main__":
+    main()

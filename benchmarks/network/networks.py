@@ -1,0 +1,281 @@
+"""Seconds of a training step on two nodes with a slow cable: one level of links, and nodes first.
+
+Four processes are two nodes of two: network namespaces with a cable that Linux slows down
+(`nodes.py`, with root's rights). Messages are real, through gloo and TCP. Batches are drawn from a
+distribution whose lengths are divided so that its longest document is as long as a rank. They lie
+on ranks in order, each document whole, or dealt; plans know one rate, that of the cable, or nodes.
+All ways train on the same documents.
+
+Kernels sleep for as long as the cost model says (`timed_kernels.py`), so that every rank has a
+processor to itself for its attention, and `--slower` than a CPU, to outweigh the rest of a step.
+With `--kernel real` they compute, and need a core for each process: where four share two, a rank
+that waits costs nothing. Ways take turns within each round; the seconds of a round are the mean of
+its batches, and the figures are medians over rounds.
+
+    python benchmarks/network/networks.py --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
+
+import hf_distca
+from dealt_step_time import share_of
+from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.cli.lengths import open_documents
+from hf_distca.integration.current_session import current_session
+from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from machine import describe
+from nodes import CABLE, inside, set_rate, two_nodes
+from output import add_json_option, put_out
+from processes import add_model_options, in_turns, rounds, setting_of
+from step_time import model_of
+from timed_kernels import timed_kernels
+
+RANKS, PER_NODE = 4, 2
+INSIDE = 1e9  # bytes per second of a rank inside its node that plans count on
+HIDDEN = 64
+LONGEST = 2**16  # tokens of the distribution's longest document
+SENT = Path(f"/sys/class/net/{CABLE}/statistics/tx_bytes")  # by this node
+
+Key = tuple[float, str]  # megabytes per second of the cable, and name of the way
+Step = tuple[float, float, float, torch.Tensor]  # seconds, megabytes between nodes, loss, gradient
+
+
+class Way(NamedTuple):
+    """Where documents lie, and what plans know and may do."""
+
+    placement: str
+    nodes: bool = False
+    balanced: bool = True
+
+
+UNBALANCED = "in order, unbalanced"
+WAYS = {
+    UNBALANCED: Way("in order", balanced=False),
+    "in order, one level": Way("in order"),
+    "in order, nodes first": Way("in order", nodes=True),
+    "dealt, one level": Way("dealt"),
+    "dealt, nodes first": Way("dealt", nodes=True),
+}
+
+
+def cost_of(heads: int, slower: float, cable: float, *, nodes: bool) -> CostModel:
+    """The figures of a slow CPU, in float32, with a cable of so many bytes per second."""
+    shape = AttentionShape(heads, max(heads // 2, 1), 64, 64, 4)
+    model = CostModel.analytic(shape, device_type="cpu")
+    forward, backward = (
+        KernelCost(one.task_seconds, one.bytes_per_second, one.flops_per_second / slower)
+        for one in (model.forward, model.backward)
+    )
+    model = replace(model, forward=forward, backward=backward)
+    model = replace(model, exchange_bytes_per_second=cable / PER_NODE)
+    return replace(model, node_bytes_per_second=INSIDE, ranks_per_link=PER_NODE) if nodes else model
+
+
+def lengths_of(text: str, tokens: int, seed: int) -> np.ndarray:
+    """Tokens of the documents of a batch, in order; where a rank ends, one is cut in two."""
+    drawn = next(open_documents(text, "input_ids", LONGEST).batches(RANKS * LONGEST, 1, seed))
+    ends = np.concatenate([np.cumsum(drawn) * tokens // LONGEST, np.arange(1, RANKS) * tokens])
+    return np.diff(np.unique(np.append(ends, 0)))
+
+
+class Steps:
+    """Times training steps of one rank."""
+
+    def __init__(self, arguments: argparse.Namespace, rank: int) -> None:
+        self.rank, self.arguments = rank, arguments
+        self.model = model_of(arguments, "distca", HIDDEN)
+        self.keys = list_layer_keys(self.model.module, None, "cpu")
+        seeds = range(arguments.batches)
+        self.batches = [lengths_of(arguments.documents, arguments.tokens, seed) for seed in seeds]
+
+    def dealing(self, way: Way, cable: float) -> DealSettings:
+        """How batches are placed and planned, which the session is set to."""
+        given, session = self.arguments, current_session()
+        cost = cost_of(given.heads, given.slower, cable, nodes=way.nodes)
+        config = hf_distca.DistCAConfig(way.balanced, cost_model=cost, ping_pong=given.ping_pong)
+        session.config, costs = config, {key: make_initial_cost(key, config) for key in self.keys}
+        for key, cost in costs.items():
+            session.planner.resume_progress().costs[key.shape, key.device] = cost
+        per_node = PER_NODE if way.nodes else None
+        return DealSettings(RANKS, given.tokens, costs, config, per_node, way.placement)
+
+    def step(self, way: Way, cable: float, number: int, *, timed: bool) -> Step:
+        """Time a step, from one barrier of all ranks to the next.
+
+        Args:
+            way: of placing and planning.
+            cable: bytes per second.
+            number: of the batch.
+            timed: whether kernels sleep instead of computing.
+
+        Returns:
+            Seconds, megabytes that the busier node sent, loss and gradient of the global batch.
+        """
+        lengths, dealing = self.batches[number], self.dealing(way, cable)
+        share = dealing.make_share(lengths, (0, number), self.rank)
+        generator = torch.Generator().manual_seed(number)
+        texts = [torch.randint(0, 512, (n,), generator=generator) for n in lengths.tolist()]
+        batch, targets = share_of(texts, share), int((lengths - 1).sum())
+        dist.barrier()
+        before, started = int(SENT.read_text()), time.perf_counter()
+        with timed_kernels(dealing.costs[self.keys[0]]) if timed else nullcontext():
+            loss = self.model(**batch, use_cache=False, num_items_in_batch=targets).loss
+            loss.backward()
+        dist.barrier()
+        seconds = time.perf_counter() - started
+        sent = torch.tensor(int(SENT.read_text()) - before, dtype=torch.float64) / 1e6
+        dist.all_reduce(sent, dist.ReduceOp.MAX)
+        total = loss.detach().double()
+        dist.all_reduce(total)
+        gradient = torch.cat([each.grad.flatten() for each in self.model.parameters()])
+        self.model.zero_grad()
+        return seconds, float(sent), float(total), gradient
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures of all ways, on each rank the same."""
+    rank, timed = dist.get_rank(), arguments.kernel == "timed"
+    steps, keys = Steps(arguments, rank), list(itertools.product(arguments.rates, WAYS))
+
+    def step(key: Key, number: int = 0, timed: bool = False) -> Step:
+        return steps.step(WAYS[key[1]], key[0] * 1e6, number, timed=timed)
+
+    exact = {key: step(key)[2:] for key in keys}
+    taken: dict[Key, list[Any]] = {key: [] for key in keys}
+    for round_ in rounds(rank, arguments.rounds):
+        for rate in in_turns(arguments.rates, round_):
+            if rank == 0:
+                set_rate(arguments.nodes, rate * 1e6)
+            for name in in_turns(WAYS, round_):
+                done = [step((rate, name), n, timed)[:2] for n in range(arguments.batches)]
+                taken[rate, name].append(np.mean(done, axis=0).tolist())
+    more = {"ranks": RANKS, "per_node": PER_NODE, "inside": INSIDE, "hidden": HIDDEN}
+    documents = [batch.tolist() for batch in steps.batches]
+    setting = setting_of(arguments, documents_of_batches=documents, **more)
+    del setting["folder"], setting["nodes"]  # of this run alone
+    return {"machine": describe(), "setting": setting, "rates": figures(taken, exact)}
+
+
+def figures(taken: dict[Key, list[Any]], exact: dict[Key, Any]) -> dict[str, dict[str, Any]]:
+    """By rate and way: seconds, megabytes between nodes, and how losses and gradients differ.
+
+    Args:
+        taken: seconds and megabytes of each round.
+        exact: loss and gradient of a step whose kernels compute.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+
+    def ratio(rate: float, name: str, other: str) -> float:
+        pairs = zip(taken[rate, name], taken[rate, other], strict=True)
+        return statistics.median(after / before for (after, _), (before, _) in pairs)
+
+    for (rate, name), done in taken.items():
+        (loss, gradient), (plain_loss, plain) = exact[rate, name], exact[rate, UNBALANCED]
+        seconds = [one for one, _ in done]
+        rows.setdefault(f"{rate:g}", {})[name] = {
+            "seconds": seconds,
+            "median_seconds": statistics.median(seconds),
+            "megabytes_between": statistics.median(sent for _, sent in done),
+            "to_unbalanced": ratio(rate, name, UNBALANCED),
+            "to_one_level": ratio(rate, name, name.replace("nodes first", "one level")),
+            "loss_difference": abs(loss - plain_loss) / plain_loss,
+            "gradient_difference": float((gradient - plain).abs().max() / plain.abs().max()),
+        }
+    return rows
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """Be a rank."""
+    torch.set_num_threads(1)
+    rank, store = int(os.environ["RANK"]), dist.FileStore(str(arguments.folder / "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    result = measure(arguments)
+    if rank == 0:
+        (arguments.folder / "result.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_nodes(words: list[str]) -> dict[str, Any]:
+    """What ranks find that are started on both nodes, with this script and these words."""
+    with tempfile.TemporaryDirectory() as folder, two_nodes() as names:
+        script = [sys.executable, __file__, *words, "--folder", folder, "--nodes", *names]
+        common = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": CABLE}
+        running = []
+        for rank in range(RANKS):
+            node = rank // PER_NODE
+            # As torchrun would.
+            place = {"RANK": rank, "GROUP_RANK": node, "LOCAL_WORLD_SIZE": PER_NODE}
+            variables = os.environ | common | {name: str(value) for name, value in place.items()}
+            running.append(subprocess.Popen(inside(names[node], script), env=variables))
+        ended = [process.wait() for process in running]
+        if any(ended):
+            raise SystemExit(f"ranks ended with {ended}: see above.")
+        found: dict[str, Any] = json.loads(Path(folder, "result.json").read_text())
+        return found
+
+
+def show(result: dict[str, Any]) -> None:
+    table = Table(title="a step on two nodes of two ranks")
+    names = "seconds", "to unbalanced", "to one level", "MB between nodes", "gradients differ by"
+    for name in ("MB/s between", "way", *names):
+        table.add_column(name, justify="left" if name == "way" else "right")
+    for rate, ways in result["rates"].items():
+        for name, row in ways.items():
+            to_one_level = f"{row['to_one_level']:.3f}" if WAYS[name].nodes else ""
+            ratios = f"{row['to_unbalanced']:.3f}", to_one_level
+            rest = f"{row['megabytes_between']:.1f}", f"{row['gradient_difference']:.1g}"
+            table.add_row(rate, name, f"{row['median_seconds']:.2f}", *ratios, *rest)
+    Console(width=130).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A step on two nodes with a slow cable.")
+    add_model_options(parser, tokens=2048, layers=2, heads=8)
+    add, default = parser.add_argument, "(default: %(default)s)"
+    rates, slower = [20, 40, 80], "times the built-in figures of a CPU that a kernel takes"
+    add("--rates", type=float, nargs="+", default=rates, metavar="MB/s", help="of the cable")
+    add("--documents", default="prolong", help=f"distribution to draw batches from {default}")
+    add("--batches", type=int, default=3, help=f"batches of a round {default}")
+    add("--kernel", choices=["timed", "real"], default="timed", help=f"see above {default}")
+    add("--slower", type=float, default=10, help=f"{slower} {default}")
+    add("--ping-pong", action="store_true", help="layers in two nano-batches")
+    add_json_option(parser)
+    add("--folder", type=Path, help=argparse.SUPPRESS)  # for ranks
+    add("--nodes", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.folder:
+        work(arguments)
+        return
+    try:
+        result = on_nodes(sys.argv[1:])
+    except RuntimeError as error:
+        parser.error(str(error))
+    put_out(result, arguments.json, show)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+r"""One global batch of documents under data parallelism, dealt by hf-distca, and cut by context
+parallelism and Ulysses.
+
+    python benchmarks/schedule/context_parallel.py --json \
+        --placement benchmarks/placements/long_tail_8_ranks.json
+
+Counted, not measured: tokens of a rank, attention of the slowest rank, and the bytes that the
+busiest rank sends for a layer, forward and backward, for Llama-3-8B in bf16. All ranks of the
+placement are one context-parallel group.
+
+- Context parallelism is that of accelerate 1.15 (torch's `context_parallel`): the packed batch is
+  one sequence, and each rank holds a head and a tail chunk of it. The mask is dropped, so documents
+  attend to those before them: pairs of the whole sequence. Keys and values of all ranks come to
+  each, in forward and again in backward, where their gradients travel as well.
+- Ulysses is that of accelerate 1.15 with DeepSpeed: q, k, v and outputs of all tokens change ranks,
+  in forward and, as gradients, in backward; each rank computes some heads of all documents. Ranks
+  must divide the query heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
+
+from deal import CUDA, LLAMA_3_8B, SERIAL, lengths_of
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.deal import deal
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.placement import read_placement
+from hf_distca.schedule.plan import Plan
+from machine import describe
+from output import add_json_option, put_out
+
+
+def of_plan(plan: Plan, lengths: np.ndarray) -> dict[str, Any]:
+    """Figures of a plan of ours."""
+    load = PlanLoad(plan, CUDA)
+    return {
+        "tokens_of_the_fullest_rank": int(plan.layout.query_tokens.max()),
+        "attention_of_the_slowest": float(
+            load.pairs.max() / (pairs(lengths) / plan.layout.world_size)
+        ),
+        "gigabytes_of_the_busiest": float(load.exchange_bytes[0].max() / 1e9),
+    }
+
+
+def pairs(lengths: np.ndarray) -> float:
+    """Query-key pairs of causal attention within documents."""
+    return float((lengths * (lengths + 1.0) / 2).sum())
+
+
+def context_parallel(lengths: np.ndarray, ranks: int) -> dict[str, Any]:
+    """The packed batch as one sequence, without a mask of documents."""
+    tokens = int(lengths.sum())
+    from_others = tokens // ranks * (ranks - 1)
+    key_bytes = (
+        LLAMA_3_8B.key_value_heads
+        * (LLAMA_3_8B.head_dim + LLAMA_3_8B.value_head_dim)
+        * LLAMA_3_8B.element_bytes
+    )
+    return {
+        "tokens_of_the_fullest_rank": tokens // ranks,
+        "attention_of_the_slowest": pairs(np.array([tokens])) / pairs(lengths),
+        # k, v; again k, v; and their gradients.
+        "gigabytes_of_the_busiest": 3 * from_others * key_bytes / 1e9,
+    }
+
+
+def ulysses(lengths: np.ndarray, ranks: int) -> dict[str, Any] | None:
+    """Heads instead of tokens inside attention; None if ranks do not divide them."""
+    if LLAMA_3_8B.query_heads % ranks:
+        return None
+    tokens = int(lengths.sum()) // ranks
+    # K and v are repeated for more ranks.
+    heads = 2 * LLAMA_3_8B.query_heads + 2 * max(LLAMA_3_8B.key_value_heads, ranks)
+    moved = tokens * (ranks - 1) / ranks * heads * LLAMA_3_8B.head_dim * LLAMA_3_8B.element_bytes
+    return {
+        "tokens_of_the_fullest_rank": tokens,
+        "attention_of_the_slowest": 1.0,
+        "gigabytes_of_the_busiest": 2 * moved / 1e9,
+    }
+
+
+def measure(path: Path) -> dict[str, Any]:
+    given = read_placement(path)
+    lengths, ranks = np.array(lengths_of(given)), given.world_size
+    layout = deal(lengths, ranks, int(lengths.sum()) // ranks, CUDA)
+    ways: dict[str, Callable[[], dict[str, Any] | None]] = {
+        "data parallel, as given": lambda: of_plan(Plan.local(given), lengths),
+        "hf-distca, as given": lambda: of_plan(balance(given, CUDA, SERIAL), lengths),
+        "hf-distca, dealt": lambda: of_plan(balance(layout, CUDA, SERIAL), lengths),
+        "context parallel": lambda: context_parallel(lengths, ranks),
+        "Ulysses": lambda: ulysses(lengths, ranks),
+    }
+    return {
+        "machine": describe(),
+        "shape": "Llama-3-8B, bf16",
+        "placement": path.stem,
+        "ranks": ranks,
+        "documents": len(lengths),
+        "longest": int(lengths.max()),
+        "ways": {name: way() for name, way in ways.items()},
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    about = (
+        f"{result['documents']} documents, the longest of {result['longest']} tokens, on"
+        f" {result['ranks']} ranks"
+    )
+    table = Table(title=f"{result['placement']}: {about}")
+    for name in (
+        "",
+        "tokens, fullest rank",
+        "attention of the slowest / fair share",
+        "GB sent a layer, busiest rank",
+    ):
+        table.add_column(name, justify="right" if name else "left")
+    for name, row in result["ways"].items():
+        if row is None:
+            table.add_row(
+                name,
+                "-",
+                "-",
+                f"{result['ranks']} ranks do not divide {LLAMA_3_8B.query_heads} heads",
+            )
+            continue
+        tokens, attention, sent = row.values()
+        table.add_row(name, str(tokens), f"{attention:.2f}", f"{sent:.2f}")
+    Console(width=130).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--placement",
+        type=Path,
+        required=True,
+        help="a placement in JSON, as hf-distca plan reads it",
+    )
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    put_out(measure(arguments.placement), arguments.json, show)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""Documents of real placements dealt anew: tokens, slowest rank and bytes, beside other ways to
+place them.
+
+    python benchmarks/schedule/deal.py --placements data/workloads --json results.json
+
+A placement is a JSON file as `hf-distca plan` reads it; only the lengths of its documents are
+dealt. The figures are those of the built-in cuda cost model for Llama-3-8B in bf16: the slowest
+rank by the mean compute of all ranks, for compute plus exchange, and for the longer of both
+(overlapped, each nano-batch of ping-pong dealt by itself; of both halves, the sum). Beside: the
+placement as given, whole documents on ranks by longest first (tokens then differ), every document
+head and tail over all ranks. A file ``workloads_reference.json`` beside the folder adds the
+published planner's balance of causal pairs. Ends with 1 if a figure misses its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
+
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import DistCAError
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.deal import deal, deal_nano_batches
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad, compute_imbalance
+from hf_distca.schedule.placement import read_placement
+from hf_distca.schedule.plan import Plan
+from machine import describe
+from output import add_json_option, put_out
+
+LLAMA_3_8B = AttentionShape(
+    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
+)
+CUDA = CostModel.analytic(LLAMA_3_8B, device_type="cuda")
+SERIAL, PING_PONG = DistCAConfig(), DistCAConfig(ping_pong=True)
+# What every document over all ranks is made for: with more pieces, planning alone takes minutes.
+_MOST_PIECES = 2**17
+# Of public placements. Compute plus exchange: median, nine in ten, worst. Overlapped: nine in ten,
+# worst.
+LIMITS = {
+    "serial": {"median": 1.13, "nine_in_ten": 1.29, "worst": 1.3},
+    "overlapped": {"nine_in_ten": 1.02, "worst": 1.02},
+}
+# Of the made-up placements beside this file.
+MADE_UP = Path(__file__).parents[1] / "placements"
+MADE_UP_LIMITS = {"serial": {"median": 1.24, "worst": 1.26}, "overlapped": {"worst": 1.02}}
+# Of batches of real lengths as they come (`--lengths`).
+RAW_LIMITS = {
+    "serial": {"median": 1.27, "nine_in_ten": 1.5, "worst": 1.65},
+    "overlapped": {"nine_in_ten": 1.06, "worst": 1.12},
+}
+_RAW_BATCHES = ((16, 65536), (64, 65536), (512, 65536), (64, 32768))
+
+
+def lengths_of(layout: Layout) -> list[int]:
+    """Tokens of each document, in order of their numbers."""
+    documents, place = np.unique(layout.document, return_inverse=True)
+    return [int(n) for n in np.bincount(place, weights=layout.length, minlength=len(documents))]
+
+
+def whole_documents(lengths: list[int], ranks: int) -> Layout:
+    """Longest first, each to the rank with the least attention so far."""
+    seconds = CUDA.estimate_seconds(np.array(lengths), np.array(lengths)).tolist()
+    heap = [(0.0, rank) for rank in range(ranks)]
+    rows: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
+    for document in sorted(range(len(lengths)), key=lambda d: (-lengths[d], d)):
+        load, rank = heap[0]
+        heapq.heapreplace(heap, (load + seconds[document], rank))
+        rows[rank].append((document, 0, lengths[document]))
+    return Layout.from_segments(rows)
+
+
+def over_all_ranks(lengths: list[int], ranks: int) -> Layout:
+    """Every document cut in two pieces for each rank, as context parallelism does: head and
+    tail.
+    """
+    rows: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
+    for document, length in enumerate(lengths):
+        cuts = [length * cut // (2 * ranks) for cut in range(2 * ranks + 1)]
+        for rank in range(ranks):
+            for piece in (rank, 2 * ranks - 1 - rank):
+                if cuts[piece + 1] > cuts[piece]:
+                    rows[rank].append((document, cuts[piece], cuts[piece + 1] - cuts[piece]))
+    return Layout.from_segments(rows)
+
+
+def figures(plan: Plan) -> dict[str, float]:
+    load = PlanLoad(plan, CUDA)
+    compute, exchange = load.compute_seconds, load.exchange_seconds
+    return {
+        "serial": float((compute + exchange).max() / compute.mean()),
+        "overlapped": float(np.maximum(compute, exchange).max() / compute.mean()),
+        "gigabytes": float(load.exchange_bytes[0].sum() / 1e9),
+        "busiest_gigabytes": float(max(side.max() for side in load.exchange_bytes) / 1e9),
+        "token_imbalance": compute_imbalance(plan.layout.query_tokens.astype(np.float64)),
+    }
+
+
+def nano_batches(halves: tuple[Layout, Layout]) -> dict[str, float]:
+    """Both halves one after another: the sum of their slowest ranks by the sum of their means."""
+    slowest = mean = worst = 0.0
+    for half in halves:
+        load = PlanLoad(balance(half, CUDA, PING_PONG), CUDA, overlapped=True)
+        slowest += load.slowest_seconds
+        mean += float(load.compute_seconds.mean())
+        if load.slowest_seconds:  # a single document leaves the second half empty
+            worst = max(worst, load.slowest_seconds / float(load.compute_seconds.mean()))
+    tokens = [half.query_tokens for half in halves]
+    return {
+        "overlapped": slowest / mean,
+        "worse_half": worst,
+        "halves_equal": float((tokens[0] == tokens[1]).all()),
+        "tokens_equal": float(len(set((tokens[0] + tokens[1]).tolist())) == 1),
+    }
+
+
+def timed(make: Callable[[], Any], repeats: int) -> tuple[Any, float, float]:
+    """The result, and the median seconds and seconds of processor time of making it."""
+    wall, processor = [], []
+    result = None
+    for _ in range(repeats):
+        begin = time.perf_counter(), time.process_time()
+        result = make()
+        wall.append(time.perf_counter() - begin[0])
+        processor.append(time.process_time() - begin[1])
+    return result, statistics.median(wall), statistics.median(processor)
+
+
+def raw_batches(folder: Path) -> Iterator[tuple[str, list[int], int, int]]:
+    """Names, lengths, ranks and tokens of a rank of batches of each file of lengths, in two orders;
+    the last document is cut.
+    """
+    for path in sorted(folder.glob("*.json")):
+        lengths = np.array(json.loads(path.read_text(encoding="utf-8")))
+        for (ranks, tokens), seed in itertools.product(_RAW_BATCHES, (0, 1)):
+            order = np.random.default_rng(seed).permutation(len(lengths))
+            batch = np.tile(lengths[order], -(-ranks * tokens // int(lengths.sum())))
+            ends = np.cumsum(batch)
+            batch = batch[: int(np.searchsorted(ends, ranks * tokens)) + 1]
+            batch[-1] -= ends[len(batch) - 1] - ranks * tokens
+            yield f"{path.stem}, {ranks} x {tokens}, order {seed}", batch.tolist(), ranks, tokens
+
+
+def measure_raw(name: str, lengths: list[int], ranks: int, tokens: int) -> dict[str, Any]:
+    """A batch of raw lengths, dealt."""
+    plan = balance(deal(lengths, ranks, tokens, CUDA), CUDA, SERIAL)
+    halves = deal_nano_batches(lengths, ranks, tokens, CUDA)
+    return {
+        "batch": name,
+        "dealt": figures(plan),
+        "nano_batches": nano_batches(halves),
+        "reference": None,
+    }
+
+
+def measure(path: Path, repeats: int) -> dict[str, Any]:
+    given = read_placement(path)
+    lengths, ranks = lengths_of(given), given.world_size
+    tokens = sum(lengths) // ranks
+
+    def dealt_and_planned() -> Plan:
+        return balance(deal(lengths, ranks, tokens, CUDA), CUDA, SERIAL)
+
+    plan, wall, processor = timed(dealt_and_planned, repeats)
+    halves, halves_wall, halves_processor = timed(
+        lambda: deal_nano_batches(lengths, ranks, tokens, CUDA), repeats
+    )
+    held = set(plan.layout.query_tokens.tolist())
+    return {
+        "placement": path.stem,
+        "ranks": ranks,
+        "tokens_per_rank": tokens,
+        "documents": len(lengths),
+        "tokens_equal": held == {tokens},
+        "dealt": figures(plan),
+        "nano_batches": nano_batches(halves),
+        "seconds": wall,
+        "processor_seconds": processor,
+        "nano_batches_seconds": halves_wall,
+        "nano_batches_processor_seconds": halves_processor,
+        "given": figures(Plan.local(given)),
+        "given_planned": figures(balance(given, CUDA, SERIAL)),
+        "whole": figures(balance(whole_documents(lengths, ranks), CUDA, SERIAL)),
+        "over_all_ranks": (
+            figures(Plan.local(over_all_ranks(lengths, ranks)))
+            if len(lengths) * ranks < _MOST_PIECES
+            else None
+        ),
+    }
+
+
+def overview(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Median, nine in ten and worst of each way to place documents."""
+    columns: dict[str, list[float]] = {}
+    for row in results:
+        for name in ("dealt", "given", "given_planned", "whole", "over_all_ranks"):
+            if row.get(name):
+                columns.setdefault(f"{name} serial", []).append(row[name]["serial"])
+                columns.setdefault(f"{name} overlapped", []).append(row[name]["overlapped"])
+        columns.setdefault("nano_batches overlapped", []).append(row["nano_batches"]["overlapped"])
+        columns.setdefault("nano_batches worse half", []).append(row["nano_batches"]["worse_half"])
+        if row["reference"]:
+            columns.setdefault("published planner, imbalance of causal pairs", []).append(
+                row["reference"]
+            )
+    return {
+        name: {
+            "median": statistics.median(values),
+            "nine_in_ten": float(np.percentile(values, 90, method="higher")),
+            "worst": max(values),
+        }
+        for name, values in columns.items()
+    }
+
+
+def missed(
+    results: list[dict[str, Any]],
+    summary: dict[str, dict[str, float]],
+    limits: dict[str, dict[str, float]],
+) -> list[str]:
+    found = [
+        f"{row['placement']}: tokens differ between ranks"
+        for row in results
+        if not row.get("tokens_equal", True)
+    ]
+    for kind, column in (("serial", "dealt serial"), ("overlapped", "nano_batches overlapped")):
+        for name, limit in limits[kind].items():
+            if summary[column][name] > limit:
+                found.append(f"{column}, {name}: {summary[column][name]:.3f} is above {limit}")
+    return found
+
+
+def show(report: dict[str, Any]) -> None:
+    console = Console(width=150)
+    table = Table(title="slowest rank / mean compute: compute + exchange (the longer of both)")
+    for name in (
+        "placement",
+        "dealt",
+        "nano-batches",
+        "as given",
+        "given, planned",
+        "whole",
+        "over all ranks",
+        "ms",
+        "CPU ms",
+    ):
+        table.add_column(name, justify="left" if name == "placement" else "right", no_wrap=True)
+
+    def pair(entry: dict[str, float] | None) -> str:
+        return f"{entry['serial']:.3f} ({entry['overlapped']:.3f})" if entry else "not made"
+
+    for row in report["placements"]:
+        ways = [pair(row[name]) for name in ("given", "given_planned", "whole", "over_all_ranks")]
+        times = [f"{row[name] * 1e3:.0f}" for name in ("seconds", "processor_seconds")]
+        table.add_row(
+            row["placement"],
+            pair(row["dealt"]),
+            f"({row['nano_batches']['overlapped']:.3f})",
+            *ways,
+            *times,
+        )
+    console.print(table)
+    summary = Table(title="over all placements")
+    for name in ("", "median", "nine in ten", "worst"):
+        summary.add_column(name, justify="right" if name else "left")
+    for name, values in report["overview"].items():
+        summary.add_row(name, *(f"{value:.3f}" for value in values.values()))
+    console.print(summary)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--placements", type=Path, required=True, help="folder of placements in JSON"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="times dealt; the median time counts (default: 3)"
+    )
+    parser.add_argument(
+        "--lengths",
+        type=Path,
+        help="folder of document lengths in JSON, dealt as they come (default: none)",
+    )
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    paths = sorted(arguments.placements.glob("*.json"))
+    if not paths:
+        parser.error(
+            f"--placements {arguments.placements} is no folder with .json files: there is nothing"
+            " to measure."
+        )
+    beside = arguments.placements.resolve().parent / "workloads_reference.json"
+    reference = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
+    results = []
+    for path in tqdm(paths, desc="placements", unit="placement", file=sys.stderr):
+        try:
+            row = measure(path, max(arguments.repeats, 1))
+        except DistCAError as error:
+            parser.error(f"{path}: {error}")
+        results.append(
+            {**row, "reference": reference.get(path.name, {}).get("0.0", {}).get("imbalance_after")}
+        )
+    summary, limits = (
+        overview(results),
+        MADE_UP_LIMITS if arguments.placements.resolve() == MADE_UP.resolve() else LIMITS,
+    )
+    report = {
+        "machine": describe(),
+        "shape": "Llama-3-8B, bf16",
+        "limits": limits,
+        "overview": summary,
+        "placements": results,
+    }
+    raw = (
+        [measure_raw(*batch) for batch in raw_batches(arguments.lengths)]
+        if arguments.lengths
+        else []
+    )
+    if raw:
+        report |= {"raw_limits": RAW_LIMITS, "raw_overview": overview(raw), "raw": raw}
+    put_out(report, arguments.json, show)
+    misses = missed(results, summary, limits) + (
+        missed(raw, report["raw_overview"], RAW_LIMITS) if raw else []
+    )
+    print("\n".join(misses), file=sys.stderr)
+    return 1 if misses else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

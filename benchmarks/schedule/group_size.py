@@ -1,0 +1,231 @@
+"""What is left of the imbalance when ranks share attention in groups: the slowest rank of all.
+
+Documents lie on ranks in three ways:
+
+- in order: as they are drawn; what does not fit is cut, and goes on as a document on the next rank.
+- rows placed: the same rows of a rank each, heavy ones on the nodes that have least.
+- dealt: each group is dealt a global batch of its own, as `document_shares` does.
+
+Each group is planned by itself, for Llama-3-8B in bf16 by the built-in figures for CUDA, on nodes
+of 8. Estimates, not measurements, but for the processor time of planning. With `--placements`, also
+the placements of a folder as given, in groups of a node and in one group.
+
+    python benchmarks/schedule/group_size.py --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
+
+from hf_distca.cli.lengths import open_documents
+from hf_distca.config import DistCAConfig
+from hf_distca.data.row_placement import StepPlaces
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.deal import deal
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.placement import read_placement
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import Ranks
+from levels import CUDA
+from machine import describe
+from output import add_json_option, put_out
+
+NODE = 8
+NODES = Ranks(per_node=NODE)
+WAYS = ("in order", "rows placed", "dealt")
+
+
+def packed(lengths: np.ndarray, ranks: int, tokens: int) -> list[list[int]]:
+    """The documents of each rank."""
+    cuts = np.unique(np.concatenate([np.cumsum(lengths), np.arange(1, ranks) * tokens]))
+    ends = np.searchsorted(cuts, np.arange(1, ranks) * tokens, side="right")
+    rows = np.split(np.diff(cuts, prepend=0), ends)
+    return [row.tolist() for row in rows]
+
+
+def placed(rows: list[list[int]]) -> list[list[int]]:
+    """Order rows for even nodes, as `hf_distca.place_rows` does in a step of one micro-batch."""
+    seconds = np.array([CUDA.estimate_seconds(np.array(row), np.array(row)).sum() for row in rows])
+    order = StepPlaces(len(rows) // NODE, NODE).place(np.rint(seconds * 1e9).astype(np.int64))
+    return [rows[row] for row in order.tolist()]
+
+
+def groups_of(way: str, lengths: np.ndarray, ranks: int, tokens: int, size: int) -> list[Layout]:
+    """The layout of each group of so many ranks."""
+    if way == "dealt":
+        batches = packed(lengths, ranks // size, tokens * size)
+        return [deal(batch, size, tokens, CUDA, ranks_per_node=NODE) for batch in batches]
+    rows = packed(lengths, ranks, tokens)
+    rows = placed(rows) if way == "rows placed" else rows
+    return [Layout.from_lengths(rows[first : first + size]) for first in range(0, ranks, size)]
+
+
+def peers(plan: Plan) -> int:
+    """Ranks that the busiest one sends to or receives from."""
+    away = plan.home != plan.server
+    pairs = np.unique(np.stack([plan.home[away], plan.server[away]]), axis=1)
+    pairs = np.unique(np.concatenate([pairs, pairs[::-1]], axis=1), axis=1)
+    return int(np.bincount(pairs[0]).max(initial=0))
+
+
+def figures(layouts: list[Layout], config: DistCAConfig) -> dict[str, float]:
+    """Of plans for groups; seconds by the mean of all ranks."""
+    plans, milliseconds = [], []
+    for layout in layouts:
+        started = time.process_time()
+        plans.append(balance(layout, CUDA, config, NODES))
+        milliseconds.append((time.process_time() - started) * 1e3)
+    loads = [PlanLoad(plan, CUDA, overlapped=config.ping_pong, ranks=NODES) for plan in plans]
+    local = [PlanLoad(Plan.local(layout), CUDA) for layout in layouts]
+    mean = float(np.mean([load.compute_seconds.mean() for load in local]))
+    return {
+        "unbalanced": max(load.slowest_seconds for load in local) / mean,
+        "slowest": max(load.slowest_seconds for load in loads) / mean,
+        "if_even_inside": max(float(load.compute_seconds.mean()) for load in local) / mean,
+        "peers": max(map(peers, plans)),
+        "gigabytes_between": max(float(load.node_bytes.inter_node.max()) for load in loads) / 1e9,
+        "plan_milliseconds": statistics.median(milliseconds),
+    }
+
+
+def mean_of(rows: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each figure over batches, and the most peers."""
+    names = rows[0].keys()
+    means = {name: statistics.mean(row[name] for row in rows) for name in names}
+    return {**means, "peers": max(row["peers"] for row in rows)}
+
+
+def parts(layout: Layout, size: int) -> list[Layout]:
+    """Groups of so many ranks of a placement in which no document lies in two."""
+    firsts, segments = range(0, layout.world_size, size), layout.offsets
+    bounds = [(first, slice(int(segments[first]), int(segments[first + size]))) for first in firsts]
+    return [
+        Layout(
+            layout.document[own],
+            layout.start[own],
+            layout.length[own],
+            segments[first : first + size + 1] - own.start,
+        )
+        for first, own in bounds
+    ]
+
+
+def of_batches(arguments: argparse.Namespace, text: str, ranks: int, way: str) -> dict[str, Any]:
+    """Figures by the size of groups, of batches that are drawn."""
+    config, found = DistCAConfig(ping_pong=arguments.ping_pong), {}
+    documents, total = (
+        open_documents(text, "input_ids", arguments.longest),
+        ranks * arguments.tokens,
+    )
+    batches = [next(documents.batches(total, 1, seed)) for seed in range(arguments.seeds)]
+    for size in [*(n for n in arguments.sizes if n < ranks and ranks % n == 0), ranks]:
+        groups = [groups_of(way, lengths, ranks, arguments.tokens, size) for lengths in batches]
+        found[str(size)] = mean_of([figures(layouts, config) for layouts in groups])
+    return found
+
+
+def of_placement(path: Path, config: DistCAConfig) -> dict[str, Any]:
+    """Figures of a placement as given, in groups of a node and in one group."""
+    given = read_placement(path)
+    sizes = NODE, given.world_size
+    found = {str(size): figures(parts(given, size), config) for size in sizes}
+    return {str(given.world_size): {"as given": found}}
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    jobs = list(itertools.product(arguments.documents, arguments.ranks, WAYS))
+    for text, ranks, way in tqdm(jobs, desc="documents, ranks and ways", file=sys.stderr):
+        ways = found.setdefault(text, {}).setdefault(str(ranks), {})
+        ways[way] = of_batches(arguments, text, ranks, way)
+    for path in sorted(arguments.placements.glob("*.json")) if arguments.placements else ():
+        found[path.stem] = of_placement(path, DistCAConfig(ping_pong=arguments.ping_pong))
+    left_out = "json", "placements"
+    setting = {name: value for name, value in vars(arguments).items() if name not in left_out}
+    return {
+        "machine": describe(),
+        "shape": "Llama-3-8B, bf16",
+        "setting": setting,
+        "documents": found,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    table = Table(title="slowest rank / mean, estimated; GB of the busiest rank between nodes")
+    names = ("unbalanced", "slowest", "if groups were even", "most peers", "GB", "a plan, ms")
+    for name in ("documents", "ranks", "they lie", "group", *names):
+        table.add_column(name, justify="left" if name in ("documents", "they lie") else "right")
+    for text, by_ranks in result["documents"].items():
+        for (ranks, ways), way in ((pair, way) for pair in by_ranks.items() for way in pair[1]):
+            for size, row in ways[way].items():
+                seconds = row["unbalanced"], row["slowest"], row["if_even_inside"]
+                ratios = (f"{value:.3f}" for value in seconds)
+                rest = f"{row['gigabytes_between']:.2f}", f"{row['plan_milliseconds']:.1f}"
+                table.add_row(text, ranks, way, size, *ratios, f"{row['peers']:.0f}", *rest)
+    Console(width=150).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--documents",
+        nargs="+",
+        default=["pretrain", "prolong"],
+        help="names of distributions, or JSON lists (default: both names)",
+    )
+    parser.add_argument(
+        "--longest",
+        type=int,
+        default=2**16,
+        help="tokens of the longest document (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=2**16, help="tokens a rank (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[512, 4096],
+        help="whole nodes of 8 (default: 512 4096)",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[8, 64, 128, 256, 512],
+        help="of groups (default: 8 to 512)",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=1,
+        help="batches, of which figures are means (default: %(default)s)",
+    )
+    parser.add_argument("--ping-pong", action="store_true", help="exchanges behind compute")
+    parser.add_argument(
+        "--placements",
+        type=Path,
+        help="folder of placements in JSON whose documents lie on one node each",
+    )
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    put_out(measure(arguments), arguments.json, show)
+
+
+if __name__ == "__main__":
+    main()

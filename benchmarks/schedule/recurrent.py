@@ -1,0 +1,285 @@
+"""What documents cost that are cut in recurrent layers: bytes of states between ranks, and time of
+segments.
+
+    python benchmarks/schedule/recurrent.py --placements benchmarks/placements --json out.json
+
+Bytes are counted, not sent: each document of a placement lies in order of ranks, or head and tail
+as `deal` cuts it. Layers are those of Qwen3-Next (gated delta rule) and of Nemotron-H-8B (Mamba 2);
+states are float32. For Qwen3-Next, what the slowest rank takes in a layer of attention stands
+beside them, and with the states of three recurrent layers, at the built-in rates of a GPU.
+
+Times are forward and backward on one core of this machine, of the CPU's own clock, with the
+functions of transformers: a document in several segments, beside as many documents, each as long as
+a segment. Ends with 1 if a rank sends more than the limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn.functional import normalize
+from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
+
+from hf_distca.config import DistCAConfig
+from hf_distca.recurrent.delta_rule import DeltaInputs, document_by_document, gated_delta_rule
+from hf_distca.recurrent.segments import RowNeeds, Segments
+from hf_distca.recurrent.state_space import ScanInputs, mamba2, scan_by_document
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.deal import deal, deal_in_order
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.placement import read_placement
+from machine import describe
+from output import add_json_option, put_out
+
+# Attention layers of Qwen3-Next, for which documents are dealt.
+COST = CostModel.analytic(AttentionShape(16, 2, 256, 256, 2), device_type="cuda")
+# Of a layer: bytes of a bias, of a transition, and of a row of the convolution, of which three are
+# needed.
+LAYERS = {
+    "Qwen3-Next": {
+        "bias": 32 * 128 * 128 * 4,
+        "transition": 32 * 128 * 128 * 4,
+        "row": (2 * 16 + 32) * 128 * 2,
+    },
+    "Nemotron-H": {
+        "bias": 128 * 64 * 128 * 4,
+        "transition": 128 * 4,
+        "row": (128 * 64 + 2 * 8 * 128) * 2,
+    },
+}
+RECURRENT_LAYERS = 3  # for each layer of attention
+# Bytes of the busiest rank, forward and backward: in order, a rank that has the rest of one
+# document and the head of another.
+LIMITS = {"head and tail": 400e6, "in order": 10e6}
+TIMED = ("gated delta rule", "delta rule by channel", "mamba2")
+
+
+def sent_bytes(needed: RowNeeds, row: int) -> int:
+    """Bytes that a rank sends, forward and backward, of rows of this size."""
+    return row * (len(needed.rows.runs) + sum(needed.rows.receive.values()))
+
+
+def bytes_of(layout: Layout) -> dict[str, Any]:
+    """What ranks send for a layer, forward and backward, on average and the busiest one; and what
+    is cut.
+    """
+    ranks = tuple(range(layout.world_size))
+    segments = [Segments.from_layout(layout, AttentionGroup(ranks, rank)) for rank in ranks]
+    figures: dict[str, Any] = {
+        "cut_documents": int((np.bincount(layout.place) > 1).sum()),
+        "segments_of_the_most_cut": int(np.bincount(layout.place).max()),
+        "attention_seconds": float(
+            PlanLoad(balance(layout, COST, DistCAConfig()), COST).slowest_seconds
+        ),
+    }
+    for name, layer in LAYERS.items():
+        states = [
+            sent_bytes(s.summaries, layer["bias"]) + sent_bytes(s.transitions, layer["transition"])
+            for s in segments
+        ]
+        halos = [sent_bytes(s.halo(3), layer["row"]) for s in segments]
+        figures[name] = {
+            "mean": statistics.mean(states),
+            "most": max(states),
+            "most_of_convolution": max(halos),
+        }
+    exchange = RECURRENT_LAYERS * figures["Qwen3-Next"]["most"] / COST.exchange_bytes_per_second
+    figures["seconds_with_states"] = figures["attention_seconds"] + exchange
+    return figures
+
+
+def of_placements(folder: Path) -> dict[str, Any]:
+    """Bytes of the documents of each placement, shuffled, head and tail and in order."""
+    figures = {}
+    for file in sorted(folder.glob("*.json")):
+        given = read_placement(file)
+        lengths = np.random.default_rng(0).permutation(
+            np.bincount(given.place, weights=given.length).astype(np.int64)
+        )
+        tokens = [int(count) for count in given.query_tokens]
+        figures[file.stem] = {
+            "head and tail": bytes_of(deal(lengths, given.world_size, tokens, COST)),
+            "in order": bytes_of(deal_in_order(lengths, given.world_size, tokens)),
+        }
+    return figures
+
+
+def delta_layer(heads: int, tokens: int, *, by_channel: bool) -> Callable[[Segments], torch.Tensor]:
+    """A gated delta rule with keys and values of 128."""
+    query, key = (
+        normalize(torch.randn(1, tokens, heads, 128), dim=-1).requires_grad_() for _ in range(2)
+    )
+    value = torch.randn(1, tokens, heads, 128, requires_grad=True)
+    decay = (-0.1 * torch.rand(1, tokens, heads, *((128,) if by_channel else ()))).requires_grad_()
+    beta = torch.rand(1, tokens, heads, requires_grad=True)
+    rule = document_by_document(
+        chunk_kimi_delta_attention if by_channel else torch_chunk_gated_delta_rule
+    )
+    return lambda segments: gated_delta_rule(
+        DeltaInputs(query, key, value, decay, beta), segments, rule
+    )
+
+
+def scan_layer(heads: int, tokens: int) -> Callable[[Segments], torch.Tensor]:
+    """A layer of Mamba 2 with heads of 64 and states of 128."""
+    x, dt = (
+        torch.randn(1, tokens, heads, 64, requires_grad=True),
+        (0.1 * torch.rand(1, tokens, heads)).requires_grad_(),
+    )
+    projections = [torch.randn(1, tokens, 1, 128, requires_grad=True) for _ in range(2)]
+    scan = scan_by_document(
+        lambda *inputs, **options: mamba2_chunk_scan(*inputs, chunk_size=128, **options)
+    )
+    return lambda segments: mamba2(
+        ScanInputs(x, dt, -torch.rand(heads), *projections), segments, scan
+    )
+
+
+def in_segments(count: int, tokens: int) -> Segments:
+    """One document in so many segments of this rank, with documents of one token between them."""
+    rows = [
+        row for number in range(count) for row in ((0, number * tokens, tokens), (number + 1, 0, 1))
+    ]
+    return Segments.from_layout(Layout.from_segments([rows]), AttentionGroup())
+
+
+def seconds_of(layer: Callable[[Segments], torch.Tensor], segments: Segments, rounds: int) -> float:
+    """Of forward and backward, the least of some rounds."""
+    seconds = []
+    for _ in range(rounds):
+        begin = time.process_time()
+        layer(segments).sum().backward()
+        seconds.append(time.process_time() - begin)
+    return min(seconds)
+
+
+def of_segments(options: argparse.Namespace) -> dict[str, Any]:
+    """Time of a document in 2 and in 8 segments by that of as many documents."""
+    torch.manual_seed(0)
+    figures: dict[str, Any] = {}
+    for name in TIMED:
+        figures[name] = {}
+        for count in (2, 8):
+            tokens = count * (options.tokens + 1)
+            by_channel = "channel" in name
+            layer = (
+                scan_layer(options.heads, tokens)
+                if name == "mamba2"
+                else delta_layer(options.heads, tokens, by_channel=by_channel)
+            )
+            whole = Segments.packed([options.tokens, 1] * count)
+            seconds_of(layer, whole, 1)
+            before, after = (
+                seconds_of(layer, segments, options.rounds)
+                for segments in (whole, in_segments(count, options.tokens))
+            )
+            figures[name][count] = {
+                "documents_seconds": before,
+                "segments_seconds": after,
+                "ratio": after / before,
+            }
+    return figures
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print both tables."""
+    table = Table(
+        "placement",
+        "laid out",
+        "cut",
+        "segments, at most",
+        "layer",
+        "MB a rank, mean",
+        "busiest",
+        "convolution, busiest",
+    )
+    for placement, ways in result["bytes"].items():
+        for way, figures in ways.items():
+            for layer in LAYERS:
+                row = [
+                    f"{figures[layer][name] / 1e6:.2f}"
+                    for name in ("mean", "most", "most_of_convolution")
+                ]
+                if layer == "Qwen3-Next":
+                    row += [
+                        f"{1e3 * figures[name]:.1f}"
+                        for name in ("attention_seconds", "seconds_with_states")
+                    ]
+                cut = [str(figures[name]) for name in ("cut_documents", "segments_of_the_most_cut")]
+                table.add_row(placement, way, *cut, layer, *row)
+    times = Table("layer", "segments", "documents, s", "segments, s", "ratio")
+    for layer, by_count in result["times"].items():
+        for count, row in by_count.items():
+            times.add_row(
+                layer,
+                str(count),
+                *(
+                    f"{row[name]:.3f}"
+                    for name in ("documents_seconds", "segments_seconds", "ratio")
+                ),
+            )
+    console = Console()
+    console.print(table)
+    console.print(times)
+
+
+def main() -> None:
+    """Count, time, and compare bytes with the limits."""
+    parser = argparse.ArgumentParser(
+        description="Bytes and seconds of documents that are cut in recurrent layers."
+    )
+    parser.add_argument(
+        "--placements",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="of placements, as `hf-distca plan` reads",
+    )
+    parser.add_argument(
+        "--heads", type=int, default=1, help="of layers that are timed (%(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=1024, help="of a segment that is timed (%(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of timing, of which the fastest counts (%(default)s)"
+    )
+    add_json_option(parser)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    result = {
+        "machine": describe(),
+        "bytes": of_placements(options.placements),
+        "times": of_segments(options),
+    }
+    put_out(result, options.json, show)
+    above = [
+        f"{placement}, {way}, {layer}: {figures[layer]['most'] / 1e6:.1f} MB"
+        for placement, ways in result["bytes"].items()
+        for way, figures in ways.items()
+        for layer in LAYERS
+        if figures[layer]["most"] > LIMITS[way]
+    ]
+    if above:
+        sys.exit(f"above the limits {LIMITS}: {above}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Loss curves of the same training in four ways: two under sdpa, and two under distca, on two ranks
+of this machine.
+
+    python benchmarks/steps/loss_curve.py
+
+Every step has the same documents in all ways: bytes of Python's own library, one of them longer
+than what a rank holds. Under sdpa, each document is a forward of its own. The second of these runs
+takes the documents in another order, which changes nothing but the rounding of sums. Rounding grows
+from step to step, so the default is float64, where what is not rounding stands out; transformers
+computes norms, rotary embeddings and the loss in float32 all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
+
+import hf_distca
+from dealt_step_time import lengths_of, share_of
+from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.integration.current_session import current_session
+from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
+from machine import describe
+from output import add_json_option, put_out
+from processes import on_ranks, rounds, setting_of
+from step_time import plain_model_of
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+RANKS = 2
+WAYS = ("sdpa", "sdpa, other order", "distca, in order", "distca, dealt")
+
+
+@cache
+def corpus() -> torch.Tensor:
+    """Bytes of the library's modules, one after another."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return torch.frombuffer(
+        bytearray(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))),
+        dtype=torch.uint8,
+    ).long()
+
+
+def documents_of(step: int, tokens: int) -> list[torch.Tensor]:
+    """The documents of a step, each from a place of its own."""
+    lengths = np.random.default_rng(step).permutation(lengths_of(tokens, RANKS))
+    starts = np.random.default_rng(1000 + step).integers(
+        0, len(corpus()) - 2 * tokens, len(lengths)
+    )
+    return [
+        corpus()[start : start + length]
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+    ]
+
+
+class Training:
+    """A model, its optimizer, and how its batches come to the ranks."""
+
+    def __init__(self, way: str, rank: int, arguments: argparse.Namespace) -> None:
+        self.way, self.rank = way, rank
+        self.model = plain_model_of(arguments, way.split(",")[0]).to(
+            getattr(torch, arguments.dtype)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=arguments.rate)
+        config = hf_distca.configure(hf_distca.DistCAConfig(tile=16, min_gain=0.0))
+        costs = {
+            key: make_initial_cost(key, config) for key in list_layer_keys(self.model, None, "cpu")
+        }
+        placement = "in order" if way.endswith("in order") else "dealt"
+        self.dealing = DealSettings(RANKS, arguments.tokens, costs, config, placement=placement)
+
+    def batches(self, documents: list[torch.Tensor]) -> list[dict[str, Any]]:
+        """What this rank computes in a step, a forward each."""
+        if self.way.startswith("distca"):
+            lengths = np.array([len(document) for document in documents])
+            return [share_of(documents, self.dealing.make_share(lengths, (0, 0), self.rank))]
+        mine = documents[self.rank :: RANKS]
+        alone = [{"input_ids": one[None], "labels": one[None]} for one in mine if len(one) > 1]
+        return alone[::-1] if self.way.endswith("other order") else alone
+
+    def step(self, documents: list[torch.Tensor]) -> float:
+        """The mean loss of a step's tokens, of all ranks."""
+        targets, total = (
+            sum(len(document) - 1 for document in documents),
+            torch.zeros((), dtype=torch.float64),
+        )
+        for batch in self.batches(documents):
+            loss = self.model(**batch, use_cache=False, num_items_in_batch=targets).loss
+            loss.backward()
+            total += loss.detach().double()
+        for parameter in self.model.parameters():
+            parameter.grad = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
+            dist.all_reduce(parameter.grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        dist.all_reduce(total)
+        return float(total)
+
+
+def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Losses by way, and how far the others are from the first."""
+    trainings = {way: Training(way, rank, arguments) for way in WAYS}
+    losses: dict[str, list[float]] = {way: [] for way in WAYS}
+    for step in rounds(rank, arguments.steps):
+        documents = documents_of(step, arguments.tokens)
+        for way, training in trainings.items():
+            losses[way].append(training.step(documents))
+    apart = {
+        way: float(np.abs(np.array(losses[way]) - np.array(losses[WAYS[0]])).max())
+        for way in WAYS[1:]
+    }
+    ends = {way: float(np.mean(losses[way][-10:])) for way in WAYS}
+    exchanges = current_session().meter.dispatches
+    setting = setting_of(arguments, ranks=ranks)
+    return {
+        **describe(),
+        "setting": setting,
+        "exchanges": exchanges,
+        "apart": apart,
+        "end": ends,
+        "losses": losses,
+    }
+
+
+def draw(result: dict[str, Any], target: Path) -> None:
+    """The curves, and how far each is from the first."""
+    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 5.2), sharex=True, height_ratios=(2, 1))
+    losses = {way: np.array(result["losses"][way]) for way in WAYS}
+    for number, (way, style) in enumerate(zip(WAYS, ("-", ":", "--", "-."), strict=True)):
+        above.plot(losses[way], style, color=f"C{number}", label=way, linewidth=1.4)
+        apart = np.abs(losses[way] - losses[WAYS[0]])
+        below.semilogy(np.where(apart > 0, apart, np.nan), style, color=f"C{number}", linewidth=1.0)
+    above.set_ylabel("loss")
+    below.set_ylabel("difference from sdpa")
+    below.set_xlabel("optimizer step")
+    above.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(target, dpi=130)
+
+
+def show(result: dict[str, Any]) -> None:
+    table = Table("way", "loss of the last ten steps", "largest difference from sdpa")
+    for way in WAYS:
+        table.add_row(way, f"{result['end'][way]:.6f}", f"{result['apart'].get(way, 0.0):.1e}")
+    Console().print(table)
+    print(f"{result['exchanges']} dispatches of a rank under distca")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--steps", type=int, default=300, help="optimizer steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=256, help="tokens a rank (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=2, help="decoder layers (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--heads",
+        type=int,
+        default=2,
+        help="query heads of 64; half as many key/value heads (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rate", type=float, default=1e-3, help="learning rate (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float64", "float32"), default="float64", help="default: %(default)s"
+    )
+    parser.add_argument("--picture", type=Path, help="draw the curves to this file")
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    picture, arguments.picture = arguments.picture, None
+    result = on_ranks(measure, RANKS, arguments)
+    if picture is not None:
+        draw(result, picture)
+    put_out(result, arguments.json, show)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,562 @@
+"""Seconds of a training step in pipeline stages: torch's 1F1B against stages that share attention,
+side by side in one run.
+
+Every stage is a process with one thread; micro-batches hold equally many tokens, in documents of
+long-tailed or of even lengths. Modes take turns within each round, so that a drifting machine slows
+all of them; seconds are medians over rounds. Processes keep the memory that they have freed, in all
+modes and for the ideal, as the allocator of a GPU does: pages that a virtual machine has to be
+given again took 0.2 s of a step.
+
+    python benchmarks/steps/pipeline.py --json
+
+Beside them stands the ideal: in every tick the attention of all stages is spread over them, for
+nothing, so that all end as early as can be with the linear work that each has; or, where processes
+share cores, at least the work of the tick over the number of cores. Work is what the micro-batches
+took in the steps of 1F1B, in processor time, with the messages between stages. The share gained is
+what sharing takes off 1F1B over what the ideal does.
+
+Sizes: in a layer of the default model a document of about 1500 tokens takes as long in attention as
+in all else, on a CPU core. For an 8B model on an H100 that is a document of about 26 thousand
+tokens by the simulator's rates. So 24576 tokens here stand for 420 thousand there, and the longest
+document has two thirds of them. Documents are those of micro-batches of 65536 tokens, made shorter
+in proportion. Fewer tokens leave less to be gained, which exchanges and planning then eat.
+
+With fewer cores than stages the clock measures the cores. `--core-share 0.45` gives every stage
+0.45 of a core, however little the others do: four slower cores out of two. Seconds are then those
+of the clock times the share, as measured, so seconds of a whole core.
+
+A second table is for machines with less than a core for each stage, or with others on them:
+processor time along the critical path. Of shared ticks it is replayed from what every stage took
+between its messages in the real run (`replay.py`); of 1F1B and the ideal it is simulated from the
+work of micro-batches, with a core for every stage and messages for nothing. It is the least of all
+rounds: whatever else a machine does adds to processor time, for caches and cores are shared. Beside
+it is what `hf_distca.simulate` predicts for the same documents from rates of this machine, measured
+without a pipeline: of linear layers, of the attention kernel, of messages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
+
+import hf_distca
+from core_share import core_shares, join, used
+from hf_distca.integration.current_session import current_session
+from hf_distca.pipeline import Schedule, split
+from hf_distca.pipeline.ticks import order_ticks
+from hf_distca.runtime import meter
+from hf_distca.simulate.setting import Setting
+from hf_distca.simulate.strategies import STRATEGIES
+from hf_distca.simulate.timelines import one_forward_one_backward, rank_seconds, same_phase
+from machine import describe
+from output import add_json_option, put_out
+from part_rates import PartRates, machine_of, message_seconds
+from replay import Event, Recorder, replay
+from simulator_validation import model_shape
+
+PLACEMENT = Path(__file__).parents[1] / "placements" / "long_tail_8_ranks.json"
+VOCABULARY = 512
+WARM_UP = 2  # shared steps
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def scaled(lengths: list[int], tokens: int) -> list[int]:
+    """Documents in the same proportions that have so many tokens together."""
+    ends, total, begin, found = 0, sum(lengths), 0, []
+    for length in lengths:
+        ends += length
+        end = round(ends * tokens / total)
+        if end > begin:
+            found.append(end - begin)
+        begin = end
+    return found
+
+
+def lengths_of(arguments: argparse.Namespace) -> dict[str, list[list[int]]]:
+    """Lengths of the documents of each micro-batch of a step."""
+    real = json.loads(PLACEMENT.read_text())["lengths"]
+    return {
+        "long tail": [
+            scaled(real[at % len(real)], arguments.tokens) for at in range(arguments.micro_batches)
+        ],
+        "even": [[arguments.tokens // 8] * 8] * arguments.micro_batches,
+    }
+
+
+def batches(arguments: argparse.Namespace) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Token ids and position ids of the micro-batches of a step."""
+    lengths = lengths_of(arguments)
+    ids = torch.randint(
+        0,
+        VOCABULARY,
+        (arguments.micro_batches, arguments.tokens),
+        generator=torch.Generator().manual_seed(0),
+    )
+    return {
+        name: (ids, torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows]))
+        for name, rows in lengths.items()
+    }
+
+
+def keep_memory() -> None:
+    """Let this process keep what it frees, where the C library is glibc (mallopt(3): M_MMAP_MAX and
+    M_TRIM_THRESHOLD).
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        library.mallopt(-4, 0)
+        library.mallopt(-1, 2**31 - 1)
+
+
+class Steps:
+    """Times steps of one stage."""
+
+    def __init__(self, arguments: argparse.Namespace, rank: int) -> None:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=arguments.heads * 64,
+            intermediate_size=arguments.heads * 172,
+            num_hidden_layers=arguments.layers,
+            num_attention_heads=arguments.heads,
+            num_key_value_heads=max(arguments.heads // 2, 1),
+            vocab_size=VOCABULARY,
+            max_position_embeddings=arguments.tokens,
+            attn_implementation="distca",
+        )
+        mesh = init_device_mesh("cpu", (arguments.stages,), mesh_dim_names=("pp",))
+        shape = (1, arguments.tokens, config.hidden_size)
+        # Each schedule has a stage object of its own, and both have the same module.
+        self.stage = split(LlamaForCausalLM(config).train(), mesh)
+        self.shared = Schedule(self.stage, arguments.micro_batches, loss_of)
+        classic_stage = self._classic_stage(mesh, shape)
+        self.classic, self.chunks = (
+            Schedule1F1B(classic_stage, arguments.micro_batches, loss_of),
+            Chunks(classic_stage),
+        )
+        self.batches, self.recorder = batches(arguments), Recorder(rank)
+
+    def _classic_stage(self, mesh: Any, shape: tuple[int, ...]) -> PipelineStage:
+        hidden = torch.empty(shape, device="meta", requires_grad=True)
+        tokens = torch.empty(shape[:2], dtype=torch.long, device="meta")
+        logits = torch.empty((*shape[:2], VOCABULARY), device="meta", requires_grad=True)
+        inputs, outputs = (
+            tokens if self.stage.is_first else hidden,
+            logits if self.stage.is_last else hidden,
+        )
+        here = self.stage.stage_index, self.stage.num_stages, self.stage.device
+        return PipelineStage(
+            self.stage.submod, *here, input_args=inputs, output_args=outputs, group=mesh.get_group()
+        )
+
+    def step(self, lengths: str, mode: str) -> tuple[float, list[Event], list[list[float]]]:
+        """Seconds until all stages are done, what this one did, and what its micro-batches took in
+        1F1B.
+        """
+        ids, positions = self.batches[lengths]
+        # Under 1F1B stages are in different micro-batches and must not wait for each other: a
+        # module that evaluates is alone.
+        self.stage.submod.train(mode != "1f1b")
+        schedule = self.classic if mode == "1f1b" else self.shared
+        dist.barrier()
+        started = time.perf_counter()
+        self.recorder.start()
+        with hf_distca.balancing(mode == "shared"):
+            schedule.step(ids, position_ids=positions, target=ids, return_outputs=False)
+        events, work = self.recorder.stop(), self.chunks.take()
+        dist.barrier()
+        seconds = time.perf_counter() - started
+        self.stage.submod.zero_grad()
+        return seconds, events, work
+
+
+class Chunks:
+    """Notes what each micro-batch takes in 1F1B: processor time, from where it begins until the
+    next one does.
+
+    That is its layers and loss, and the messages between stages that come with it.
+    """
+
+    def __init__(self, stage: PipelineStage) -> None:
+        self.marks: list[tuple[bool, int, float, float]] = []
+        for name in ("forward_one_chunk", "backward_one_chunk"):
+            setattr(
+                stage,
+                name,
+                self._noted(getattr(stage, name), backward=name == "backward_one_chunk"),
+            )
+
+    def _noted(self, run: Callable[..., Any], *, backward: bool) -> Callable[..., Any]:
+        def noted(micro_batch: int, *args: Any, **more: Any) -> Any:
+            self.marks.append((backward, micro_batch, *self._clocks()))
+            return run(micro_batch, *args, **more)
+
+        return noted
+
+    @staticmethod
+    def _clocks() -> tuple[float, float]:
+        return time.process_time(), current_session().meter.seconds
+
+    def take(self) -> list[list[float]]:
+        """Of each micro-batch: seconds of linear layers and of attention, forward and then
+        backward.
+        """
+        marks, self.marks = [*self.marks, (False, -1, *self._clocks())], []
+        found: dict[tuple[int, bool], list[float]] = {}
+        for (backward, at, all_, kernel), (_, _, all_after, kernel_after) in pairwise(marks):
+            attention = kernel_after - kernel
+            found[at, backward] = [max(all_after - all_ - attention, 0.0), attention]
+        return [found[at, False] + found[at, True] for at in range(len(found) // 2)]
+
+
+def shared_seconds(attention: list[float], linear: list[float]) -> float:
+    """Seconds until all ranks are done that come to a call of attention when their linear work is
+    done, and share it.
+
+    A rank with work of its own begins with it. Others cannot begin before the first of those is
+    there. An even part of its own work stays with a rank, however late it comes.
+    """
+    count, total = len(attention), sum(attention)
+    begin = []
+    for rank, (own, late) in enumerate(zip(attention, linear, strict=True)):
+        others = [when for other, when in enumerate(linear) if other != rank and attention[other]]
+        begin.append(max(late, min(others, default=0.0) - own))
+    low, high = min(begin), max(begin) + total
+    for _ in range(60):
+        level = (low + high) / 2
+        shares = [
+            max(level - when, own / count) for when, own in zip(begin, attention, strict=True)
+        ]
+        low, high = (low, level) if sum(shares) > total else (level, high)
+    return max(when + share for when, share in zip(begin, shares, strict=True))
+
+
+def ideal(work: list[list[list[float]]], cores: int) -> float:
+    """Seconds of a step whose ticks share their attention as well as can be, from the work of
+    [stage][micro-batch].
+    """
+    seconds = 0.0
+    for tick in order_ticks(len(work), len(work[0])):
+        linear, attention = (
+            [
+                0.0 if at is None else work[stage][at][2 * tick.backward + kind]
+                for stage, at in enumerate(tick.micro_batches)
+            ]
+            for kind in (0, 1)
+        )
+        seconds += max(
+            shared_seconds(attention, linear), *linear, (sum(linear) + sum(attention)) / cores
+        )
+    return seconds
+
+
+def classic(work: list[list[list[float]]]) -> float:
+    """Seconds of a step of 1F1B, from the work of [stage][micro-batch], with a core for every
+    stage.
+    """
+    stages, count = len(work), len(work[0])
+    orders = []
+    for stage in range(stages):
+        ahead = min(count, stages - stage)
+        pairs = [(way, at + ahead * (1 - way)) for at in range(count) for way in (1, 0)]
+        orders.append(
+            [(0, at) for at in range(ahead)] + [(way, at) for way, at in pairs if at < count]
+        )
+    done: dict[tuple[int, int, int], float] = {}
+    free = [0.0] * stages
+    while any(orders):
+        for stage, order in enumerate(orders):
+            while order:
+                way, at = order[0]
+                source = stage + (1 if way else -1)
+                if 0 <= source < stages and (way, source, at) not in done:
+                    break
+                start = max(free[stage], done.get((way, source, at), 0.0))
+                free[stage] = done[way, stage, at] = start + sum(
+                    work[stage][at][2 * way : 2 * way + 2]
+                )
+                order.pop(0)
+    return max(free)
+
+
+class Predictions:
+    """What the simulator says of the same micro-batches, from rates that are measured in each
+    round.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.rates = PartRates(argparse.Namespace(**{**vars(arguments), "balance": True}))
+        self.here: list[list[float]] = []
+        self.messages: list[list[float]] = []
+
+    def measure(self) -> None:
+        found = np.array(of_all(self.rates.here()))
+        self.here.append(found.mean(axis=0).tolist())
+        if self.arguments.stages > 1:
+            self.messages.append(message_seconds(self.arguments.stages))
+
+    def predict(self, lengths: list[list[int]]) -> dict[str, float]:
+        one = self.arguments
+        hardware = machine_of(one, self.here, self.messages or [[1e-9, 2e-9, 3e-9]])
+        arranged = {
+            "stages": one.stages,
+            "micro_batches": one.micro_batches,
+            "ranks_per_node": one.stages,
+        }
+        setting = Setting(
+            model_shape(one, one.layers),
+            hardware,
+            one.stages,
+            one.tokens,
+            sharding="ddp",
+            **arranged,
+        )
+        documents: list[NDArray[np.int64]] = [np.array(row) for row in lengths]
+        alone, shared = (
+            STRATEGIES[name].candidates(setting, documents)[0].works for name in ("plain", "given")
+        )
+        parts = [[rank_seconds(setting, work) for work in works] for works in (alone, shared)]
+        classic_ = one_forward_one_backward(setting, alone, parts[0])
+        ours = classic_ if one.stages == 1 else same_phase(setting, shared, parts[1])
+        return {"1f1b": classic_.seconds, "shared": ours.seconds}
+
+
+class _ProcessorClock:
+    """In the place of the clock by which kernels are timed: theirs is the time that others on the
+    machine take away, too.
+    """
+
+    perf_counter = staticmethod(time.process_time)
+
+
+def run(rank: int, arguments: argparse.Namespace, folder: str, groups: Sequence[Path]) -> None:
+    torch.set_num_threads(1)
+    keep_memory()
+    meter.time = _ProcessorClock
+    store = dist.FileStore(str(Path(folder, "store")), arguments.stages)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=arguments.stages)
+    steps, modes = Steps(arguments, rank), ("1f1b", "shared")
+    seconds: dict[str, dict[str, list[float]]] = {
+        lengths: {mode: [] for mode in modes} for lengths in steps.batches
+    }
+    paths = {
+        lengths: {name: list[float]() for name in ("1f1b", "shared", "ideal")}
+        for lengths in steps.batches
+    }
+    ideals: dict[str, list[float]] = {lengths: [] for lengths in steps.batches}
+    cores, share, predictions = (
+        min(arguments.stages, os.cpu_count() or 1),
+        1.0,
+        Predictions(arguments),
+    )
+    if groups:
+        join(groups[rank])
+        dist.barrier()
+        cores, share = arguments.stages, statistics.mean(of_all(used()))
+    for mode in ("1f1b", *["shared"] * WARM_UP):  # the first steps pay for buffers and connections
+        steps.step("long tail", mode)
+    for round_ in tqdm(range(arguments.rounds), desc="rounds", file=sys.stderr, disable=rank > 0):
+        for lengths in steps.batches:
+            for mode in modes[:: 1 if round_ % 2 == 0 else -1]:
+                taken, events, work = steps.step(lengths, mode)
+                seconds[lengths][mode].append(taken * share)
+                if mode == "shared":
+                    paths[lengths]["shared"].append(replay(of_all(events)))
+                else:
+                    every = of_all(work)
+                    ideals[lengths].append(ideal(every, cores))
+                    paths[lengths]["1f1b"].append(classic(every))
+                    paths[lengths]["ideal"].append(ideal(every, arguments.stages))
+        predictions.measure()
+    if rank == 0:
+        result = {**summary(arguments, seconds, ideals, paths, predictions), "core_share": share}
+        Path(folder, "result.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def of_all(own: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+def gained(row: dict[str, float]) -> float:
+    most = row["1f1b"] - row["ideal"]
+    return (row["1f1b"] - row["shared"]) / most if most > 0 else 0.0
+
+
+def summary(
+    arguments: argparse.Namespace,
+    seconds: dict[str, dict[str, list[float]]],
+    ideals: dict[str, list[float]],
+    paths: dict[str, dict[str, list[float]]],
+    predictions: Predictions,
+) -> Any:
+    rows, path_rows, predicted = {}, {}, {}
+    for lengths, modes in seconds.items():
+        row = {mode: statistics.median(taken) for mode, taken in modes.items()}
+        row["ideal"] = statistics.median(ideals[lengths])
+        row["gained"] = gained(row)
+        row["ratio"] = statistics.median(
+            a / b for a, b in zip(modes["shared"], modes["1f1b"], strict=True)
+        )
+        rows[lengths] = row
+        path = {name: min(taken) for name, taken in paths[lengths].items()}
+        path_rows[lengths] = {
+            **path,
+            "gained": gained(path),
+            "ratio": path["shared"] / path["1f1b"],
+        }
+        said = predictions.predict(lengths_of(arguments)[lengths])
+        predicted[lengths] = {
+            **said,
+            "ratio": said["shared"] / said["1f1b"],
+            "errors": {
+                name: {mode: said[mode] / measured[mode] - 1 for mode in said}
+                for name, measured in (("critical_path", path), ("seconds", row))
+            },
+        }
+    names = ("stages", "micro_batches", "tokens", "layers", "heads", "rounds")
+    return {
+        "machine": describe(),
+        "run": {name: getattr(arguments, name) for name in names},
+        "seconds": rows,
+        "critical_path": path_rows,
+        "predicted": predicted,
+        "each": {"seconds": seconds, "critical_path": paths},
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    stages, rounds = (result["run"][name] for name in ("stages", "rounds"))
+    names = {"1f1b": "1F1B", "shared": "shared", "ideal": "ideal"}
+    of_a_core = (
+        f" with {result['core_share']:.3f} of a core each, times that"
+        if result["core_share"] < 1
+        else ""
+    )
+    titles = {
+        "seconds": f"seconds of a step, {stages} stages{of_a_core}, medians of {rounds} rounds",
+        "critical_path": (
+            f"processor seconds along the critical path, {stages} stages, least of {rounds} rounds"
+        ),
+    }
+    for key, title in titles.items():
+        table = Table(title=title)
+        rows = result[key]
+        shown = [name for name in names if name in next(iter(rows.values()))]
+        for name in (
+            "documents",
+            *(names[name] for name in shown),
+            "gained of what is to be gained",
+            "shared / 1F1B",
+        ):
+            table.add_column(name, justify="left" if name == "documents" else "right")
+        for lengths, row in rows.items():
+            table.add_row(
+                lengths,
+                *(f"{row[name]:.2f}" for name in shown),
+                f"{row['gained']:.0%}",
+                f"{row['ratio']:.2f}",
+            )
+        Console(width=130).print(table)
+    table = Table(
+        title=(
+            "predicted by hf_distca.simulate, seconds of a step; error against the critical path,"
+            " and the clock"
+        )
+    )
+    for name in ("documents", "1F1B", "error", "shared", "error", "shared / 1F1B"):
+        table.add_column(name, justify="left" if name == "documents" else "right")
+    for lengths, row in result["predicted"].items():
+        path, clock = row["errors"]["critical_path"], row["errors"]["seconds"]
+        cells = [
+            cell
+            for mode in ("1f1b", "shared")
+            for cell in (f"{row[mode]:.2f}", f"{path[mode]:+.0%}, {clock[mode]:+.0%}")
+        ]
+        table.add_row(lengths, *cells, f"{row['ratio']:.2f}")
+    Console(width=130).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--stages", type=int, default=2, help="processes, one a stage (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, default=8, help="of a step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=24576, help="of a micro-batch (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=4,
+        help="decoder layers of the whole model (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--heads", type=int, default=2, help="query heads of 64; half as many key/value heads"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="turns of each mode (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--core-share",
+        type=float,
+        default=1.0,
+        help="of a core, for each stage (default: all of it)",
+    )
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    if (
+        arguments.tokens < 64
+        or arguments.layers < arguments.stages
+        or min(arguments.stages, arguments.rounds) < 1
+    ):
+        parser.error("give at least 64 tokens, one round, one stage and a layer for each stage")
+    if not 0.01 <= arguments.core_share <= 1:
+        parser.error(
+            f"--core-share is {arguments.core_share}: give a part of a core, from 0.01 to 1"
+        )
+    slower = arguments.core_share < 1
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        core_shares(arguments.stages * slower, arguments.core_share) as groups,
+    ):
+        mp.spawn(run, (arguments, folder, groups), nprocs=arguments.stages)
+        put_out(json.loads(Path(folder, "result.json").read_text()), arguments.json, show)
+
+
+if __name__ == "__main__":
+    main()
