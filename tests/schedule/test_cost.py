@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -231,6 +232,9 @@ def test_json_keeps_a_model(model: CostModel) -> None:
         lambda data: data.update(exchange_bytes_per_second="fast"),
         lambda data: data.update(tile=0),
         lambda data: data.update(speed=3),
+        lambda data: data["forward"].update(flops_per_second=math.nan),
+        lambda data: data["backward"].update(call_seconds=math.nan),
+        lambda data: data.update(peer_seconds=math.nan),
     ],
 )
 def test_json_that_is_no_model(change: Callable[[dict[str, Any]], object]) -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -86,7 +86,11 @@ class AttentionShape:
     element_bytes: int
 
     def __post_init__(self) -> None:
-        if min(astuple(self)) < 1 or self.query_heads % self.key_value_heads:
+        if (
+            min(self.query_heads, self.key_value_heads) < 1
+            or min(self.head_dim, self.value_head_dim, self.element_bytes) < 1
+            or self.query_heads % self.key_value_heads
+        ):
             raise ConfigError(
                 f"{self}: all must be >= 1 and query_heads a multiple of key_value_heads."
             )
@@ -192,7 +196,7 @@ class KernelCost:
                 0 <= seconds <= MAX_SECONDS
                 for seconds in (cost.task_seconds, cost.call_seconds, cost.least_seconds)
             )
-            and min(cost.bytes_per_second, cost.flops_per_second) >= MIN_RATE
+            and all(rate >= MIN_RATE for rate in (cost.bytes_per_second, cost.flops_per_second))
             and 0 < cost.row_passes < math.inf
         ):
             raise ValueError(
@@ -364,7 +368,11 @@ class CostModel:
                 model.peer_seconds,
                 model.tile,
             )
-            if not (min(numbers) >= 0 and model.exchange_bytes_per_second > 0 and model.tile >= 1):
+            if not (
+                all(number >= 0 for number in numbers)
+                and model.exchange_bytes_per_second > 0
+                and model.tile >= 1
+            ):
                 raise ValueError(
                     f"exchange and tile are {numbers}: a rate must be positive, a tile at least 1"
                 )
