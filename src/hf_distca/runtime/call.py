@@ -172,7 +172,7 @@ class Call:
         self.route, self.group, self.server, self.stored = route, group, server, stored
         recomputed = None if stored is None else stored.take()
         self.recomputed_outputs = None if recomputed is None else Outputs(*recomputed)
-        self.backward = False
+        self.backward, self._has_rows = False, True
         self._stashed: tuple[Operands | Outputs | Saved | Grads, Pending | None] | None = None
         # Of relays: gradients of received queries; those of the key pool, wide enough for sums, and
         # the dtypes they travel in.
@@ -195,6 +195,7 @@ class Call:
         """Begin on a rank that runs tasks of others only, with `make_empty_operands` of the
         layer.
         """
+        self._has_rows = False
         self.begin(make_empty_saved(operands) if self.backward else operands)
 
     def serve(self) -> None:
@@ -204,7 +205,7 @@ class Call:
         self._enter_phase("serve")
         home = split_head_groups(tokens, self.route.groups)
         dispatch = self.forward_keys(home, dispatch)
-        results = self.run_local(tokens) if len(tokens.q_THD) else make_empty_results(home)
+        results = self.run_local(tokens) if self._has_rows else make_empty_results(home)
         self._stashed = self.run_waves(home, results, dispatch)
 
     def finish(self, kind: type[Results]) -> Results:
