@@ -53,6 +53,15 @@ ARROWS = {
         "schedule",
         "run_report.rows",
     },
+    "observe": {
+        "agreement.documents",
+        "borrowed",
+        "integration.callback",
+        "integration.callers",
+        "integration.processes",
+        "runtime.meter",
+        "schedule",
+    },
     "pipeline": {"borrowed", "integration", "agreement", "runtime", "kernels", "schedule"},
     "plugins": {"integration"},
     "doctor": {"integration", "kernels", "model_shape", "runtime"},
@@ -76,7 +85,7 @@ ARROWS = {
         "doctor",
         "pool",
     },
-    "run": {"late_imports", "integration", "cli", "pool"},
+    "run": {"late_imports", "integration", "observe", "cli", "pool"},
 }
 FREE_OF = {
     "schedule": {"torch", "transformers", "accelerate"},

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hf_distca.integration.place_rows import place_rows
     from hf_distca.integration.reports import metrics, trace
     from hf_distca.integration.share_tokens import share_tokens
+    from hf_distca.observe.imbalance_callback import ImbalanceCallback
 
     __version__: str
 
@@ -33,6 +34,7 @@ __all__ = [
     "DistCADesyncError",
     "DistCAError",
     "DistCATrainerMixin",
+    "ImbalanceCallback",
     "PackingCollator",
     "UnsupportedError",
     "__version__",
@@ -62,6 +64,7 @@ _MODULES = {
     "integration.reports": ("metrics", "trace"),
     "integration.configure": ("balancing", "configure"),
     "integration.share_tokens": ("share_tokens",),
+    "observe.imbalance_callback": ("ImbalanceCallback",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

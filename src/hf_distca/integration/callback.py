@@ -297,7 +297,7 @@ class DistCACallback(TrainerCallback):
             put_before_reporters(self, trainer.callback_handler.callbacks)
 
 
-def put_before_reporters(callback: DistCACallback, callbacks: list[TrainerCallback]) -> None:
+def put_before_reporters(callback: TrainerCallback, callbacks: list[TrainerCallback]) -> None:
     """Put a callback right behind the one that decides which steps log: behind reporters it would
     change logs too late.
     """
