@@ -134,7 +134,8 @@ def _totals(
     folder: RunFolder, rows: Sequence[StepsRow]
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Return the figures of the whole run, and those of each row."""
-    tallies = [BalanceTotals(**{name: float(row.tally[name]) for name in _TALLY}) for row in rows]  # type: ignore[arg-type]
+    figures = [{name: float(row.tally.get(name, 0.0)) for name in _TALLY} for row in rows]
+    tallies = [BalanceTotals(**tally) for tally in figures]  # type: ignore[arg-type]
     whole, began = sum(tallies, BalanceTotals()), folder.rows_of(RunRow)[0].step
     shares = [trace.share for trace in folder.traces if trace.share is not None]
     total = {
@@ -228,6 +229,11 @@ def _verdict(total: dict[str, float]) -> str:
         f"A step took {total['step_seconds']:.3g} s, of which rank 0 spent"
         f" {total['server_time_share']:.0%} in attention."
     )
+    if (in_order := total.get("imbalance_estimated_in_order")) is not None:
+        text += (
+            f" Documents are dealt: in their order, the slowest rank had {in_order:.2f} times"
+            " the mean attention seconds, by estimate."
+        )
     kind = "measured" if "imbalance_measured_before" in total else "estimated"
     before, even, after = (
         total.get(f"imbalance_{name}", 1.0)
