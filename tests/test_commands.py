@@ -43,6 +43,7 @@ SMALL = {
     "python benchmarks/host_time.py": (
         f"--ranks 8 --tokens 4096 --repeats 1 --documents 2 --before {ROOT} --json out.json"
     ),
+    "python benchmarks/observe.py": "--tokens 128 --layers 1 --heads 2 --rounds 1 --json out.json",
     "python benchmarks/memory.py": "--tokens 512 --heads 2 --ranks 2 --rounds 1 --json out.json",
     "python benchmarks/peak_memory.py": "--cases 0 --json out.json",
     "python benchmarks/scheduler.py --placements benchmarks/placements": (
@@ -126,6 +127,7 @@ IN_TURN = {
         " benchmarks/placements/long_tail_8_ranks.json"
     ),
     "python benchmarks/memory.py",
+    "python benchmarks/observe.py",
     "python benchmarks/host_time.py",
     "python benchmarks/deal.py --placements benchmarks/placements",
     "python benchmarks/levels.py --placements benchmarks/placements",

@@ -289,7 +289,7 @@ def test_work_and_plans_of_documents() -> None:
     ("ranks", "said"),
     [
         ((FACTS, FACTS._replace(seconds=3.0)), "by hardware: for equal work rank 1 takes 1.20 x"),
-        ((FACTS, FACTS._replace(computed=ROWS)), "too few had kernels to compare"),
+        ((FACTS, FACTS._replace(computed=ROWS)), "too few had equal kernels on all ranks"),
     ],
 )
 def test_a_slow_rank_is_explained(ranks: tuple[BatchFacts, ...], said: str) -> None:

@@ -155,7 +155,7 @@ class Findings:
             slow = ", ".join(f"rank {n} takes {hardware[n]:.2f} x" for n in list(hardware)[:8])
             return f"{text}; by hardware: for equal work {slow} as long as the median rank"
         if self.comparable < _FEWEST:
-            return f"{text}; too few had kernels to compare, to tell data from hardware"
+            return f"{text}; too few had equal kernels on all ranks, to tell data from hardware"
         if count <= expected + 3 * math.sqrt(expected):
             text = f"no rank in particular; most often {text}"
         return f"{text}; by data: for equal work no rank takes longer than others"
