@@ -35,6 +35,7 @@ from hf_distca.observe.watch import (
     stop_watch,
 )
 from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.profiles import Profile
 from pages import ROOT, words_of
 from ranks import RankPool
 from recorded import recorded
@@ -312,6 +313,20 @@ def test_ranks_that_are_slow_in_turns_are_alike() -> None:
     said = "\n".join(found.describe("flash"))
     assert "no rank in particular; most often rank 1, in 10 of 19" in said
     assert "balance" not in said, "documents are even"
+
+
+def test_rates_are_those_of_the_gpu() -> None:
+    """The profile that distca begins with there, if one is shipped."""
+    card = {"device": "NVIDIA H100 80GB HBM3", "attention": "flash_attention_3"}
+    work = find([FACTS._replace(**card)], None, plans=False).work
+    cost = Profile.load("h100_flash_attn_3").make_cost_model(AttentionShape(32, 8, 128, 128, 2))
+    assert work.tolist() == pytest.approx([2 * float(cost.estimate_seconds(4096, 4096).sum())])
+
+
+def test_rank_without_tokens_is_no_reason_to_fail() -> None:
+    nothing = FACTS._replace(lengths=[], seconds=0.0)
+    figures = add_up(FACTS._replace(lengths=[1]), nothing).compute_figures()
+    assert figures["distca/observed_documents"] == 2.0
 
 
 def test_masked_rows_are_named() -> None:

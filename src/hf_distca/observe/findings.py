@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray
 from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.profiles import Profile
 from hf_distca.schedule.ranks import Ranks
 
 __all__ = ["Findings", "find"]
@@ -170,7 +172,7 @@ def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> F
         plans: whether to plan it, too.
     """
     first, ranks = facts[0], len(facts)
-    cost = CostModel.analytic(AttentionShape(*first.shape), device_type=first.device)
+    cost = _make_cost(AttentionShape(*first.shape), first.device, first.attention)
     layers = [(replace(cost, window=window), count) for window, count in first.layers]
     work = _sum_work(layers, [fact.lengths for fact in facts])
     computed = _sum_work(
@@ -198,7 +200,7 @@ def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> F
         float(np.mean([fact.elapsed for fact in facts])),
         sum(sum(fact.lengths) for fact in facts),
     )
-    if not plans or ranks == 1 or not work.any():
+    if not plans or ranks == 1 or findings.tokens < ranks:
         return findings
     began = time.perf_counter()
     given, dealt = _plan(layers, [fact.lengths for fact in facts], per_node)
@@ -210,6 +212,18 @@ def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> F
         dealt=dealt,
         planning=time.perf_counter() - began,
     )
+
+
+@cache
+def _make_cost(shape: AttentionShape, device: str, attention: str) -> CostModel:
+    """Make the cost model that distca begins with: the profile of the GPU and a flash kernel, if
+    one is shipped, or else built-in figures.
+    """
+    kernel = attention.replace("attention", "attn") if "flash" in attention else "cuda"
+    profile = Profile.find_gpu_profile(device, kernel)
+    if profile is not None:
+        return Profile.load(profile).make_cost_model(shape)
+    return CostModel.analytic(shape, device_type=device)
 
 
 def _sum_work(layers: Sequence[tuple[CostModel, int]], lengths: list[list[int]]) -> FloatArray:

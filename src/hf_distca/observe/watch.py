@@ -23,20 +23,11 @@ from hf_distca.agreement.documents import TokenBatch
 from hf_distca.errors import DistCAError
 from hf_distca.runtime.meter import Mark, mark_now
 
-__all__ = [
-    "DOCUMENTS",
-    "MASKED_ROWS",
-    "ROWS",
-    "BatchFacts",
-    "Watch",
-    "start_watch",
-    "stop_watch",
-]
+__all__ = ["DOCUMENTS", "MASKED_ROWS", "ROWS", "BatchFacts", "Watch", "start_watch", "stop_watch"]
 
 # Parts of a batch that a kernel computes: each document; each row; each row, and what the mask
 # hides.
 DOCUMENTS, ROWS, MASKED_ROWS = range(3)
-_MOST_BATCHES = 4096  # that wait to be taken; older ones are dropped
 
 
 class BatchFacts(NamedTuple):
@@ -50,7 +41,7 @@ class BatchFacts(NamedTuple):
         seconds: in attention, forward and backward.
         elapsed: seconds until the next micro-batch began, or until now.
         shape: fields of the `AttentionShape`.
-        device: type of the device.
+        device: "cpu", or the name of the GPU.
         attention: name of the attention implementation.
         unread: reason why documents are not known; "" where they are.
     """
@@ -119,7 +110,8 @@ class _WatchedBatch:
             self.seconds,
             (self.ended or time.perf_counter()) - self.began,
             self.shape,
-            *self.call[:2],
+            torch.cuda.get_device_name() if self.call[0] == "cuda" else self.call[0],
+            self.call[1],
             unread,
         )
 
@@ -138,9 +130,9 @@ class Watch:
         unattended: number of forwards that were taken without any call of attention.
     """
 
-    def __init__(self, on_batch: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_batch: Callable[[], None]) -> None:
         self.on_batch, self.unattended = on_batch, 0
-        self._batches: deque[_WatchedBatch] = deque(maxlen=_MOST_BATCHES)
+        self._batches: deque[_WatchedBatch] = deque()
         self._open: _WatchedBatch | None = None
 
     def __len__(self) -> int:
