@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ import hf_distca
 import scripts
 from checkpointed import ARGUMENT, checkpoint_layers
 from hf_distca.cli import app
+from hf_distca.observe import observer
 from hf_distca.observe.findings import Findings, find
 from hf_distca.observe.watch import (
     DOCUMENTS,
@@ -116,6 +118,26 @@ def test_other_ways_to_train_have_the_same_figure(
     assert found[0][2][0]["distca/observed_documents"] == pytest.approx(
         expected[0][2][0]["distca/observed_documents"]
     )
+
+
+def watch_alone(rank: int) -> list[str]:
+    """What rank 0 says if only it has the meter."""
+    said: list[str] = []
+    if rank == 0:
+        with patch.object(observer, "_PATIENCE", 0.1), patch.object(observer, "say", said.append):
+            meter, model = observer.Observer(), tiny_llama("sdpa")
+            for _ in range(3):
+                model(tokens(1, 8)).logits.sum().backward()
+                meter.gather()
+            meter.end()
+    return said
+
+
+def test_rank_that_does_not_come_is_named(rank_pool: Callable[[int], RankPool]) -> None:
+    """It is waited for once."""
+    said, nothing = rank_pool(2)(watch_alone)
+    assert nothing == []
+    assert "missing   facts of ranks [1]" in said[0]
 
 
 LOOP = """

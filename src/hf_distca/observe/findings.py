@@ -49,9 +49,8 @@ class Findings:
         slowest_work, slowest_measured: of the slowest rank of each micro-batch.
         elapsed: of a mean rank.
         tokens: of all ranks.
-        planned: number of micro-batches with plans.
-        planned_mean, given, dealt: work of the mean rank, and of the slowest one with its messages,
-            in those.
+        planned_mean, given, dealt: of micro-batches that were planned, work of the mean rank, and
+            of the slowest one with its messages.
         planning: seconds of planning.
     """
 
@@ -68,7 +67,6 @@ class Findings:
     slowest_measured: float = 0.0
     elapsed: float = 0.0
     tokens: int = 0
-    planned: int = 0
     planned_mean: float = 0.0
     given: float = 0.0
     dealt: float = 0.0
@@ -206,7 +204,6 @@ def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> F
     given, dealt = _plan(layers, [fact.lengths for fact in facts], per_node)
     return replace(
         findings,
-        planned=1,
         planned_mean=float(work.mean()),
         given=given,
         dealt=dealt,

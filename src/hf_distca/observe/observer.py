@@ -62,6 +62,8 @@ class Observer:
             if self._store is not None and not self._missing:
                 self._read_parts(self._store, part, time.monotonic() + _PATIENCE * wait)
                 self._missing = [rank for rank, n in enumerate(self._read) if wait and n <= part]
+        if self._missing:  # nothing more can be compared
+            stop_watch(self._watch)
         while all(self._queues):
             self._count([queue.popleft() for queue in self._queues])
 
@@ -75,7 +77,8 @@ class Observer:
         self.gather(end=True)
         stop_watch(self._watch)
         ranks, total = len(self._queues), self._total
-        if self._rank or not (total.batches or self._unread or self._watch.unattended):
+        seen = total.batches or self._unread or self._watch.unattended or self._missing
+        if self._rank or not seen:
             return
         lines = [
             f"distca watched {total.batches} micro-batches on {ranks} rank{'s' * (ranks > 1)}, and"
@@ -92,9 +95,7 @@ class Observer:
                 " watched"
             )
         if self._missing:
-            lines.append(
-                f"  missing   from some log on, facts of ranks {self._missing} did not come"
-            )
+            lines.append(f"  missing   facts of ranks {self._missing}: put the meter on them, too")
         say("\n".join(lines))
 
     def _follow(self) -> None:
