@@ -120,7 +120,7 @@ class Observer:
                 elif time.monotonic() > deadline:
                     break
                 else:
-                    time.sleep(0.001)
+                    time.sleep(0.005)
 
     def _count(self, facts: list[BatchFacts]) -> None:
         """Add a micro-batch to the findings, from the facts of all ranks."""

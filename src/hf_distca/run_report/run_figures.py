@@ -19,6 +19,7 @@ from hf_distca.schedule.plan import Plan
 __all__ = ["Figures", "PlanPiece", "PlanFigures", "collect"]
 
 _TALLY = [figure.name for figure in fields(BalanceTotals)]
+_LATER = {"estimated_in_order": 0.0, "dealt_mean": 0.0}  # older records do not have them
 _NO_TIMELINES = (
     "The share of messages that was hidden: it is read from timelines in which some travelled."
     " DistCACallback(trace_path=...) writes those of the third optimizer step; they have to lie in"
@@ -134,8 +135,8 @@ def _totals(
     folder: RunFolder, rows: Sequence[StepsRow]
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Return the figures of the whole run, and those of each row."""
-    figures = [{name: float(row.tally.get(name, 0.0)) for name in _TALLY} for row in rows]
-    tallies = [BalanceTotals(**tally) for tally in figures]  # type: ignore[arg-type]
+    known = [_LATER | row.tally for row in rows]
+    tallies = [BalanceTotals(**{name: float(row[name]) for name in _TALLY}) for row in known]  # type: ignore[arg-type]
     whole, began = sum(tallies, BalanceTotals()), folder.rows_of(RunRow)[0].step
     shares = [trace.share for trace in folder.traces if trace.share is not None]
     total = {
