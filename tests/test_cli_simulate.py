@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from hf_distca.cli import app
@@ -185,6 +187,39 @@ def test_rows_in_lines(tmp_path: Path) -> None:
         run("advise", "--lengths", tmp_path / "rows.json", *SMALL[:6]),
         "Rows, one a line, are read by advise and simulate, from a .jsonl",
     )
+
+
+def test_texts_are_counted_by_their_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In lines and in a saved data set, each of another word; the command of the page."""
+    datasets = pytest.importorskip("datasets")
+    words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = str(tmp_path / "model")
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    texts = ["a " * count for count in (10, 20, 30, 40)]
+    file = tmp_path / "documents.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    datasets.Dataset.from_dict({"story": texts}).save_to_disk(tmp_path / "saved")
+    for path, column in ((file, "input_ids"), (tmp_path / "saved", "story")):
+        source = open_documents(str(path), column, None, folder).source
+        assert source.startswith("4 lengths, mean 25, longest 40")
+    monkeypatch.chdir(tmp_path)
+    command = words_of("hf-distca advise --lengths documents.jsonl --tokenizer model --ranks 8")
+    result = run(*command[1:], "--tokens-per-rank", 50, "--batches", 1)
+    assert result.exit_code == 0, result.output
+    assert "documents.jsonl, 1 batch" in result.stdout
+    one_line(run(*command[1:4], "--tokenizer", "none", "--ranks", 8), "--tokenizer none: ")
+
+
+def test_advice_ends_in_the_lines_to_paste() -> None:
+    result = run("advise", "--lengths", "prolong", "--ranks", 16, "--batches", 1)
+    assert result.exit_code == 0, result.output
+    *_, dealing, command = result.stdout.rstrip().splitlines()
+    assert dealing == "  hf_distca.deal(trainer, tokens_per_rank=65536)"
+    assert "--tokens-per-rank 65536 accelerate launch train.py" in command
+    assert "per_device_train_batch_size x max_length" in result.stdout
 
 
 def test_of_a_saved_data_set_only_its_own_files_count(tmp_path: Path) -> None:

@@ -46,6 +46,9 @@ SMALL = {
     "python benchmarks/host/host_time.py": (
         f"--ranks 8 --tokens 4096 --repeats 1 --documents 2 --before {ROOT} --json out.json"
     ),
+    "python benchmarks/steps/observe.py": (
+        "--tokens 128 --layers 1 --heads 2 --rounds 1 --json out.json"
+    ),
     "python benchmarks/memory/call_memory.py": (
         "--tokens 512 --heads 2 --ranks 2 --rounds 1 --json out.json"
     ),
@@ -134,6 +137,7 @@ IN_TURN = {
         "python benchmarks/schedule/context_parallel.py --placement"
         " benchmarks/placements/long_tail_8_ranks.json"
     ),
+    "python benchmarks/steps/observe.py",
     "python benchmarks/memory/call_memory.py",
     "python benchmarks/host/host_time.py",
     "python benchmarks/schedule/deal.py --placements benchmarks/placements",

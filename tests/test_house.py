@@ -32,6 +32,7 @@ BOUNDS = {
     "integration": Bounds(parameters=16),
     "kernels": Bounds(parameters=5),
     "measure": Bounds(parameters=8),
+    "observe": Bounds(parameters=5),
     "pipeline": Bounds(parameters=6),
     "plugins": Bounds(parameters=2),
     "pool": Bounds(parameters=5),

@@ -53,6 +53,15 @@ ARROWS = {
         "schedule",
         "run_report.rows",
     },
+    "observe": {
+        "agreement.documents",
+        "borrowed",
+        "integration.callers",
+        "integration.processes",
+        "integration.training.callback",
+        "runtime.meter",
+        "schedule",
+    },
     "pipeline": {"borrowed", "integration", "agreement", "runtime", "kernels", "schedule"},
     "plugins": {"integration"},
     "doctor": {"integration", "kernels", "model_shape", "runtime"},
@@ -76,7 +85,7 @@ ARROWS = {
         "doctor",
         "pool",
     },
-    "run": {"late_imports", "integration", "cli", "pool"},
+    "run": {"late_imports", "integration", "observe", "cli", "pool"},
 }
 # Folders of `integration`, and the others that each may import besides files beside the folders.
 INNER_ARROWS = {

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hf_distca.integration.training.place_rows import place_rows
     from hf_distca.integration.training.reports import metrics, trace
     from hf_distca.integration.training.share_tokens import share_tokens
+    from hf_distca.observe.imbalance_callback import ImbalanceCallback
 
     __version__: str
 
@@ -33,6 +34,7 @@ __all__ = [
     "DistCADesyncError",
     "DistCAError",
     "DistCATrainerMixin",
+    "ImbalanceCallback",
     "PackingCollator",
     "UnsupportedError",
     "__version__",
@@ -62,6 +64,7 @@ _MODULES = {
     "integration.training.reports": ("metrics", "trace"),
     "integration.current_session": ("balancing", "configure"),
     "integration.training.share_tokens": ("share_tokens",),
+    "observe.imbalance_callback": ("ImbalanceCallback",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca import ConfigError
-from hf_distca.data.global_batches import BatchPieces, GlobalBatches
+from hf_distca.data.global_batches import BatchPieces, FillRule, GlobalBatches
 from hf_distca.errors import LayoutError
 
 LENGTHS = st.lists(st.integers(0, 90), min_size=1, max_size=40).filter(any)
@@ -150,6 +150,21 @@ def test_whole_documents_are_packed_tightly() -> None:
     lengths = np.minimum(np.random.default_rng(0).lognormal(6, 1.3, 20_000).astype(int) + 1, 32768)
     batches = GlobalBatches(lengths, 32768, 0, "whole", quiet=True)
     assert len(batches) - 1 <= lengths.sum() / 32768 / 0.999
+
+
+@given(
+    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=20),
+    tokens=st.integers(1, 40),
+    fill=st.sampled_from(["cut", "whole"]),
+)
+def test_tokens_behind_a_cut_are_counted(lengths: list[int], tokens: int, fill: FillRule) -> None:
+    """Those of all pieces of an epoch that begin inside a document."""
+    if sum(lengths) < max(tokens, 1):
+        return
+    batches = GlobalBatches(lengths, tokens, fill=fill, quiet=True)
+    pieces = [batches.get_pieces(0, number) for number in range(len(batches))]
+    expected = sum(int(one.lengths[one.starts > 0].sum()) for one in pieces)
+    assert batches.count_cut_tokens() == expected
 
 
 def test_empty_documents_are_left_out() -> None:

@@ -11,8 +11,9 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from functools import cache, partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -179,6 +180,26 @@ def test_one_line_trains_as_one_process_does(
     assert rank_pool(2)(train, 2, "distca", name)[0] == pytest.approx(expected, rel=1e-5)
 
 
+def log_of_dealt(rank: int) -> tuple[list[dict[str, float]], str]:
+    hf_distca.configure(settings())
+    trainer = make(Trainer, "distca", rows(), {"max_steps": 2})
+    with redirect_stderr(StringIO()) as said:
+        hf_distca.deal(trainer, TOKENS // 2).train()
+    return trainer.state.log_history, said.getvalue()
+
+
+def test_logs_compare_with_the_order_not_taken(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
+    """By causal pairs, of which dealt documents leave ranks about equally many."""
+    logged, said = rank_pool(2)(log_of_dealt)[0]
+    for row in logged[:-1]:
+        in_order = row["distca/imbalance_estimated_in_order"]
+        assert in_order > 1.05 > row["distca/imbalance_estimated_before"]
+    assert "estimated, documents in order" in said
+    assert "with documents in their order, 1.0" in said
+
+
 def test_masks_and_packing_change_nothing_but_what_they_should() -> None:
     assert one_process("targets of masks") != pytest.approx(one_process("plain"), rel=1e-3)
     assert one_process("packed rows") == pytest.approx(one_process("targets of masks"), rel=1e-6)
@@ -187,7 +208,7 @@ def test_masks_and_packing_change_nothing_but_what_they_should() -> None:
 def test_what_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     trainer = make(Trainer, "distca", rows(), {"gradient_accumulation_steps": 2})
     hf_distca.deal(trainer, TOKENS)
-    said = [line for line in capfd.readouterr().err.splitlines() if "." in line][-3:]
+    said = [line for line in capfd.readouterr().err.splitlines() if "." in line][-5:]
     assert said == [
         (
             "distca deals 10 documents of 642 tokens, the longest of 200, to 1 rank with 96 tokens"
@@ -195,6 +216,14 @@ def test_what_is_said(capfd: pytest.CaptureFixture[str]) -> None:
         ),
         "An epoch has 6 global batches of 96 tokens, 2 in each optimizer step.",
         "Documents longer than a rank holds: 2. Longer than a global batch, and therefore cut: 2.",
+        (
+            "Attention of the slowest rank / mean, estimated: 1.00 with documents in their order,"
+            " 1.00 dealt."
+        ),
+        (
+            "Tokens that lose context by a cut: 45.8%. Optimizer steps of an epoch: 5 before,"
+            " 3 dealt."
+        ),
     ]
     assert (
         sum(

@@ -156,6 +156,21 @@ def test_timelines_outside_of_the_folder_are_not_read(tmp_path: Path) -> None:
     assert "timelines" in found.missing[0]
 
 
+def test_a_dealt_run_names_the_order_not_taken(tmp_path: Path) -> None:
+    row = steps_row(plan_row(1))
+    dealt = {**row.tally, "estimated_in_order": 3.2, "dealt_mean": 2.0}
+    shown = figures(write_record(tmp_path / "dealt", [RUN, replace(row, tally=dealt)]))
+    assert "in their order, the slowest rank had 1.60 times the mean attention" in shown.verdict
+    assert shown.total["imbalance_estimated_in_order"] == pytest.approx(1.6)
+
+
+def test_records_without_newer_figures_are_read(tmp_path: Path) -> None:
+    row = steps_row(plan_row(1))
+    older = {name: n for name, n in row.tally.items() if name not in ("dealt_mean",)}
+    shown = figures(write_record(tmp_path, [RUN, replace(row, tally=older)]))
+    assert "imbalance_estimated_in_order" not in shown.total
+
+
 def test_a_run_that_moves_nothing_says_so(tmp_path: Path) -> None:
     row = steps_row(plan_row(1))
     found = figures(write_record(tmp_path, [RUN, replace(row, tally={**row.tally, "moved": 0})]))

@@ -48,6 +48,8 @@ class BatchPlan:
         ranks: properties of the ranks, as estimated when it was used.
         meter: meter of this rank's work for it.
         figures: (ranks, 5) int64, `own_figures` as announced by each rank; -1 until they are known.
+        in_order: estimated imbalance if the documents of a share lay on ranks in their order; 0 for
+            others.
     """
 
     key: PlanKey
@@ -64,6 +66,7 @@ class BatchPlan:
     ranks: Ranks = UNIFORM_RANKS
     meter: Meter = field(default_factory=Meter)
     figures: IntArray = field(default_factory=lambda: np.full((1, FIGURE_COUNT), -1))
+    in_order: float = 0.0
 
     def start_use(self, number: int, cost: CostModel, ranks: Ranks, meter: Meter) -> None:
         """Begin the use of the plan by a micro-batch, and estimate its tasks by a cost model."""

@@ -29,6 +29,7 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.deal import deal, deal_in_order, deal_nano_batches
 from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.load import compute_imbalance
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 
@@ -105,6 +106,7 @@ class DealtShare:
         per_node: number of ranks of a node that it was dealt for; None if nodes were not told
             apart.
         loader_config: settings under which its loader plans.
+        in_order: estimated imbalance of attention if documents lay on ranks in their order.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class DealtShare:
         self.batch_id = batch_id
         self.rank = rank
         self.layouts = deal_settings.deal_layouts(lengths)
+        self.in_order = deal_settings.estimate_in_order(lengths)
         columns = (lengths,) if document_ids is None else (lengths, document_ids)
         numbers = [np.asarray(column, dtype=np.int64).tobytes() for column in columns]
         self.digest = int.from_bytes(hashlib.sha256(b"".join(numbers)).digest()[:7], "big")
@@ -146,6 +149,7 @@ class DealtShare:
             "digest": digest,
             "loader_config": config,
             "rank": -1,
+            "in_order": 1.0,
         }
         share.__dict__ |= {
             "per_node": None,
@@ -344,6 +348,19 @@ class DealSettings:
         if self.config.ping_pong:
             return deal_nano_batches(*arguments, **options)
         return (deal(*arguments, **options),)
+
+    def estimate_in_order(self, lengths: IntArray) -> float:
+        """Estimate the imbalance of attention over ranks if documents lay on them one after
+        another: the order that dealing does not take.
+        """
+        return self.estimate_imbalance(deal_in_order(lengths, self.ranks, self.tokens_per_rank))
+
+    def estimate_imbalance(self, layout: Layout) -> float:
+        """Estimate the imbalance of attention if each rank computes that of its own tokens."""
+        cost = next(iter(self.costs.values()))
+        seconds = cost.estimate_seconds(layout.length, layout.end)
+        by_rank = np.bincount(layout.rank, seconds, layout.world_size).astype(np.float64)
+        return compute_imbalance(by_rank)
 
     def make_share(
         self,

@@ -46,6 +46,8 @@ class BalanceTotals:
         all_seconds: measured seconds of all ranks together.
         between_bytes: bytes sent to other nodes by the rank that sent most there.
         node_layers: number of layers of ranks on several nodes.
+        estimated_in_order, dealt_mean: of dealt documents, estimated seconds of the slowest rank if
+            they lay on ranks in their order, and of the mean rank.
     """
 
     micro_batches: int = 0
@@ -69,6 +71,8 @@ class BalanceTotals:
     all_seconds: float = 0.0
     between_bytes: float = 0.0
     node_layers: int = 0
+    estimated_in_order: float = 0.0
+    dealt_mean: float = 0.0
 
     def __add__(self, other: BalanceTotals) -> BalanceTotals:
         return BalanceTotals(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -81,6 +85,10 @@ class BalanceTotals:
         figures: dict[str, float] = {}
         if self.mean_tokens > 0:
             figures["distca/imbalance_tokens"] = self.largest_tokens / self.mean_tokens
+        if self.dealt_mean > 0:
+            figures["distca/imbalance_estimated_in_order"] = (
+                self.estimated_in_order / self.dealt_mean
+            )
         for kind, mean in (("estimated", self.estimated_mean), ("measured", self.measured_mean)):
             for side in ("before", "after") if mean > 0 else ():
                 figures[f"distca/imbalance_{kind}_{side}"] = getattr(self, f"{kind}_{side}") / mean
@@ -149,6 +157,8 @@ def _compute_totals(plan: BatchPlan) -> BalanceTotals:
         all_seconds=float(measured.sum()),
         between_bytes=float(plan.between_bytes.max()) * on_several_nodes,
         node_layers=layers * on_several_nodes,
+        estimated_in_order=plan.in_order * float(before.mean()),
+        dealt_mean=float(before.mean()) * (plan.in_order > 0),
     )
 
 

@@ -227,6 +227,7 @@ class Planner:
                 per_node,
                 group.holds,
                 share.pop_local_plan_count(),
+                in_order=share.in_order,
             )
             for (documents, key), plan, share in zip(requests, plans, shares, strict=True)
         ]

@@ -17,7 +17,8 @@ __all__ = ["open_documents", "read_lengths"]
 
 _TABLES = (".parquet", ".arrow")
 _LINES = (".jsonl", ".ndjson")
-_TOKENS, _LENGTH = "input_ids", "length"  # columns of rows in lines that are looked for
+# Columns that are looked for: the last one if there is a tokenizer.
+_TOKENS, _LENGTH, _TEXT = "input_ids", "length", "text"
 
 
 def read_lengths(path: Path) -> list[int]:
@@ -47,31 +48,44 @@ def read_lengths(path: Path) -> list[int]:
         raise LayoutError(f"{name}: {error}") from error
 
 
-def open_documents(text: str, column: str, longest: int | None) -> DocumentSource:
-    """Open documents of a file, of a data set's column, or of a distribution by name."""
+def open_documents(
+    text: str, column: str, longest: int | None, tokenizer: str | None = None
+) -> DocumentSource:
+    """Open documents of a file, of a data set's column, or of a distribution by name.
+
+    With a tokenizer, the column may hold text; it is ``text`` if it is not named.
+    """
     from hf_distca.simulate.document_lengths import distribution, from_list
 
     path = Path(text)
+    column = _TEXT if tokenizer is not None and column == _TOKENS else column
     tables = [path] if path.suffix in _TABLES else _list_tables(path) if path.is_dir() else []
     if text and (tables or path.is_dir()):
-        return from_list(_count_column(path, tables, column), f"{text}, column {column!r}", longest)
+        counts = _count_column(path, tables, column, tokenizer)
+        return from_list(counts, f"{text}, column {column!r}", longest)
     if path.suffix in _LINES:
-        return from_list(_count_rows(path, column), input_name(path), longest)
+        return from_list(_count_rows(path, column, tokenizer), input_name(path), longest)
     if text == "-" or (text and path.exists()) or path.suffix == ".json":
         return from_list(read_lengths(path), input_name(path), longest)
     return distribution(text, 131072 if longest is None else longest)
 
 
-def _count_rows(path: Path, column: str) -> list[int]:
-    """Count the tokens of each row of a file with one row a line: lists are counted, numbers are
-    lengths.
+def _count_texts(texts: list[str], tokenizer: str) -> list[int]:
+    from hf_distca.doctor.counting import count_tokens  # imports transformers, in seconds
+
+    return count_tokens(texts, tokenizer)
+
+
+def _count_rows(path: Path, column: str, tokenizer: str | None) -> list[int]:
+    """Count the tokens of each row of a file with one row a line: lists are counted, texts are
+    tokenized, numbers are lengths.
     """
     from hf_distca.errors import LayoutError
     from hf_distca.input_files import check_file
     from hf_distca.schedule.placement import require_whole_number
 
     check_file(path)
-    lengths = []
+    lengths, texts = list[int](), list[str]()
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -79,6 +93,9 @@ def _count_rows(path: Path, column: str) -> list[int]:
             try:
                 row = json.loads(line)
                 value = row[_LENGTH if column == _TOKENS and _TOKENS not in row else column]
+                if isinstance(value, str) and tokenizer is not None:
+                    texts.append(value)
+                    continue
                 lengths.append(
                     len(value) if isinstance(value, list) else require_whole_number(value)
                 )
@@ -91,11 +108,12 @@ def _count_rows(path: Path, column: str) -> list[int]:
                 raise LayoutError(
                     f"{path}, line {number}: a row must have"
                     f" {column!r}{f' or {_LENGTH!r}' * (column == _TOKENS)}, it has {has}. Name"
-                    " another one with --column. Of text, write the lengths to a file:"
-                    " json.dump([len(tokenizer(text).input_ids) for text in texts], file)."
+                    " another one with --column. Of text, name its tokenizer, too: --tokenizer."
                 ) from error
             except ValueError as error:
                 raise LayoutError(f"{path}, line {number}: {error}") from error
+    if texts and tokenizer is not None:
+        lengths += _count_texts(texts, tokenizer)
     return [length for length in lengths if length != 0]
 
 
@@ -117,9 +135,9 @@ def _list_tables(folder: Path) -> list[Path]:
         )
 
 
-def _count_column(path: Path, tables: list[Path], column: str) -> Any:
-    """Count the tokens of each document of parquet or Arrow files: lists are counted, numbers are
-    lengths.
+def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | None) -> Any:
+    """Count the tokens of each document of parquet or Arrow files: lists are counted, texts are
+    tokenized, numbers are lengths.
     """
     from hf_distca.errors import LayoutError, UnsupportedError
     from hf_distca.input_files import check_file
@@ -164,10 +182,12 @@ def _count_column(path: Path, tables: list[Path], column: str) -> Any:
             or pa.types.is_fixed_size_list(kind)
         ):
             values = pc.list_value_length(values)
+        elif tokenizer is not None and (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            values = pa.array(_count_texts(values.drop_null().to_pylist(), tokenizer))
         elif not pa.types.is_integer(kind):
             raise LayoutError(
                 f"column {column!r} of {file} holds {kind}: it must hold lists of tokens, or their"
-                " numbers."
+                " numbers; or text, with --tokenizer."
             )
         by_file.append(np.asarray(values.drop_null().to_numpy()).astype(np.int64))
     lengths = np.concatenate(by_file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from signal import SIGINT
@@ -11,13 +12,60 @@ from typing import Annotated, Literal
 import typer
 
 from hf_distca.cli.files import exit_with_error
+from hf_distca.cli.options import with_options
 
 __all__ = ["run"]
 
 _option = partial(typer.Option, show_default=False)
 
 
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of a run: a file of them, changes of it, and fields of `hf_distca.run.Options`."""
+
+    config: Annotated[
+        Path | None, _option(help="YAML or JSON file of settings and of these options.")
+    ] = None
+    changes: Annotated[
+        list[str] | None,
+        _option("--set", metavar="NAME=VALUE", help="A value that overrides the file."),
+    ] = None
+    attn_implementation: Annotated[
+        Literal["distca"] | None,
+        _option(help="Attention of models that are loaded without naming one."),
+    ] = None
+    instead_of: Annotated[
+        str | None, _option(metavar="NAME", help="Attention that distca stands in for.")
+    ] = None
+    tokens_per_rank: Annotated[
+        int | None, _option(min=1, help="Deal documents, so many tokens to each rank.")
+    ] = None
+    observe: Annotated[
+        bool | None,
+        _option("--observe", help="Measure the imbalance of attention, and change nothing."),
+    ] = None
+    servers: Annotated[
+        int | None, _option(min=1, help="Let so many processes of each node be attention servers.")
+    ] = None
+    server_address: Annotated[
+        list[str] | None,
+        _option(metavar="HOST:PORT", help="A server that `hf-distca serve` runs; may be repeated."),
+    ] = None
+    server_wait: Annotated[
+        float | None,
+        _option(min=1.0, help="Seconds that servers may take to come.", show_default="300"),
+    ] = None
+    spare_servers: Annotated[
+        bool | None, _option(help="Go on without a server that is told to end.")
+    ] = None
+    summary: Annotated[
+        bool | None, typer.Option(help="Print the balance at the end.", show_default="summary")
+    ] = None
+
+
+@with_options(RunOptions)
 def run(
+    options: RunOptions,
     script: Annotated[
         str, typer.Argument(help="A Python script, a command such as `trl`, or with -m a module.")
     ],
@@ -27,40 +75,6 @@ def run(
     module: Annotated[
         bool, _option("-m", "--module", help="SCRIPT is the name of a module, as for `python -m`.")
     ] = False,
-    config: Annotated[
-        Path | None, _option(help="YAML or JSON file of settings and of these options.")
-    ] = None,
-    changes: Annotated[
-        list[str] | None,
-        _option("--set", metavar="NAME=VALUE", help="A value that overrides the file."),
-    ] = None,
-    attn_implementation: Annotated[
-        Literal["distca"] | None,
-        _option(help="Attention of models that are loaded without naming one."),
-    ] = None,
-    instead_of: Annotated[
-        str | None, _option(metavar="NAME", help="Attention that distca stands in for.")
-    ] = None,
-    tokens_per_rank: Annotated[
-        int | None, _option(min=1, help="Deal documents, so many tokens to each rank.")
-    ] = None,
-    servers: Annotated[
-        int | None, _option(min=1, help="Let so many processes of each node be attention servers.")
-    ] = None,
-    server_address: Annotated[
-        list[str] | None,
-        _option(metavar="HOST:PORT", help="A server that `hf-distca serve` runs; may be repeated."),
-    ] = None,
-    server_wait: Annotated[
-        float | None,
-        _option(min=1.0, help="Seconds that servers may take to come.", show_default="300"),
-    ] = None,
-    spare_servers: Annotated[
-        bool | None, _option(help="Go on without a server that is told to end.")
-    ] = None,
-    summary: Annotated[
-        bool | None, typer.Option(help="Print the balance at the end.", show_default="summary")
-    ] = None,
 ) -> None:
     """Run a training script or command that does not import hf_distca, with "distca" registered.
 
@@ -72,17 +86,9 @@ def run(
     from hf_distca.errors import DistCAError
     from hf_distca.run import find_command, find_module, read_options, run_command, run_module
 
-    path, given = None, {"attn_implementation": attn_implementation, "instead_of": instead_of}
-    pool = {
-        "servers": servers,
-        "server_address": server_address,
-        "server_wait": server_wait,
-        "spare_servers": spare_servers,
-    }
+    path, given = None, asdict(options)
     try:
-        options = read_options(
-            config, changes or [], **given, **pool, tokens_per_rank=tokens_per_rank, summary=summary
-        )
+        run_options = read_options(given.pop("config"), given.pop("changes") or [], **given)
         if module:
             find_module(script)
         else:
@@ -91,9 +97,9 @@ def run(
         exit_with_error(str(error))
     try:
         if path is None:
-            run_module(script, arguments or [], options)
+            run_module(script, arguments or [], run_options)
         else:
-            run_command(path, arguments or [], options)
+            run_command(path, arguments or [], run_options)
     except (
         EOFError,
         KeyboardInterrupt,

@@ -89,6 +89,10 @@ class Scale:
     column: Annotated[
         str, typer.Option(help="Column of a data set that holds tokens, or their number.")
     ] = "input_ids"
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Tokenizer of a column of text, as from_pretrained takes it."),
+    ] = None
     max_length: Annotated[
         int | None, typer.Option(help="Documents are cut off at this length.")
     ] = None
@@ -145,7 +149,7 @@ class Scale:
             )
         setting, documents = (
             self.setting(),
-            open_documents(self.lengths, self.column, self.max_length),
+            open_documents(self.lengths, self.column, self.max_length, self.tokenizer),
         )
         total = max(self.batches, 0) * len(names)
         with tqdm(total=total, desc="predicting", unit=" steps", delay=1.0, leave=False) as bar:

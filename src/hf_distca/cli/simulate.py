@@ -40,6 +40,14 @@ _SHOWN = (
     "sharding",
     "checkpointing",
 )
+# How to choose them for a script that trains today.
+_ABOUT_TOKENS = (
+    "tokens_per_rank: of packed rows, per_device_train_batch_size x max_length of today, and steps"
+    " of an epoch, warm-up and learning rate stay as they are. Of padded rows, batch size x mean"
+    " length keeps them, too; batch size x max_length fills the memory of today: an epoch then has"
+    " fewer steps of more tokens each, so lower warmup_steps as the steps, and choose the learning"
+    " rate as for larger batches. hf_distca.deal prints the steps before and after."
+)
 
 
 @with_options(Scale)
@@ -121,10 +129,11 @@ def advise(
             typer.echo(json.dumps({"advice": asdict(advice), **everything}, indent=1))
             return
         typer.echo(fill(advice.text, _WIDTH) + "\n")
-        if advice.settings:
-            typer.echo("Settings")
-            typer.echo("".join(f"  {line}\n" for line in advice.settings))
         _show_predictions(setting, documents, predictions, scale.batches)
+        if any("tokens_per_rank" in line for line in advice.settings):
+            typer.echo("\n" + fill(_ABOUT_TOKENS, _WIDTH))
+        if advice.settings:
+            typer.echo("\nSettings\n" + "\n".join(f"  {line}" for line in advice.settings))
 
 
 def _advise_longest(scale: Scale, as_json: bool) -> None:

@@ -157,6 +157,17 @@ class GlobalBatches:
             return self._get_whole_pieces(int(order[number]))
         return self._get_cut_pieces(order, ends, number)
 
+    def count_cut_tokens(self) -> int:
+        """Count the tokens of the first epoch that see less of their document than they would if
+        it were whole, because it is cut before them.
+        """
+        if self._fills_whole:
+            return int(self._length[self._start > 0].sum())
+        ends = np.cumsum(self._length[self._shuffle(len(self._length), 0)])
+        starts = np.append(0, ends[:-1])
+        cuts = (starts // self.tokens + 1) * self.tokens  # the first one behind each start
+        return int(np.maximum(np.minimum(ends, self._count * self.tokens) - cuts, 0).sum())
+
     def _shuffle(self, count: int, stream: int) -> IntArray:
         if self.seed is None:
             return np.arange(count)

@@ -1,5 +1,5 @@
 """`count_model`: the weights and the attention of a model, counted where it is built without
-memory, on torch's meta device.
+memory, on torch's meta device. `count_tokens`: the tokens of texts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from hf_distca.doctor.model import read_config
 from hf_distca.errors import ConfigError, UnsupportedError
@@ -18,7 +18,7 @@ from hf_distca.integration.families import check_family
 from hf_distca.integration.layer_kinds import list_layer_keys
 from hf_distca.model_shape import ModelShape
 
-__all__ = ["count_model"]
+__all__ = ["count_model", "count_tokens"]
 
 _ACTIVE_EXPERTS = (
     "num_experts_per_tok",
@@ -46,6 +46,24 @@ def count_model(path: Path) -> ModelShape:
         return _count_model(str(path), config)
     except (ConfigError, UnsupportedError) as error:
         raise ConfigError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+
+
+def count_tokens(texts: list[str], tokenizer: str) -> list[int]:
+    """Count the tokens of each text.
+
+    Args:
+        texts: the texts.
+        tokenizer: a name or folder, as `AutoTokenizer.from_pretrained` takes it.
+
+    Raises:
+        ConfigError: if there is no such tokenizer.
+    """
+    try:
+        tokenize = AutoTokenizer.from_pretrained(tokenizer)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tokenizer {tokenizer}: {str(error).splitlines()[0]}") from error
+    blocks = (texts[first : first + 1024] for first in range(0, len(texts), 1024))
+    return [len(ids) for block in blocks for ids in tokenize(block, verbose=False)["input_ids"]]
 
 
 def _count_model(name: str, config: PreTrainedConfig) -> ModelShape:

@@ -9,7 +9,7 @@ own command lines, and packages of others call launchers in more ways than could
 folder is part of the installed package, so that a process that outlives the run finds only
 installed files there.
 
-May import `late_imports`, `integration`, `pool` and `cli`.
+May import `late_imports`, `integration`, `observe`, `pool` and `cli`.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Options(NamedTuple):
             does; None to leave them as they are.
         settings: fields of `DistCAConfig` and their values, for `hf_distca.configure`; None to
             leave that to the script.
+        observe: whether to measure the imbalance of attention and change nothing.
         collator: as for `hf_distca.deal`: ``"replace"`` to replace a collator of the script's own,
             too.
         servers: number of attention servers on each node: the last processes that a launcher starts
@@ -70,6 +71,7 @@ class Options(NamedTuple):
     instead_of: str | None = None
     tokens_per_rank: int | None = None
     settings: Mapping[str, Any] | None = None
+    observe: bool = False
     collator: Literal["check", "replace"] = "check"
     servers: int = 0
     server_address: Sequence[str] = ()
@@ -111,9 +113,11 @@ class Options(NamedTuple):
             raise ConfigError(f"attn_implementation={self.attn_implementation!r} must be 'distca'.")
         if self.collator not in ("check", "replace"):
             raise ConfigError(f"collator={self.collator!r} must be 'check' or 'replace'.")
-        for name in ("summary", "spare_servers"):
+        for name in ("summary", "spare_servers", "observe"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False.")
+        if self.observe:
+            self._check_only_observes()
         if self.instead_of is not None:
             from hf_distca.config import check_replaceable
 
@@ -127,6 +131,16 @@ class Options(NamedTuple):
 
             parse_address(address)
         return self
+
+    def _check_only_observes(self) -> None:
+        """Raise if an option would change what is observed."""
+        changing = ("attn_implementation", "instead_of", "tokens_per_rank", "settings", "servers")
+        given = [name for name in (*changing, "server_address") if getattr(self, name)]
+        if given:
+            raise ConfigError(
+                f"observe measures training as it is, and {', '.join(given)} would change it: give"
+                " one or the other."
+            )
 
 
 def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Options:
@@ -191,7 +205,9 @@ def begin(options: Options) -> None:
             "transformers.trainer",
             partial(_deal_before_training, options.tokens_per_rank, options.collator),
         )
-    if options.summary:
+    if options.observe:
+        when_models_load(_observe)
+    elif options.summary:
         import atexit
 
         atexit.register(_print_summary)
@@ -376,6 +392,22 @@ def _make_default() -> None:
     from hf_distca.integration.attention_names import make_distca_default
 
     make_distca_default()
+
+
+def _observe() -> None:
+    """Watch the loops of this process, and its Trainers by themselves."""
+    import atexit
+
+    from hf_distca.observe.observer import Observer
+
+    atexit.register(Observer().end)
+    when_imported("transformers.trainer", _observe_trainers)
+
+
+def _observe_trainers() -> None:
+    from hf_distca.observe.imbalance_callback import observe_trainers
+
+    observe_trainers()
 
 
 def _print_summary() -> None:

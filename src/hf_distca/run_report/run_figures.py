@@ -19,6 +19,7 @@ from hf_distca.schedule.plan import Plan
 __all__ = ["Figures", "PlanPiece", "PlanFigures", "collect"]
 
 _TALLY = [figure.name for figure in fields(BalanceTotals)]
+_LATER = {"estimated_in_order": 0.0, "dealt_mean": 0.0}  # older records do not have them
 _NO_TIMELINES = (
     "The share of messages that was hidden: it is read from timelines in which some travelled."
     " DistCACallback(trace_path=...) writes those of the third optimizer step; they have to lie in"
@@ -134,7 +135,8 @@ def _totals(
     folder: RunFolder, rows: Sequence[StepsRow]
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Return the figures of the whole run, and those of each row."""
-    tallies = [BalanceTotals(**{name: float(row.tally[name]) for name in _TALLY}) for row in rows]  # type: ignore[arg-type]
+    known = [_LATER | row.tally for row in rows]
+    tallies = [BalanceTotals(**{name: float(row[name]) for name in _TALLY}) for row in known]  # type: ignore[arg-type]
     whole, began = sum(tallies, BalanceTotals()), folder.rows_of(RunRow)[0].step
     shares = [trace.share for trace in folder.traces if trace.share is not None]
     total = {
@@ -228,6 +230,11 @@ def _verdict(total: dict[str, float]) -> str:
         f"A step took {total['step_seconds']:.3g} s, of which rank 0 spent"
         f" {total['server_time_share']:.0%} in attention."
     )
+    if (in_order := total.get("imbalance_estimated_in_order")) is not None:
+        text += (
+            f" Documents are dealt: in their order, the slowest rank had {in_order:.2f} times"
+            " the mean attention seconds, by estimate."
+        )
     kind = "measured" if "imbalance_measured_before" in total else "estimated"
     before, even, after = (
         total.get(f"imbalance_{name}", 1.0)

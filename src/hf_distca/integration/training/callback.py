@@ -322,7 +322,7 @@ def find_callback(callbacks: Iterable[TrainerCallback]) -> DistCACallback | None
     return next((callback for callback in callbacks if isinstance(callback, DistCACallback)), None)
 
 
-def insert_before_reporters(callback: DistCACallback, callbacks: list[TrainerCallback]) -> None:
+def insert_before_reporters(callback: TrainerCallback, callbacks: list[TrainerCallback]) -> None:
     """Put a callback right behind the one that decides which steps log: behind reporters it would
     change logs too late.
     """

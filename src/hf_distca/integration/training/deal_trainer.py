@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any, TypeVar, cast, get_args
 
+import numpy as np
 import torch
 from transformers import Trainer
 from transformers.integrations.deepspeed import propagate_args_to_deepspeed
@@ -30,10 +31,11 @@ from hf_distca.integration.processes import LOG, print_lines
 from hf_distca.integration.training.callback import DistCACallback, find_callback
 from hf_distca.integration.training.document_shares import document_shares
 from hf_distca.integration.training.targets import TargetCounts, sample_targets
-from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.layout import IntArray, Layout
 
 __all__ = ["deal", "deal_before_training"]
 
+_COMPARED_BATCHES = 4  # global batches of which orders are compared
 _PACKED_COLUMNS = {"seq_lengths", "position_ids"}  # columns that say which documents a row has
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
@@ -119,6 +121,7 @@ def deal(
         _deal_evaluation(trainer, partial(make, seed=None, fill="whole", longer=longer))
     targets = None if not facts else sample_targets(documents, len(facts["lengths"]))
     warn_of_row_order(trainer)
+    steps_before = _count_steps(trainer, rows)
     _replace_data(trainer, dataset)
     if trainer.is_world_process_zero():
         print_lines(
@@ -126,6 +129,8 @@ def deal(
                 shares, facts.get("lengths"), targets, args.gradient_accumulation_steps
             )
         )
+        if isinstance(shares, Shares):
+            print_lines(_compare_orders(shares, steps_before, _count_steps(trainer, dataset)))
         if facts:
             _warn_of_cut(int(facts["lengths"].max()), args)
     return trainer
@@ -246,8 +251,8 @@ def _describe_shares(
             f"distca deals a stream of documents to {ranks}.\n"
             f"Global batches have {dealing.tokens:,} tokens{accumulated}, and take documents as"
             " they come, which are not shuffled.\n"
-            "Documents are cut where a global batch is full; how many they are, and how long, is"
-            " not known."
+            "Documents are cut where a global batch is full. How many they are, and how long, is"
+            " not known: logs say what dealing gains, as distca/imbalance_estimated_in_order."
         )
     return (
         f"distca deals {len(lengths):,} documents of {lengths.sum():,} tokens, the longest of"
@@ -258,6 +263,38 @@ def _describe_shares(
         " Longer than a global batch, and therefore cut:"
         f" {(lengths > dealing.tokens).sum():,}."
     )
+
+
+def _compare_orders(shares: Shares, steps_before: int, steps: int) -> str:
+    """Compare dealt documents with their order, and with the batches that the Trainer had."""
+    dealing, batches = shares.deal_settings, shares.batches
+    orders = []
+    for number in range(min(len(batches), _COMPARED_BATCHES)):
+        lengths = batches.get_pieces(0, number).lengths
+        layouts = dealing.deal_layouts(lengths)
+        dealt = layouts[0] if len(layouts) == 1 else Layout.concatenate(*layouts)
+        orders.append([dealing.estimate_in_order(lengths), dealing.estimate_imbalance(dealt)])
+    in_order, even = np.mean(orders, axis=0)
+    cut = batches.count_cut_tokens() / (len(batches) * dealing.tokens)
+    return (
+        f"Attention of the slowest rank / mean, estimated: {in_order:.2f} with documents in their"
+        f" order, {even:.2f} dealt.\n"
+        f"Tokens that lose context by a cut: {cut:.1%}. Optimizer steps of an epoch:"
+        f" {steps_before:,} before, {steps:,} dealt."
+    )
+
+
+def _count_steps(trainer: Trainer, rows: Any) -> int:
+    """Count the optimizer steps of an epoch over rows in batches of the present size; 0 for a
+    stream.
+    """
+    args = trainer.args
+    if not hasattr(rows, "__len__"):
+        return 0
+    shared = getattr(getattr(trainer.accelerator, "parallelism_config", None), "tp_size", 1)
+    ranks: int = max(args.world_size // shared, 1)
+    batches: int = -(-len(rows) // (args.per_device_train_batch_size * ranks))
+    return -(-batches // args.gradient_accumulation_steps)
 
 
 def _warn_of_cut(longest: int, args: Any) -> None:

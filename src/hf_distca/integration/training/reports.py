@@ -138,6 +138,8 @@ def summarize_balance(totals: BalanceTotals, session: Session) -> str | None:
             lines.append(
                 f"    {kind:<32}{before:>8.3f}{figures[f'distca/imbalance_{kind}_after']:>8.3f}"
             )
+    if (in_order := figures.get("distca/imbalance_estimated_in_order")) is not None:
+        lines.append(f"    {'estimated, documents in order':<32}{in_order:>8.3f}")
     parts = {
         "exchanged": (
             f"{figures.get('distca/exchanged_mb_per_layer', 0.0):.3f} MB per layer and micro-batch"

@@ -1,0 +1,356 @@
+"""The meter without balancing: what it finds is what distca plans with, and training stays as it
+was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import (
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+from typer.testing import CliRunner
+
+import hf_distca
+import scripts
+from checkpointed import ARGUMENT, checkpoint_layers
+from hf_distca.cli import app
+from hf_distca.observe import observer
+from hf_distca.observe.findings import Findings, find
+from hf_distca.observe.watch import (
+    DOCUMENTS,
+    MASKED_ROWS,
+    ROWS,
+    BatchFacts,
+    start_watch,
+    stop_watch,
+)
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.profiles import Profile
+from pages import ROOT, words_of
+from ranks import RankPool
+from recorded import recorded
+from tiny_runs import COMMON, VOCABULARY, documents, losses, tiny_llama
+
+PACKED = ((1024,), (128,) * 8)
+STEPS = 4
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    """Packed rows; read in order, rank 0 has those with one long document."""
+    packed = []
+    for number in range(count):
+        lengths = PACKED[number % 2]
+        ids = [token for one in documents(*lengths, seed=number) for token in one]
+        positions = [place for length in lengths for place in range(length)]
+        packed.append({"input_ids": ids, "labels": ids, "position_ids": positions})
+    return packed
+
+
+def train(
+    rank: int, implementation: str, folder: str, changes: dict[str, Any]
+) -> tuple[list[float], list[str], list[dict[str, float]]]:
+    """Losses, collectives and logs of a Trainer with a callback of this attention."""
+    arguments = {**COMMON, "max_steps": STEPS, "bf16": False, "learning_rate": 1e-2}
+    config = hf_distca.DistCAConfig(measured_rates=False, cost_model="analytic")
+    callbacks: dict[str, list[TrainerCallback]] = {
+        "distca": [hf_distca.DistCACallback(config, record=False)],
+        "alone": [],
+    }
+    name = "sdpa" if implementation == "alone" else implementation
+    trainer = Trainer(
+        tiny_llama(name),
+        TrainingArguments(
+            folder, **{**arguments, "train_sampling_strategy": "sequential", **changes}
+        ),
+        data_collator=default_data_collator,
+        train_dataset=rows(2 * STEPS),
+        callbacks=callbacks.get(implementation, [hf_distca.ImbalanceCallback()]),
+    )
+    with recorded() as collectives:
+        trainer.train()
+    return losses(trainer), collectives, trainer.state.log_history
+
+
+def test_it_finds_what_distca_plans_with(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    """On the same batches within 2 %; without a collective, and with the same losses."""
+    alone, watched, balanced = (
+        rank_pool(2)(train, implementation, str(tmp_path), {})
+        for implementation in ("alone", "sdpa", "distca")
+    )
+    for rank in range(2):
+        assert watched[rank][:2] == alone[rank][:2], "losses to every digit, and collectives"
+    figures, expected = watched[0][2][:STEPS], balanced[0][2][:STEPS]
+    for found, planned in zip(figures, expected, strict=True):
+        before = planned["distca/imbalance_estimated_before"]
+        assert before > 1.2
+        assert found["distca/observed_documents"] == pytest.approx(before, rel=0.02)
+        assert found["distca/observed_measured"] >= 1
+        assert 0 < found["distca/observed_attention_share"] < 1
+    assert 1 <= figures[0]["distca/observed_dealt"] <= figures[0]["distca/observed_as_given"]
+    assert not any("observed" in name for name in watched[1][2][0]), "rank 0 alone knows all"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{ARGUMENT: True}, {"gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_other_ways_to_train_have_the_same_figure(
+    rank_pool: Callable[[int], RankPool],
+    tmp_path: Path,
+    implementation: str,
+    changes: dict[str, Any],
+) -> None:
+    found = rank_pool(2)(train, implementation, str(tmp_path), changes)
+    expected = rank_pool(2)(train, "sdpa", str(tmp_path), {})
+    assert found[0][2][0]["distca/observed_documents"] == pytest.approx(
+        expected[0][2][0]["distca/observed_documents"]
+    )
+
+
+def watch_alone(rank: int) -> list[str]:
+    """What rank 0 says if only it has the meter."""
+    said: list[str] = []
+    if rank == 0:
+        with patch.object(observer, "_PATIENCE", 0.1), patch.object(observer, "say", said.append):
+            meter, model = observer.Observer(), tiny_llama("sdpa")
+            for _ in range(3):
+                model(tokens(1, 8)).logits.sum().backward()
+                meter.gather()
+            meter.end()
+    return said
+
+
+def test_rank_that_does_not_come_is_named(rank_pool: Callable[[int], RankPool]) -> None:
+    """It is waited for once."""
+    said, nothing = rank_pool(2)(watch_alone)
+    assert nothing == []
+    assert "missing   facts of ranks [1]" in said[0]
+
+
+LOOP = """
+import os, sys
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.set_num_threads(1)
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+config = LlamaConfig(
+    hidden_size=32, intermediate_size=32, vocab_size=31, num_hidden_layers=1,
+    num_attention_heads=2, num_key_value_heads=2,
+)
+model = DistributedDataParallel(LlamaForCausalLM(config))
+ids = torch.ones((1, 512), dtype=torch.long)
+positions = torch.arange(512)[None] % (512 if rank else 64)
+for _ in range(6):
+    model(input_ids=ids, position_ids=positions).logits.sum().backward()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_loop_of_ones_own_is_watched_by_the_command(tmp_path: Path) -> None:
+    """Nothing of it is changed, no log is known, and the world has ended before the summary."""
+    (tmp_path / "loop.py").write_text(LOOP)
+    config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
+    launch = ["accelerate", "launch", "--config_file", config, "-m", "hf_distca.run"]
+    said = scripts.run([*launch, "--observe", "loop.py"], tmp_path)
+    assert "distca watched 6 micro-batches on 2 ranks, and changed nothing" in said
+    assert "measured, under sdpa" in said
+
+
+@pytest.mark.slow
+def test_a_trainer_is_watched_under_a_launcher(tmp_path: Path) -> None:
+    """The command of the pages, with a script that knows nothing of hf_distca."""
+    (tmp_path / "train.py").write_text(TRAINER)
+    command = words_of("hf-distca run --observe accelerate launch train.py")
+    config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
+    said = scripts.run([*command[:5], "--config_file", config, *command[5:]], tmp_path)
+    assert "'distca/observed_documents': '1." in said
+    assert "distca watched 3 micro-batches on 2 ranks" in said
+
+
+TRAINER = """
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+config = LlamaConfig(
+    hidden_size=32, intermediate_size=32, vocab_size=31, num_hidden_layers=1, num_attention_heads=2
+)
+rows = [{"input_ids": [1] * n, "labels": [1] * n} for n in (600, 300) * 3]
+arguments = TrainingArguments(
+    "out", max_steps=3, use_cpu=True, report_to="none", save_strategy="no", logging_steps=1,
+    per_device_train_batch_size=1, disable_tqdm=True, train_sampling_strategy="sequential",
+)
+Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows).train()
+"""
+
+
+@pytest.mark.parametrize(
+    "option", ["--tokens-per-rank=8", "--instead-of=sdpa", "--set=tolerance=0.1", "--servers=1"]
+)
+def test_what_would_change_training_is_refused(option: str) -> None:
+    refused = CliRunner().invoke(app, ["run", "--observe", option, "train.py"])
+    assert refused.exit_code == 2
+    assert "observe measures training as it is" in refused.output
+
+
+def watch(model: PreTrainedModel, *batches: dict[str, Any]) -> list[BatchFacts]:
+    """Facts of the forward and backward of each batch."""
+    watching = start_watch(lambda: None)
+    for batch in batches:
+        model(**batch, use_cache=False).logits.sum().backward()
+    facts = watching.take(end=True)
+    stop_watch(watching)
+    return facts
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.long)
+
+
+def test_padded_batches_count_real_lengths() -> None:
+    mask = torch.tensor([[1] * 40, [0] * 25 + [1] * 15])
+    (facts,) = watch(tiny_llama("sdpa"), {"input_ids": tokens(2, 40), "attention_mask": mask})
+    assert (facts.lengths, facts.rows, facts.row_length) == ([40, 15], 2, 40)
+    assert facts.shape == (4, 2, 16, 16, 4)
+    assert (facts.attention, facts.device, facts.unread) == ("sdpa", "cpu", "")
+    assert 0 < facts.seconds < facts.elapsed
+
+
+def test_documents_are_read_from_positions_or_bounds() -> None:
+    positions = torch.cat([torch.arange(24), torch.arange(8)])[None]
+    bounds = torch.tensor([0, 24, 32], dtype=torch.int32)
+    by_positions, by_bounds = watch(
+        tiny_llama("sdpa"),
+        {"input_ids": tokens(1, 32), "position_ids": positions},
+        {"input_ids": tokens(1, 32), "cu_seq_lens_q": bounds},
+    )
+    assert by_positions.lengths == by_bounds.lengths == [24, 8]
+
+
+def test_what_cannot_be_read_is_said() -> None:
+    falling = torch.tensor([[0, 1, 2, 5, 4, 5, 6, 7]])
+    cut = torch.arange(8, 16)[None]
+    facts = watch(
+        tiny_llama("sdpa"),
+        {"input_ids": tokens(1, 8), "position_ids": falling},
+        {"input_ids": tokens(1, 8), "position_ids": cut},
+    )
+    assert "falls from 5 to 4" in facts[0].unread
+    assert "begins at position 8" in facts[1].unread
+
+
+def test_what_trains_nothing_is_not_watched() -> None:
+    model, watching = tiny_llama("sdpa"), start_watch(lambda: None)
+    with torch.no_grad():
+        model(tokens(1, 8))
+    model.eval()(tokens(1, 8))
+    stop_watch(watching)
+    model.train()(tokens(1, 8))
+    assert watching.take() == []
+
+
+def test_windows_of_layers_are_known() -> None:
+    config = MistralConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=VOCABULARY,
+        sliding_window=16,
+    )
+    (facts,) = watch(MistralForCausalLM(config).train(), {"input_ids": tokens(1, 64)})
+    assert facts.layers == [(16, 2)]
+
+
+def test_checkpointing_counts_the_second_forward_in_seconds() -> None:
+    model = tiny_llama("sdpa")
+    checkpoint_layers(model, use_reentrant=False)
+    (facts,) = watch(model, {"input_ids": tokens(1, 32)})
+    assert facts.lengths == [32]
+    assert facts.layers == [(None, 4)], "two layers, twice"
+
+
+FACTS = BatchFacts(
+    [4096], 1, 4096, DOCUMENTS, [(None, 2)], 2.0, 10.0, (32, 8, 128, 128, 2), "cuda", "flash", ""
+)
+SHORT = FACTS._replace(lengths=[512] * 8, seconds=1.0)
+
+
+def add_up(*ranks: BatchFacts, count: int = 8) -> Findings:
+    return sum((find(ranks, None, plans=number == 0) for number in range(count)), Findings())
+
+
+def test_work_and_plans_of_documents() -> None:
+    found = add_up(FACTS, SHORT)
+    cost = CostModel.analytic(AttentionShape(32, 8, 128, 128, 2), device_type="cuda")
+    work = [float(cost.estimate_seconds(n, n).sum()) for n in ([4096], [512] * 8)]
+    figures = found.compute_figures()
+    assert figures["distca/observed_documents"] == pytest.approx(2 * work[0] / sum(work))
+    assert figures["distca/observed_measured"] == pytest.approx(4 / 3)
+    assert figures["distca/observed_attention_share"] == pytest.approx(0.15)
+    assert figures["distca/observed_slowest_rank"] == 0
+    assert figures["distca/observed_as_given"] < figures["distca/observed_documents"]
+    assert found.tokens == 8 * 8192
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ((FACTS, FACTS._replace(seconds=3.0)), "by hardware: for equal work rank 1 takes 1.20 x"),
+        ((FACTS, FACTS._replace(computed=ROWS)), "too few had equal kernels on all ranks"),
+    ],
+)
+def test_a_slow_rank_is_explained(ranks: tuple[BatchFacts, ...], said: str) -> None:
+    assert said in "\n".join(add_up(*ranks, count=20).describe("flash"))
+
+
+def test_data_make_a_rank_slow_where_work_and_seconds_agree() -> None:
+    cost = CostModel.analytic(AttentionShape(32, 8, 128, 128, 2), device_type="cuda")
+    seconds = [float(cost.estimate_seconds(n, n).sum()) * 1e3 for n in ([4096], [512] * 8)]
+    ranks = [fact._replace(seconds=s) for fact, s in zip((FACTS, SHORT), seconds, strict=True)]
+    said = "\n".join(add_up(*ranks, count=20).describe("flash_attention_2"))
+    assert "slowest   rank 0, in 20 of 20 micro-batches; by data" in said
+    assert "hf-distca run --instead-of flash_attention_2 ..." in said
+    assert "--tokens-per-rank 4096" in said
+
+
+def test_ranks_that_are_slow_in_turns_are_alike() -> None:
+    slow = FACTS._replace(seconds=2.1)
+    found = add_up(FACTS, slow, count=10) + add_up(slow, FACTS, count=9)
+    said = "\n".join(found.describe("flash"))
+    assert "no rank in particular; most often rank 1, in 10 of 19" in said
+    assert "balance" not in said, "documents are even"
+
+
+def test_rates_are_those_of_the_gpu() -> None:
+    """The profile that distca begins with there, if one is shipped."""
+    card = {"device": "NVIDIA H100 80GB HBM3", "attention": "flash_attention_3"}
+    work = find([FACTS._replace(**card)], None, plans=False).work
+    cost = Profile.load("h100_flash_attn_3").make_cost_model(AttentionShape(32, 8, 128, 128, 2))
+    assert work.tolist() == pytest.approx([2 * float(cost.estimate_seconds(4096, 4096).sum())])
+
+
+def test_rank_without_tokens_is_no_reason_to_fail() -> None:
+    nothing = FACTS._replace(lengths=[], seconds=0.0)
+    figures = add_up(FACTS._replace(lengths=[1]), nothing).compute_figures()
+    assert figures["distca/observed_documents"] == 2.0
+
+
+def test_masked_rows_are_named() -> None:
+    masked = [fact._replace(computed=MASKED_ROWS) for fact in (FACTS, SHORT)]
+    assert "its seconds do not follow documents" in "\n".join(add_up(*masked).describe("eager"))
