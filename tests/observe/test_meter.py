@@ -26,7 +26,7 @@ import hf_distca
 import scripts
 from checkpointed import ARGUMENT, checkpoint_layers
 from hf_distca.cli import app
-from hf_distca.observe import observer
+from hf_distca.observe import run_observer
 from hf_distca.observe.findings import Findings, find
 from hf_distca.observe.watch import (
     DOCUMENTS,
@@ -124,8 +124,11 @@ def watch_alone(rank: int) -> list[str]:
     """What rank 0 says if only it has the meter."""
     said: list[str] = []
     if rank == 0:
-        with patch.object(observer, "_PATIENCE", 0.1), patch.object(observer, "say", said.append):
-            meter, model = observer.Observer(), tiny_llama("sdpa")
+        with (
+            patch.object(run_observer, "_PATIENCE", 0.1),
+            patch.object(run_observer, "print_lines", said.append),
+        ):
+            meter, model = run_observer.Observer(), tiny_llama("sdpa")
             for _ in range(3):
                 model(tokens(1, 8)).logits.sum().backward()
                 meter.gather()

@@ -9,7 +9,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hf_distca.integration.callers import find_trainer
 from hf_distca.integration.training.callback import insert_before_reporters
-from hf_distca.observe.observer import Observer
+from hf_distca.observe.run_observer import Observer
 
 __all__ = ["ImbalanceCallback", "observe_trainers"]
 

@@ -398,7 +398,7 @@ def _observe() -> None:
     """Watch the loops of this process, and its Trainers by themselves."""
     import atexit
 
-    from hf_distca.observe.observer import Observer
+    from hf_distca.observe.run_observer import Observer
 
     atexit.register(Observer().end)
     when_imported("transformers.trainer", _observe_trainers)
