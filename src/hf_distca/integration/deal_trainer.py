@@ -19,12 +19,13 @@ from hf_distca.data.global_batches import FillRule, LongerRule
 from hf_distca.data.reading import read_document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
-from hf_distca.errors import ConfigError, UnsupportedError
+from hf_distca.errors import ConfigError
 from hf_distca.integration.callback import DistCACallback
 from hf_distca.integration.checks import check_dealing
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.dealt_trainers import shares_of
 from hf_distca.integration.document_shares import document_shares
+from hf_distca.integration.pairs import check_deals_documents
 from hf_distca.integration.processes import say
 from hf_distca.integration.replaced import Collators, check_collator, warn_of_order
 from hf_distca.integration.targets import Targets, sample_targets
@@ -83,7 +84,7 @@ def deal(
             remedy.
         LayoutError: if rows are not documents.
     """
-    _check_kind(trainer)
+    check_deals_documents(trainer)
     args, rows = trainer.args, trainer.train_dataset
     if rows is None or shares_of(rows) is not None:
         raise ConfigError(
@@ -153,21 +154,6 @@ def deal_before_training(tokens_per_rank: int, collator: Collators = "check") ->
         return train(trainer, *args, **kwargs)
 
     Trainer.train = deal_and_train  # type: ignore[method-assign, assignment]
-
-
-def _check_kind(trainer: Trainer) -> None:
-    """Raise for TRL's Trainers of other methods."""
-    of_trl = [
-        base.__name__
-        for base in type(trainer).__mro__
-        if base.__module__.partition(".")[0] == "trl"
-    ]
-    if of_trl and "SFTTrainer" not in of_trl:
-        raise UnsupportedError(
-            f"{of_trl[0]} trains on pairs, prompts or rewards rather than on documents, and only"
-            " documents can be dealt. Train it without hf_distca.deal or --tokens-per-rank:"
-            ' attn_implementation="distca" balances its batches as they are.'
-        )
 
 
 def _callback_of(trainer: Trainer, evaluation: bool) -> DistCACallback:

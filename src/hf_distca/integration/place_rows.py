@@ -33,6 +33,7 @@ from hf_distca.integration.callback import DistCACallback
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.dealt_trainers import shares_of
 from hf_distca.integration.families import known_cost, layer_counts
+from hf_distca.integration.pairs import ItemRules
 from hf_distca.integration.processes import say
 from hf_distca.runtime.members import node_number
 from hf_distca.schedule.cost import FloatArray
@@ -60,6 +61,10 @@ def place_rows(
     alone. Every step keeps its rows, every rank reads equally many in each micro-batch, and nothing
     waits for a later step. Epochs, seeds, resuming and the last, short step are as without it.
 
+    Pairs of TRL's `DPOTrainer` and `RewardTrainer` and completions of its `KTOTrainer` are placed
+    in the same way. The loss stays the same: losses that depend on which of them share a rank are
+    refused, and so are TRL's other Trainers, but for `SFTTrainer`.
+
     Call it on every rank, with the same arguments: between a Trainer and its ``train()``, or on a
     loader that accelerate has prepared. Ranks compare what they read. A rank alone keeps its order.
 
@@ -81,9 +86,9 @@ def place_rows(
 
     Raises:
         ConfigError: if an argument is out of its range, or ranks read different rows.
-        UnsupportedError: for data without a length, dealt documents, and loaders whose batches
-            cannot be placed, with what to set instead; for those of a Trainer before its first
-            step.
+        UnsupportedError: for data without a length, dealt documents, items of TRL whose loss would
+            change, and loaders whose batches cannot be placed, with what to set instead; for those
+            of a Trainer before its first step.
         LayoutError: if rows do not say how long they are.
     """
     if not isinstance(reader, Trainer):
@@ -112,8 +117,10 @@ def place_rows(
     config = next(
         (callback.config for callback in ours if callback.config), current_session().config
     )
-    work = _weigh(reader.train_dataset, reader.model, config, end_of_document)
-    placing = _Placing.agreed(work, reader.args.gradient_accumulation_steps, ranks_per_node, config)
+    items = ItemRules.read(reader)
+    steps = 1 if items and items.in_micro_batches else reader.args.gradient_accumulation_steps
+    work = _weigh(reader.train_dataset, reader.model, config, end_of_document, items)
+    placing = _Placing.agreed(work, steps, ranks_per_node, config)
 
     @wraps(make)
     def get_train_dataloader() -> Any:
@@ -138,7 +145,13 @@ def _steps_of_loop() -> int:
     return int(state.num_steps)
 
 
-def _weigh(rows: Any, model: Any, config: DistCAConfig, end_of_document: int | None) -> FloatArray:
+def _weigh(
+    rows: Any,
+    model: Any,
+    config: DistCAConfig,
+    end_of_document: int | None,
+    items: ItemRules | None = None,
+) -> FloatArray:
     """Seconds of attention of each row, in all layers; without a model, squares of its documents'
     lengths.
     """
@@ -151,8 +164,11 @@ def _weigh(rows: Any, model: Any, config: DistCAConfig, end_of_document: int | N
         raise UnsupportedError(
             "documents of this data set are dealt, which makes ranks even: leave place_rows out."
         )
-    lengths, row = find_row_documents(
-        rows, end_of_document, quiet=not PartialState().is_main_process
+    quiet = not PartialState().is_main_process
+    lengths, row = (
+        items.find_documents(rows, quiet=quiet)
+        if items
+        else find_row_documents(rows, end_of_document, quiet=quiet)
     )
     seconds = np.square(lengths.astype(np.float64))
     if model is not None:
