@@ -139,11 +139,11 @@ def _check_loss(trainer: Any, name: str) -> None:
     """Raise for losses that depend on the items that share a rank."""
     if trainer.args.per_device_train_batch_size == 1:
         return
-    found = sorted(_LOSSES_OF_RANKS & set(getattr(trainer, "loss_types", ())))
-    found += ["router_aux_loss_coef"] if getattr(trainer, "aux_loss_enabled", False) else []
-    if found:
+    losses = sorted(_LOSSES_OF_RANKS & set(getattr(trainer, "loss_types", ())))
+    losses += ["router_aux_loss_coef"] if getattr(trainer, "aux_loss_enabled", False) else []
+    if losses:
         raise UnsupportedError(
-            f"{name} with {' and '.join(found)} and per_device_train_batch_size="
+            f"{name} with {' and '.join(losses)} and per_device_train_batch_size="
             f"{trainer.args.per_device_train_batch_size} has a loss of the items that share a rank,"
             " not a mean over items, and place_rows puts others together. Set"
             f" per_device_train_batch_size=1, or leave place_rows out: {_AS_THEY_ARE}"
