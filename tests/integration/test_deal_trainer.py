@@ -532,26 +532,6 @@ def test_targets_are_those_of_the_collator_of_trl(name: str) -> None:
     assert sum(int((share["shift_labels"] != -100).sum()) for share in shares) == theirs
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
-def test_trl_trainers_of_other_methods_are_refused_by_name() -> None:
-    pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
-    from trl import DPOConfig, DPOTrainer
-
-    pairs = Dataset.from_dict({"prompt": ["2 3"] * 2, "chosen": ["4 5"] * 2, "rejected": ["6"] * 2})
-    args = DPOConfig(**{**COMMON, "output_dir": tempfile.mkdtemp(), "bf16": False})
-    trainer = DPOTrainer(
-        tiny_llama("distca"),
-        tiny_llama("sdpa"),
-        args=args,
-        train_dataset=pairs,
-        processing_class=tokenizer(),
-    )
-    with pytest.raises(
-        hf_distca.UnsupportedError, match="DPOTrainer trains on pairs, prompts or rewards"
-    ):
-        hf_distca.deal(trainer, TOKENS)
-
-
 SCRIPT = """
 import sys
 sys.path[:0] = {folders}

@@ -19,7 +19,7 @@ from hf_distca.data.global_batches import FillRule, LongerRule
 from hf_distca.data.reading import read_document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
-from hf_distca.errors import ConfigError, UnsupportedError
+from hf_distca.errors import ConfigError
 from hf_distca.integration.checks.reading_order import find_shares
 from hf_distca.integration.checks.replaced_parts import (
     CollatorRule,
@@ -30,6 +30,7 @@ from hf_distca.integration.checks.share_readers import check_dealing
 from hf_distca.integration.processes import LOG, print_lines
 from hf_distca.integration.training.callback import DistCACallback, find_callback
 from hf_distca.integration.training.document_shares import document_shares
+from hf_distca.integration.training.pairs import check_deals_documents
 from hf_distca.integration.training.targets import TargetCounts, sample_targets
 from hf_distca.schedule.layout import IntArray, Layout
 
@@ -86,7 +87,7 @@ def deal(
             remedy.
         LayoutError: if rows are not documents.
     """
-    _check_trainer_kind(trainer)
+    check_deals_documents(trainer)
     args, rows = trainer.args, trainer.train_dataset
     if rows is None or find_shares(rows) is not None:
         raise ConfigError(
@@ -161,21 +162,6 @@ def deal_before_training(tokens_per_rank: int, collator: CollatorRule = "check")
         return train(trainer, *args, **kwargs)
 
     Trainer.train = deal_and_train  # type: ignore[method-assign, assignment]
-
-
-def _check_trainer_kind(trainer: Trainer) -> None:
-    """Raise for TRL's Trainers of other methods."""
-    of_trl = [
-        base.__name__
-        for base in type(trainer).__mro__
-        if base.__module__.partition(".")[0] == "trl"
-    ]
-    if of_trl and "SFTTrainer" not in of_trl:
-        raise UnsupportedError(
-            f"{of_trl[0]} trains on pairs, prompts or rewards rather than on documents, and only"
-            " documents can be dealt. Train it without hf_distca.deal or --tokens-per-rank:"
-            ' attn_implementation="distca" balances its batches as they are.'
-        )
 
 
 def _apply_callback(trainer: Trainer, evaluation: bool) -> DistCAConfig:

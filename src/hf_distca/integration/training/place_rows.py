@@ -34,6 +34,7 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.integration.layer_kinds import count_layers, make_initial_cost
 from hf_distca.integration.processes import print_lines
 from hf_distca.integration.training.callback import find_callback
+from hf_distca.integration.training.pairs import ItemRules
 from hf_distca.runtime.members import node_number
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray
@@ -60,6 +61,10 @@ def place_rows(
     alone. Every step keeps its rows, every rank reads equally many in each micro-batch, and nothing
     waits for a later step. Epochs, seeds, resuming and the last, short step are as without it.
 
+    Pairs of TRL's `DPOTrainer` and `RewardTrainer` and completions of its `KTOTrainer` are placed
+    in the same way. The loss stays the same: losses that depend on which of them share a rank are
+    refused, and so are TRL's other Trainers, but for `SFTTrainer`.
+
     Call it on every rank, with the same arguments: between a Trainer and its ``train()``, or on a
     loader that accelerate has prepared. Ranks compare what they read. A rank alone keeps its order.
 
@@ -81,9 +86,9 @@ def place_rows(
 
     Raises:
         ConfigError: if an argument is out of its range, or ranks read different rows.
-        UnsupportedError: for data without a length, dealt documents, and loaders whose batches
-            cannot be placed, with what to set instead; for those of a Trainer before its first
-            step.
+        UnsupportedError: for data without a length, dealt documents, items of TRL whose loss would
+            change, and loaders whose batches cannot be placed, with what to set instead; for those
+            of a Trainer before its first step.
         LayoutError: if rows do not say how long they are.
     """
     if not isinstance(reader, Trainer):
@@ -104,10 +109,10 @@ def place_rows(
         )
     callback = find_callback(reader.callback_handler.callbacks)
     config = (callback and callback.config) or current_session().config
-    work = _weigh_rows(reader.train_dataset, reader.model, config, end_of_document)
-    placer = _RowPlacer.compare_rows(
-        work, reader.args.gradient_accumulation_steps, ranks_per_node, config
-    )
+    items = ItemRules.read(reader)
+    steps = 1 if items and items.in_micro_batches else reader.args.gradient_accumulation_steps
+    work = _weigh_rows(reader.train_dataset, reader.model, config, end_of_document, items)
+    placer = _RowPlacer.compare_rows(work, steps, ranks_per_node, config)
 
     @wraps(make)
     def get_train_dataloader() -> Any:
@@ -133,7 +138,11 @@ def _read_accumulation() -> int:
 
 
 def _weigh_rows(
-    rows: Any, model: Any, config: DistCAConfig, end_of_document: int | None
+    rows: Any,
+    model: Any,
+    config: DistCAConfig,
+    end_of_document: int | None,
+    items: ItemRules | None = None,
 ) -> FloatArray:
     """Estimate the seconds of attention of each row, in all layers; without a model, return the
     squares of its documents' lengths.
@@ -147,8 +156,11 @@ def _weigh_rows(
         raise UnsupportedError(
             "documents of this data set are dealt, which makes ranks even: leave place_rows out."
         )
-    lengths, row = find_row_documents(
-        rows, end_of_document, quiet=not PartialState().is_main_process
+    quiet = not PartialState().is_main_process
+    lengths, row = (
+        items.find_documents(rows, quiet=quiet)
+        if items
+        else find_row_documents(rows, end_of_document, quiet=quiet)
     )
     seconds = np.square(lengths.astype(np.float64))
     if model is not None:

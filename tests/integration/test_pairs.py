@@ -1,0 +1,295 @@
+"""TRL's Trainers of pairs, completions and groups: balanced as they are, and placed whole on
+ranks.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+from datasets import Dataset, disable_progress_bars
+from hf_distca.integration.training.pairs import ItemRules
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast, Trainer
+
+import hf_distca
+from hf_distca.integration.current_session import current_session
+from ranks import RankPool
+from tiny_runs import COMMON, VOCABULARY, documents, losses, settings, tiny_llama
+
+pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
+
+# Tokens of a prompt and of two answers. Read in order, rank 0 gets the two long ones of each step.
+LENGTHS = [(30, 70, 40), (20, 60, 50), (4, 6, 3), (2, 5, 8)] * 4
+RANKS = 2
+
+
+class Run(NamedTuple):
+    """Training on one rank: losses and gradient norms, first tokens of the items of each
+    micro-batch, and bytes that attention sent to other ranks.
+    """
+
+    losses: list[float]
+    read: list[list[int]]
+    sent: int
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({f"{word:02}": word for word in range(VOCABULARY)}, "00"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="00", eos_token="01")
+
+
+def rows(kind: str) -> Dataset:
+    """Texts of items; the first token of each is its number and 2."""
+    texts = [
+        ["".join(f"{token:02} " for token in ids) for ids in documents(*lengths, seed=number)]
+        for number, lengths in enumerate(LENGTHS)
+    ]
+    prompts = [f"{number + 2:02}{prompt[2:]}" for number, (prompt, _, _) in enumerate(texts)]
+    columns: dict[str, list[Any]] = {"prompt": prompts}
+    if kind == "KTO":
+        columns["completion"] = [chosen for _, chosen, _ in texts]
+        columns["label"] = [number % 3 > 0 for number in range(len(texts))]
+    elif kind != "GRPO":
+        columns["chosen"] = [chosen for _, chosen, _ in texts]
+        columns["rejected"] = [rejected for _, _, rejected in texts]
+    return Dataset.from_dict(columns)
+
+
+def reward(completions: list[str], **given: Any) -> list[float]:
+    return [float(len(set(text.split()))) for text in completions]
+
+
+def model_of(kind: str, implementation: str, seed: int = 0) -> Any:
+    if kind == "Reward":
+        config = tiny_llama(implementation, seed=seed).config
+        config.num_labels = 1
+        return LlamaForSequenceClassification(config).train()
+    return tiny_llama(implementation, seed=seed)
+
+
+def make(kind: str, implementation: str, **changes: Any) -> Trainer:
+    """A Trainer of TRL that notes what it reads."""
+    import trl
+
+    disable_progress_bars()
+    hf_distca.configure(settings())
+    base: Any = getattr(trl, f"{kind}Trainer")
+
+    class Noting(base):  # type: ignore[misc]
+        read: list[list[int]]
+
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if kind != "GRPO":
+                ids = inputs["input_ids"]
+                self.read.append(ids[: len(ids) // (1 if kind == "KTO" else 2), 0].tolist())
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    arguments = {
+        **COMMON,
+        "bf16": False,
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": 2,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-2,
+        "gradient_checkpointing": False,
+        "train_sampling_strategy": "sequential",
+        **changes,
+    }
+    parts: dict[str, Any] = {
+        "args": getattr(trl, f"{kind}Config")(**arguments),
+        "train_dataset": rows(kind),
+        "processing_class": tokenizer(),
+    }
+    if kind in ("DPO", "KTO"):
+        parts["ref_model"] = model_of(kind, implementation, seed=1)
+    if kind == "GRPO":
+        parts["reward_funcs"] = reward
+    trainer: Any = Noting(model_of(kind, implementation), **parts)
+    trainer.read = []
+    return trainer  # type: ignore[no-any-return]
+
+
+def train(rank: int, kind: str, implementation: str, placed: bool, changes: dict[str, Any]) -> Run:
+    trainer: Any = make(kind, implementation, **changes)
+    if placed:
+        assert hf_distca.place_rows(trainer, ranks_per_node=1) is trainer
+    trainer.train()
+    return Run(losses(trainer), trainer.read, current_session().meter.sent_bytes)
+
+
+# Of `GRPOConfig`: rank 0 gets both groups of long prompts.
+GROUPS = {"num_generations": 2, "max_completion_length": 8, "shuffle_dataset": False}
+GROUPS |= {"train_sampling_strategy": "random", "per_device_train_batch_size": 4}
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO", "Reward", "GRPO"])
+def test_batches_are_balanced_as_they_are(rank_pool: Callable[[int], RankPool], kind: str) -> None:
+    changes = GROUPS if kind == "GRPO" else {}
+    plain, ours = (
+        rank_pool(RANKS)(train, kind, name, False, changes) for name in ("sdpa", "distca")
+    )
+    for before, after in zip(plain, ours, strict=True):
+        assert after.losses == pytest.approx(before.losses, rel=1e-5, abs=1e-6)
+        assert after.read == before.read
+        assert max(after.losses) > 0.01  # GRPO's losses are 0, and its gradients are not
+    assert max(run.sent for run in ours) > 0 == max(run.sent for run in plain)
+
+
+def work_of(items: list[int]) -> int:
+    """Causal pairs of some of DPO's pairs, about."""
+    lengths = [LENGTHS[item - 2] for item in items]
+    return sum((prompt + chosen) ** 2 + (prompt + other) ** 2 for prompt, chosen, other in lengths)
+
+
+def steps_of(read: list[list[int]], accumulation: int) -> list[list[int]]:
+    """Items of each step, in order of their numbers."""
+    return [
+        sorted(item for batch in read[first : first + accumulation] for item in batch)
+        for first in range(0, len(read), accumulation)
+    ]
+
+
+ACCUMULATED = {"gradient_accumulation_steps": 2, "train_sampling_strategy": "random"}
+IN_STEPS = {
+    "DPO": ("DPO", ACCUMULATED),
+    "KTO": ("KTO", {}),
+    "Reward": ("Reward", ACCUMULATED | {"center_rewards_coefficient": 0.1}),
+    "DPO, a pair a rank": (
+        "DPO",
+        ACCUMULATED
+        | {
+            "loss_type": ["aot", "sft"],
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 4,
+        },
+    ),
+    "KTO, accumulated": ("KTO", {"gradient_accumulation_steps": 2}),
+    "KTO without KL": ("KTO", ACCUMULATED | {"loss_type": "apo_zero_unpaired"}),
+}
+DEFAULT = {"DPO", "KTO"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [each if each in DEFAULT else pytest.param(each, marks=pytest.mark.slow) for each in IN_STEPS],
+)
+def test_placed_items_have_the_loss_of_one_process(
+    rank_pool: Callable[[int], RankPool], name: str
+) -> None:
+    kind, changes = IN_STEPS[name]
+    alone, read = train_alone(kind, changes)
+    ranks = rank_pool(RANKS)(train, kind, "distca", True, changes)
+    for run in ranks:
+        assert run.losses == pytest.approx(alone, rel=1e-5, abs=1e-6)
+    together = [first + second for first, second in zip(*(run.read for run in ranks), strict=True)]
+    # KL is of a micro-batch.
+    within = 1 if name.startswith("KTO, acc") else changes.get("gradient_accumulation_steps", 1)
+    assert steps_of(together, within) == steps_of(read, within)
+    placed = sum(max(work_of(run.read[number]) for run in ranks) for number in range(len(together)))
+    half = len(read[0]) // RANKS
+    given = sum(max(work_of(batch[:half]), work_of(batch[half:])) for batch in read)
+    assert placed < 0.8 * given
+
+
+def train_alone(kind: str, changes: dict[str, Any]) -> tuple[list[float], list[list[int]]]:
+    """Train on one process under transformers' own attention: losses, and items of micro-batches
+    of all ranks.
+
+    With one item in each batch, losses within a batch are those of that item.
+    """
+    size, steps = (
+        changes.get(name, default)
+        for name, default in (
+            ("per_device_train_batch_size", 2),
+            ("gradient_accumulation_steps", 1),
+        )
+    )
+    more = (
+        {"gradient_accumulation_steps": RANKS * steps}
+        if size == 1
+        else {"per_device_train_batch_size": RANKS * size}
+    )
+    trainer: Any = make(kind, "sdpa", **changes | more)
+    if kind == "KTO":  # which takes the other answers, for KL, out of the batch of a rank
+        trainer.train_dataset = make(kind, "sdpa", **changes).train_dataset
+    trainer.train()
+    items = [item for batch in trainer.read for item in batch]
+    return losses(trainer), [
+        items[first : first + RANKS * size] for first in range(0, len(items), RANKS * size)
+    ]
+
+
+Call = Callable[[Any], Any]
+REFUSED: dict[str, tuple[str, dict[str, Any], Call, str]] = {
+    f"{kind} dealt": (
+        kind,
+        GROUPS if kind == "GRPO" else {},
+        partial(hf_distca.deal, tokens_per_rank=64),
+        said,
+    )
+    for kind, said in {
+        "DPO": r"DPOTrainer trains on pairs, .* Call hf_distca.place_rows\(trainer\) instead",
+        "KTO": r"KTOTrainer trains on completions, .* hf_distca.place_rows\(trainer\) instead",
+        "Reward": r"RewardTrainer trains on pairs, .* hf_distca.place_rows\(trainer\) instead",
+        "GRPO": "GRPOTrainer trains on groups of .* Train without hf_distca.deal or --tokens-per-",
+    }.items()
+} | {
+    "GRPO placed": (
+        "GRPO",
+        GROUPS,
+        hf_distca.place_rows,
+        "GRPOTrainer trains on groups of completions that are written in the step: .* Train"
+        ' without hf_distca.place_rows: attn_implementation="distca" balances its batches',
+    ),
+    "DPO, a loss of a rank": (
+        "DPO",
+        {"loss_type": ["sigmoid", "sft"]},
+        hf_distca.place_rows,
+        "DPOTrainer with sft and per_device_train_batch_size=2 has a loss .* Set"
+        " per_device_train_batch_size=1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_exact_is_refused(name: str) -> None:
+    kind, changes, call, said = REFUSED[name]
+    with pytest.raises(hf_distca.UnsupportedError, match=said):
+        call(make(kind, "distca", **changes))
+
+
+def test_other_trainers_of_trl_are_refused_by_name() -> None:
+    other = type("OtherTrainer", (Trainer,), {"__module__": "trl.experimental.other"})
+    with pytest.raises(
+        hf_distca.UnsupportedError,
+        match="OtherTrainer trains on items that hf_distca does not know",
+    ):
+        hf_distca.deal(other.__new__(other), 64)
+
+
+def test_rows_that_are_not_tokenized_are_refused() -> None:
+    trainer = make("DPO", "distca")
+    trainer.train_dataset = rows("DPO")
+    with pytest.raises(
+        hf_distca.UnsupportedError, match="rows have the columns prompt, chosen, rejected"
+    ):
+        hf_distca.place_rows(trainer)
+
+
+def test_items_are_weighed_as_their_collator_cuts_them() -> None:
+    """Cut to 8 tokens, nearly all weigh the same."""
+    weighed = []
+    for limit in (None, 8):
+        items = ItemRules.read(trainer := make("DPO", "distca", max_length=limit))
+        assert items is not None
+        lengths, numbers = items.find_documents(trainer.train_dataset, quiet=True)
+        weighed.append(lengths.max())
+        assert numbers.tolist() == [*range(len(trainer.train_dataset))] * 2
+    assert weighed == [101, 8]  # with the token that ends a document
