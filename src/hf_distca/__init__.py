@@ -12,6 +12,7 @@ from hf_distca.late_imports import when_models_load
 
 if TYPE_CHECKING:
     from hf_distca import pipeline
+    from hf_distca.agreement.documents import PackedDocuments
     from hf_distca.config import DistCAConfig
     from hf_distca.data.collator import PackingCollator
     from hf_distca.integration.callback import DistCACallback
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from hf_distca.integration.deal_trainer import deal
     from hf_distca.integration.document_shares import document_shares
     from hf_distca.integration.loading import prepare
-    from hf_distca.integration.mixin import DistCATrainerMixin
+    from hf_distca.integration.mixin import DistCATrainerMixin, plan_ahead
     from hf_distca.integration.place_rows import place_rows
-    from hf_distca.integration.reports import metrics, trace
+    from hf_distca.integration.reports import Metrics, metrics, trace
     from hf_distca.integration.share_tokens import share_tokens
 
     __version__: str
@@ -33,6 +34,8 @@ __all__ = [
     "DistCADesyncError",
     "DistCAError",
     "DistCATrainerMixin",
+    "Metrics",
+    "PackedDocuments",
     "PackingCollator",
     "UnsupportedError",
     "__version__",
@@ -43,6 +46,7 @@ __all__ = [
     "metrics",
     "pipeline",
     "place_rows",
+    "plan_ahead",
     "prepare",
     "share_tokens",
     "trace",
@@ -51,15 +55,16 @@ __all__ = [
 # Where names come from when they are first used. Together they take seconds to import, most of it
 # torch and transformers.
 _MODULES = {
+    "agreement.documents": ("PackedDocuments",),
     "config": ("DistCAConfig",),
     "data.collator": ("PackingCollator",),
     "integration.callback": ("DistCACallback",),
     "integration.deal_trainer": ("deal",),
     "integration.document_shares": ("document_shares",),
     "integration.loading": ("prepare",),
-    "integration.mixin": ("DistCATrainerMixin",),
+    "integration.mixin": ("DistCATrainerMixin", "plan_ahead"),
     "integration.place_rows": ("place_rows",),
-    "integration.reports": ("metrics", "trace"),
+    "integration.reports": ("Metrics", "metrics", "trace"),
     "integration.configure": ("balancing", "configure"),
     "integration.share_tokens": ("share_tokens",),
 }

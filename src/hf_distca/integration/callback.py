@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +29,6 @@ from hf_distca.integration.reports import (
     Metrics,
     metrics_of,
     sum_up,
-    trace,
     why_given_up,
     why_nothing_moved,
 )
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["DistCACallback", "put_before_reporters"]
 
 _log = logging.getLogger("hf_distca")
-_TRACED_STEP = 3  # the first ones make buffers and caches
 _ENOUGH = 20  # micro-batches in which nothing was moved, to say so
 
 
@@ -65,9 +62,6 @@ class DistCACallback(TrainerCallback):
     Args:
         config: settings, used from when the Trainer is made. Left out, they are those of
             `hf_distca.configure`, or the defaults; never those of another callback.
-        trace_path: folder into which each rank writes a timeline of the third optimizer step, as
-            `hf_distca.trace` does. The page of ``hf-distca report`` reads those in
-            ``args.output_dir``.
         group: the ranks that share core attention, as for `hf_distca.configure`; by default the
             group given there.
         summary: whether rank 0 prints the balance of the whole run after training.
@@ -80,19 +74,17 @@ class DistCACallback(TrainerCallback):
     def __init__(
         self,
         config: DistCAConfig | None = None,
-        trace_path: str | Path | None = None,
         *,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         summary: bool = True,
         record: bool | Literal["all"] = True,
     ) -> None:
-        self.config, self.trace_path, self.group, self.summary = config, trace_path, group, summary
+        self.config, self.group, self.summary = config, group, summary
         self.record: bool | Literal["all"] = record
         self._recorder: Recorder | None = None
         self._session: Session | None = None  # the one with these settings
         self._logged = self._began = Metrics()  # at the last log, and when this training began
         self._steps = 0
-        self._tracing = ExitStack()
         self._evaluated: object = None  # the loader that was checked last
         self._calls: int | None = None  # of attention before the first step, until that has run
         self._judged = False  # whether it was looked at if anything moves
@@ -161,28 +153,24 @@ class DistCACallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start recording, at the first step, and tracing, at the step to trace."""
+        """Start recording, at the first step."""
         if not self._steps:
             self._catch_up()
             self._take_place(calling_trainer(self))
             self._start_recording(args, state.global_step, kwargs.get("model"))
         self._steps += 1
         current_session().planner.history.step = state.global_step + 1
-        if self.trace_path is not None and self._steps == _TRACED_STEP:
-            self._tracing.enter_context(trace(self.trace_path))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check after the first step that attention was called; after the traced one write the
-        trace; gather for a log.
+        """Check after the first step that attention was called; gather for a log.
 
         Raises:
             UnsupportedError: if the model took the name "distca" and computes its attention without
                 calling it.
         """
         session, model = current_session(), kwargs.get("model")
-        self._tracing.close()
         calls, self._calls = self._calls, None
         if session.meter.calls == calls and distca_configs(model):
             raise UnsupportedError(
