@@ -145,7 +145,7 @@ def write_corpus(folder: Path) -> str:
 def longest(name: str) -> float:
     """Seconds that a script says it takes at most, with its own sizes."""
     text = (ROOT / "examples" / name.split()[0]).read_text().split("from __future__")[0]
-    (minutes,) = re.findall(r"^Takes up to (\d+) minutes on two CPU cores\.", text, re.MULTILINE)
+    (minutes,) = re.findall(r"^Takes up to (\d+) minutes on two CPU cores", text, re.MULTILINE)
     return 60 * float(minutes)
 
 
@@ -196,7 +196,7 @@ def test_the_other_examples_train_and_log_the_balance(name: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("name", ["finetune_long_documents.py", *OTHERS])
 def test_examples_take_no_longer_than_they_say(name: str, tmp_path: Path) -> None:
     if "4bit" in name:

@@ -56,6 +56,8 @@ def test_notes_of_the_table_are_all_there() -> None:
 
 
 def test_lines_to_write_are_those_of_the_other_pages() -> None:
+    shares = PAGE.split("```python\n")[1].split("```")[0]
+    assert shares in (ROOT / "docs" / "long_documents.md").read_text()
     added = [line[1:] for line in re.findall(r"^\+.*", PAGE, re.MULTILINE)]
     assert added.count("hf_distca.deal(trainer, tokens_per_rank=16384)") == 2
     works_with = (ROOT / "docs" / "works_with.md").read_text()
