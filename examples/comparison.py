@@ -129,7 +129,7 @@ def check_losses(timings: dict[str, list[Timing]], dtype: torch.dtype) -> None:
                 )
 
 
-def print_comparison(timings: dict[str, list[Timing]]) -> None:
+def print_comparison(timings: dict[str, list[Timing]], parts: str = "batches") -> None:
     """Print the table."""
     sides = list(timings.values())
     off = sides[0]
@@ -139,7 +139,7 @@ def print_comparison(timings: dict[str, list[Timing]]) -> None:
         max(abs(a.loss - b.loss) for a, b in zip(off, side, strict=True)) for side in sides
     ]
 
-    table = Table(title=f"The same {len(off)} batches on {ranks} ranks, forward and backward")
+    table = Table(title=f"The same {len(off)} {parts} on {ranks} ranks, forward and backward")
     for heading in ("", *timings):
         table.add_column(heading, justify="right" if heading else "left")
     table.add_row("loss, mean", *(f"{fmean(timing.loss for timing in side):.6f}" for side in sides))
