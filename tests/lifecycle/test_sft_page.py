@@ -87,7 +87,7 @@ def write_model_and_chats(folder: Path) -> None:
 
 def logged(script: str, folder: Path, launch: list[str], bf16: bool) -> dict[str, list[float]]:
     """Losses, gradient norms and losses of evaluation of a run of a script."""
-    small = script.replace("max_steps=100", SMALL.format(bf16=bf16)).replace(", bf16=True\n", "\n")
+    small = script.replace(", bf16=True", "").replace("max_steps=100", SMALL.format(bf16=bf16))
     (folder / "train.py").write_text(f"name = 'model'\n{small}{REPORT}")
     scripts.run([*launch, str(folder / "train.py")], folder)
     found: dict[str, list[float]] = json.loads((folder / "logged.json").read_text())
