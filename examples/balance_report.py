@@ -1,24 +1,16 @@
-"""What dealing and balancing changed: the same global batches in order and dealt, as a table and
-two pictures.
-"""
+"""What dealing changed: the same global batches in order and dealt, timed and drawn."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
-import torch
-from accelerate.utils import gather_object, send_to_device
+from accelerate.utils import send_to_device
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 
-import hf_distca
+from comparison import Timing, imbalance, step_of, time_batch
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -26,32 +18,6 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 IN_ORDER, BALANCED, DEALT = "in order, balancing off", "in order, balancing on", "dealt"
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """One global batch, forward and backward, seen from all ranks.
-
-    Attributes:
-        loss: of all its targets.
-        step_seconds: of the slowest rank.
-        attention_seconds: in attention kernels, by rank.
-    """
-
-    loss: float
-    step_seconds: float
-    attention_seconds: list[float]
-
-
-def imbalance(timings: Sequence[Timing]) -> float:
-    """Attention seconds of the slowest rank over the mean of all ranks, both summed over the
-    batches.
-
-    Ranks wait for the slowest in every batch, so the maximum is taken before the sum: which rank it
-    is changes.
-    """
-    slowest = sum(max(timing.attention_seconds) for timing in timings)
-    return slowest / sum(fmean(timing.attention_seconds) for timing in timings)
 
 
 def compare_placements(
@@ -71,68 +37,21 @@ def compare_placements(
     sides = {IN_ORDER: (in_order, False), BALANCED: (in_order, True), DEALT: (dealt, True)}
     timings: dict[str, list[Timing]] = {name: [] for name in sides}
     trainer.model_wrapped.train()
+    step = step_of(trainer)
+
+    def run(share: Any, balanced: bool) -> Timing:
+        batch = send_to_device(trainer.data_collator([share]), trainer.accelerator.device)
+        return time_batch(step, batch, balanced=balanced)
+
     # The first batch after training is not counted: rank 0 may still be writing.
-    _time(trainer, trainer.data_collator([in_order[trainer.args.process_index]]), balanced=False)
+    run(in_order[trainer.args.process_index], balanced=False)
     for number in range(min(batches, len(dealt) // trainer.args.world_size)):
         names = list(sides)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             shares, balanced = sides[name]
             share = shares[number * trainer.args.world_size + trainer.args.process_index]
-            timings[name].append(_time(trainer, trainer.data_collator([share]), balanced))
+            timings[name].append(run(share, balanced))
     return timings
-
-
-def _time(trainer: Trainer, batch: dict[str, Any], balanced: bool) -> Timing:
-    inputs = send_to_device(batch, trainer.accelerator.device)
-    targets = sum(gather_object([int((batch["shift_labels"] != -100).sum())]))
-    trainer.accelerator.wait_for_everyone()
-    attention_started, started = hf_distca.metrics().attention_seconds, time.perf_counter()
-    with hf_distca.balancing(balanced):
-        loss = trainer.compute_loss(
-            trainer.model_wrapped, inputs, num_items_in_batch=torch.tensor(targets)
-        )
-        trainer.accelerator.backward(loss)
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    seconds = time.perf_counter() - started
-    trainer.model_wrapped.zero_grad()
-    mine = (loss.item(), seconds, hf_distca.metrics().attention_seconds - attention_started)
-    losses, steps, attention = zip(*gather_object([mine]), strict=True)
-    return Timing(fmean(losses), max(steps), list(attention))
-
-
-def print_comparison(timings: dict[str, list[Timing]]) -> None:
-    """Print the table."""
-    sides, off = list(timings.values()), timings[IN_ORDER]
-    ranks, steps = (
-        len(off[0].attention_seconds),
-        [sum(timing.step_seconds for timing in side) for side in sides],
-    )
-    differences = [
-        max(abs(a.loss - b.loss) for a, b in zip(off, side, strict=True)) for side in sides
-    ]
-
-    table = Table(
-        title=f"The same {len(off)} global batches on {ranks} ranks, forward and backward"
-    )
-    for heading in ("", *timings):
-        table.add_column(heading, justify="right" if heading else "left")
-    table.add_row("loss, mean", *(f"{fmean(timing.loss for timing in side):.6f}" for side in sides))
-    table.add_row(
-        "largest loss difference", "", *(f"{difference:.1e}" for difference in differences[1:])
-    )
-    table.add_row("attention imbalance, measured", *(f"{imbalance(side):.2f}" for side in sides))
-    for rank in range(ranks):
-        seconds = (
-            f"{sum(timing.attention_seconds[rank] for timing in side):.2f} s" for side in sides
-        )
-        table.add_row(f"attention seconds, rank {rank}", *seconds)
-    table.add_row("all of them", *(f"{step:.2f} s" for step in steps))
-    table.add_row(
-        "times faster", "", *(f"{steps[0] / step:.2f} x" for step in steps[1:]), style="bold"
-    )
-    # Not cut to 80 columns where the output is a file.
-    Console(width=None if Console().is_terminal else 120).print(table)
 
 
 def draw_comparison(timings: dict[str, list[Timing]], path: Path) -> Path:

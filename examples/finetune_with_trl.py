@@ -1,5 +1,8 @@
 r"""Fine-tune on whole long documents with TRL's SFTTrainer, which packs them itself.
 
+Takes up to 10 minutes on two CPU cores, about 2 if nothing else runs. At the end it checks that
+losses are equal with and without balancing, and prints the gain beside the most that it could be.
+
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
         examples/finetune_with_trl.py
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from datasets import Dataset, load_dataset
 from trl import (
     ModelConfig,
@@ -28,6 +32,7 @@ from trl import (
 )
 
 from arguments import CpuWithoutAccelerator, end
+from comparison import compare_balancing, step_of
 from hf_distca import DistCACallback
 from packing import small_model
 from stdlib_corpus import load_corpus
@@ -110,6 +115,8 @@ def finetune(script: ScriptArguments, model: ModelArguments, training: SftArgume
     result = trainer.train()
     trainer.save_model()
     trainer.log_metrics("train", result.metrics)
+    dtype = torch.bfloat16 if training.bf16 else torch.float32
+    compare_balancing(trainer.model, step_of(trainer), trainer.get_train_dataloader(), dtype)
 
 
 def main() -> None:

@@ -1,6 +1,9 @@
 r"""Go on pretraining from a flat binary file of token ids, with core attention balanced over the
 ranks.
 
+Takes up to 10 minutes on two CPU cores, about 2 if nothing else runs. At the end it checks that
+losses are equal with and without balancing, and prints the gain beside the most that it could be.
+
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
         examples/pretrain_packed_tokens.py
 
@@ -16,9 +19,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
 
 from arguments import DocumentArguments, ModelArguments, ShortTrainingArguments, end, parse
+from comparison import compare_balancing, step_of
 from hf_distca import DistCACallback, PackingCollator
 from packing import check_rows, load_documents, small_model, tokenized
 from token_file import TokenRows, read_numbers, smallest_dtype, write_tokens
@@ -137,6 +142,8 @@ def pretrain(
     result = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model()
     trainer.log_metrics("train", result.metrics)
+    dtype = torch.bfloat16 if training.bf16 else torch.float32
+    compare_balancing(trainer.model, step_of(trainer), trainer.get_train_dataloader(), dtype)
 
 
 def main() -> None:

@@ -86,7 +86,6 @@ def make_trainer(
     folder: str | None = None,
     kind: type[Trainer] = Trainer,
     config: hf_distca.DistCAConfig | None = None,
-    trace_path: str | None = None,
     callbacks: Sequence[TrainerCallback] = (),
     model: LlamaForCausalLM | None = None,
     eval_dataset: Data | None = None,
@@ -114,10 +113,7 @@ def make_trainer(
         eval_dataset=eval_dataset,
         callbacks=[
             *callbacks,
-            distca
-            or hf_distca.DistCACallback(
-                config or settings(), trace_path, record=folder is not None
-            ),
+            distca or hf_distca.DistCACallback(config or settings(), record=folder is not None),
         ],
     )
 

@@ -12,6 +12,7 @@ from hf_distca.late_imports import when_models_load
 
 if TYPE_CHECKING:
     from hf_distca import pipeline
+    from hf_distca.agreement.documents import PackedDocuments
     from hf_distca.config import DistCAConfig
     from hf_distca.data.collator import PackingCollator
     from hf_distca.integration.current_session import balancing, configure
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from hf_distca.integration.training.callback import DistCACallback
     from hf_distca.integration.training.deal_trainer import deal
     from hf_distca.integration.training.document_shares import document_shares
-    from hf_distca.integration.training.mixin import DistCATrainerMixin
+    from hf_distca.integration.training.mixin import DistCATrainerMixin, plan_ahead
     from hf_distca.integration.training.place_rows import place_rows
-    from hf_distca.integration.training.reports import metrics, trace
+    from hf_distca.integration.training.reports import Metrics, metrics, trace
     from hf_distca.integration.training.share_tokens import share_tokens
     from hf_distca.observe.imbalance_callback import ImbalanceCallback
 
@@ -35,6 +36,8 @@ __all__ = [
     "DistCAError",
     "DistCATrainerMixin",
     "ImbalanceCallback",
+    "Metrics",
+    "PackedDocuments",
     "PackingCollator",
     "UnsupportedError",
     "__version__",
@@ -45,6 +48,7 @@ __all__ = [
     "metrics",
     "pipeline",
     "place_rows",
+    "plan_ahead",
     "prepare",
     "share_tokens",
     "trace",
@@ -53,15 +57,16 @@ __all__ = [
 # Where names come from when they are first used. Together they take seconds to import, most of it
 # torch and transformers.
 _MODULES = {
+    "agreement.documents": ("PackedDocuments",),
     "config": ("DistCAConfig",),
     "data.collator": ("PackingCollator",),
     "integration.training.callback": ("DistCACallback",),
     "integration.training.deal_trainer": ("deal",),
     "integration.training.document_shares": ("document_shares",),
     "integration.hooks.mask": ("prepare",),
-    "integration.training.mixin": ("DistCATrainerMixin",),
+    "integration.training.mixin": ("DistCATrainerMixin", "plan_ahead"),
     "integration.training.place_rows": ("place_rows",),
-    "integration.training.reports": ("metrics", "trace"),
+    "integration.training.reports": ("Metrics", "metrics", "trace"),
     "integration.current_session": ("balancing", "configure"),
     "integration.training.share_tokens": ("share_tokens",),
     "observe.imbalance_callback": ("ImbalanceCallback",),

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import pytest
 from datasets import Dataset, disable_progress_bars
-from hf_distca.integration.training.pairs import ItemRules
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast, Trainer
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
+from hf_distca.integration.training.pairs import ItemRules
 from ranks import RankPool
 from tiny_runs import COMMON, VOCABULARY, documents, losses, settings, tiny_llama
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import hf_distca
 import scripts
 from pages import ROOT, words_of
 from tiny_runs import VOCABULARY, documents, tiny_llama
@@ -97,6 +99,7 @@ def blocks_of(page: str) -> list[str]:
         ("README.md", "bfloat16"),
         ("docs/long_documents.md", "float32"),
         pytest.param("README.md", "float32", marks=pytest.mark.slow),
+        pytest.param("docs/getting_started.md", "float32", marks=pytest.mark.slow),
         pytest.param("docs/long_documents.md", "bfloat16", marks=pytest.mark.slow),
     ],
 )
@@ -202,6 +205,33 @@ def test_other_blocks_of_pages_train_in_half_precision(page: str, tmp_path: Path
     assert [len(losses) for losses in trained[:2]] == [4, 4]
     assert len(trained) == len(BLOCKS[page])
     assert all(0 < loss < 10 for losses in trained for loss in losses)
+
+
+def test_blocks_for_loops_run_on_one_process() -> None:
+    """Settings, a loop with metrics, and a document that somebody split: here, into one part."""
+    model, logged = tiny_llama("distca"), []
+    batch = hf_distca.PackingCollator()([{"input_ids": ids} for ids in documents(20, 9)])
+    (document,) = documents(30)
+    names = {
+        "hf_distca": hf_distca,
+        "torch": torch,
+        "model": model,
+        "optimizer_steps": [[batch]],
+        "log": logged.append,
+        "parts": [(0, len(document))],
+        "rank": 0,
+        "world_size": 1,
+        "document": document,
+    }
+    ran = 0
+    for block in blocks_of("docs/getting_started.md"):
+        if any(word in block for word in ("DistCAConfig(", "prepare(")):
+            exec(compile(block, "docs/getting_started.md", "exec"), names)  # ours
+            ran += 1
+    hf_distca.configure()
+    whole = model(input_ids=torch.tensor([document]), labels=torch.tensor([document])).loss
+    assert names["loss"].item() == pytest.approx(whole.item(), rel=1e-6)
+    assert (ran, len(logged)) == (3, 1)
 
 
 @pytest.mark.timeout(200)

@@ -56,7 +56,7 @@ def test_sums_over_the_run(tmp_path: Path) -> None:
     assert found.name == "run"
     assert found.warnings == ["step 2: something <b>to act on</b>"]
     assert found.run["run"]["kernels"] == "cpu"
-    assert any("trace_path" in text for text in found.missing)
+    assert any("hf_distca.trace(" in text for text in found.missing)
 
 
 @pytest.mark.parametrize("step", [None, 2])

@@ -22,8 +22,8 @@ _TALLY = [figure.name for figure in fields(BalanceTotals)]
 _LATER = {"estimated_in_order": 0.0, "dealt_mean": 0.0}  # older records do not have them
 _NO_TIMELINES = (
     "The share of messages that was hidden: it is read from timelines in which some travelled."
-    " DistCACallback(trace_path=...) writes those of the third optimizer step; they have to lie in"
-    " the folder of the run."
+    " `with hf_distca.trace(folder): trainer.train()` writes them; the folder has to lie in that of"
+    " the run."
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,7 +35,6 @@ from hf_distca.integration.training.reports import (
     nothing_moved_reason,
     print_summary,
     read_metrics,
-    trace,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DistCACallback", "find_callback", "insert_before_reporters"]
 
-_TRACED_STEP = 3  # the first ones make buffers and caches
 _MIN_MICRO_BATCHES = 20  # micro-batches in which nothing was moved, to say so
 
 
@@ -67,9 +64,6 @@ class DistCACallback(TrainerCallback):
     Args:
         config: settings, used from when the Trainer is made. Left out, they are those of
             `hf_distca.configure`, or the defaults; never those of another callback.
-        trace_path: folder into which each rank writes a timeline of the third optimizer step, as
-            `hf_distca.trace` does. The page of ``hf-distca report`` reads those in
-            ``args.output_dir``.
         group: the ranks that share core attention, as for `hf_distca.configure`; by default the
             group given there.
         summary: whether rank 0 prints the balance of the whole run after training.
@@ -82,21 +76,18 @@ class DistCACallback(TrainerCallback):
     def __init__(
         self,
         config: DistCAConfig | None = None,
-        trace_path: str | Path | None = None,
         *,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         summary: bool = True,
         record: bool | Literal["all"] = True,
     ) -> None:
-        self.config, self.group = config, group
-        self.trace_path, self.summary = trace_path, summary
+        self.config, self.group, self.summary = config, group, summary
         self.record: bool | Literal["all"] = record
         self._recorder: Recorder | None = None
         self._session: Session | None = None  # the one with these settings
         # At the last log, and when this training began.
         self._logged_metrics = self._first_metrics = Metrics()
         self._steps = 0
-        self._tracing = ExitStack()
         self._checked_loader: object = None  # the loader that was checked last
         # Calls of attention before the first step, until that has run.
         self._calls_before: int | None = None
@@ -166,28 +157,24 @@ class DistCACallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start recording, at the first step, and tracing, at the step to trace."""
+        """Start recording, at the first step."""
         if not self._steps:
             self._apply_late_settings()
             self._move_before_reporters(find_trainer(self))
             self._start_recording(args, state.global_step, kwargs.get("model"))
         self._steps += 1
         current_session().planner.history.step = state.global_step + 1
-        if self.trace_path is not None and self._steps == _TRACED_STEP:
-            self._tracing.enter_context(trace(self.trace_path))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check after the first step that attention was called; after the traced one write the
-        trace; gather for a log.
+        """Check after the first step that attention was called; gather for a log.
 
         Raises:
             UnsupportedError: if the model took the name "distca" and computes its attention without
                 calling it.
         """
         model = kwargs.get("model")
-        self._tracing.close()
         calls_before, self._calls_before = self._calls_before, None
         if current_session().meter.calls == calls_before and find_distca_configs(model):
             raise UnsupportedError(

@@ -229,11 +229,12 @@ def trace(folder: str | Path | None = None) -> Iterator[Trace]:
     nano-batches and directions.
 
     Open the files at ui.perfetto.dev or chrome://tracing. On CUDA, recording puts events on the
-    stream without waiting; writing waits for the device.
+    stream without waiting; writing waits for the device. With a Trainer, put ``trainer.train()``
+    inside, for a few steps: every step is recorded, the first ones as well.
 
     Args:
         folder: folder in which each rank writes ``rank_<number>.json`` at the end; None to write
-            nothing.
+            nothing. The page of ``hf-distca report`` shows those in the run's ``output_dir``.
 
     Yields:
         The trace; ``spans`` and ``hidden`` (the part of the messages' time hidden by computation)
