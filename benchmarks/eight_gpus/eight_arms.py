@@ -56,8 +56,8 @@ ARMS = {
 def references(model_type: str) -> tuple[str, ...]:
     """Arms that others are compared with: the first of them that runs.
 
-    Packed rows of a hybrid carry states from one document into the next, except in the modules of
-    hf-distca.
+    Packed rows of a hybrid need flash-linear-attention, without which hf-distca runs document by
+    document.
     """
     return ("own",) if model_type == "qwen3_5_text" else ("packed", "own")
 
@@ -68,6 +68,8 @@ def why_not(arm: str, config: Any, ranks: int, device: str) -> str | None:
     hybrid = "linear_attention" in (getattr(config, "layer_types", None) or ())
     if windowed and arm == "packed" and device == "cuda" and not is_flash_attn_3_available():
         return "sinks need flash_attn_3, which is not installed"
+    if hybrid and arm == "packed" and find_spec("fla") is None:
+        return "packed rows need flash-linear-attention, which is not installed"
     if attention not in ("ulysses", "ring"):
         return None
     if hybrid:

@@ -37,6 +37,21 @@ def name_of(attention: str, packed: str) -> str:
     return {"packed": packed, "ulysses": ULYSSES, "ring": RING}.get(attention, attention)
 
 
+def dense_masks(bounds: torch.Tensor, window: int) -> dict[str, torch.Tensor]:
+    """Masks of packed documents for eager attention of gpt-oss, (1, 1, tokens, tokens) float32.
+
+    Its model code gives position ids to no mask (transformers 5.23), so that packed documents would
+    see those before them.
+    """
+    number = torch.arange(len(bounds) - 1).repeat_interleave(bounds.diff().cpu().long())
+    place = torch.arange(len(number))
+    back = place[:, None] - place[None, :]
+    same = (number[:, None] == number[None, :]) & (back >= 0)
+    seen = {"full_attention": same, "sliding_attention": same & (back < window)}
+    least = torch.finfo(torch.float32).min
+    return {kind: torch.where(mask, 0.0, least)[None, None] for kind, mask in seen.items()}
+
+
 class _Exchange(torch.autograd.Function):
     """Part i of the first dimension goes to rank i, and gradients the same way back."""
 
@@ -53,12 +68,12 @@ class _Exchange(torch.autograd.Function):
         return out
 
 
-def _to_heads(x_1HTD: torch.Tensor, ranks: int) -> torch.Tensor:
+def _to_heads(states_BHTD: torch.Tensor, ranks: int) -> torch.Tensor:
     """Some heads of all ranks' tokens, for all heads of this rank's."""
-    heads, tokens, width = x_1HTD.shape[1:]
+    heads, tokens, width = states_BHTD.shape[1:]
     if heads < ranks:  # each rank needs one
-        x_1HTD, heads = x_1HTD.repeat_interleave(ranks // heads, dim=1), ranks
-    parts = _Exchange.apply(x_1HTD.reshape(ranks, heads // ranks, tokens, width))
+        states_BHTD, heads = states_BHTD.repeat_interleave(ranks // heads, dim=1), ranks
+    parts = _Exchange.apply(states_BHTD.reshape(ranks, heads // ranks, tokens, width))
     return parts.transpose(0, 1).reshape(1, heads // ranks, ranks * tokens, width)
 
 

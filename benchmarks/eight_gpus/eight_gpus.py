@@ -18,6 +18,7 @@ import os
 import shlex
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 _FOLDERS = [BENCHMARKS, *BENCHMARKS.glob("*/"), BENCHMARKS.parent / "src"]
 sys.path[:0] = [str(folder) for folder in _FOLDERS if str(folder) not in sys.path]
 
-from run_all import prepare
+from run_all import prepare  # noqa: E402 - which makes what is used here importable
 
 # In the order of worth.
 PARTS = (
@@ -133,11 +134,17 @@ def tell_predictions(part: Any, links: dict[str, Any], arms: list[str]) -> None:
     from eight_predictions import put_predictions
 
     found = put_predictions(part, links, {arm: part.resolve(arm) for arm in arms})
-    seconds = {arm: value for arm, value in found["seconds"].items() if value}
+    seconds = {arm: one["seconds"] for arm, one in found["arms"].items() if one}
     base = seconds.get("packed") or next(iter(seconds.values()), 1.0)
     said = ", ".join(f"{arm} {value / base:.2f}" for arm, value in seconds.items())
-    about = f"{base:.3g} s a step of packed attention by the rates of {found['rates']}"
-    print(f"predicted for {part.name}: {about}; to it: {said}", flush=True)
+    # Compared, timed in two turns after a step that does not count, traced, and for figures.
+    steps = part.batches + 2 * (part.steps + 1) + 3
+    minutes = steps * sum(seconds.values()) / 60
+    print(
+        f"predicted for {part.name} by the rates of {found['rates']}: {base:.3g} s a step of packed"
+        f" attention; to it {said}; {minutes:.1f} minutes of steps",
+        flush=True,
+    )
 
 
 def tell_part(part: Any) -> None:
@@ -156,11 +163,13 @@ def tell_part(part: Any) -> None:
 def main() -> None:
     arguments = read_arguments()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    prepare(arguments.out.resolve())
+    environment = prepare(arguments.out.resolve())
     from eight_arms import ARMS
     from eight_launch import Launch
     from eight_machine import make_manifest, measure_links
     from eight_page import write_page
+
+    from clocks import watching_clocks
 
     out, end = arguments.out.resolve(), time.time() + arguments.seconds
     if arguments.page:
@@ -168,10 +177,12 @@ def main() -> None:
         return
     parts, arms = make_parts(arguments), arguments.arms or list(ARMS)
     path = out / "manifest.json"
-    manifest = json.loads(path.read_text()) if path.exists() else {"links": [], "commands": []}
-    manifest |= make_manifest()
+    manifest = json.loads(path.read_text()) if path.exists() else {}
+    for kept in ("links", "commands", "clocks"):
+        manifest.setdefault(kept, [])
+    manifest |= make_manifest(environment)
     manifest["commands"].append(shlex.join(["benchmarks/eight_gpus/run.sh", *sys.argv[1:]]))
-    manifest["parts"] = [[part.model, part.lengths] for part in parts]
+    manifest |= {"parts": [[part.model, part.lengths] for part in parts], "arms": arms}
     manifest |= {"ranks": parts[0].ranks, "tokens": parts[0].tokens, "shrink": parts[0].shrink}
     manifest |= {"layers": arguments.layers, "dry_run": arguments.dry_run}
     kind = parts[0].device
@@ -187,10 +198,12 @@ def main() -> None:
         tell_predictions(part, manifest["links"][-1], arms)
     for number, part in enumerate(parts):
         print(f"[{number + 1}/{len(parts)}] {part.name}", flush=True)
-        try:
-            keep_going(part, arms, end)
-        except Exception as error:  # the other parts do not need it
-            print(f"    failed: {type(error).__name__}: {error}", flush=True)
+        with nullcontext([]) if arguments.dry_run else watching_clocks() as clocks:
+            try:
+                keep_going(part, arms, end)
+            except Exception as error:  # the other parts do not need it
+                print(f"    failed: {type(error).__name__}: {error}", flush=True)
+        manifest["clocks"] += [min(clocks), max(clocks)] if clocks else []
         tell_part(part)
     put_links()
     print(write_page(out))

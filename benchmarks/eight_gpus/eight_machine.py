@@ -6,31 +6,31 @@ import json
 import statistics
 import subprocess
 import time
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from eight_launch import Launch
-from gpu_setting import synchronize
-from machine import PACKAGES, describe
-from run_all import NEEDED, ROOT, _version
 
-_OTHERS = ("flash-attn", "flash-attn-4", "ring-flash-attn", "kernels", "flash-linear-attention")
+from gpu_setting import synchronize
+from run_all import ROOT
+
+_OTHERS = ("ring-flash-attn", "kernels", "flash-linear-attention")
 _ROUNDS = 5
 
 
-def make_manifest() -> dict[str, Any]:
-    """What figures depend on: commit, versions, cards and how they are linked."""
-    packages = dict.fromkeys((*PACKAGES, *NEEDED, *_OTHERS))
+def make_manifest(environment: dict[str, Any]) -> dict[str, Any]:
+    """Add commit, cards and how they are linked to processor and versions."""
     commit = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain")
     query = "name,driver_version,memory.total,power.limit,clocks.max.sm"
     cards = _output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
-    found = {**describe(), **{name: _version(name) for name in packages}}
+    installed = {one.name.lower(): one.version for one in distributions()}
     return {
-        **found,
+        **environment,
+        **{name: installed.get(name, "not installed") for name in _OTHERS},
         "commit": commit and commit + (" with changes" if changed else ""),
         "cards": cards.splitlines() if cards else [],
         "topology": _output("nvidia-smi", "topo", "-m"),

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from eight_arms import Arm, Rows, make_tokens, place_documents
+from eight_attention import dense_masks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_distca
-from eight_arms import Arm, Rows, make_tokens, place_documents
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.families import known_cost, layer_keys
@@ -159,6 +160,8 @@ class Batches:
         everywhere = arm.attention in ("ulysses", "ring")
         own = lengths.tolist() if everywhere else [length for *_, length in runs]
         bounds = torch.tensor([0, *accumulate(own)], dtype=torch.int32, device=self.device)
+        if self.config.model_type == "gpt_oss" and self.device.type == "cpu":
+            batch["attention_mask"] = dense_masks(bounds, self.config.sliding_window)
         return {
             **batch,
             **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds),
@@ -169,4 +172,3 @@ class Batches:
 def count_targets(rows: Rows) -> int:
     """Tokens that have a next one in their document."""
     return sum(length - 1 for row in rows for length in row)
-

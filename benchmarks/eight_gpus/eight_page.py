@@ -62,6 +62,7 @@ def head(manifest: dict[str, Any]) -> list[str]:
         f" {manifest['date']}",
         f"- Commit: {manifest['commit']}; {versions}",
         f"- GB/s that a rank sends, before and after: {'; '.join(links)}",
+        f"- MHz of the first card, lowest and highest in each part: {manifest['clocks'] or 'none'}",
         f"- {manifest['tokens']} tokens of a rank in a step, layers:"
         f" {manifest['layers'] or 'all'}; FSDP2, checkpointing, loss in chunks, AdamW with a rate"
         " of 0",
@@ -113,16 +114,33 @@ class Figures:
 
     def predicted_ratio(self, arm: str) -> float | None:
         """The same as it was predicted."""
-        seconds = self.predicted.get("seconds", {})
-        found, base = seconds.get(arm), seconds.get(self.base or "packed")
+        found, base = (self.expected(name).get("seconds") for name in (arm, self.base or "packed"))
         return found / base if found and base else None
+
+    def expected(self, arm: str) -> dict[str, float]:
+        """What was predicted of an arm."""
+        return dict(self.predicted.get("arms", {}).get(arm, {}))
+
+    def bound(self) -> str:
+        """The share of attention in the base's step, and how far evening it out could get."""
+        found = self.expected(self.base or "packed")
+        if not found:
+            return ""
+        share = found["slowest"] / found["seconds"]
+        least = 1 - (found["slowest"] - found["mean"]) / found["seconds"]
+        return (
+            f" Predicted: attention is {share:.0%} of the slowest rank's step; with equal attention"
+            f" on all ranks and nothing exchanged, a step would take {least:.2f} of it, and less"
+            " where a recomputed attention is kept."
+        )
 
     def table(self) -> list[str]:
         """Lines of the part."""
         weights = self.predicted.get("weights", 0) / 1e9
         columns = (
             *("", "losses differ by", "gradients", "seconds, both turns", "tokens/s a rank"),
-            *("of the card's peak", "peak GB", "attention, slowest / mean"),
+            *("of the card's peak", "peak GB"),
+            *("attention, slowest / mean: predicted", "measured, in order → as run"),
             *(f"to {ARMS[self.base].title if self.base else 'it'}", "predicted", "off by"),
         )
         lines = [
@@ -131,16 +149,17 @@ class Figures:
             "",
             f"{weights:.3g} billion weights; predicted {self.predicted.get('made')} UTC by the"
             f" rates of {self.predicted.get('rates')}, before the part ran. Parity: losses within"
-            f" {LOSS:g} and gradients of queries' and keys' weights within {GRADIENT:g}.",
+            f" {LOSS:g}, gradients of queries' and keys' weights within {GRADIENT:g}."
+            f"{self.bound()}",
             "",
             f"| {' | '.join(columns)} |",
             f"|---|{'---:|' * (len(columns) - 1)}",
         ]
-        return lines + [self.line(arm) for arm in ARMS if arm in self.rows]
+        return lines + [self.line(arm) for arm in ARMS if arm in self.manifest["arms"]]
 
     def line(self, arm: str) -> str:
         """A row: figures, or why there are none."""
-        row, title = self.rows[arm], ARMS[arm].title
+        row, title = self.rows.get(arm, {}), ARMS[arm].title
         seconds, ratio = median_seconds(row), self.ratio(arm)
         cells = [title, *(_number(row.get(f"{name}_off"), ".0e") for name in _COMPARED)]
         reason = row.get("absent") or row.get("failed", "").strip().splitlines()[-1:]
@@ -150,7 +169,7 @@ class Figures:
             unequal = "not equal: no time is shown" if row.get("parity") is False else "no time yet"
             text = f"{what}{why}" if reason else unequal
             predicted = _number(self.predicted_ratio(arm))
-            return f"| {' | '.join(cells)} | {_clean(text)} | | | | | | {predicted} | |"
+            return f"| {' | '.join(cells)} | {_clean(text)} | | | | | | | {predicted} | |"
         predicted, turns = self.predicted_ratio(arm), row["seconds"].values()
         off = ratio - predicted if ratio and predicted else None
         spread = ", ".join(f"{statistics.median(turn):.3g}" for turn in turns)
@@ -158,7 +177,10 @@ class Figures:
         cells += [f"{seconds:.3g} ({spread})", f"{rate:,.0f}", self.share_of_peak(seconds)]
         figures = row.get("figures", {})
         cells.append(_number(figures.get("peak_gb")))
-        cells.append(_number(figures.get("distca/attention_imbalance")))
+        expected = self.expected(arm)
+        cells.append(_number(expected["slowest"] / expected["mean"] if expected else None))
+        measured = (figures.get(f"distca/imbalance_measured_{when}") for when in _WHEN)
+        cells.append(" → ".join(_number(value) for value in measured if value is not None))
         cells += [_number(ratio), _number(predicted), _number(off, "+.2f")]
         return f"| {' | '.join(cells)} |"
 
@@ -172,7 +194,7 @@ class Figures:
         return f"{self.predicted['operations'] / seconds / peak / self.manifest['ranks']:.0%}"
 
 
-_COMPARED = ("losses", "gradients")
+_COMPARED, _WHEN = ("losses", "gradients"), ("before", "after")
 
 
 def _number(value: float | None, form: str = ".2f") -> str:
@@ -190,7 +212,9 @@ def verdicts(parts: list[Figures]) -> list[str]:
         name = f"{part.model}, {part.lengths}"
         unequal = [arm for arm, row in part.rows.items() if row.get("parity") is False]
         equal = [arm for arm, row in part.rows.items() if row.get("parity")]
-        said = f"{len(equal)} arms equal" + (f", not equal: {', '.join(unequal)}" if unequal else "")
+        said = f"{len(equal)} arms equal" + (
+            f", not equal: {', '.join(unequal)}" if unequal else ""
+        )
         off = [
             abs(ratio - predicted)
             for arm in part.rows

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-
 from eight_arms import Arm, Rows, half_node, place_documents
 from eight_models import Batches
 from eight_rank import Part
+
 from hf_distca.doctor.counting import count_model
 from hf_distca.kernels import Case, Scores
 from hf_distca.kernels.flash import FLASH_ATTN_4
@@ -130,7 +132,7 @@ def _work(setting: Setting, arm: Arm, rows: Rows, batches: Batches) -> MicroBatc
 
 
 def predict(part: Part, arms: dict[str, Arm], links: dict[str, Any]) -> dict[str, Any]:
-    """Predict the mean step of each arm, in seconds; None where the cost model has no way."""
+    """Predict the mean step of each arm, in seconds; nothing where the cost model has no way."""
     shape = count(part)
     hardware = find_rates(part, shape, links)
     batches = part.make_batches(torch.device("cpu"), operations_a_token(shape))
@@ -138,27 +140,38 @@ def predict(part: Part, arms: dict[str, Arm], links: dict[str, Any]) -> dict[str
         *(shape, hardware, part.ranks, part.tokens), checkpointing="full", fused=False
     )
 
-    def seconds(arm: Arm) -> float | None:
+    def of_arm(arm: Arm) -> dict[str, float]:
         if arm.attention == "ring":  # it cuts no document, and still gathers all keys
-            return None
-        found = []
-        for rows in part.rows():
-            strategy = Strategy(
-                *(arm.title, arm.title),
-                lambda _, __, rows=rows: [Candidate([_work(setting, arm, rows, batches)])],
-                *("", arm.attention == "distca"),
-            )
-            step = predict_step(setting, [np.concatenate(rows).astype(np.int64)], strategy)
-            found.append(step.step_seconds)
-        return statistics.mean(found)
+            return {}
+        steps = [_predict_step(setting, arm, rows, batches) for rows in part.rows()]
+        return {name: statistics.mean(step[name] for step in steps) for name in steps[0]}
 
     return {
         "rates": hardware.name,
         "node_rate": hardware.node_rate,
         "operations": statistics.mean(operations(shape, rows) for rows in part.rows()),
         "weights": shape.parameters,
-        "seconds": {name: seconds(arm) for name, arm in arms.items()},
+        "arms": {name: of_arm(arm) for name, arm in arms.items()},
     }
+
+
+def _predict_step(setting: Setting, arm: Arm, rows: Rows, batches: Batches) -> dict[str, float]:
+    """Seconds of a step, and of attention on the slowest rank and on the mean one."""
+    work = _work(setting, arm, rows, batches)
+    candidates = partial(_only, Candidate([work]))
+    strategy = Strategy(arm.title, arm.title, candidates, "", arm.attention == "distca")
+    step = predict_step(setting, [np.concatenate(rows).astype(np.int64)], strategy)
+    forward, backward = work.attention
+    attention = forward + backward
+    return {
+        "seconds": step.step_seconds if step else math.nan,
+        "slowest": float(attention.max()),
+        "mean": float(attention.mean()),
+    }
+
+
+def _only(candidate: Candidate, setting: Setting, batches: object) -> list[Candidate]:
+    return [candidate]
 
 
 def put_predictions(part: Part, links: dict[str, Any], arms: dict[str, Arm]) -> dict[str, Any]:
@@ -168,4 +181,3 @@ def put_predictions(part: Part, links: dict[str, Any], arms: dict[str, Arm]) -> 
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
         path.write_text(json.dumps({"made": made, **predict(part, arms, links)}, indent=1))
     return dict(json.loads(path.read_text()))
-

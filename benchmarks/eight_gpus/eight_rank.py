@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-
-import hf_distca
 from eight_arms import Arm, Rows, half_node, references, resolve
 from eight_attention import find_packed, name_of
 from eight_lengths import read_lengths, rows_of_step
 from eight_models import Batches, build, count_targets, read_model
+from torch.distributed.tensor import DTensor
+
+import hf_distca
 from gpu_setting import synchronize
+from hf_distca.schedule.cost import AttentionShape, CostModel
 
 LOSS, GRADIENT = 1e-3, 2e-2  # largest relative differences of parity
 
@@ -83,6 +84,12 @@ class Part:
         )
 
 
+def tiny_settings() -> dict[str, Any]:
+    """Settings with which tiny documents are moved, too: exchanges cost nothing."""
+    cost = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4))
+    return {"tile": 16, "min_gain": 0.0, "cost_model": cost}
+
+
 class Records:
     """Rows of the arms, which rank 0 keeps in a file as they are found."""
 
@@ -121,7 +128,9 @@ class Rank:
         self.trained = build(self.batches.config, self.device, part.dtype)
         self.packed = find_packed(self.batches.config, self.device, part.dtype)
         # Of a rate of 0: the weights stay those that were compared.
-        self.optimizer = torch.optim.AdamW(self.trained.parameters(), lr=0.0, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            self.trained.parameters(), lr=0.0, weight_decay=0.0, fused=part.device == "cuda"
+        )
         self.rows = part.rows()
         self.arm: Arm
         self._made: list[dict[str, Any]] = []
@@ -129,7 +138,7 @@ class Rank:
     def take(self, arm: str) -> None:
         """Make an arm's batches, and have the model use its attention."""
         self.arm = self.part.resolve(arm)
-        small: dict[str, Any] = {"tile": 16, "min_gain": 0.0} if self.part.tiny else {}
+        small = tiny_settings() if self.part.tiny else {}
         placed = self.arm.place == "placed"
         nodes = {"group_size": half_node(self.part.ranks)} if placed else {}
         config = hf_distca.DistCAConfig(**{**small, **nodes, **self.arm.settings})
@@ -187,12 +196,13 @@ class Rank:
         return taken[1:]
 
     def figures(self) -> dict[str, float]:
-        """Peak memory of the fullest rank in a step, and what hf-distca logs of it."""
+        """Peak memory of the fullest rank in two steps, and what hf-distca logs of them."""
         before, on_gpu = hf_distca.metrics(), self.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.step(0)
-        self.optimizer.zero_grad()
+        for number in range(2):
+            self.step(number)
+            self.optimizer.zero_grad()
         found = {}
         if on_gpu:
             peak = torch.tensor(float(torch.cuda.max_memory_allocated()), device=self.device)
