@@ -22,11 +22,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-BENCHMARKS = Path(__file__).resolve().parents[1]
-_FOLDERS = [BENCHMARKS, *BENCHMARKS.glob("*/"), BENCHMARKS.parent / "src"]
-sys.path[:0] = [str(folder) for folder in _FOLDERS if str(folder) not in sys.path]
+sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
-from run_all import prepare  # noqa: E402 - which makes what is used here importable
+from run_all import prepare
 
 # In the order of worth.
 PARTS = (
@@ -66,6 +64,7 @@ def read_arguments() -> argparse.Namespace:
 def make_parts(arguments: argparse.Namespace) -> list[Any]:
     """Parts that were asked for; a dry run leaves out the control of two models."""
     import torch
+
     from eight_rank import Part
 
     dry = arguments.dry_run
@@ -164,12 +163,11 @@ def main() -> None:
     arguments = read_arguments()
     arguments.out.mkdir(parents=True, exist_ok=True)
     environment = prepare(arguments.out.resolve())
+    from clocks import watching_clocks
     from eight_arms import ARMS
     from eight_launch import Launch
     from eight_machine import make_manifest, measure_links
     from eight_page import write_page
-
-    from clocks import watching_clocks
 
     out, end = arguments.out.resolve(), time.time() + arguments.seconds
     if arguments.page:
@@ -186,7 +184,7 @@ def main() -> None:
     manifest |= {"ranks": parts[0].ranks, "tokens": parts[0].tokens, "shrink": parts[0].shrink}
     manifest |= {"layers": arguments.layers, "dry_run": arguments.dry_run}
     kind = parts[0].device
-    launch = Launch(parts[0].ranks, kind, out, out / "links.part", 60.0)
+    launch = Launch(parts[0].ranks, kind, out, out / "links.part", 180.0)
 
     def put_links() -> None:
         manifest["links"].append(measure_links(launch))

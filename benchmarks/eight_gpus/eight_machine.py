@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from eight_launch import Launch
 
+from eight_launch import Launch
 from gpu_setting import synchronize
 from run_all import ROOT
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from eight_arms import Arm, Rows, make_tokens, place_documents
-from eight_attention import dense_masks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_distca
+from eight_arms import Arm, Rows, make_tokens, place_documents
+from eight_attention import dense_masks
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.families import known_cost, layer_keys

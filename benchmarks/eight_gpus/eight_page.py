@@ -160,6 +160,7 @@ class Figures:
     def line(self, arm: str) -> str:
         """A row: figures, or why there are none."""
         row, title = self.rows.get(arm, {}), ARMS[arm].title
+        title += f" ({row['attention']})" if arm == "packed" and "attention" in row else ""
         seconds, ratio = median_seconds(row), self.ratio(arm)
         cells = [title, *(_number(row.get(f"{name}_off"), ".0e") for name in _COMPARED)]
         reason = row.get("absent") or row.get("failed", "").strip().splitlines()[-1:]

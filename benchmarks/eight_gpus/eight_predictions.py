@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from eight_arms import Arm, Rows, half_node, place_documents
 from eight_models import Batches
 from eight_rank import Part
-
 from hf_distca.doctor.counting import count_model
 from hf_distca.kernels import Case, Scores
 from hf_distca.kernels.flash import FLASH_ATTN_4
@@ -30,7 +30,7 @@ from hf_distca.simulate.work import Candidate, MicroBatchWork, of_documents, sid
 
 _CARDS = ("gb200", "b200", "h200", "h100", "a100")
 # Of a data sheet, for the share of it that is reached: dense bf16.
-PEAKS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12, "gb200": 2450e12}
+PEAKS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "gb200": 2450e12, "b200": 2250e12}
 
 
 def count(part: Part) -> ModelShape:
@@ -70,8 +70,9 @@ def find_rates(part: Part, shape: ModelShape, links: dict[str, Any]) -> Hardware
     built-in ones and that of a product of matrices.
     """
     if part.device == "cuda":
-        case = Case(torch.device("cuda", 0), part.dtype, shape.head_dim, shape.head_dim)
-        fourth = not FLASH_ATTN_4.unsupported_reason(case._replace(scores=Scores(1.0)))
+        widths = (shape.head_dim, shape.head_dim)
+        case = Case(torch.device("cuda", 0), part.dtype, *widths, Scores(1.0))
+        fourth = not FLASH_ATTN_4.unsupported_reason(case)
         card = find_card() or "h100"
         hopper = card in ("h100", "h200")
         found = find_hardware(card, "flash_attn_4" if fourth and hopper else None)

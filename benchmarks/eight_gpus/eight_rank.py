@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import hf_distca
 from eight_arms import Arm, Rows, half_node, references, resolve
 from eight_attention import find_packed, name_of
 from eight_lengths import read_lengths, rows_of_step
 from eight_models import Batches, build, count_targets, read_model
-from torch.distributed.tensor import DTensor
-
-import hf_distca
 from gpu_setting import synchronize
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
@@ -243,7 +243,8 @@ def run_part(rank: int, part: Part, arms: list[str], end: float, operations: flo
             continue
         records.begin(arm, "parity")
         runner.take(arm)
-        records.put(arm, **runner.compare())
+        attention = runner.trained.model.config._attn_implementation
+        records.put(arm, attention=attention, **runner.compare())
     right = find_reference(part, records.rows)
     passed = [arm for arm in arms if judge(records, arm, right)]
     for turn, arm in turns(passed):
