@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 # Seconds that the other ranks have to end after one of them failed.
 _GRACE = 10.0
+_RAISED = 1  # exit code of a rank that wrote a traceback
 
 
 class Launch(NamedTuple):
@@ -57,15 +58,19 @@ class Launch(NamedTuple):
         for process in processes:
             process.start()
         hung = self._wait(processes)
+        codes = {rank: process.exitcode for rank, process in enumerate(processes)}
         for process in processes:
             _end(process)
-        failed = [path.read_text() for path in sorted(self.folder.glob("failed-*.txt"))]
-        if failed:
-            return min(failed, key=lambda text: "Connection" in text).strip()[-1500:]
         if hung:
             return f"nothing happened for {self.patience:.0f} s"
-        codes = [process.exitcode for process in processes]
-        return f"processes ended with {codes}" if any(codes) else None
+        # Without a traceback; the others may have one of what that did to them.
+        died = {rank: code for rank, code in codes.items() if code not in (0, _RAISED, None)}
+        if died:
+            return f"ranks ended, with these codes: {died}"
+        failed = [path.read_text() for path in sorted(self.folder.glob("failed-*.txt"))]
+        return (
+            min(failed, key=lambda text: "Connection" in text).strip()[-1500:] if failed else None
+        )
 
     def _wait(self, processes: list[BaseProcess]) -> bool:
         """Wait until all have ended, or one failed and the others had their time; whether they
@@ -118,4 +123,4 @@ def _be_rank(
         (launch.folder / f"failed-{rank}.txt").write_text(traceback.format_exc())
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # others may never come to a collective that an ordinary end waits for
+        os._exit(_RAISED)  # others may never come to a collective that an ordinary end waits for

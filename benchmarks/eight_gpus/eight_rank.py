@@ -243,7 +243,7 @@ def run_part(rank: int, part: Part, arms: list[str], end: float, operations: flo
             continue
         records.begin(arm, "parity")
         runner.take(arm)
-        attention = runner.trained.model.config._attn_implementation
+        attention = name_of(runner.arm.attention, runner.packed)
         records.put(arm, attention=attention, **runner.compare())
     right = find_reference(part, records.rows)
     passed = [arm for arm in arms if judge(records, arm, right)]
