@@ -1,0 +1,184 @@
+"""Seconds of a step of each arm by hf-distca's cost model, before anything has run."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from eight_arms import Arm, Rows, half_node, place_documents
+from eight_models import Batches
+from eight_rank import Part
+from hf_distca.doctor.counting import count_model
+from hf_distca.kernels import Case, Scores
+from hf_distca.kernels.flash import FLASH_ATTN_4
+from hf_distca.model_shape import ModelShape
+from hf_distca.schedule.cost import AttentionShape, CostModel, count_causal_pairs
+from hf_distca.simulate import context, disaggregated
+from hf_distca.simulate.hardware import Hardware, find_hardware
+from hf_distca.simulate.predict import predict_step
+from hf_distca.simulate.setting import Setting
+from hf_distca.simulate.strategies import Strategy
+from hf_distca.simulate.work import Candidate, MicroBatchWork, of_documents, side_by_side
+
+_CARDS = ("gb200", "b200", "h200", "h100", "a100")
+# Of a data sheet, for the share of it that is reached: dense bf16.
+PEAKS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "gb200": 2450e12, "b200": 2250e12}
+
+
+def count(part: Part) -> ModelShape:
+    """Count the weights of a part's model."""
+    path = part.out / f"{part.model}.config.json"
+    path.write_text(part.config().to_json_string(use_diff=False))
+    return count_model(path)
+
+
+def operations_a_token(shape: ModelShape) -> float:
+    """Floating-point operations of a token beside attention, forward."""
+    active = shape.active if shape.active is not None else shape.layers * shape.dense_parameters
+    return 2.0 * (active + shape.hidden * shape.vocabulary)
+
+
+def operations(shape: ModelShape, rows: Rows) -> float:
+    """Operations of a step, forward and backward, without those of checkpointing."""
+    lengths = np.concatenate(rows)
+    pairs = sum(
+        layers * float(count_causal_pairs(lengths, lengths, window).sum())
+        for window, layers in shape.kinds
+    )
+    attention = 4.0 * shape.attention_width * pairs
+    return 3.0 * (operations_a_token(shape) * float(lengths.sum()) + attention)
+
+
+def find_card() -> str | None:
+    """Find the name of the GPU among those that are known."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name().lower()
+    return next((card for card in _CARDS if card in name), None)
+
+
+def find_rates(part: Part, shape: ModelShape, links: dict[str, Any]) -> Hardware:
+    """Rates of the card, with the all-to-all's bandwidth as it was measured; of this processor,
+    built-in ones and that of a product of matrices.
+    """
+    if part.device == "cuda":
+        widths = (shape.head_dim, shape.head_dim)
+        case = Case(torch.device("cuda", 0), part.dtype, *widths, Scores(1.0))
+        fourth = not FLASH_ATTN_4.unsupported_reason(case)
+        card = find_card() or "h100"
+        hopper = card in ("h100", "h200")
+        found = find_hardware(card, "flash_attn_4" if fourth and hopper else None)
+    else:
+        attention = AttentionShape(*(shape.query_heads, shape.key_value_heads), *(16, 16), 4)
+        cost = CostModel.analytic(attention, device_type="cpu")
+        found = replace(
+            find_hardware("h100"),
+            name="this processor",
+            matmul_flops=_product_rate(),
+            memory_rate=5e9,
+            gather_rate=1e9,
+            forward=cost.forward,
+            backward=cost.backward,
+            element_bytes=4,
+            exchange_seconds=cost.exchange_seconds,
+        )
+    rate = links.get("all_to_all_gb_s")
+    return replace(found, node_rate=1e9 * rate) if rate else found
+
+
+def _product_rate() -> float:
+    """Floating-point operations per second of a product of small matrices, on one thread."""
+    threads, x = torch.get_num_threads(), torch.randn(512, 512)
+    torch.set_num_threads(1)
+    taken = []
+    for _ in range(5):
+        started = time.perf_counter()
+        x @ x
+        taken.append(time.perf_counter() - started)
+    torch.set_num_threads(threads)
+    return 2 * 512**3 / min(taken)
+
+
+def _work(setting: Setting, arm: Arm, rows: Rows, batches: Batches) -> MicroBatchWork:
+    """Work of a step on all ranks."""
+    lengths = np.concatenate(rows).astype(np.int64)
+    ranks = setting.ranks
+    if arm.attention == "ulysses":
+        shared = context.SharedRows(lengths, np.zeros_like(lengths), 1)
+        return context.ulysses(setting, shared, ranks)
+    if arm.place == "dealt":
+        halves = bool(arm.settings.get("ping_pong"))
+        placed = disaggregated.dealt(setting, lengths, ping_pong=halves)
+        return disaggregated.work_of(setting, placed)
+    numbers = place_documents(rows, arm.place, batches.tokens, batches.cost)
+    if arm.attention == "distca" and arm.settings.get("balance", True):
+        node = half_node(ranks) if arm.place == "placed" else ranks
+        group = replace(setting, ranks=node)
+        groups = [
+            np.concatenate([lengths[of_rank] for of_rank in numbers[first : first + node]])
+            for first in range(0, ranks, node)
+        ]
+        placements = [disaggregated.given(group, one, ping_pong=False) for one in groups]
+        return side_by_side([disaggregated.work_of(group, placed) for placed in placements])
+    rank = np.repeat(np.arange(ranks), [len(of_rank) for of_rank in numbers])
+    return of_documents(setting, lengths[np.concatenate(numbers).astype(int)], rank)
+
+
+def predict(part: Part, arms: dict[str, Arm], links: dict[str, Any]) -> dict[str, Any]:
+    """Predict the mean step of each arm, in seconds; nothing where the cost model has no way."""
+    shape = count(part)
+    hardware = find_rates(part, shape, links)
+    batches = part.make_batches(torch.device("cpu"), operations_a_token(shape))
+    setting = Setting(
+        *(shape, hardware, part.ranks, part.tokens), checkpointing="full", fused=False
+    )
+
+    def of_arm(arm: Arm) -> dict[str, float]:
+        if arm.attention == "ring":  # it cuts no document, and still gathers all keys
+            return {}
+        steps = [_predict_step(setting, arm, rows, batches) for rows in part.rows()]
+        return {name: statistics.mean(step[name] for step in steps) for name in steps[0]}
+
+    return {
+        "rates": hardware.name,
+        "node_rate": hardware.node_rate,
+        "operations": statistics.mean(operations(shape, rows) for rows in part.rows()),
+        "weights": shape.parameters,
+        "arms": {name: of_arm(arm) for name, arm in arms.items()},
+    }
+
+
+def _predict_step(setting: Setting, arm: Arm, rows: Rows, batches: Batches) -> dict[str, float]:
+    """Seconds of a step, and of attention on the slowest rank and on the mean one."""
+    work = _work(setting, arm, rows, batches)
+    candidates = partial(_only, Candidate([work]))
+    strategy = Strategy(arm.title, arm.title, candidates, "", arm.attention == "distca")
+    step = predict_step(setting, [np.concatenate(rows).astype(np.int64)], strategy)
+    forward, backward = work.attention
+    attention = forward + backward
+    return {
+        "seconds": step.step_seconds if step else math.nan,
+        "slowest": float(attention.max()),
+        "mean": float(attention.mean()),
+    }
+
+
+def _only(candidate: Candidate, setting: Setting, batches: object) -> list[Candidate]:
+    return [candidate]
+
+
+def put_predictions(part: Part, links: dict[str, Any], arms: dict[str, Arm]) -> dict[str, Any]:
+    """Read the predictions of a part, or make them, once: those of the first call stand."""
+    path = part.out / f"predictions--{part.name}.json"
+    if not path.exists():
+        made = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+        path.write_text(json.dumps({"made": made, **predict(part, arms, links)}, indent=1))
+    return dict(json.loads(path.read_text()))
