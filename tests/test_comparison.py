@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
+from benchmark_modules import import_benchmark
 from pages import ROOT
 
 PLACEMENT = ROOT / "benchmarks" / "placements" / "long_tail_8_ranks.json"
@@ -32,11 +31,10 @@ def rows_of(page: Path, heading: str) -> dict[str, list[str]]:
     return {first: rest for first, *rest in reversed(cells)}
 
 
-def test_predictions_of_both_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    ways: dict[str, dict[str, Any]] = importlib.import_module("context_parallel").measure(
-        PLACEMENT
-    )["ways"]
+def test_predictions_of_both_pages() -> None:
+    ways: dict[str, dict[str, Any]] = import_benchmark("context_parallel").measure(PLACEMENT)[
+        "ways"
+    ]
     long = rows_of(ROOT / "docs" / "long_documents.md", "## Beside context parallelism and Ulysses")
     page = rows_of(ROOT / "docs" / "comparison.md", "### In numbers")
     for way, (name, row) in NAMES.items():

@@ -19,7 +19,7 @@ from eight_arms import Arm, Rows, make_tokens, place_documents
 from eight_attention import dense_masks
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.integration.families import known_cost, layer_keys
+from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 
 MODELS = Path(__file__).with_name("models")
 _LOSS_TOKENS = 4096  # whose logits exist at a time
@@ -120,8 +120,8 @@ class Batches:
         return lengths * self.operations_a_token + 2.0 * attending * width * lengths**2.0
 
     def dealing(self, settings: hf_distca.DistCAConfig) -> DealSettings:
-        keys = layer_keys(self.config, self.dtype, self.device.type)
-        costs = {key: known_cost(key, settings) for key in keys}
+        keys = list_layer_keys(self.config, self.dtype, self.device.type)
+        costs = {key: make_initial_cost(key, settings) for key in keys}
         return DealSettings(self.ranks, self.tokens, costs, settings, self.ranks)
 
     def share(
