@@ -210,6 +210,7 @@ def test_texts_are_counted_by_their_tokenizer(
     result = run(*command[1:], "--tokens-per-rank", 50, "--batches", 1)
     assert result.exit_code == 0, result.output
     assert "documents.jsonl, 1 batch" in result.stdout
+    (tmp_path / "none").mkdir()
     one_line(run(*command[1:4], "--tokenizer", "none", "--ranks", 8), "--tokenizer none: ")
 
 

@@ -302,13 +302,18 @@ def find_module(name: str) -> None:
         )
 
 
+# Objects of the script live until the interpreter ends, as if Python had run it. If it is freed
+# before, a DDP model may wait for the threads of gloo, and these for the interpreter, for ever.
+_script_names: dict[str, Any] = {}
+
+
 def run_module(name: str, arguments: Sequence[str], options: Options) -> None:
     """Run a module in this process as ``__main__``, as ``python -m`` does."""
     import runpy
 
     _start_distca(options)
     sys.argv = [name, *arguments]
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    _script_names.update(runpy.run_module(name, run_name="__main__", alter_sys=True))
 
 
 def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
@@ -333,7 +338,7 @@ def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
     sys.argv = [str(path), *arguments]
     if not sys.flags.safe_path:  # as Python does for a script: what lies beside it can be imported
         sys.path[0] = str(path.resolve().parent)
-    runpy.run_path(str(path), run_name="__main__")
+    _script_names.update(runpy.run_path(str(path), run_name="__main__"))
 
 
 def _is_python(path: Path) -> bool:
