@@ -353,13 +353,17 @@ class DealSettings:
         """Estimate the imbalance of attention over ranks if documents lay on them one after
         another: the order that dealing does not take.
         """
-        return self.estimate_imbalance(deal_in_order(lengths, self.ranks, self.tokens_per_rank))
+        return self.estimate_imbalance((deal_in_order(lengths, self.ranks, self.tokens_per_rank),))
 
-    def estimate_imbalance(self, layout: Layout) -> float:
-        """Estimate the imbalance of attention if each rank computes that of its own tokens."""
+    def estimate_imbalance(self, layouts: Sequence[Layout]) -> float:
+        """Estimate the imbalance of attention if each rank computes that of its own tokens, in one
+        layout or in those of both nano-batches.
+        """
         cost = next(iter(self.costs.values()))
-        seconds = cost.estimate_seconds(layout.length, layout.end)
-        by_rank = np.bincount(layout.rank, seconds, layout.world_size).astype(np.float64)
+        by_rank = np.zeros(self.ranks)
+        for layout in layouts:
+            seconds = cost.estimate_seconds(layout.length, layout.end)
+            by_rank += np.bincount(layout.rank, seconds, self.ranks)
         return compute_imbalance(by_rank)
 
     def make_share(

@@ -32,7 +32,7 @@ from hf_distca.integration.training.callback import DistCACallback, find_callbac
 from hf_distca.integration.training.document_shares import document_shares
 from hf_distca.integration.training.pairs import check_deals_documents
 from hf_distca.integration.training.targets import TargetCounts, sample_targets
-from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.layout import IntArray
 
 __all__ = ["deal", "deal_before_training"]
 
@@ -257,9 +257,8 @@ def _compare_orders(shares: Shares, steps_before: int, steps: int) -> str:
     orders = []
     for number in range(min(len(batches), _COMPARED_BATCHES)):
         lengths = batches.get_pieces(0, number).lengths
-        layouts = dealing.deal_layouts(lengths)
-        dealt = layouts[0] if len(layouts) == 1 else Layout.concatenate(*layouts)
-        orders.append([dealing.estimate_in_order(lengths), dealing.estimate_imbalance(dealt)])
+        dealt = dealing.estimate_imbalance(dealing.deal_layouts(lengths))
+        orders.append([dealing.estimate_in_order(lengths), dealt])
     in_order, even = np.mean(orders, axis=0)
     cut = batches.count_cut_tokens() / (len(batches) * dealing.tokens)
     return (
