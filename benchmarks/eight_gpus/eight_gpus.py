@@ -42,6 +42,9 @@ def read_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on two CPU processes")
+    parser.add_argument(
+        "--one-card", action="store_true", help="two ranks on one GPU: a rehearsal, give --layers"
+    )
     parser.add_argument("--page", action="store_true", help="only make the page of what is there")
     parser.add_argument("--out", type=Path, help="folder of the figures (default: eight_figures)")
     parser.add_argument("--seconds", type=float, default=3600, help="for all (default: 3600)")
@@ -68,9 +71,13 @@ def make_parts(arguments: argparse.Namespace) -> list[Any]:
     from eight_rank import Part
 
     dry = arguments.dry_run
-    ranks = 2 if dry else torch.cuda.device_count()
+    cards = torch.cuda.device_count()
+    ranks = 2 if dry or (arguments.one_card and cards) else cards
     if ranks < 2:
-        sys.exit(f"run.sh found {ranks} GPUs and needs two at least; --dry-run needs none.")
+        sys.exit(
+            f"run.sh found {cards} GPUs and needs two at least; --one-card needs one, --dry-run"
+            " none."
+        )
     sized = (arguments.tokens, 32768 // arguments.tokens if dry else 1, arguments.layers, dry)
     chosen = [
         pair
@@ -80,7 +87,7 @@ def make_parts(arguments: argparse.Namespace) -> list[Any]:
             for name, words in zip(pair, (arguments.models, arguments.lengths), strict=True)
         )
     ]
-    steps = (2 if dry else 4, arguments.steps)
+    steps = (2 if dry or arguments.one_card else 4, arguments.steps)
     out = arguments.out.resolve()
     kind = "cpu" if dry else "cuda"
     return [Part(*pair, ranks, kind, *sized, *steps, out) for pair in chosen]

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from gpu_ranks import ON_ONE_CARD
+
 # Seconds that the other ranks have to end after one of them failed.
 _GRACE = 10.0
 _RAISED = 1  # exit code of a rank that wrote a traceback
@@ -111,7 +113,10 @@ def _be_rank(
     on_gpu = launch.device == "cuda"
     try:
         if on_gpu:
-            torch.cuda.set_device(rank)
+            cards = torch.cuda.device_count()
+            if cards < launch.ranks:
+                os.environ.update(ON_ONE_CARD, NCCL_HOSTID=f"host{rank}")
+            torch.cuda.set_device(rank % cards)
         else:
             torch.set_num_threads(1)
         dist.init_process_group(

@@ -64,7 +64,7 @@ def measure_links(launch: Launch) -> dict[str, Any]:
 def _time_links(rank: int, device_type: str, path: Path) -> None:
     """An all-to-all among all, and a ring in which each rank sends to the next one."""
     ranks, on_gpu = dist.get_world_size(), device_type == "cuda"
-    device = torch.device(device_type, rank if on_gpu else None)
+    device = torch.device(device_type, torch.cuda.current_device() if on_gpu else None)
     size = 2**28 if on_gpu else 2**20  # bytes of a rank
     sent = torch.zeros(size // ranks * ranks, dtype=torch.uint8, device=device)
     come = torch.empty_like(sent)

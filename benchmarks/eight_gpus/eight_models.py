@@ -45,9 +45,10 @@ _TINY_OF = {
 
 
 def read_model(name: str, *, tiny: bool, layers: int | None) -> Any:
-    """Read the config of a model; `tiny` for a dry run, or with so many layers."""
+    """Read the config of a model; `tiny` for a dry run, or with so many layers and fewer words."""
     config = AutoConfig.from_pretrained(MODELS / f"{name}.json")
-    changes: dict[str, Any] = {"num_hidden_layers": layers} if layers else {}
+    # Of a shallow model, all its words would be the most of it.
+    changes: dict[str, Any] = {"num_hidden_layers": layers, "vocab_size": 8192} if layers else {}
     if tiny:
         changes |= {**_TINY, "num_hidden_layers": 2, **_TINY_OF.get(config.model_type, {})}
     count = changes.get("num_hidden_layers", config.num_hidden_layers)

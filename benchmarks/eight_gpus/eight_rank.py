@@ -123,7 +123,8 @@ class Rank:
 
     def __init__(self, part: Part, rank: int, operations_a_token: float) -> None:
         self.part, self.rank = part, rank
-        self.device = torch.device(part.device, rank if part.device == "cuda" else None)
+        on_gpu = part.device == "cuda"
+        self.device = torch.device(part.device, torch.cuda.current_device() if on_gpu else None)
         self.batches = part.make_batches(self.device, operations_a_token)
         self.trained = build(self.batches.config, self.device, part.dtype)
         self.packed = find_packed(self.batches.config, self.device, part.dtype)

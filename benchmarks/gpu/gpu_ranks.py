@@ -28,7 +28,7 @@ from gpu_setting import Setting
 # Called with rank, ranks, the setting and a function that keeps figures; only those of rank 0 are
 # read.
 Work = Callable[[int, int, Setting, Callable[..., None]], None]
-_ON_ONE_CARD = {
+ON_ONE_CARD = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_NET": "Socket",
     "NCCL_IB_DISABLE": "1",
@@ -98,7 +98,7 @@ def _be_rank(
     seconds: Any,
 ) -> None:
     os.environ.update(
-        _ON_ONE_CARD, NCCL_HOSTID=f"host{rank}", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        ON_ONE_CARD, NCCL_HOSTID=f"host{rank}", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="1")
     torch.set_num_threads(1)

@@ -52,12 +52,12 @@ PARTS = {
     "checkpointing": Part(
         60, "activation checkpointing on one GPU: what keeping attention's outputs is worth"
     ),
-    "host": Part(25, "what a layer costs the host, in steps so small that the GPU waits"),
-    "stack": Part(60, "whole layers beside plain varlen attention, waits of the host"),
+    "host": Part(60, "what a layer costs the host, in steps so small that the GPU waits"),
+    "stack": Part(90, "whole layers beside plain varlen attention, waits of the host"),
     "model": Part(
         140, "a model of 1.3 billion weights, 32K tokens, 20 steps: losses, seconds, MFU"
     ),
-    "emulator": Part(60, "kernel seconds of 8 and 64 ranks, before and after balancing"),
+    "emulator": Part(80, "kernel seconds of 8 and 64 ranks, before and after balancing"),
     "trainer": Part(120, "the Trainer on two ranks over NCCL with moved work, beside sdpa"),
     "variants": Part(
         60, "FlashAttention 4 compiled ahead: seconds, late compiles; batches with gaps"
