@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 import hf_distca
 
+TESTS = Path(__file__).parent
 # Slow, or noisy, or taken for a sign that a device is in use, as accelerate's notebook_launcher
 # takes bitsandbytes.
 HEAVY = ("torch", "transformers", "accelerate", "numpy", "peft", "bitsandbytes")
@@ -82,6 +85,36 @@ def test_import_costs_little_beside_transformers_models(first: str) -> None:
         assert added < 0.2 * stock, "a tenth of a second beside four seconds"
 
 
+def test_a_call_waits_for_the_end_of_an_import_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "half_imported.py").write_text(
+        "from hf_distca.late_imports import when_imported\n"
+        "seen = []\n"
+        "when_imported(__name__, lambda: seen.append(last_line))\n"
+        "last_line = 1\n"
+    )
+    monkeypatch.setattr(transformers, "__path__", [*transformers.__path__, str(tmp_path)])
+    assert importlib.import_module("transformers.half_imported").seen == [1]
+
+
+@pytest.mark.slow
+def test_a_hybrid_imported_first_keeps_documents_apart() -> None:
+    """Its module imports what all models share, and is not imported to its end when they load."""
+    seen = run(
+        f"sys.path[:0] = {[str(TESTS), str(TESTS / 'models')]}\n"
+        "import hf_distca\n"
+        "from transformers.models.bamba.modeling_bamba import BambaForCausalLM\n"
+        "import torch, compare, tiny\n"
+        "model = tiny.build('bamba', 'distca', torch.float64)\n"
+        "documents = compare.documents((9, 5))\n"
+        "found = compare.packed(model, documents).logits\n"
+        "expected = compare.alone(model, documents).logits\n"
+        "seen['off'] = max(float((a - b).abs().max()) for a, b in zip(found, expected))"
+    )
+    assert seen["off"] < 1e-9
+
+
 @pytest.mark.slow
 def test_a_look_for_the_module_of_the_models_does_no_harm() -> None:
     """What waited for it is gone; others still wait for modules that nobody has imported."""
@@ -92,7 +125,7 @@ def test_a_look_for_the_module_of_the_models_does_no_harm() -> None:
         "from transformers import AttentionInterface\n"
         "seen['registered'] = 'distca' in AttentionInterface._global_mapping\n"
         "ours = [it for it in sys.meta_path if type(it).__module__.startswith('hf_distca')]\n"
-        "seen['left'] = [it.name for it in ours if it.name in sys.modules]"
+        "seen['left'] = [name for it in ours for name in it.acts if name in sys.modules]"
     )
     assert (seen["registered"], seen["left"]) == (True, [])
 

@@ -29,39 +29,36 @@ def when_models_load(act: Callable[[], None]) -> None:
 
 
 def when_imported(name: str, act: Callable[[], None]) -> None:
-    """Call a function now if the module `name` is imported, else right after its first import."""
-    if name in sys.modules:
+    """Call a function now if a module of transformers is imported, else right after its import.
+
+    A module whose import is under way counts as not imported: it lacks what its last lines define.
+    """
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    if name in sys.modules and name not in _finder.under_way:
         act()
-        return
-    waiting = next(
-        (
-            finder
-            for finder in sys.meta_path
-            if isinstance(finder, _ImportFinder) and finder.name == name
-        ),
-        None,
-    )
-    if waiting is None:
-        waiting = _ImportFinder(name)
-        sys.meta_path.insert(0, waiting)
-    waiting.acts.append(act)
+    else:
+        _finder.acts.setdefault(name, []).append(act)
 
 
 class _ImportFinder(MetaPathFinder):
-    """A finder that finds no module itself; it adds calls to the end of one import, and then
-    removes itself.
+    """A finder that finds no module itself; it adds calls to the end of imports of transformers.
+
+    Attributes:
+        acts: functions to call after the import of a module, by its name.
+        under_way: names of modules whose import has begun and not ended.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.acts: list[Callable[[], None]] = []
+    def __init__(self) -> None:
+        self.acts: dict[str, list[Callable[[], None]]] = {}
+        self.under_way: set[str] = set()
         self._looking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec that the other finders find."""
-        if fullname != self.name or self._looking:
+        if self._looking or not fullname.startswith("transformers."):
             return None
         self._looking = True
         try:
@@ -72,10 +69,16 @@ class _ImportFinder(MetaPathFinder):
             execute = spec.loader.exec_module
 
             def and_act(module: ModuleType) -> None:
-                execute(module)
-                sys.meta_path.remove(self)
-                for act in self.acts:
+                self.under_way.add(fullname)
+                try:
+                    execute(module)
+                finally:
+                    self.under_way.discard(fullname)
+                for act in self.acts.pop(fullname, ()):
                     act()
 
             spec.loader.exec_module = and_act  # type: ignore[method-assign]
         return spec
+
+
+_finder = _ImportFinder()

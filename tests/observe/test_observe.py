@@ -186,8 +186,10 @@ def test_a_trainer_is_watched_under_a_launcher(tmp_path: Path) -> None:
     assert "distca watched 3 micro-batches on 2 ranks" in said
 
 
+# The first import is that of the Trainer, which imports what all models share.
 TRAINER = """
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM
 
 config = LlamaConfig(
     hidden_size=32, intermediate_size=32, vocab_size=31, num_hidden_layers=1, num_attention_heads=2
