@@ -80,13 +80,12 @@ def emulate(
     ranks = range(plan.layout.world_size)
     batches = [server_batches(plan, rank, setting.device) for rank in ranks]
     calls = Calls(cost.shape, setting, [batch for rank in batches for batch in rank])
+    everything = sorted((batch for rank in batches for batch in rank), key=lambda b: -b.pairs)
     if setting.device.type == "cuda":  # a kernel makes index tensors in its first call for a batch
-        for batch in (batch for rank in batches for batch in rank):
+        for batch in everything:
             calls.forward(kernel, batch)
-    else:
-        rank_seconds(
-            calls, kernel, min(batches, key=lambda rank: sum(batch.pairs for batch in rank))
-        )
+    # What is compiled in a first call, backward too, is compiled for each number of heads.
+    rank_seconds(calls, kernel, list({batch.groups: batch for batch in everything}.values()))
     rounds = [
         [rank_seconds(calls, kernel, batches[rank]) for rank in ranks] for _ in range(repeats)
     ]

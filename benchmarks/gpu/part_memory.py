@@ -89,7 +89,8 @@ def simulated(
     """The simulator's fullest moment, by term."""
     hardware = replace(find_hardware("h100"), element_bytes=setting.dtype.itemsize)
     case = Simulated(shape, hardware, 1, tokens, sharding="ddp", fused=False)
-    case = replace(case, checkpointing="selective" if checkpointing else "none")
+    kept = "selective" if checkpointing else "none"
+    case = replace(case, checkpointing=kept, loss_tokens=None)  # as transformers' own loss
     memory = fullest(case, tokens)
     terms = {name: float(getattr(memory, name)) for name in memory.__dataclass_fields__}
     terms["gradients"] *= setting.dtype.itemsize / 4

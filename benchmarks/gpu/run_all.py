@@ -50,10 +50,10 @@ class Part(NamedTuple):
 
 PARTS = {
     "checkpointing": Part(
-        60, "activation checkpointing on one GPU: what keeping attention's outputs is worth"
+        90, "activation checkpointing on one GPU: what keeping attention's outputs is worth"
     ),
     "host": Part(60, "what a layer costs the host, in steps so small that the GPU waits"),
-    "stack": Part(90, "whole layers beside plain varlen attention, waits of the host"),
+    "stack": Part(100, "whole layers beside plain varlen attention, waits of the host"),
     "model": Part(
         140, "a model of 1.3 billion weights, 32K tokens, 20 steps: losses, seconds, MFU"
     ),
