@@ -139,7 +139,8 @@ def _check_counts(values: Sequence[int], name: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Documents of one rank in a micro-batch, or in one nano-batch of it.
+    """Documents of one rank in a micro-batch, or in one nano-batch of it, without padding: what
+    `TokenBatch` makes of `PackedDocuments` or of any other key.
 
     A *run* is a contiguous piece of a document on one rank.
 
