@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from pages import ROOT
+
 SOURCE = Path(__file__).parents[1] / "src" / "hf_distca"
 
 # What each room may import besides itself, `config`, `errors`, `input_files` and what lies above
-# all rooms. A module stands for itself alone. The docstring of a room repeats them.
+# all rooms. A module stands for itself alone. The docstring of a room repeats them, and so does the
+# page.
 ARROWS = {
     "config": {"schedule.cost", "schedule.profiles"},
     "errors": set(),
@@ -138,7 +141,7 @@ def test_a_room_imports_only_what_its_arrows_say(path: Path) -> None:
         inner = name.removeprefix("hf_distca.")
         allowed = {room, "config", "errors", "input_files", *ARROWS[room]}
         assert any(inner == one or inner.startswith(f"{one}.") for one in allowed), (
-            f"{room} must not import {name}"
+            f"{room} must not import {name}: see ARROWS, and Rooms in docs/architecture.md"
         )
 
 
@@ -168,6 +171,17 @@ def test_a_room_says_what_it_may_import(path: Path) -> None:
     described = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     (said,) = re.findall(r"^May import (.*?)\.$", described, flags=re.MULTILINE | re.DOTALL)
     assert set(re.findall(r"`([\w.]+)`", said)) == ARROWS[path.parent.name]
+
+
+def test_the_page_says_what_each_room_may_import() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.split("\n## Rooms\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", section, flags=re.MULTILINE)
+    # The observer's verbs have a table of their own.
+    said = {room: set(re.findall(r"`([\w.]+)`", cell)) for room, cell in rows if room in ARROWS}
+    assert said == {
+        path.parent.name: ARROWS[path.parent.name] for path in SOURCE.glob("*/__init__.py")
+    }
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from hf_distca.agreement.announce import PlanKey, collect_shared_settings, hash_
 from hf_distca.integration.layer_kinds import make_initial_cost
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.profiles import Profile
+from pages import ROOT
 
 SHIPPED = "xeon_1_thread"
 # Another value of each field, as it is written.
@@ -43,9 +45,12 @@ OTHERS: dict[str, Any] = {
 def with_all() -> DistCAConfig:
     config = DistCAConfig(**{**OTHERS, "cost_model": Profile.load(SHIPPED)})
     default = DistCAConfig()
-    assert all(
-        getattr(config, field.name) != getattr(default, field.name) for field in fields(config)
-    )
+    unchanged = [
+        field.name
+        for field in fields(config)
+        if getattr(config, field.name) == getattr(default, field.name)
+    ]
+    assert not unchanged, "OTHERS has no other value of these fields"
     return config
 
 
@@ -63,6 +68,20 @@ def test_a_file_has_every_field(name: str, written: str, tmp_path: Path) -> None
     file = tmp_path / name
     file.write_text(written)
     assert DistCAConfig.from_file(file) == DistCAConfig.from_file(str(file)) == with_all()
+
+
+def test_the_page_has_every_field() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text()
+    rows = dict(re.findall(r"^\| \[`(\w+)`\]\(#\1\) \| `(.*?)` \|", page, flags=re.MULTILINE))
+    defaults = {
+        field.name: json.dumps(field.default)
+        if isinstance(field.default, str)
+        else repr(field.default)
+        for field in fields(DistCAConfig)
+    }
+    assert rows == defaults, "a row of a table in docs/settings.md for each field, with its default"
+    missing = {f"## {name}" for name in defaults} - set(page.splitlines())
+    assert not missing, "a section of docs/settings.md for each field"
 
 
 def test_an_empty_file_has_the_defaults(tmp_path: Path) -> None:

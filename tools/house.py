@@ -16,7 +16,7 @@ import argparse
 import ast
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -173,7 +173,7 @@ class Size:
         """Add up the sizes of files."""
         files = [module.statements for module in modules]
         functions = [function for module in modules for function in module.functions]
-        lengths = [sum(map(is_counted, ast.walk(function))) for function in functions]
+        lengths = [count_statements(function) for function in functions]
         return cls(
             len(files),
             sum(module.lines for module in modules),
@@ -199,6 +199,11 @@ def is_counted(node: ast.AST) -> bool:
     )
 
 
+def count_statements(function: _Function) -> int:
+    """Count the statements of a function, its `def` included."""
+    return sum(map(is_counted, ast.walk(function)))
+
+
 def parameters(function: _Function) -> int:
     """Count the parameters of a function, `*args` and `**kwargs` included, without `self` and
     `cls`.
@@ -217,6 +222,23 @@ def parameters(function: _Function) -> int:
 def complexity(function: _Function) -> int:
     """Count the ways through a function: one, and one more for each branch."""
     return sum(isinstance(node, _Branch) for node in ast.walk(function))
+
+
+def find_largest(modules: list[Module]) -> dict[str, str]:
+    """Find the file and the functions of which `Size` has the largest figures: "path", or
+    "path:line name", by the names of the figures.
+    """
+    functions = [(module, function) for module in modules for function in module.functions]
+    measures: dict[str, Callable[[_Function], int]] = {
+        "longest_function": count_statements,
+        "parameters": parameters,
+        "complexity": complexity,
+    }
+    largest = {"longest_file": str(max(modules, key=lambda module: module.statements).path)}
+    for name, measure in measures.items() if functions else ():
+        module, function = max(functions, key=lambda each: measure(each[1]))
+        largest[name] = f"{module.path}:{function.lineno} {function.name}"
+    return largest
 
 
 def find_circles(modules: list[Module]) -> list[list[str]]:
@@ -254,6 +276,7 @@ class House:
     Attributes:
         rooms: the size of each room, by name.
         total: the size of all rooms together.
+        largest: for each room, and for "all", the file and the functions with the largest figures.
         shared_file_names: names of files in several rooms, with these rooms; without verbs of the
             command line.
         repeated_classes: names of classes that are defined more than once, with the files.
@@ -264,6 +287,7 @@ class House:
 
     rooms: dict[str, Size]
     total: Size
+    largest: dict[str, dict[str, str]]
     shared_file_names: dict[str, list[str]]
     repeated_classes: dict[str, list[str]]
     arrows: dict[str, list[str]]
@@ -286,6 +310,7 @@ def survey(source: Path = SOURCE) -> House:
     return House(
         {room: Size.of(by_room[room]) for room in sorted(by_room)},
         Size.of(modules),
+        {name: find_largest(some) for name, some in {**by_room, "all": modules}.items()},
         {name: sorted(rooms) for name, rooms in sorted(names.items()) if len(rooms) > 1},
         {name: files for name, files in sorted(classes.items()) if len(files) > 1},
         {

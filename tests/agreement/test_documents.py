@@ -10,10 +10,21 @@ import torch
 from torch.distributed.utils import _apply_to_tensors
 
 import hf_distca
-from hf_distca.agreement.documents import PackedDocuments, TokenBatch
+from document_keys import say_documents
+from hf_distca.agreement.documents import DOCUMENT_KEYS, PackedDocuments, TokenBatch
 from hf_distca.errors import LayoutError
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.hooks.attention import distca_attention
+
+
+@pytest.mark.parametrize("key", DOCUMENT_KEYS)
+def test_a_key_of_a_batch_says_where_documents_begin(key: str) -> None:
+    """Beside a later key that says otherwise, too."""
+    batch = {"input_ids": torch.zeros(1, 9, dtype=torch.int64), **dict.fromkeys(DOCUMENT_KEYS)}
+    rest = list(DOCUMENT_KEYS)[list(DOCUMENT_KEYS).index(key) + 1 :]
+    later = {other: value for other, value in say_documents((5, 4)).items() if other in rest}
+    documents = TokenBatch.of(batch | later | {key: say_documents((3, 6))[key]}).read_documents()
+    assert documents.runs[:, 2].tolist() == [3, 6]
 
 
 @pytest.mark.parametrize("given", [PackedDocuments((3, 4)), AttentionHandle(1, 7)])

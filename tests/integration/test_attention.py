@@ -22,7 +22,8 @@ from transformers import (
 
 import hf_distca
 from checkpointed import checkpoint_layers
-from hf_distca.agreement.documents import PackedDocuments
+from document_keys import say_documents
+from hf_distca.agreement.documents import DOCUMENT_KEYS, PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import AttentionHandle
@@ -95,33 +96,29 @@ def test_packed_documents_stay_apart(use_cache: bool, mask: str | None) -> None:
         start += length
 
 
-def test_cu_seq_lens_and_packed_documents_equal_positions() -> None:
-    """`cu_seq_lens` and packed documents say the same as positions."""
-    model, ids = model_for("distca").train(), tokens(1, 12)
-    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
-    by_positions = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    bounds = {"cu_seq_lens_q": torch.tensor([0, 7, 12]), "cu_seq_lens_k": torch.tensor([0, 7, 12])}
-    flash = {**bounds, "max_length_q": 7, "max_length_k": 7}
-    packed = PackedDocuments((7, 5))
-    for extra in (flash, {"distca_documents": packed}):
-        torch.testing.assert_close(
-            model(input_ids=ids, position_ids=positions, use_cache=False, **extra).logits,
-            by_positions,
-        )
+def test_every_key_of_documents_equals_positions() -> None:
+    """Beside positions and what loaders add for flash attention; and alone, where the model counts
+    the whole row.
+    """
+    model, ids, said = model_for("distca").train(), tokens(1, 12), say_documents((7, 5))
+    positions = {"position_ids": said["position_ids"]}
+    by_positions = model(input_ids=ids, use_cache=False, **positions).logits
+    flash = {"cu_seq_lens_k": said["cu_seq_lens_q"], "max_length_q": 7, "max_length_k": 7}
+    for key, value in said.items():
+        given = {**positions, **flash, key: value}
+        beside = model(input_ids=ids, use_cache=False, **given).logits
+        torch.testing.assert_close(beside, by_positions)
+        alone = model(input_ids=ids, use_cache=False, **{key: value}).logits
+        torch.testing.assert_close(alone, by_positions, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("given", ["distca_documents", "cu_seq_lens_q"])
-def test_documents_stay_apart_beside_padding(given: str) -> None:
+@pytest.mark.parametrize("key", DOCUMENT_KEYS)
+def test_documents_stay_apart_beside_padding(key: str) -> None:
     """Without position ids the model counts the whole row, which would make it one document."""
     model, ids = model_for("distca").train(), tokens(1, 8)
-    lengths = {
-        "distca_documents": PackedDocuments((3, 3, 2)),
-        "cu_seq_lens_q": torch.tensor([0, 3, 6, 8]),
-    }
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
-    out = model(
-        input_ids=ids, attention_mask=mask, use_cache=False, **{given: lengths[given]}
-    ).logits
+    said = {key: say_documents((3, 3, 2))[key]}
+    out = model(input_ids=ids, attention_mask=mask, use_cache=False, **said).logits
     for start in (0, 3):
         alone = model(input_ids=ids[:, start : start + 3], use_cache=False).logits
         torch.testing.assert_close(out[:, start : start + 3], alone, rtol=1e-4, atol=1e-5)

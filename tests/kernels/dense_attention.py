@@ -1,24 +1,45 @@
-"""What the kernels are compared with: dense softmax in float64 with autograd, one task at a time,
-and the cases to compare on.
+"""Kernels that run on a CPU, and the cases in which they are compared with dense softmax in float64
+with autograd, one task at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as st
+from strict_varlen_op import StrictVarlenOp
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from hf_distca.kernels import Kernel, Scores, TaskBatch
+from hf_distca.kernels import Case, Kernel, Scores, TaskBatch
 from hf_distca.kernels.base import Operands, Saved
+from hf_distca.kernels.cpu import CpuKernel
+from hf_distca.kernels.plain_torch import ReferenceKernel
+from hf_distca.kernels.varlen import VarlenKernel
 
 Tensors = dict[str, torch.Tensor]
 
+# A kernel that joins them is compared everywhere, with the scores that it supports.
+KERNELS: dict[str, Callable[[], Kernel]] = {
+    "reference": ReferenceKernel,
+    "cpu": CpuKernel,
+    "varlen": lambda: VarlenKernel(StrictVarlenOp()),
+}
+
+
+def supported_part(kernel: Kernel, scores: Scores) -> Scores:
+    """The scores without a window or softcap that the kernel says it does not support."""
+    for name in ("window", "softcap"):
+        alone = Scores(scores.scale, **{name: getattr(scores, name)})
+        case = Case(torch.device("cpu"), torch.float64, 64, 64, alone)
+        if kernel.unsupported_reason(case) is not None:
+            scores = replace(scores, **{name: None})
+    return scores
+
 
 @dataclass(frozen=True)
-class Case:
+class PooledTasks:
     """Tasks and the sizes of their pools."""
 
     tasks: TaskBatch
@@ -28,12 +49,12 @@ class Case:
 
 def case(
     *tasks: tuple[int, int, int, int], rows: int | None = None, keys: int | None = None
-) -> Case:
+) -> PooledTasks:
     """A case from (query start, query length, key start, key length) tuples; pools end with the
     last task unless told.
     """
     columns = tuple(zip(*tasks, strict=True)) or ((), (), (), ())
-    return Case(
+    return PooledTasks(
         TaskBatch(*columns),
         max((a + n for a, n, _, _ in tasks), default=0) if rows is None else rows,
         max((b + m for _, _, b, m in tasks), default=0) if keys is None else keys,
@@ -89,7 +110,7 @@ SHAPES = {
 
 
 @st.composite
-def random_cases(draw: st.DrawFn) -> Case:
+def random_cases(draw: st.DrawFn) -> PooledTasks:
     """Documents somewhere in the key pool, with some slices each, and rows in any order with
     gaps.
     """
@@ -114,7 +135,7 @@ def random_cases(draw: st.DrawFn) -> Case:
 
 
 def random_pools(
-    case: Case, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str = "cpu"
+    case: PooledTasks, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str = "cpu"
 ) -> Tensors:
     """q, k, v and the gradient of the output. Keys of rising size make wrong masks and wrong merges
     stand out.
@@ -225,7 +246,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     )
 
 
-def untouched(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+def untouched(case: PooledTasks) -> tuple[torch.Tensor, torch.Tensor]:
     """Masks of the rows and of the keys that no task reaches."""
     rows, keys = torch.ones(case.rows, dtype=torch.bool), torch.ones(case.keys, dtype=torch.bool)
     tasks = case.tasks

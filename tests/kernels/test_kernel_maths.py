@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 
 import pytest
 import torch
 from dense_attention import (
     CASES,
+    KERNELS,
     PLAIN,
     SCORES,
     SHAPES,
-    Case,
+    PooledTasks,
     Tensors,
     exact,
     plain,
@@ -18,31 +18,25 @@ from dense_attention import (
     random_pools,
     relative_error,
     run_kernel,
+    supported_part,
     untouched,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strict_varlen_op import StrictVarlenOp
 
 from hf_distca.errors import KernelError
 from hf_distca.kernels import Kernel, Scores, TaskBatch, plain_torch
 from hf_distca.kernels.base import Operands, Saved
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.plain_torch import ReferenceKernel
-from hf_distca.kernels.varlen import VarlenKernel
 from turns import in_turn
 
-KERNELS: dict[str, Callable[[], Kernel]] = {
-    "reference": ReferenceKernel,
-    "cpu": CpuKernel,
-    "varlen": lambda: VarlenKernel(StrictVarlenOp()),
-}
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 GRID = [
     (kernel, scores)
     for kernel in KERNELS
     for scores in SCORES
-    if kernel != "cpu" or SCORES[scores].softcap is None
+    if supported_part(KERNELS[kernel](), SCORES[scores]) == SCORES[scores]
 ]
 
 
@@ -50,7 +44,7 @@ Answer = tuple[Tensors, Tensors, Tensors]
 
 
 def answer(
-    case: Case, shape: tuple[int, int, int, int], dtype: torch.dtype, scores: Scores
+    case: PooledTasks, shape: tuple[int, int, int, int], dtype: torch.dtype, scores: Scores
 ) -> Answer:
     """Pools, what is right for them, and what torch makes of them in half precision."""
     pools = random_pools(case, shape, dtype)
@@ -66,7 +60,9 @@ def known_answer(case: str, shape: str, dtype: torch.dtype, scores: str) -> Answ
     return answer(CASES[case], SHAPES[shape], dtype, SCORES[scores])
 
 
-def check(kernel: Kernel, case: Case, dtype: torch.dtype, scores: Scores, right: Answer) -> None:
+def check(
+    kernel: Kernel, case: PooledTasks, dtype: torch.dtype, scores: Scores, right: Answer
+) -> None:
     pools, expected, baseline = right
     found = run_kernel(kernel, pools, case.tasks, scores)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -128,8 +124,10 @@ def test_every_shape(kernel: str, scores: str, shape: str, dtype: torch.dtype) -
     softcap=st.none() | st.floats(0.5, 5),
 )
 @settings(max_examples=30, deadline=None)
-def test_random_batches(kernel: str, case: Case, window: int | None, softcap: float | None) -> None:
-    scores = Scores(0.19, window, None if kernel == "cpu" else softcap)
+def test_random_batches(
+    kernel: str, case: PooledTasks, window: int | None, softcap: float | None
+) -> None:
+    scores = supported_part(KERNELS[kernel](), Scores(0.19, window, softcap))
     check(
         KERNELS[kernel](),
         case,
@@ -234,7 +232,9 @@ def test_bfloat16_slices_round_as_little_as_one_call() -> None:
     weigh more.
     """
     length, cut = 2048, 1024
-    sliced = Case(TaskBatch([0, cut], [cut, length - cut], [0, 0], [cut, length]), length, length)
+    sliced = PooledTasks(
+        TaskBatch([0, cut], [cut, length - cut], [0, 0], [cut, length]), length, length
+    )
     whole = TaskBatch([0], [length], [0], [length])
     pools = random_pools(sliced, (2, 1, 64, 64), torch.bfloat16)
     expected = exact(pools, whole, PLAIN)

@@ -9,7 +9,7 @@ import torch
 from dense_attention import (
     PLAIN,
     SHAPES,
-    Case,
+    PooledTasks,
     case,
     exact,
     random_pools,
@@ -24,7 +24,7 @@ from hf_distca.kernels.base import Operands
 from hf_distca.kernels.cpu import CpuKernel
 
 
-def packed(*lengths: int) -> Case:
+def packed(*lengths: int) -> PooledTasks:
     """Documents one after another."""
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     return case(
@@ -33,7 +33,7 @@ def packed(*lengths: int) -> Case:
 
 
 @st.composite
-def some_documents(draw: st.DrawFn) -> Case:
+def some_documents(draw: st.DrawFn) -> PooledTasks:
     """Whole documents, most of them short, in different orders in both pools and with gaps;
     sometimes two share keys.
     """
@@ -64,7 +64,7 @@ def some_documents(draw: st.DrawFn) -> Case:
     loud=st.sampled_from([1.0, 60.0]),
 )
 @settings(max_examples=75, deadline=None)
-def test_any_documents(case: Case, window: int | None, loud: float) -> None:
+def test_any_documents(case: PooledTasks, window: int | None, loud: float) -> None:
     """With loud scores, exponentials of keys that a row does not see would overflow."""
     scores = Scores(0.19, window)
     pools = random_pools(case, SHAPES["narrow values"], torch.float64)

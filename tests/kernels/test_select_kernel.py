@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +16,7 @@ from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.errors import KernelError
 from hf_distca.kernels import Case, Kernel, Scores, flash, list_runnable, select_kernel
 from hf_distca.kernels.flash import flash_reason
+from pages import ROOT
 
 SELECTED, MODULE = kernels._select_once, flash._import_once
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -179,10 +181,14 @@ def test_head_dims_that_backward_has_on_some_gpus_only(
         assert flash_reason(Case(CUDA, torch.bfloat16, head_dim, head_dim, PLAIN)) is None
 
 
-def test_every_kernel_has_a_name_that_can_be_set() -> None:
-    assert sorted(get_args(KernelName)) == sorted(
-        ["auto", *(kernel.name for kernel, _ in kernels._KERNELS)]
+def test_every_kernel_can_be_set_and_is_on_the_page() -> None:
+    names = ["auto", *(kernel.name for kernel, _ in kernels._KERNELS)]
+    assert sorted(get_args(KernelName)) == sorted(names), "KernelName and _KERNELS differ"
+    section = (
+        (ROOT / "docs" / "settings.md").read_text().split("\n## kernel\n")[1].split("\n## ")[0]
     )
+    rows = re.findall(r'^\| `"(.*?)"` \|', section, flags=re.MULTILINE)
+    assert rows == names, "the table of docs/settings.md has all kernels, in the order of _KERNELS"
 
 
 @pytest.mark.usefixtures("_one_hopper", "_new_log")

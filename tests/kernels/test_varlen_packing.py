@@ -8,7 +8,7 @@ from dense_attention import (
     CASES,
     PLAIN,
     SHAPES,
-    Case,
+    PooledTasks,
     case,
     exact,
     random_cases,
@@ -26,7 +26,7 @@ from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.varlen import VarlenKernel
 
 
-def calls(case: Case) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+def calls(case: PooledTasks) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
     op = StrictVarlenOp()
     pools = random_pools(case, SHAPES["GQA"], torch.float32)
     run_kernel(VarlenKernel(op), pools, case.tasks, PLAIN)
@@ -93,7 +93,7 @@ def test_gaps_are_sequences_where_the_op_takes_them(scores: Scores) -> None:
     """
     op, gapped = (
         StrictVarlenOp(takes_gaps=True),
-        Case(TaskBatch((2, 9), (5, 9), (0, 20), (8, 9)), 25, 31),
+        PooledTasks(TaskBatch((2, 9), (5, 9), (0, 20), (8, 9)), 25, 31),
     )
     pools = random_pools(gapped, SHAPES["GQA"], torch.float64)
     results, expected = (
@@ -111,7 +111,7 @@ def test_gaps_are_sequences_where_the_op_takes_them(scores: Scores) -> None:
 
 
 @given(case=random_cases())
-def test_random_batches_with_gaps_are_exact(case: Case) -> None:
+def test_random_batches_with_gaps_are_exact(case: PooledTasks) -> None:
     pools = random_pools(case, SHAPES["GQA"], torch.float64)
     expected = exact(pools, case.tasks, PLAIN)
     for name, value in run_kernel(
@@ -134,7 +134,9 @@ def test_number_of_calls(name: str, count: int) -> None:
 
 
 @given(case=random_cases(), kernel=st.sampled_from([VarlenKernel(StrictVarlenOp()), EFFICIENT]))
-def test_calls_hold_every_task_once_and_no_key_twice(case: Case, kernel: VarlenKernel) -> None:
+def test_calls_hold_every_task_once_and_no_key_twice(
+    case: PooledTasks, kernel: VarlenKernel
+) -> None:
     tasks = case.tasks
     found = kernel.split(tasks)
     assert sorted(task for call in found for task in call) == list(range(len(tasks)))
@@ -201,7 +203,7 @@ def test_a_window_that_hides_nothing_is_none(window: int | None, seen: int | Non
     op, tasks = StrictVarlenOp(), TaskBatch((0, 20), (20, 30), (0, 20), (20, 150))
     run_kernel(
         VarlenKernel(op),
-        random_pools(Case(tasks, 50, 170), SHAPES["MQA"], torch.float32),
+        random_pools(PooledTasks(tasks, 50, 170), SHAPES["MQA"], torch.float32),
         tasks,
         Scores(0.1, window),
     )

@@ -27,9 +27,10 @@ from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGated
 
 import hf_distca
 from checkpointed import checkpoint_layers
+from document_keys import say_documents
 from hf_distca import UnsupportedError
 from hf_distca.agreement import documents as agreement_documents
-from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.agreement.documents import DOCUMENT_KEYS, PackedDocuments
 from hf_distca.integration.hooks import recurrent_layers
 from hf_distca.integration.processes import warn_once
 from host_syncs import NoHostSyncs
@@ -156,6 +157,15 @@ def test_documents_go_on_in_the_next_row_if_their_lengths_say_so(
         finish(model, docs, list(logits.flatten(0, 1).split(list(lengths)))),
         expected(model_type, lengths),
     )
+
+
+@pytest.mark.parametrize("key", DOCUMENT_KEYS)
+def test_states_begin_with_documents_by_any_key(key: str) -> None:
+    docs = documents((20, 7))
+    model = model_of("lfm2")
+    said = {key: say_documents((20, 7))[key]}
+    logits = model(input_ids=torch.cat(docs)[None], use_cache=False, **said).logits
+    check(finish(model, docs, list(logits[0].split([20, 7]))), expected("lfm2", (20, 7)))
 
 
 @pytest.mark.parametrize("model_type", KINDS)

@@ -21,7 +21,25 @@ from hf_distca.schedule.layout import IntArray, lengths_from_cu_seqlens, require
 if TYPE_CHECKING:
     from hf_distca.agreement.dealt_share import DealtShare
 
-__all__ = ["Documents", "PackedDocuments", "TokenBatch", "make_unknown_runs"]
+__all__ = [
+    "DOCUMENT_KEYS",
+    "PACKING_KEYS",
+    "Documents",
+    "PackedDocuments",
+    "TokenBatch",
+    "make_unknown_runs",
+]
+
+# Keys of a batch, which are arguments of attention as well, that say where documents begin, each
+# with the attribute of `TokenBatch` that it fills. The first that is given decides.
+DOCUMENT_KEYS = {
+    "distca_documents": "packed",
+    "cu_seq_lens_q": "cu_seq_lens",
+    "position_ids": "position_ids",
+}
+# Keys that packing loaders add for flash attention and state space layers: they follow from the
+# documents.
+PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 class _RemedyRepr(type):
@@ -121,7 +139,8 @@ def _check_counts(values: Sequence[int], name: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Documents of one rank in a micro-batch, or in one nano-batch of it.
+    """Documents of one rank in a micro-batch, or in one nano-batch of it, without padding: what
+    `TokenBatch` makes of `PackedDocuments` or of any other key.
 
     A *run* is a contiguous piece of a document on one rank.
 
@@ -301,14 +320,19 @@ class TokenBatch:
     def of(cls, batch: Mapping[str, Any]) -> TokenBatch:
         """Read the arguments of a model's forward."""
         batch_size, length = batch["input_ids"].shape
-        return cls(
-            batch_size,
-            length,
-            packed=batch.get("distca_documents"),
-            cu_seq_lens=batch.get("cu_seq_lens_q"),
-            position_ids=batch.get("position_ids"),
-            padding=convert_mask(batch.get("attention_mask")),
-        )
+        padding = convert_mask(batch.get("attention_mask"))
+        return cls(batch_size, length, padding=padding).with_documents(batch)
+
+    def with_documents(self, arguments: Mapping[str, Any]) -> TokenBatch:
+        """Replace the attributes for which a batch, or arguments of attention, have a key of
+        `DOCUMENT_KEYS`.
+        """
+        given: dict[str, Any] = {
+            attribute: arguments[key]
+            for key, attribute in DOCUMENT_KEYS.items()
+            if arguments.get(key) is not None
+        }
+        return replace(self, **given)
 
     def read_documents(self, *, span_ranks: bool = False, training: bool = False) -> Documents:
         """Read the documents of the batch, with at most one copy from the device.

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_distca.agreement.documents import DOCUMENT_KEYS
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
@@ -34,9 +35,7 @@ TARGET_MASKS = ("completion_mask", "assistant_masks")
 ROW_COLUMNS = frozenset({"input_ids", "labels", "attention_mask", *TARGET_MASKS})
 # Columns that are not read, but say which documents and targets a row has: without them, a model
 # would train on something else.
-_DOCUMENT_COLUMNS = frozenset(
-    {"shift_labels", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "distca_documents"}
-)
+_REFUSED_COLUMNS = frozenset({"shift_labels", "seq_idx", "cu_seq_lens_k", *DOCUMENT_KEYS})
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def check_column(
         LayoutError: names the column.
     """
     only = f"only {', '.join(sorted(read_columns))} are read"
-    if name in _DOCUMENT_COLUMNS:
+    if name in _REFUSED_COLUMNS:
         raise LayoutError(
             f"a row has a column {name!r}, which says what its documents or targets are, and would "
             f"be lost here: {only}. Give documents with labels of their own, and remove the "

@@ -215,16 +215,15 @@ class AttentionHandle:
             self.documents = rows.documents.cut_into_chunks(self.mask.chunk)
             self.has_segments = True
         elif self.documents is None:
-            positions, packed = arguments.get("position_ids"), arguments.get("distca_documents")
-            documents = TokenBatch(
+            batch = TokenBatch(
                 self.batch_size,
                 self.length,
-                packed=self.mask.packed_documents if packed is None else packed,
-                cu_seq_lens=arguments.get("cu_seq_lens_q"),
-                position_ids=self.mask.position_ids if positions is None else positions,
+                packed=self.mask.packed_documents,
+                position_ids=self.mask.position_ids,
                 padding=self.mask.padding,
                 first_position=self.mask.first_position,
-            ).read_documents(span_ranks=span_ranks, training=training)
+            ).with_documents(arguments)
+            documents = batch.read_documents(span_ranks=span_ranks, training=training)
             if documents.is_packed(self.length):
                 warn_of_packing(self.mask.model_type)
             self.documents = documents.cut_into_chunks(self.mask.chunk)

@@ -44,13 +44,13 @@ __all__ = [
 
 _logger = logging.getLogger("hf_distca")
 
-# Every kernel, in the order in which "auto" looks at them, and the type of device that it takes
-# them on, None for all, "" for none: it takes no kernel that is downloaded. A kernel that joins
-# them needs its name in `KernelName`, too. The order decides, and no clock: ranks with the same GPU
-# and packages choose alike, and so does the next run (`hf_distca.measure.calibrate` compares, for
-# all ranks). FlashAttention 4 stands before 3: forward and backward together it is faster on
-# Hopper, where its backward reaches 557 to 605 TFLOP/s from 8K tokens on (an H100, 2026-11-26) and
-# that of 3 530 to 586 (published).
+# Every kernel, in the order in which "auto" looks at them, and the type of device on which it takes
+# them: None for all, "" for kernels that run only if they are named, as one that is downloaded.
+# CONTRIBUTING.md says what else a new kernel needs. The order decides, and no clock: ranks with the
+# same GPU and packages choose alike, and so does the next run (`hf_distca.measure.calibrate`
+# compares, for all ranks). FlashAttention 4 stands before 3: forward and backward together it is
+# faster on Hopper, where its backward reaches 557 to 605 TFLOP/s from 8K tokens on (an H100,
+# 2026-11-26) and that of 3 530 to 586 (published).
 _KERNELS: tuple[tuple[Kernel, str | None], ...] = (
     (FLASH_ATTN_4, "cuda"),
     (FLASH_ATTN_3, "cuda"),
@@ -201,7 +201,7 @@ def is_slow(name: str, dtype: torch.dtype) -> bool:
     """Return whether a kernel is far slower than flash attention, which most cases could use with
     another dtype or package.
     """
-    return name == "reference" or (name == EFFICIENT.name and dtype == torch.float32)
+    return name == ReferenceKernel.name or (name == EFFICIENT.name and dtype == torch.float32)
 
 
 def _describe_features(scores: Scores) -> str:

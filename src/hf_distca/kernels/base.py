@@ -94,7 +94,7 @@ class Case(NamedTuple):
         dtype: of q, k and v.
         head_dim, value_head_dim: width of q and k, and of v and the output.
         scores: scale, window and softcap.
-        ratio: query heads for each key/value head.
+        gqa_ratio: query heads for each key/value head.
     """
 
     device: torch.device

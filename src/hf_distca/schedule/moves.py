@@ -228,7 +228,7 @@ def find_tail_start(
     marginal: MarginalCost, heads: float, start: int, end: int, target: float, max_seconds: float
 ) -> int:
     """Return the start of the tail of rows [start, end) that is nearest to `target` seconds, up to
-    `max_seconds`, or the shortest.
+    `max_seconds`, or the shortest; `start`, for all rows, if no multiple of the grid lies between.
     """
     grid = marginal.grid
     # At last, `first` takes no more than `target`.

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.agreement.documents import DOCUMENT_KEYS, PACKING_KEYS, PackedDocuments
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import FAMILIES, PROVEN_GROUPS
 from hf_distca.integration.handle import AttentionHandle, CachedMask
@@ -33,13 +33,8 @@ _MODEL_ARGUMENTS = {
     "is_causal",
 }
 _LOADER_ARGUMENTS = {
-    "position_ids",
-    "cu_seq_lens_q",
-    "distca_documents",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "seq_idx",
+    *DOCUMENT_KEYS,
+    *PACKING_KEYS,
     "mm_token_type_ids",
     "labels",
     "shift_labels",

@@ -93,8 +93,8 @@ def distca_attention(
             window.
         softcap: bound of the scores, as in Gemma 2.
         s_aux: (query heads,) logits of attention sinks, as in gpt-oss; may require a gradient.
-        kwargs: ``position_ids``, ``cu_seq_lens_q`` and ``distca_documents`` say where documents
-            start; the last given decides.
+        kwargs: ``distca_documents``, ``cu_seq_lens_q`` and ``position_ids`` say where documents
+            begin; the first given decides.
 
     Returns:
         (batch, length, query heads, value width) in value's dtype, and None for the weights.

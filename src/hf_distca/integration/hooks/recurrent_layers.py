@@ -32,6 +32,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
+from hf_distca.agreement.documents import PACKING_KEYS
 from hf_distca.borrowed import is_of_package
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import check_cut_documents, no_segments_reason, warn_of_packing
@@ -79,15 +80,8 @@ RECURRENT_MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "zamba2": ("Zamba2Model", _MAMBA2_FUNCTIONS),
 }
 
-# What packing loaders give beside documents. Functions of torch raise when they get it.
-_BOUNDARY_ARGUMENTS = (
-    "cu_seqlens",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "seq_idx",
-)
+# Functions of torch raise when they get them; the first is what some mixers call one of the others.
+_BOUNDARY_ARGUMENTS = ("cu_seqlens", *PACKING_KEYS)
 
 
 class _MixerCall(NamedTuple):

@@ -57,13 +57,9 @@ def make_recurrent_rows(
         else None
     )
     try:
-        batch = TokenBatch(
-            batch_size,
-            length,
-            packed=arguments.get("distca_documents"),
-            cu_seq_lens=arguments.get("cu_seq_lens_q"),
-            position_ids=_select_text_positions(arguments.get("position_ids")),
-            padding=padding,
+        positions = _select_text_positions(arguments.get("position_ids"))
+        batch = TokenBatch(batch_size, length, padding=padding).with_documents(
+            {**arguments, "position_ids": positions}
         )
         documents = batch.read_documents(
             span_ranks=session.config.documents_span_ranks, training=model.training

@@ -12,7 +12,12 @@ import torch
 
 from hf_distca.agreement.announce import PlanKey, check_equal
 from hf_distca.agreement.dealt_share import DealSettings
-from hf_distca.agreement.documents import PackedDocuments, TokenBatch
+from hf_distca.agreement.documents import (
+    DOCUMENT_KEYS,
+    PACKING_KEYS,
+    PackedDocuments,
+    TokenBatch,
+)
 from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.current_session import current_session
@@ -24,16 +29,7 @@ from hf_distca.schedule.layout import IntArray
 
 __all__ = ["share_tokens"]
 
-_KNOWN_COLUMNS = {
-    "input_ids",
-    "labels",
-    "shift_labels",
-    "position_ids",
-    "attention_mask",
-    "distca_documents",
-}
-# What else packing loaders give, all of which follows from the documents.
-_DERIVED_COLUMNS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+_KNOWN_COLUMNS = {"input_ids", "labels", "shift_labels", "attention_mask", *DOCUMENT_KEYS}
 # What is dealt by until a layer has run: causal pairs, whatever the layer is.
 _PLACEHOLDER_SHAPE = AttentionShape(1, 1, 1, 1, 1)
 
@@ -120,7 +116,7 @@ class _DrawnBatch:
 
     @classmethod
     def read_batch(cls, batch: Mapping[str, Any]) -> _DrawnBatch:
-        if unknown := sorted(batch.keys() - _KNOWN_COLUMNS - _DERIVED_COLUMNS):
+        if unknown := sorted(batch.keys() - _KNOWN_COLUMNS - {*PACKING_KEYS}):
             raise UnsupportedError(
                 f"a batch holds {', '.join(unknown)}, and share_tokens deals"
                 f" {', '.join(sorted(_KNOWN_COLUMNS))} only: tokens go to other ranks, so leave the"

@@ -1,0 +1,22 @@
+"""The documents of a batch of one row, said by each key that says them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from hf_distca.agreement.documents import DOCUMENT_KEYS, PackedDocuments
+
+
+def say_documents(lengths: Sequence[int]) -> dict[str, Any]:
+    """A value of each key of `DOCUMENT_KEYS`; each says all there is to say."""
+    said = {
+        "distca_documents": PackedDocuments(lengths),
+        "cu_seq_lens_q": torch.tensor([0, *accumulate(lengths)]),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+    }
+    assert said.keys() == DOCUMENT_KEYS.keys(), "give each key a value here"
+    return said
