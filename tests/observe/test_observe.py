@@ -177,7 +177,9 @@ def test_a_loop_of_ones_own_is_watched_by_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_trainer_is_watched_under_a_launcher(tmp_path: Path) -> None:
-    """The command of the pages, with a script that knows nothing of hf_distca."""
+    """The command of the pages, with a script that knows nothing of hf_distca, in interpreters that
+    import the Trainer first, as most scripts do.
+    """
     (tmp_path / "train.py").write_text(TRAINER)
     command = words_of("hf-distca run --observe accelerate launch train.py")
     config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
@@ -187,7 +189,8 @@ def test_a_trainer_is_watched_under_a_launcher(tmp_path: Path) -> None:
 
 
 TRAINER = """
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM
 
 config = LlamaConfig(
     hidden_size=32, intermediate_size=32, vocab_size=31, num_hidden_layers=1, num_attention_heads=2

@@ -207,6 +207,8 @@ def begin(options: Options) -> None:
         )
     if options.observe:
         when_models_load(_observe)
+        # Not when models load: most scripts import the Trainer first, which loads them half-way.
+        when_imported("transformers.trainer", _observe_trainers)
     elif options.summary:
         import atexit
 
@@ -400,13 +402,12 @@ def _make_default() -> None:
 
 
 def _observe() -> None:
-    """Watch the loops of this process, and its Trainers by themselves."""
+    """Watch the loops of this process."""
     import atexit
 
     from hf_distca.observe.run_observer import Observer
 
     atexit.register(Observer().end)
-    when_imported("transformers.trainer", _observe_trainers)
 
 
 def _observe_trainers() -> None:
