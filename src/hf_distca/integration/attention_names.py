@@ -131,9 +131,27 @@ def make_distca_default() -> None:
     ) -> str:
         if requested_attention is None and _is_suitable(self):
             requested_attention = "distca"
+        elif requested_attention is not None and requested_attention not in _registered:
+            _warn_of_name(self, requested_attention)
         return choose(self, requested_attention, *args, **kwargs)
 
     PreTrainedModel.get_correct_attn_implementation = choose_attention  # type: ignore[method-assign]
+
+
+def _warn_of_name(model: PreTrainedModel, name: str) -> None:
+    """Warn that a model is not balanced, because it names its attention."""
+    if _is_suitable(model):
+        remedy = (
+            f"hf-distca run --instead-of {name} balances it"
+            if name in REPLACEABLE_ATTENTION
+            else "without that name it is balanced"
+        )
+        warn_once(
+            'hf-distca leaves this %s as it is, because attn_implementation="%s" is given: %s.',
+            type(model).__name__,
+            name,
+            remedy,
+        )
 
 
 def _is_suitable(model: PreTrainedModel) -> bool:

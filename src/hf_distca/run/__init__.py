@@ -209,7 +209,9 @@ def begin(options: Options) -> None:
         when_models_load(_observe)
         # Not when models load: most scripts import the Trainer first, which loads them half-way.
         when_imported("transformers.trainer", _observe_trainers)
-    elif options.summary:
+        return
+    when_imported("transformers.trainer", partial(_add_callbacks, options.summary))
+    if options.summary:
         import atexit
 
         atexit.register(_print_summary)
@@ -414,6 +416,12 @@ def _observe_trainers() -> None:
     from hf_distca.observe.imbalance_callback import observe_trainers
 
     observe_trainers()
+
+
+def _add_callbacks(summary: bool) -> None:
+    from hf_distca.integration.training.callback import add_callbacks
+
+    add_callbacks(summary)
 
 
 def _print_summary() -> None:

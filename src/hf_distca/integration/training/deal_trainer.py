@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import partial
 from typing import Any, TypeVar, cast, get_args
 
 import numpy as np
@@ -28,7 +28,11 @@ from hf_distca.integration.checks.replaced_parts import (
 )
 from hf_distca.integration.checks.share_readers import check_dealing
 from hf_distca.integration.processes import LOG, print_lines
-from hf_distca.integration.training.callback import DistCACallback, find_callback
+from hf_distca.integration.training.callback import (
+    DistCACallback,
+    call_before_training,
+    find_callback,
+)
 from hf_distca.integration.training.document_shares import document_shares
 from hf_distca.integration.training.pairs import check_deals_documents
 from hf_distca.integration.training.targets import TargetCounts, sample_targets
@@ -153,15 +157,12 @@ def deal_before_training(tokens_per_rank: int, collator: CollatorRule = "check")
     """Make every Trainer of this process deal its documents when its training begins, if they are
     not dealt by then.
     """
-    train = Trainer.train
 
-    @wraps(train)
-    def deal_and_train(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+    def deal_documents(trainer: Trainer) -> None:
         if find_shares(trainer.train_dataset) is None:
             deal(trainer, tokens_per_rank, collator=collator)
-        return train(trainer, *args, **kwargs)
 
-    Trainer.train = deal_and_train  # type: ignore[method-assign, assignment]
+    call_before_training(deal_documents)
 
 
 def _apply_callback(trainer: Trainer, evaluation: bool) -> DistCAConfig:
