@@ -90,6 +90,8 @@ class DistCACallback(TrainerCallback):
     ) -> None:
         self.config, self.group, self.summary = config, group, summary
         self.record: bool | Literal["all"] = record
+        # Estimate for the batches that `deal` replaced, if it did.
+        self.replaced_imbalance: float | None = None
         self._recorder: Recorder | None = None
         self._session: Session | None = None  # the one with these settings
         # At the last log, and when this training began.
@@ -209,7 +211,8 @@ class DistCACallback(TrainerCallback):
             self._recorder.write_steps(state.global_step)
         self._stop_recording()
         if self.summary:
-            print_summary((read_metrics(session) - self._first_metrics).balance, session)
+            balance = (read_metrics(session) - self._first_metrics).balance
+            print_summary(balance, session, self.replaced_imbalance)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -248,7 +251,7 @@ class DistCACallback(TrainerCallback):
             self._recorder = Recorder(
                 Path(args.output_dir), session, every_plan=self.record == "all"
             )
-            self._recorder.start(args, step, model)
+            self._recorder.start(args, step, model, self.replaced_imbalance)
 
     def _stop_recording(self) -> None:
         if self._recorder is not None:
