@@ -225,8 +225,8 @@ def test_what_is_said(capfd: pytest.CaptureFixture[str]) -> None:
             " with documents in their order, 1.00 dealt."
         ),
         (
-            "Tokens that lose context by a cut: 45.8%. Optimizer steps of an epoch: 5 before,"
-            " 3 dealt."
+            'Tokens that lose context by a cut: 45.8% (fill="whole" cuts none that fits in a global'
+            " batch). Optimizer steps of an epoch: 5 before, 3 dealt."
         ),
     ]
     assert (

@@ -142,13 +142,14 @@ def _warn_of_name(model: PreTrainedModel, name: str) -> None:
     """Warn that a model is not balanced, because it names its attention."""
     if _is_suitable(model):
         remedy = (
-            f"hf-distca run --instead-of {name} balances it"
+            f"hf-distca run --instead-of {name} balances them"
             if name in REPLACEABLE_ATTENTION
-            else "without that name it is balanced"
+            else "without that name they are balanced"
         )
         warn_once(
-            'hf-distca leaves this %s as it is, because attn_implementation="%s" is given: %s.',
-            type(model).__name__,
+            'hf-distca leaves %s models as they are, because attn_implementation="%s" is given:'
+            " %s.",
+            model.config.model_type,
             name,
             remedy,
         )

@@ -21,9 +21,8 @@ __all__ = ["Figures", "PlanPiece", "PlanFigures", "collect"]
 _TALLY = [figure.name for figure in fields(BalanceTotals)]
 _LATER = {"estimated_in_order": 0.0, "dealt_mean": 0.0}  # older records do not have them
 _NO_TIMELINES = (
-    "The share of messages that was hidden: it is read from timelines in which some travelled."
-    " `with hf_distca.trace(folder): trainer.train()` writes them; the folder has to lie in that of"
-    " the run."
+    "The share of messages that was hidden: it needs timelines with messages, which"
+    " `with hf_distca.trace(folder): trainer.train()` writes into a folder in that of the run."
 )
 
 

@@ -141,7 +141,7 @@ def deal(
         )
         if isinstance(shares, Shares):
             steps = steps_before, _count_steps(trainer, dataset)
-            print_lines(_compare_orders(shares, imbalance, steps))
+            print_lines(_compare_orders(shares, imbalance, steps, fill))
         if facts:
             _warn_of_cut(int(facts["lengths"].max()), args)
     return trainer
@@ -274,7 +274,9 @@ def _estimate_batches(args: Any, lengths: IntArray, dealing: DealSettings) -> fl
     return float(np.mean([dealing.estimate_imbalance(layout) for layout in layouts]))
 
 
-def _compare_orders(shares: Shares, imbalance: float | None, steps: tuple[int, int]) -> str:
+def _compare_orders(
+    shares: Shares, imbalance: float | None, steps: tuple[int, int], fill: FillRule
+) -> str:
     """Compare dealt documents with their order, and with the batches that the Trainer had: their
     imbalance, if it is known, and the steps of an epoch, before and now.
     """
@@ -286,11 +288,12 @@ def _compare_orders(shares: Shares, imbalance: float | None, steps: tuple[int, i
         orders.append([dealing.estimate_in_order(lengths), dealt])
     in_order, even = np.mean(orders, axis=0)
     cut = batches.count_cut_tokens() / (len(batches) * dealing.tokens)
+    remedy = ' (fill="whole" cuts none that fits in a global batch)' * (fill == "cut" and cut > 0)
     replaced = "" if imbalance is None else f"{imbalance:.2f} in the batches replaced, "
     return (
         f"Attention of the slowest rank / mean, estimated: {replaced}{in_order:.2f} with documents"
         f" in their order, {even:.2f} dealt.\n"
-        f"Tokens that lose context by a cut: {cut:.1%}. Optimizer steps of an epoch:"
+        f"Tokens that lose context by a cut: {cut:.1%}{remedy}. Optimizer steps of an epoch:"
         f" {steps[0]:,} before, {steps[1]:,} dealt."
     )
 
