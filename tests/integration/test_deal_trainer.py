@@ -198,6 +198,10 @@ def test_logs_compare_with_the_order_not_taken(
         assert in_order > 1.05 > row["distca/imbalance_estimated_before"]
     assert "estimated, documents in order" in said
     assert "with documents in their order, 1.0" in said
+    before = re.search(r"estimated: (\S+) in the batches replaced,", said)
+    assert before is not None
+    assert f"estimated, batches replaced        {before[1]}" in said, "in the summary, too"
+    assert float(before[1]) > 1.2
 
 
 def test_masks_and_packing_change_nothing_but_what_they_should() -> None:
@@ -217,12 +221,12 @@ def test_what_is_said(capfd: pytest.CaptureFixture[str]) -> None:
         "An epoch has 6 global batches of 96 tokens, 2 in each optimizer step.",
         "Documents longer than a rank holds: 2. Longer than a global batch, and therefore cut: 2.",
         (
-            "Attention of the slowest rank / mean, estimated: 1.00 with documents in their order,"
-            " 1.00 dealt."
+            "Attention of the slowest rank / mean, estimated: 1.00 in the batches replaced, 1.00"
+            " with documents in their order, 1.00 dealt."
         ),
         (
-            "Tokens that lose context by a cut: 45.8%. Optimizer steps of an epoch: 5 before,"
-            " 3 dealt."
+            'Tokens that lose context by a cut: 45.8% (fill="whole" cuts none that fits in a global'
+            " batch). Optimizer steps of an epoch: 5 before, 3 dealt."
         ),
     ]
     assert (
@@ -248,7 +252,7 @@ def test_targets_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
     many = Dataset.from_dict(
         {"input_ids": [[1, 2, 3, 4]] * 600, "labels": [[-100, 2, 3, -100]] * 600}
     )
-    assert "Targets: 50% of the tokens of 256 documents.\n" in said_by(capfd, many)
+    assert "Targets: 50% of the tokens, in a sample of 256 documents.\n" in said_by(capfd, many)
 
 
 def test_documents_without_a_target_are_refused_or_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -155,8 +155,10 @@ def test_the_summary_of_a_tally() -> None:
         "\n  nodes       0.100 MB of that to other nodes, by the rank that sends most there\n"
         in several
     )
-    dealt = summarize_balance(replace(done, estimated_in_order=3.2, dealt_mean=2.0), made)
+    dealt = summarize_balance(replace(done, estimated_in_order=3.2, dealt_mean=2.0), made, 1.9)
     assert dealt is not None
+    assert "(slowest rank / mean)      dealt   moved\n" in dealt
+    assert "\n    estimated, batches replaced        1.900\n" in dealt
     assert "\n    estimated, documents in order      1.600\n" in dealt
     assert summarize_balance(BalanceTotals(), made) is None
 

@@ -23,6 +23,7 @@ import scripts
 from hf_distca.cli import app
 from hf_distca.run import find_command
 from hf_distca.run.__main__ import main
+from hf_distca.run_report.rows import RECORD_NAME
 from hf_distca.schedule.profiles import Profile
 from pages import ROOT, words_of
 
@@ -110,12 +111,14 @@ def test_under_a_launcher(script: Path, tmp_path: Path) -> None:
         "accelerate launch -m hf_distca.run train.py --attn_implementation distca"
     )
     config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
-    scripts.run(
+    said = scripts.run(
         [launch, command, "--config_file", config, *rest, "--output", str(tmp_path)], script.parent
     )
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["world"] == 2
     assert seen["attention"] == "distca"
+    assert said.count("distca: 2 micro-batches on 2 ranks") == 1, "the last one, too"
+    assert (tmp_path / RECORD_NAME).exists(), "for `hf-distca report`"
 
 
 @pytest.mark.slow
@@ -259,15 +262,17 @@ def test_the_script_may_set_what_it_likes_itself(tmp_path: Path) -> None:
     assert said.splitlines()[-2:] == ["0.1", "0.01"]
 
 
-@pytest.mark.parametrize("given", [[], ["--attn_implementation", "eager"]])
+@pytest.mark.parametrize("given", [[], ["--attn_implementation", "sdpa"]])
 def test_the_default_leaves_a_named_attention_alone(
     given: list[str], script: Path, tmp_path: Path
 ) -> None:
+    """And says what would balance it."""
     options = ["--attn-implementation", "distca", str(script), "--output", str(tmp_path), *given]
-    scripts.run([*words_of("python -m hf_distca.run"), *options], tmp_path)
+    said = scripts.run([*words_of("python -m hf_distca.run"), *options], tmp_path)
     assert json.loads((tmp_path / "seen.json").read_text())["attention"] == (
         given[-1] if given else "distca"
     )
+    assert said.count("hf-distca run --instead-of sdpa balances them") == len(given[1:])
 
 
 @pytest.mark.slow

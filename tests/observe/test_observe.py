@@ -4,6 +4,7 @@ was.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,21 +177,36 @@ def test_a_loop_of_ones_own_is_watched_by_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_trainer_is_watched_under_a_launcher(tmp_path: Path) -> None:
-    """The command of the pages, with a script that knows nothing of hf_distca."""
+def test_a_trainer_is_watched_balanced_and_reported(tmp_path: Path) -> None:
+    """The commands of the first page, with a script that knows nothing of hf_distca, in
+    interpreters that import the Trainer first, as most scripts do.
+    """
     (tmp_path / "train.py").write_text(TRAINER)
-    command = words_of("hf-distca run --observe accelerate launch train.py")
     config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
-    said = scripts.run([*command[:5], "--config_file", config, *command[5:]], tmp_path)
-    assert "'distca/observed_documents': '1." in said
-    assert "distca watched 3 micro-batches on 2 ranks" in said
+
+    def run(command: list[str]) -> tuple[str, list[str]]:
+        said = scripts.run([*command[:-1], "--config_file", config, command[-1]], tmp_path)
+        return said, re.findall(r"'loss': '(\S+)'", said)
+
+    watched, losses = run(words_of("hf-distca run --observe accelerate launch train.py"))
+    assert "'distca/observed_documents': '1." in watched
+    assert "distca watched 3 micro-batches on 2 ranks" in watched
+    command = words_of("hf-distca run --instead-of sdpa accelerate launch train.py")
+    assert "put hf-distca run --instead-of sdpa in front of your command" in watched
+    balanced, same_losses = run(command)
+    assert "distca: 3 micro-batches on 2 ranks" in balanced
+    assert same_losses == losses
+    assert len(losses) == 3
+    scripts.run(words_of("hf-distca report out"), tmp_path)
+    assert "attention seconds" in (tmp_path / "report.html").read_text()
 
 
 # The first import is that of the Trainer, which imports what all models share.
 TRAINER = """
 from transformers import Trainer, TrainingArguments
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
+set_seed(0)
 config = LlamaConfig(
     hidden_size=32, intermediate_size=32, vocab_size=31, num_hidden_layers=1, num_attention_heads=2
 )
@@ -330,7 +346,7 @@ def test_data_make_a_rank_slow_where_work_and_seconds_agree() -> None:
     ranks = [fact._replace(seconds=s) for fact, s in zip((FACTS, SHORT), seconds, strict=True)]
     said = "\n".join(add_up(*ranks, count=20).describe("flash_attention_2"))
     assert "slowest   rank 0, in 20 of 20 micro-batches; by data" in said
-    assert "hf-distca run --instead-of flash_attention_2 ..." in said
+    assert "hf-distca run --instead-of flash_attention_2 in front of your command" in said
     assert "--tokens-per-rank 4096" in said
 
 
@@ -358,4 +374,4 @@ def test_rank_without_tokens_is_no_reason_to_fail() -> None:
 
 def test_masked_rows_are_named() -> None:
     masked = [fact._replace(computed=MASKED_ROWS) for fact in (FACTS, SHORT)]
-    assert "its seconds do not follow documents" in "\n".join(add_up(*masked).describe("eager"))
+    assert "eager also computed what masks hide" in "\n".join(add_up(*masked).describe("eager"))

@@ -159,8 +159,12 @@ def test_timelines_outside_of_the_folder_are_not_read(tmp_path: Path) -> None:
 def test_a_dealt_run_names_the_order_not_taken(tmp_path: Path) -> None:
     row = steps_row(plan_row(1))
     dealt = {**row.tally, "estimated_in_order": 3.2, "dealt_mean": 2.0}
-    shown = figures(write_record(tmp_path / "dealt", [RUN, replace(row, tally=dealt)]))
-    assert "in their order, the slowest rank had 1.60 times the mean attention" in shown.verdict
+    run = replace(RUN, replaced_imbalance=1.9)
+    shown = figures(write_record(tmp_path / "dealt", [run, replace(row, tally=dealt)]))
+    assert (
+        "In the batches that dealing replaced, the slowest rank had 1.90 times the mean attention"
+        " seconds, and 1.60 times with documents in their order (estimated)."
+    ) in shown.verdict
     assert shown.total["imbalance_estimated_in_order"] == pytest.approx(1.6)
 
 

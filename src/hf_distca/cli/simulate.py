@@ -243,7 +243,7 @@ def _show_predictions(
                 if prediction.degree is None
                 else f"{prediction.degree} rank{'s' if prediction.degree > 1 else ''}"
             ),
-            f"{prediction.step_seconds:.3f}",
+            f"{prediction.step_seconds:{'.3f' if prediction.step_seconds >= 0.1 else '.3g'}}",
             speed,
             f"{prediction.idle_share:.1%}",
             f"{prediction.exposed_share:.1%}",

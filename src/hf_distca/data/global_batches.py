@@ -7,6 +7,7 @@ the epoch and their number: any number of ranks trains on the same tokens.
 from __future__ import annotations
 
 import logging
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -216,7 +217,12 @@ class GlobalBatches:
                 "documents of their own."
             )
         if not quiet:
-            _log.warning("%s. They are cut: each piece is a document of its own.", description)
+            _log.warning(
+                "%s. They are cut: each piece is a document of its own. With tokens_per_rank %.1f"
+                " times as large, none would be.",
+                description,
+                math.ceil(10 * self._length[longest] / self.tokens) / 10,
+            )
         if not self._fills_whole:
             return
         counts = -(-self._length // self.tokens)  # pieces of each document

@@ -131,9 +131,28 @@ def make_distca_default() -> None:
     ) -> str:
         if requested_attention is None and _is_suitable(self):
             requested_attention = "distca"
+        elif requested_attention is not None and requested_attention not in _registered:
+            _warn_of_name(self, requested_attention)
         return choose(self, requested_attention, *args, **kwargs)
 
     PreTrainedModel.get_correct_attn_implementation = choose_attention  # type: ignore[method-assign]
+
+
+def _warn_of_name(model: PreTrainedModel, name: str) -> None:
+    """Warn that a model is not balanced, because it names its attention."""
+    if _is_suitable(model):
+        remedy = (
+            f"hf-distca run --instead-of {name} balances them"
+            if name in REPLACEABLE_ATTENTION
+            else "without that name they are balanced"
+        )
+        warn_once(
+            'hf-distca leaves %s models as they are, because attn_implementation="%s" is given:'
+            " %s.",
+            model.config.model_type,
+            name,
+            remedy,
+        )
 
 
 def _is_suitable(model: PreTrainedModel) -> bool:

@@ -128,22 +128,24 @@ class Findings:
         if share := figures.get("distca/observed_attention_share"):
             waits = self.slowest_measured / self.elapsed - share
             lines.append(
-                f"  time      a mean rank is {share:.0%} of it in attention, and waits {waits:.0%}"
+                f"  time      a mean rank spends {share:.0%} in attention, and {waits:.0%} waiting"
                 " for the slowest"
             )
         if ranks > 1 and "distca/observed_measured" in figures:
             lines.append(f"  slowest   {self._explain_slowest()}")
         if self.masked and figures.get("distca/observed_documents", 1.0) > 1 + _DIFFERENT:
             lines.append(
-                f"  note      {attention} computed whole rows in {self.masked} micro-batches, with"
-                " what their mask hides: its seconds do not follow documents"
+                f"  note      in {self.masked} micro-batches {attention} also computed what masks"
+                " hide, such as padding; hf-distca does not, and saves more than is estimated here"
             )
         if ranks > 1 and figures.get("distca/observed_documents", 1.0) > 1 + _DIFFERENT:
             way = f"--instead-of {attention}"
             way = way if attention in REPLACEABLE_ATTENTION else "--attn-implementation distca"
             tokens = round(self.tokens / (ranks * self.batches))
-            lines.append(f"  balance   hf-distca run {way} ...")
-            lines.append(f"  deal      the same with --tokens-per-rank {tokens}")
+            lines += [
+                f"  balance   put hf-distca run {way} in front of your command",
+                f"  deal      the same with --tokens-per-rank {tokens}: a step has as many as now",
+            ]
         return lines
 
     def _explain_slowest(self) -> str:

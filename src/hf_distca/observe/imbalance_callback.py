@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_distca.integration.callers import find_trainer
-from hf_distca.integration.training.callback import insert_before_reporters
+from hf_distca.integration.training.callback import (
+    call_before_training,
+    insert_before_reporters,
+)
 from hf_distca.observe.run_observer import Observer
 
 __all__ = ["ImbalanceCallback", "observe_trainers"]
@@ -73,13 +75,10 @@ class ImbalanceCallback(TrainerCallback):
 
 def observe_trainers() -> None:
     """Give every Trainer of this process the callback when its training begins, if it has none."""
-    train = Trainer.train
 
-    @wraps(train)
-    def observe_and_train(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+    def observe(trainer: Trainer) -> None:
         callbacks = trainer.callback_handler.callbacks
         if not any(isinstance(callback, ImbalanceCallback) for callback in callbacks):
             trainer.add_callback(ImbalanceCallback())
-        return train(trainer, *args, **kwargs)
 
-    Trainer.train = observe_and_train  # type: ignore[method-assign, assignment]
+    call_before_training(observe)

@@ -207,7 +207,11 @@ def begin(options: Options) -> None:
         )
     if options.observe:
         when_models_load(_observe)
-    elif options.summary:
+        # Not when models load: most scripts import the Trainer first, which loads them half-way.
+        when_imported("transformers.trainer", _observe_trainers)
+        return
+    when_imported("transformers.trainer", partial(_add_callbacks, options.summary))
+    if options.summary:
         import atexit
 
         atexit.register(_print_summary)
@@ -400,19 +404,24 @@ def _make_default() -> None:
 
 
 def _observe() -> None:
-    """Watch the loops of this process, and its Trainers by themselves."""
+    """Watch the loops of this process."""
     import atexit
 
     from hf_distca.observe.run_observer import Observer
 
     atexit.register(Observer().end)
-    when_imported("transformers.trainer", _observe_trainers)
 
 
 def _observe_trainers() -> None:
     from hf_distca.observe.imbalance_callback import observe_trainers
 
     observe_trainers()
+
+
+def _add_callbacks(summary: bool) -> None:
+    from hf_distca.integration.training.callback import add_callbacks
+
+    add_callbacks(summary)
 
 
 def _print_summary() -> None:

@@ -67,6 +67,8 @@ class RunRow:
         settings: the fields of `DistCAConfig`.
         training: the training arguments that define a micro-batch.
         versions: versions of packages.
+        replaced_imbalance: estimated imbalance of attention in the batches that dealt documents
+            replaced; None if there were none, or if it is not known.
     """
 
     step: int
@@ -78,6 +80,7 @@ class RunRow:
     settings: dict[str, Any]
     training: dict[str, Any]
     versions: dict[str, str]
+    replaced_imbalance: float | None = None
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,8 @@ __all__ = ["Figures", "PlanPiece", "PlanFigures", "collect"]
 _TALLY = [figure.name for figure in fields(BalanceTotals)]
 _LATER = {"estimated_in_order": 0.0, "dealt_mean": 0.0}  # older records do not have them
 _NO_TIMELINES = (
-    "The share of messages that was hidden: it is read from timelines in which some travelled."
-    " `with hf_distca.trace(folder): trainer.train()` writes them; the folder has to lie in that of"
-    " the run."
+    "The share of messages that was hidden: it needs timelines with messages, which"
+    " `with hf_distca.trace(folder): trainer.train()` writes into a folder in that of the run."
 )
 
 
@@ -137,7 +136,8 @@ def _totals(
     """Return the figures of the whole run, and those of each row."""
     known = [_LATER | row.tally for row in rows]
     tallies = [BalanceTotals(**{name: float(row[name]) for name in _TALLY}) for row in known]  # type: ignore[arg-type]
-    whole, began = sum(tallies, BalanceTotals()), folder.rows_of(RunRow)[0].step
+    whole, runs = sum(tallies, BalanceTotals()), folder.rows_of(RunRow)
+    began, replaced = runs[0].step, runs[-1].replaced_imbalance
     shares = [trace.share for trace in folder.traces if trace.share is not None]
     total = {
         "step_seconds": whole.elapsed_seconds / max(rows[-1].step - began, 1),
@@ -146,6 +146,7 @@ def _totals(
         "last_step": rows[-1].step,
         "slowest_seconds_before": whole.measured_before,
         "slowest_seconds_after": whole.measured_after,
+        **({} if replaced is None else {"imbalance_estimated_replaced": replaced}),
         **({"hidden_share": sum(shares) / len(shares)} if shares else {}),
     }
     losses = [{} if row.loss is None else {"loss": row.loss} for row in rows]
@@ -230,11 +231,9 @@ def _verdict(total: dict[str, float]) -> str:
         f"A step took {total['step_seconds']:.3g} s, of which rank 0 spent"
         f" {total['server_time_share']:.0%} in attention."
     )
-    if (in_order := total.get("imbalance_estimated_in_order")) is not None:
-        text += (
-            f" Documents are dealt: in their order, the slowest rank had {in_order:.2f} times"
-            " the mean attention seconds, by estimate."
-        )
+    in_order = total.get("imbalance_estimated_in_order")
+    if in_order is not None:
+        text += _compare_with_dealt(in_order, total.get("imbalance_estimated_replaced"))
     kind = "measured" if "imbalance_measured_before" in total else "estimated"
     before, even, after = (
         total.get(f"imbalance_{name}", 1.0)
@@ -248,8 +247,9 @@ def _verdict(total: dict[str, float]) -> str:
         return text + " What ranks sent is of documents that lie on several of them." * bool(
             total.get("exchanged_mb_per_layer")
         )
+    subject = " The slowest rank" if in_order is None else " Dealt, the slowest rank"
     text += (
-        f" The slowest rank had {before:.2f} times the mean attention seconds before balancing, and"
+        f"{subject} had {before:.2f} times the mean attention seconds before work was moved, and"
         f" {after:.2f} after"
     )
     saved = total["slowest_seconds_before"] - total["slowest_seconds_after"]
@@ -258,6 +258,20 @@ def _verdict(total: dict[str, float]) -> str:
     return (
         f"{text} ({kind}): its attention took {saved:.3g} s less in {total['micro_batches']:.0f}"
         " micro-batches."
+    )
+
+
+def _compare_with_dealt(in_order: float, replaced: float | None) -> str:
+    """Say how uneven the documents would have been if they were not dealt."""
+    seconds = "times the mean attention seconds"
+    if replaced is None:
+        return (
+            f" Documents are dealt: in their order, the slowest rank had {in_order:.2f} {seconds},"
+            " by estimate."
+        )
+    return (
+        f" In the batches that dealing replaced, the slowest rank had {replaced:.2f} {seconds}, and"
+        f" {in_order:.2f} times with documents in their order (estimated)."
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,7 +41,13 @@ from hf_distca.integration.training.reports import (
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["DistCACallback", "find_callback", "insert_before_reporters"]
+__all__ = [
+    "DistCACallback",
+    "add_callbacks",
+    "call_before_training",
+    "find_callback",
+    "insert_before_reporters",
+]
 
 _MIN_MICRO_BATCHES = 20  # micro-batches in which nothing was moved, to say so
 
@@ -83,6 +90,8 @@ class DistCACallback(TrainerCallback):
     ) -> None:
         self.config, self.group, self.summary = config, group, summary
         self.record: bool | Literal["all"] = record
+        # Estimate for the batches that `deal` replaced, if it did.
+        self.replaced_imbalance: float | None = None
         self._recorder: Recorder | None = None
         self._session: Session | None = None  # the one with these settings
         # At the last log, and when this training began.
@@ -202,7 +211,8 @@ class DistCACallback(TrainerCallback):
             self._recorder.write_steps(state.global_step)
         self._stop_recording()
         if self.summary:
-            print_summary((read_metrics(session) - self._first_metrics).balance, session)
+            balance = (read_metrics(session) - self._first_metrics).balance
+            print_summary(balance, session, self.replaced_imbalance)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -241,7 +251,7 @@ class DistCACallback(TrainerCallback):
             self._recorder = Recorder(
                 Path(args.output_dir), session, every_plan=self.record == "all"
             )
-            self._recorder.start(args, step, model)
+            self._recorder.start(args, step, model, self.replaced_imbalance)
 
     def _stop_recording(self) -> None:
         if self._recorder is not None:
@@ -307,6 +317,36 @@ class DistCACallback(TrainerCallback):
 def find_callback(callbacks: Iterable[TrainerCallback]) -> DistCACallback | None:
     """Find distca's callback among those of a Trainer."""
     return next((callback for callback in callbacks if isinstance(callback, DistCACallback)), None)
+
+
+def add_callbacks(summary: bool) -> None:
+    """Give every Trainer of this process whose model is to run distca a callback when its training
+    begins, if it has none.
+
+    Args:
+        summary: as for `DistCACallback`.
+    """
+
+    def add_callback(trainer: Trainer) -> None:
+        callbacks = trainer.callback_handler.callbacks
+        if find_callback(callbacks) is None and find_distca_configs(trainer.model):
+            trainer.add_callback(DistCACallback(summary=summary))
+
+    call_before_training(add_callback)
+
+
+def call_before_training(act: Callable[[Trainer], None]) -> None:
+    """Call a function with every Trainer of this process when its training begins."""
+    from transformers import Trainer
+
+    train = Trainer.train
+
+    @wraps(train)
+    def act_and_train(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+        act(trainer)
+        return train(trainer, *args, **kwargs)
+
+    Trainer.train = act_and_train  # type: ignore[method-assign, assignment]
 
 
 def insert_before_reporters(callback: TrainerCallback, callbacks: list[TrainerCallback]) -> None:

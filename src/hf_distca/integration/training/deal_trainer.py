@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import partial
 from typing import Any, TypeVar, cast, get_args
 
 import numpy as np
@@ -11,8 +11,8 @@ import torch
 from transformers import Trainer
 from transformers.integrations.deepspeed import propagate_args_to_deepspeed
 
+from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.borrowed import set_batch_size
-from hf_distca.config import DistCAConfig
 from hf_distca.data.collator import PackingCollator, read_feature_documents
 from hf_distca.data.columns import ForwardInputs
 from hf_distca.data.global_batches import FillRule, LongerRule
@@ -28,15 +28,20 @@ from hf_distca.integration.checks.replaced_parts import (
 )
 from hf_distca.integration.checks.share_readers import check_dealing
 from hf_distca.integration.processes import LOG, print_lines
-from hf_distca.integration.training.callback import DistCACallback, find_callback
+from hf_distca.integration.training.callback import (
+    DistCACallback,
+    call_before_training,
+    find_callback,
+)
 from hf_distca.integration.training.document_shares import document_shares
 from hf_distca.integration.training.pairs import check_deals_documents
 from hf_distca.integration.training.targets import TargetCounts, sample_targets
-from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.layout import IntArray, Layout
 
 __all__ = ["deal", "deal_before_training"]
 
 _COMPARED_BATCHES = 4  # global batches of which orders are compared
+_REPLACED_BATCHES = 64  # batches of which the imbalance is estimated
 _PACKED_COLUMNS = {"seq_lengths", "position_ids"}  # columns that say which documents a row has
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
@@ -100,7 +105,8 @@ def deal(
             f"collator={collator!r} is none of {', '.join(map(repr, get_args(CollatorRule)))}."
         )
     check_collator(trainer, collator)
-    config = _apply_callback(trainer, evaluation)
+    callback = _find_or_add_callback(trainer)
+    config = callback.apply_settings(balance_evaluation=evaluation).config
     make = partial(
         document_shares,
         tokens_per_rank=tokens_per_rank,
@@ -122,7 +128,10 @@ def deal(
         _deal_evaluation(trainer, partial(make, seed=None, fill="whole", longer=longer))
     targets = None if not facts else sample_targets(documents, len(facts["lengths"]))
     warn_of_row_order(trainer)
-    steps_before = _count_steps(trainer, rows)
+    steps_before, imbalance = _count_steps(trainer, rows), None
+    if isinstance(shares, Shares) and documents is rows:
+        imbalance = _estimate_batches(args, facts["lengths"], shares.deal_settings)
+        callback.replaced_imbalance = imbalance
     _replace_data(trainer, dataset)
     if trainer.is_world_process_zero():
         print_lines(
@@ -131,7 +140,8 @@ def deal(
             )
         )
         if isinstance(shares, Shares):
-            print_lines(_compare_orders(shares, steps_before, _count_steps(trainer, dataset)))
+            steps = steps_before, _count_steps(trainer, dataset)
+            print_lines(_compare_orders(shares, imbalance, steps, fill))
         if facts:
             _warn_of_cut(int(facts["lengths"].max()), args)
     return trainer
@@ -153,24 +163,20 @@ def deal_before_training(tokens_per_rank: int, collator: CollatorRule = "check")
     """Make every Trainer of this process deal its documents when its training begins, if they are
     not dealt by then.
     """
-    train = Trainer.train
 
-    @wraps(train)
-    def deal_and_train(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+    def deal_documents(trainer: Trainer) -> None:
         if find_shares(trainer.train_dataset) is None:
             deal(trainer, tokens_per_rank, collator=collator)
-        return train(trainer, *args, **kwargs)
 
-    Trainer.train = deal_and_train  # type: ignore[method-assign, assignment]
+    call_before_training(deal_documents)
 
 
-def _apply_callback(trainer: Trainer, evaluation: bool) -> DistCAConfig:
-    """Apply and return the settings of the Trainer's callback, which is added if there is none."""
+def _find_or_add_callback(trainer: Trainer) -> DistCACallback:
     callback = find_callback(trainer.callback_handler.callbacks)
     if callback is None:
         callback = DistCACallback()
         trainer.add_callback(callback)
-    return callback.apply_settings(balance_evaluation=evaluation).config
+    return callback
 
 
 def _read_documents(trainer: Trainer, rows: Any) -> Any:
@@ -251,8 +257,29 @@ def _describe_shares(
     )
 
 
-def _compare_orders(shares: Shares, steps_before: int, steps: int) -> str:
-    """Compare dealt documents with their order, and with the batches that the Trainer had."""
+def _estimate_batches(args: Any, lengths: IntArray, dealing: DealSettings) -> float | None:
+    """Estimate the imbalance of attention in the batches that a Trainer would have had; None if
+    they are not random and not in the order of rows.
+    """
+    if args.train_sampling_strategy == "random":
+        lengths = np.random.default_rng(args.seed).permutation(lengths)
+    elif args.train_sampling_strategy != "sequential":
+        return None
+    rows = args.per_device_train_batch_size
+    count = min(len(lengths) // (dealing.ranks * rows), _REPLACED_BATCHES)
+    if not count:
+        return None
+    batches = lengths[: count * dealing.ranks * rows].reshape(count, dealing.ranks, rows)
+    layouts = [(Layout.from_lengths(batch),) for batch in batches.tolist()]
+    return float(np.mean([dealing.estimate_imbalance(layout) for layout in layouts]))
+
+
+def _compare_orders(
+    shares: Shares, imbalance: float | None, steps: tuple[int, int], fill: FillRule
+) -> str:
+    """Compare dealt documents with their order, and with the batches that the Trainer had: their
+    imbalance, if it is known, and the steps of an epoch, before and now.
+    """
     dealing, batches = shares.deal_settings, shares.batches
     orders = []
     for number in range(min(len(batches), _COMPARED_BATCHES)):
@@ -261,11 +288,13 @@ def _compare_orders(shares: Shares, steps_before: int, steps: int) -> str:
         orders.append([dealing.estimate_in_order(lengths), dealt])
     in_order, even = np.mean(orders, axis=0)
     cut = batches.count_cut_tokens() / (len(batches) * dealing.tokens)
+    remedy = ' (fill="whole" cuts none that fits in a global batch)' * (fill == "cut" and cut > 0)
+    replaced = "" if imbalance is None else f"{imbalance:.2f} in the batches replaced, "
     return (
-        f"Attention of the slowest rank / mean, estimated: {in_order:.2f} with documents in their"
-        f" order, {even:.2f} dealt.\n"
-        f"Tokens that lose context by a cut: {cut:.1%}. Optimizer steps of an epoch:"
-        f" {steps_before:,} before, {steps:,} dealt."
+        f"Attention of the slowest rank / mean, estimated: {replaced}{in_order:.2f} with documents"
+        f" in their order, {even:.2f} dealt.\n"
+        f"Tokens that lose context by a cut: {cut:.1%}{remedy}. Optimizer steps of an epoch:"
+        f" {steps[0]:,} before, {steps[1]:,} dealt."
     )
 
 

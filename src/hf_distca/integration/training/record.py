@@ -91,7 +91,13 @@ class Recorder(logging.Filter):
         self._plan_count = 0
         self._has_failed = False
 
-    def start(self, args: TrainingArguments, step: int, model: torch.nn.Module | None) -> None:
+    def start(
+        self,
+        args: TrainingArguments,
+        step: int,
+        model: torch.nn.Module | None,
+        replaced_imbalance: float | None = None,
+    ) -> None:
         """Begin the record, after `step` steps: a new file, or the next part of an existing one."""
         session, cost = self._session, self._session.config.cost_model
         row = RunRow(
@@ -106,6 +112,7 @@ class Recorder(logging.Filter):
             settings={**asdict(session.config), "cost_model": str(getattr(cost, "name", cost))},
             training={name: getattr(args, name, None) for name in _TRAINING_FIELDS},
             versions={"python": python_version(), **_read_versions()},
+            replaced_imbalance=replaced_imbalance,
         )
         self._append_rows([row], mode="a" if step else "w")
         session.planner.history.observer = self._add_micro_batch

@@ -119,27 +119,38 @@ def read_metrics(session: Session) -> Metrics:
     )
 
 
-def summarize_balance(totals: BalanceTotals, session: Session) -> str | None:
-    """Summarize micro-batches of a session in a few lines; None if there were none."""
+def summarize_balance(
+    totals: BalanceTotals, session: Session, replaced: float | None = None
+) -> str | None:
+    """Summarize micro-batches of a session in a few lines; None if there were none.
+
+    Args:
+        totals: their sums.
+        session: the session.
+        replaced: estimated imbalance of batches that dealt documents replaced, if known.
+    """
     if not totals.micro_batches:
         return None
     figures = totals.compute_figures()
     tokens = figures.get("distca/imbalance_tokens", 1.0)
+    in_order = figures.get("distca/imbalance_estimated_in_order")
+    before, after = ("before", "after") if in_order is None else ("dealt", "moved")
     lines = [
         (
             f"distca: {totals.micro_batches} micro-batches on {session.rank_count} ranks, work"
             f" moved in {totals.moved}"
         ),
-        f"  {'imbalance (slowest rank / mean)':<34}{'before':>8}{'after':>8}",
+        f"  {'imbalance (slowest rank / mean)':<34}{before:>8}{after:>8}",
         f"    {'tokens':<32}{tokens:>8.3f}{tokens:>8.3f}",
     ]
     for kind in ("estimated", "measured"):
-        if (before := figures.get(f"distca/imbalance_{kind}_before")) is not None:
+        if (home := figures.get(f"distca/imbalance_{kind}_before")) is not None:
             lines.append(
-                f"    {kind:<32}{before:>8.3f}{figures[f'distca/imbalance_{kind}_after']:>8.3f}"
+                f"    {kind:<32}{home:>8.3f}{figures[f'distca/imbalance_{kind}_after']:>8.3f}"
             )
-    if (in_order := figures.get("distca/imbalance_estimated_in_order")) is not None:
-        lines.append(f"    {'estimated, documents in order':<32}{in_order:>8.3f}")
+    for name, value in (("batches replaced", replaced), ("documents in order", in_order)):
+        if value is not None:
+            lines.append(f"    {f'estimated, {name}':<32}{value:>8.3f}")
     parts = {
         "exchanged": (
             f"{figures.get('distca/exchanged_mb_per_layer', 0.0):.3f} MB per layer and micro-batch"
@@ -165,9 +176,9 @@ def summarize_balance(totals: BalanceTotals, session: Session) -> str | None:
     return "\n".join([*lines, *(f"  {name:<12}{value}" for name, value in parts.items())])
 
 
-def print_summary(totals: BalanceTotals, session: Session) -> None:
+def print_summary(totals: BalanceTotals, session: Session, replaced: float | None = None) -> None:
     """Print the summary on the first rank, if there is one."""
-    text = summarize_balance(totals, session)
+    text = summarize_balance(totals, session, replaced)
     if text is not None and session.is_first_rank:
         print_lines(text)
         session.has_summary = True

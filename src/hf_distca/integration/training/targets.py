@@ -43,7 +43,7 @@ class TargetCounts:
         if not is_sample:
             return f"Targets: {self.target_count:,}{empty}"
         part = f"{self.target_count / max(1, self.token_count):.0%} of the tokens"
-        return f"Targets: {part} of {self.sample_count:,} documents{empty}"
+        return f"Targets: {part}, in a sample of {self.sample_count:,} documents{empty}"
 
 
 def sample_targets(documents: Any, count: int) -> TargetCounts:
