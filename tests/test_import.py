@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 import hf_distca
 
@@ -94,7 +93,9 @@ def test_a_call_waits_for_the_end_of_an_import_under_way(
         "when_imported(__name__, lambda: seen.append(last_line))\n"
         "last_line = 1\n"
     )
-    monkeypatch.setattr(transformers, "__path__", [*transformers.__path__, str(tmp_path)])
+    # Not of an import statement: it replaces itself in `sys.modules` while it is imported.
+    package = importlib.import_module("transformers")
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
     assert importlib.import_module("transformers.half_imported").seen == [1]
 
 
