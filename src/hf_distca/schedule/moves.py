@@ -440,6 +440,15 @@ def _find_best_move(
 
 
 @compile_inner
+def _raise_levels(loads: RankLoads, group: int, added_work: float) -> None:
+    """Set levels as far above those before the first move as so much more work raises the mean."""
+    for place in range(len(loads.levels)):
+        loads.levels[place] = loads.start_levels[group, place] * (
+            1 + added_work / loads.total_work[group]
+        )
+
+
+@compile_inner
 def _make_group_moves(
     pieces: QueryPieces,
     marginals: MarginalCosts,
@@ -453,17 +462,12 @@ def _make_group_moves(
     ranks, its number, and the moves so far.
     """
     order, group, count = group_state
-    work, speed, level, moves, holders = (
-        loads.seconds,
-        loads.speed,
-        loads.levels,
-        ledger.moves,
-        ledger.holders,
-    )
-    removed, added_work = 0.0, 0.0
-    # First ranks above the band give, and then, while others are below it, those that have more
-    # than these should.
-    for giving_place, target_place in ((CAP, HIGH), (LOW, FLOOR)):
+    work, speed, moves, holders = loads.seconds, loads.speed, ledger.moves, ledger.holders
+    removed, added_work, expected = 0.0, 0.0, loads.excess[group]
+    _raise_levels(loads, group, 0.0)
+    # First ranks above the band give; once more, where levels rose further than they had to; and
+    # then, while others are below it, those that have more than these should.
+    for giving_place, target_place in ((CAP, HIGH), (CAP, HIGH), (LOW, FLOOR)):
         for source in order:
             leeway = 0.0
             while _compute_excess(loads, source, giving_place) > 0:
@@ -504,15 +508,11 @@ def _make_group_moves(
                 loads.node_seconds[node] += cut.added / loads.node_speed[node]
                 # Levels rise to where they will be when all surplus is moved at the same rate.
                 removed, added_work = removed + cut.removed, added_work + cut.added - cut.removed
-                rise = (
-                    1
-                    + added_work
-                    / removed
-                    * max(loads.excess[group], removed)
-                    / loads.total_work[group]
-                )
-                for place in range(len(level)):
-                    level[place] = loads.start_levels[group, place] * rise
+                _raise_levels(loads, group, added_work * max(expected / removed, 1.0))
+        # Between nodes, levels stay where they are: what they are too high saves bytes.
+        if loads.per_node == 1:
+            expected = 0.0
+            _raise_levels(loads, group, added_work)
     return count
 
 
@@ -541,8 +541,6 @@ def _make_moves(
     for group in range(len(loads.excess)):
         first, last = group * loads.size, (group + 1) * loads.size
         loads.group_span[0], loads.group_span[1] = first, last
-        for place in range(len(loads.levels)):
-            loads.levels[place] = loads.start_levels[group, place]
         count = _make_group_moves(
             pieces, marginals, loads, ledger, (order[first:last], group, count)
         )

@@ -133,30 +133,42 @@ class BalanceState:
         """Make all moves; pieces are cut at multiples of the grid."""
         group_seconds = [self.work[rank] for rank in self.group]
         speeds = np.ones(len(group_seconds))
-        base = Levels.of(np.array(group_seconds), speeds, speeds > 0, self.tolerance)
-        excess = math.fsum(max(seconds - base.high, 0.0) for seconds in group_seconds)
-        self.levels, removed, added_work = base, 0.0, 0.0
+        self.start_levels = Levels.of(np.array(group_seconds), speeds, speeds > 0, self.tolerance)
+        excess = math.fsum(max(seconds - self.start_levels.high, 0.0) for seconds in group_seconds)
+        removed, added_work, total_work = 0.0, 0.0, math.fsum(group_seconds) or 1.0
         # By document: how many keys ranks have there anyway, in the order in which they came by
         # them.
         self.held_keys: dict[int, dict[int, int]] = defaultdict(dict)
         for piece in sorted(self.pieces, key=lambda piece: piece.end):
             self.held_keys[piece.document][piece.home] = piece.end
         order = sorted(self.group, key=lambda rank: -self.work[rank])
-        for self.is_filling, source in itertools.product((False, True), order):
-            mine = [piece for piece in self.pieces if piece.home == source]
-            while move := self.find_next_move(source, mine, grid):
-                piece, holder_keys = move.piece, self.held_keys[move.piece.document]
-                # To the end of the order.
-                holder_keys[move.server] = max(holder_keys.pop(move.server, 0), piece.end)
-                piece.slices.append((move.start, piece.end, move.server))
-                piece.end = move.start
-                self.work[source] -= move.removed
-                self.work[move.server] += move.added
-                # A slice may cost its server more than its home. Levels rise with what that adds to
-                # the work of all.
-                removed, added_work = removed + move.removed, added_work + move.added - move.removed
-                scale = 1 + added_work / removed * max(excess, removed) / math.fsum(group_seconds)
-                self.levels = Levels(*(scale * level for level in base))
+        for self.is_filling, expected in ((False, excess), (False, 0.0), (True, 0.0)):
+            self.raise_levels(added_work / total_work)
+            for source in order:
+                mine = [piece for piece in self.pieces if piece.home == source]
+                while move := self.find_next_move(source, mine, grid):
+                    self.make_move(move)
+                    # A slice may cost its server more than its home. Levels rise with what that
+                    # adds to the work of all; at first, if all excess is moved at the same rate.
+                    removed, added_work = (
+                        removed + move.removed,
+                        added_work + move.added - move.removed,
+                    )
+                    self.raise_levels(added_work * max(expected / removed, 1.0) / total_work)
+
+    def raise_levels(self, part: float) -> None:
+        """Set levels so much above those before the first move."""
+        self.levels = Levels(*((1 + part) * level for level in self.start_levels))
+
+    def make_move(self, move: TailMove) -> None:
+        """Cut the tail off its piece, and count its keys and seconds."""
+        piece, holder_keys = move.piece, self.held_keys[move.piece.document]
+        # To the end of the order.
+        holder_keys[move.server] = max(holder_keys.pop(move.server, 0), piece.end)
+        piece.slices.append((move.start, piece.end, move.server))
+        piece.end = move.start
+        self.work[piece.home] -= move.removed
+        self.work[move.server] += move.added
 
     def find_next_move(self, source: int, pieces: list[QueryPiece], grid: int) -> TailMove | None:
         """Find the move with the fewest bytes per second.
@@ -356,7 +368,6 @@ def make_reference_plan(
     if not config.balance or world < 2 or not marginal.pair or is_even:
         return unmoved.plan
     heads = HeadSplit.of(layout, marginal, cost, compute, config.head_groups)
-    grid = choose_grid(marginal, heads, layout.longest, config.tolerance * mean)
     split = layout if heads.groups == 1 else layout.split_heads(heads.documents, heads.groups)
     best, required_seconds = unmoved, unmoved.slowest_seconds * (1 - config.min_gain)
     objectives = list_objectives(unmoved, marginal, config)
@@ -364,6 +375,7 @@ def make_reference_plan(
         sorted({ranks.per_node or world, world}), objectives
     ):
         pieces = list_unmoved_pieces(split)
+        grid = choose_grid(marginal, heads, layout.longest, tolerance * mean)
         for group in (range(first, first + size) for first in range(0, world, size)):
             mine = [piece for piece in pieces if piece.home in group]
             BalanceState(mine, list(work), tolerance, server_cost, marginal, group).even_out(grid)
