@@ -316,15 +316,12 @@ class _PlanTrials:
             config.tolerance, FINEST_TOLERANCE_WITH_EXCHANGE if part else FINEST_TOLERANCE
         )
         if config.max_transient_bytes is None:  # which may allow no more than a tile of rows
-            # Where nodes are evened out before ranks are and nothing else counts, both share the
-            # tolerance.
-            shared = 0.5 if config.ping_pong and self.ranks.per_node is not None else 1.0
             marginal = marginal._replace(
                 grid=choose_grid(
                     marginal,
                     self.planner.heads,
                     self.layout.longest,
-                    shared * tolerance * self.mean_seconds,
+                    tolerance * self.mean_seconds,
                 )
             )
         server_cost = marginal.with_exchange(bytes_per_second / part) if part else marginal

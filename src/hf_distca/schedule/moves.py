@@ -369,8 +369,6 @@ def _cut_slice(
             start,
             find_tail_start(server_cost, heads, start, end, server_seconds - target, math.inf),
         )
-        if estimate_slice_seconds(home_cost, heads, start, y) > candidate.max_excess:
-            y = max((y - 1) // server_cost.grid * server_cost.grid, start)
     return _Slice(x, y, removed, added, byte_cost)
 
 
@@ -463,11 +461,17 @@ def _make_group_moves(
     """
     order, group, count = group_state
     work, speed, moves, holders = loads.seconds, loads.speed, ledger.moves, ledger.holders
-    removed, added_work, expected = 0.0, 0.0, loads.excess[group]
-    _raise_levels(loads, group, 0.0)
-    # First ranks above the band give; once more, where levels rose further than they had to; and
-    # then, while others are below it, those that have more than these should.
-    for giving_place, target_place in ((CAP, HIGH), (CAP, HIGH), (LOW, FLOOR)):
+    # Nothing is divided by 0.
+    removed, added_work = 1e-30, 0.0
+    # First ranks above the band give, at levels that rise as if all excess were moved at the rate
+    # so far. Then they give again, at levels as they rose; but between nodes, where what they were
+    # too high saves bytes. At last, while others are below the band, those that have more give.
+    for giving_place, target_place, expected in (
+        (CAP, HIGH, loads.excess[group]),
+        (CAP, HIGH, loads.excess[group] * (loads.per_node > 1)),
+        (LOW, FLOOR, 0.0),
+    ):
+        _raise_levels(loads, group, added_work * max(expected / removed, 1.0))
         for source in order:
             leeway = 0.0
             while _compute_excess(loads, source, giving_place) > 0:
@@ -506,13 +510,8 @@ def _make_group_moves(
                 home, node = source // loads.per_node, move.server // loads.per_node
                 loads.node_seconds[home] -= cut.removed / loads.node_speed[home]
                 loads.node_seconds[node] += cut.added / loads.node_speed[node]
-                # Levels rise to where they will be when all surplus is moved at the same rate.
                 removed, added_work = removed + cut.removed, added_work + cut.added - cut.removed
                 _raise_levels(loads, group, added_work * max(expected / removed, 1.0))
-        # Between nodes, levels stay where they are: what they are too high saves bytes.
-        if loads.per_node == 1:
-            expected = 0.0
-            _raise_levels(loads, group, added_work)
     return count
 
 

@@ -135,54 +135,45 @@ class BalanceState:
         speeds = np.ones(len(group_seconds))
         self.start_levels = Levels.of(np.array(group_seconds), speeds, speeds > 0, self.tolerance)
         excess = math.fsum(max(seconds - self.start_levels.high, 0.0) for seconds in group_seconds)
-        removed, added_work, total_work = 0.0, 0.0, math.fsum(group_seconds) or 1.0
+        # Nothing is divided by 0.
+        removed, added_work, total_work = 1e-30, 0.0, math.fsum(group_seconds) or 1.0
         # By document: how many keys ranks have there anyway, in the order in which they came by
         # them.
         self.held_keys: dict[int, dict[int, int]] = defaultdict(dict)
         for piece in sorted(self.pieces, key=lambda piece: piece.end):
             self.held_keys[piece.document][piece.home] = piece.end
         order = sorted(self.group, key=lambda rank: -self.work[rank])
-        for self.is_filling, expected in ((False, excess), (False, 0.0), (True, 0.0)):
-            self.raise_levels(added_work / total_work)
-            for source in order:
-                mine = [piece for piece in self.pieces if piece.home == source]
-                while move := self.find_next_move(source, mine, grid):
-                    self.make_move(move)
-                    # A slice may cost its server more than its home. Levels rise with what that
-                    # adds to the work of all; at first, if all excess is moved at the same rate.
-                    removed, added_work = (
-                        removed + move.removed,
-                        added_work + move.added - move.removed,
-                    )
-                    self.raise_levels(added_work * max(expected / removed, 1.0) / total_work)
-
-    def raise_levels(self, part: float) -> None:
-        """Set levels so much above those before the first move."""
-        self.levels = Levels(*((1 + part) * level for level in self.start_levels))
-
-    def make_move(self, move: TailMove) -> None:
-        """Cut the tail off its piece, and count its keys and seconds."""
-        piece, holder_keys = move.piece, self.held_keys[move.piece.document]
-        # To the end of the order.
-        holder_keys[move.server] = max(holder_keys.pop(move.server, 0), piece.end)
-        piece.slices.append((move.start, piece.end, move.server))
-        piece.end = move.start
-        self.work[piece.home] -= move.removed
-        self.work[move.server] += move.added
+        # A slice may cost its server more than its home. Levels rise with what that adds to the
+        # work of all: at first, as if all excess were moved at the rate so far.
+        phases = (False, excess), (False, 0.0), (True, 0.0)
+        for (self.is_filling, expected), source in itertools.product(phases, order):
+            self.rise = 1 + added_work * max(expected / removed, 1.0) / total_work
+            mine = [piece for piece in self.pieces if piece.home == source]
+            while move := self.find_next_move(source, mine, grid):
+                piece, holder_keys = move.piece, self.held_keys[move.piece.document]
+                # To the end of the order.
+                holder_keys[move.server] = max(holder_keys.pop(move.server, 0), piece.end)
+                piece.slices.append((move.start, piece.end, move.server))
+                piece.end = move.start
+                self.work[source] -= move.removed
+                self.work[move.server] += move.added
+                removed, added_work = removed + move.removed, added_work + move.added - move.removed
+                self.rise = 1 + added_work * max(expected / removed, 1.0) / total_work
 
     def find_next_move(self, source: int, pieces: list[QueryPiece], grid: int) -> TailMove | None:
         """Find the move with the fewest bytes per second.
 
         If none fits the levels, a server may get up to half of the work of both.
         """
-        work, levels = self.work, self.levels
+        work, levels = self.work, Levels(*(self.rise * level for level in self.start_levels))
         giving_level, target_level = (
             (levels.low, levels.floor) if self.is_filling else (levels.cap, levels.high)
         )
         emptiest = min(self.group, key=lambda rank: work[rank])
         if not self.is_filling and work[emptiest] >= levels.low:
             # Sources gave more than they had to: now servers get more than they lacked.
-            self.levels = levels = levels._replace(low=levels.high)
+            levels = levels._replace(low=levels.high)
+        self.levels = levels
         if work[source] <= giving_level or work[emptiest] >= (
             levels.floor if self.is_filling else levels.low
         ):
