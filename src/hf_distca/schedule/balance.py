@@ -316,12 +316,16 @@ class _PlanTrials:
             config.tolerance, FINEST_TOLERANCE_WITH_EXCHANGE if part else FINEST_TOLERANCE
         )
         if config.max_transient_bytes is None:  # which may allow no more than a tile of rows
+            # Where nodes are evened out before ranks are and nothing else counts, both share the
+            # tolerance.
             marginal = marginal._replace(
                 grid=choose_grid(
                     marginal,
                     self.planner.heads,
                     self.layout.longest,
-                    tolerance * self.mean_seconds,
+                    (0.5 if config.ping_pong and self.ranks.per_node else 1.0)
+                    * tolerance
+                    * self.mean_seconds,
                 )
             )
         server_cost = marginal.with_exchange(bytes_per_second / part) if part else marginal

@@ -25,9 +25,10 @@ document see the most keys, so its *tail* takes the most seconds along for the f
 3. `Levels` (`schedule.greedy`): ranks below `floor` come up to `low`, ranks above `cap` come down
   to `high`.
 4. `even_out`: the heaviest rank gives slices away until it is below the cap, then the next one
-   does; then, while ranks are below the floor, those above `low` do (`is_filling`). A slice goes to
-   the emptiest rank, or to one that has keys of the document. Of all tails that the rank could cut
-   off its pieces (`cut_tail`), it gives the one that sends the fewest bytes per second.
+   does; levels are set to what they rose to, and all go once more; then, while ranks are below the
+   floor, those above `low` give (`is_filling`). A slice goes to the emptiest rank, or to one that
+   has keys of the document. Of all tails that the rank could cut off its pieces (`cut_tail`), it
+   gives the one that sends the fewest bytes per second.
 5. `add_relays` (`schedule.relays`): keys that several servers need leave their holder once, and
   servers pass them on.
 6. `make_reference_plan` takes steps 3 to 5 twice, to even out compute alone, and compute and
