@@ -196,7 +196,7 @@ class _PlanTrials:
 
     @cached_property
     def planner(self) -> GreedyPlanner:
-        """The greedy planner, for documents cut on the grid that keeps slices long."""
+        """The greedy planner of the layout."""
         config, cost, layout, marginal = (
             self.config,
             self.cost,
@@ -206,15 +206,6 @@ class _PlanTrials:
         heads = HeadSplit.of(
             layout, marginal, cost, self.unmoved_load.compute_seconds, config.head_groups
         )
-        if config.max_transient_bytes is None:  # which may allow no more than a tile of rows
-            # Where nodes are evened out before ranks are and nothing else counts, both share the
-            # tolerance.
-            shared = 0.5 if config.ping_pong and self.ranks.per_node is not None else 1.0
-            marginal = marginal._replace(
-                grid=choose_grid(
-                    marginal, heads, layout.longest, shared * config.tolerance * self.mean_seconds
-                )
-            )
         transient = TransientBytes.of(cost.shape)
         ends = [
             transient.find_last_row(config.max_transient_bytes, marginal, groups)
@@ -320,16 +311,25 @@ class _PlanTrials:
         """Make the step of moves in groups of so many ranks, where so much of an exchange
         counts.
         """
-        marginal = self.planner.marginal
-        server_cost = marginal.with_exchange(bytes_per_second / part) if part else marginal
-        return BalanceStep(
-            MarginalCosts(server_cost, marginal),
-            max(
-                self.config.tolerance,
-                FINEST_TOLERANCE_WITH_EXCHANGE if part else FINEST_TOLERANCE,
-            ),
-            size,
+        config, marginal = self.config, self.planner.marginal
+        tolerance = max(
+            config.tolerance, FINEST_TOLERANCE_WITH_EXCHANGE if part else FINEST_TOLERANCE
         )
+        if config.max_transient_bytes is None:  # which may allow no more than a tile of rows
+            # Where nodes are evened out before ranks are and nothing else counts, both share the
+            # tolerance.
+            marginal = marginal._replace(
+                grid=choose_grid(
+                    marginal,
+                    self.planner.heads,
+                    self.layout.longest,
+                    (0.5 if config.ping_pong and self.ranks.per_node else 1.0)
+                    * tolerance
+                    * self.mean_seconds,
+                )
+            )
+        server_cost = marginal.with_exchange(bytes_per_second / part) if part else marginal
+        return BalanceStep(MarginalCosts(server_cost, marginal), tolerance, size)
 
     def weigh_strategy(self, strategy: _PlanStrategy) -> list[PlanLoad]:
         """Make and weigh the plans of a strategy: for compute alone, and with exchanges as far as

@@ -229,7 +229,7 @@ class GreedyPlanner:
             levels=np.zeros(4),
             group_span=np.zeros(2, dtype=np.int64),
             excess=excess,
-            total_work=total_work,
+            total_work=total_work + (total_work == 0),
             per_node=step.per_node,
             node_seconds=node_seconds,
             node_speed=node_speed,

@@ -369,8 +369,6 @@ def _cut_slice(
             start,
             find_tail_start(server_cost, heads, start, end, server_seconds - target, math.inf),
         )
-        if estimate_slice_seconds(home_cost, heads, start, y) > candidate.max_excess:
-            y = max((y - 1) // server_cost.grid * server_cost.grid, start)
     return _Slice(x, y, removed, added, byte_cost)
 
 
@@ -440,6 +438,15 @@ def _find_best_move(
 
 
 @compile_inner
+def _raise_levels(loads: RankLoads, group: int, added_work: float) -> None:
+    """Set levels as far above those before the first move as so much more work raises the mean."""
+    for place in range(len(loads.levels)):
+        loads.levels[place] = loads.start_levels[group, place] * (
+            1 + added_work / loads.total_work[group]
+        )
+
+
+@compile_inner
 def _make_group_moves(
     pieces: QueryPieces,
     marginals: MarginalCosts,
@@ -453,17 +460,18 @@ def _make_group_moves(
     ranks, its number, and the moves so far.
     """
     order, group, count = group_state
-    work, speed, level, moves, holders = (
-        loads.seconds,
-        loads.speed,
-        loads.levels,
-        ledger.moves,
-        ledger.holders,
-    )
-    removed, added_work = 0.0, 0.0
-    # First ranks above the band give, and then, while others are below it, those that have more
-    # than these should.
-    for giving_place, target_place in ((CAP, HIGH), (LOW, FLOOR)):
+    work, speed, moves, holders = loads.seconds, loads.speed, ledger.moves, ledger.holders
+    # Nothing is divided by 0.
+    removed, added_work = 1e-30, 0.0
+    # First ranks above the band give, at levels that rise as if all excess were moved at the rate
+    # so far. Then they give again, at levels as they rose; but between nodes, where what they were
+    # too high saves bytes. At last, while others are below the band, those that have more give.
+    for giving_place, target_place, expected in (
+        (CAP, HIGH, loads.excess[group]),
+        (CAP, HIGH, loads.excess[group] * (loads.per_node > 1)),
+        (LOW, FLOOR, 0.0),
+    ):
+        _raise_levels(loads, group, added_work * max(expected / removed, 1.0))
         for source in order:
             leeway = 0.0
             while _compute_excess(loads, source, giving_place) > 0:
@@ -502,17 +510,8 @@ def _make_group_moves(
                 home, node = source // loads.per_node, move.server // loads.per_node
                 loads.node_seconds[home] -= cut.removed / loads.node_speed[home]
                 loads.node_seconds[node] += cut.added / loads.node_speed[node]
-                # Levels rise to where they will be when all surplus is moved at the same rate.
                 removed, added_work = removed + cut.removed, added_work + cut.added - cut.removed
-                rise = (
-                    1
-                    + added_work
-                    / removed
-                    * max(loads.excess[group], removed)
-                    / loads.total_work[group]
-                )
-                for place in range(len(level)):
-                    level[place] = loads.start_levels[group, place] * rise
+                _raise_levels(loads, group, added_work * max(expected / removed, 1.0))
     return count
 
 
@@ -541,8 +540,6 @@ def _make_moves(
     for group in range(len(loads.excess)):
         first, last = group * loads.size, (group + 1) * loads.size
         loads.group_span[0], loads.group_span[1] = first, last
-        for place in range(len(loads.levels)):
-            loads.levels[place] = loads.start_levels[group, place]
         count = _make_group_moves(
             pieces, marginals, loads, ledger, (order[first:last], group, count)
         )

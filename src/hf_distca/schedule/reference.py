@@ -25,9 +25,10 @@ document see the most keys, so its *tail* takes the most seconds along for the f
 3. `Levels` (`schedule.greedy`): ranks below `floor` come up to `low`, ranks above `cap` come down
   to `high`.
 4. `even_out`: the heaviest rank gives slices away until it is below the cap, then the next one
-   does; then, while ranks are below the floor, those above `low` do (`is_filling`). A slice goes to
-   the emptiest rank, or to one that has keys of the document. Of all tails that the rank could cut
-   off its pieces (`cut_tail`), it gives the one that sends the fewest bytes per second.
+   does; levels are set to what they rose to, and all go once more; then, while ranks are below the
+   floor, those above `low` give (`is_filling`). A slice goes to the emptiest rank, or to one that
+   has keys of the document. Of all tails that the rank could cut off its pieces (`cut_tail`), it
+   gives the one that sends the fewest bytes per second.
 5. `add_relays` (`schedule.relays`): keys that several servers need leave their holder once, and
   servers pass them on.
 6. `make_reference_plan` takes steps 3 to 5 twice, to even out compute alone, and compute and
@@ -133,16 +134,21 @@ class BalanceState:
         """Make all moves; pieces are cut at multiples of the grid."""
         group_seconds = [self.work[rank] for rank in self.group]
         speeds = np.ones(len(group_seconds))
-        base = Levels.of(np.array(group_seconds), speeds, speeds > 0, self.tolerance)
-        excess = math.fsum(max(seconds - base.high, 0.0) for seconds in group_seconds)
-        self.levels, removed, added_work = base, 0.0, 0.0
+        self.start_levels = Levels.of(np.array(group_seconds), speeds, speeds > 0, self.tolerance)
+        excess = math.fsum(max(seconds - self.start_levels.high, 0.0) for seconds in group_seconds)
+        # Nothing is divided by 0.
+        removed, added_work, total_work = 1e-30, 0.0, math.fsum(group_seconds) or 1.0
         # By document: how many keys ranks have there anyway, in the order in which they came by
         # them.
         self.held_keys: dict[int, dict[int, int]] = defaultdict(dict)
         for piece in sorted(self.pieces, key=lambda piece: piece.end):
             self.held_keys[piece.document][piece.home] = piece.end
         order = sorted(self.group, key=lambda rank: -self.work[rank])
-        for self.is_filling, source in itertools.product((False, True), order):
+        # A slice may cost its server more than its home. Levels rise with what that adds to the
+        # work of all: at first, as if all excess were moved at the rate so far.
+        phases = (False, excess), (False, 0.0), (True, 0.0)
+        for (self.is_filling, expected), source in itertools.product(phases, order):
+            self.rise = 1 + added_work * max(expected / removed, 1.0) / total_work
             mine = [piece for piece in self.pieces if piece.home == source]
             while move := self.find_next_move(source, mine, grid):
                 piece, holder_keys = move.piece, self.held_keys[move.piece.document]
@@ -152,25 +158,23 @@ class BalanceState:
                 piece.end = move.start
                 self.work[source] -= move.removed
                 self.work[move.server] += move.added
-                # A slice may cost its server more than its home. Levels rise with what that adds to
-                # the work of all.
                 removed, added_work = removed + move.removed, added_work + move.added - move.removed
-                scale = 1 + added_work / removed * max(excess, removed) / math.fsum(group_seconds)
-                self.levels = Levels(*(scale * level for level in base))
+                self.rise = 1 + added_work * max(expected / removed, 1.0) / total_work
 
     def find_next_move(self, source: int, pieces: list[QueryPiece], grid: int) -> TailMove | None:
         """Find the move with the fewest bytes per second.
 
         If none fits the levels, a server may get up to half of the work of both.
         """
-        work, levels = self.work, self.levels
+        work, levels = self.work, Levels(*(self.rise * level for level in self.start_levels))
         giving_level, target_level = (
             (levels.low, levels.floor) if self.is_filling else (levels.cap, levels.high)
         )
         emptiest = min(self.group, key=lambda rank: work[rank])
         if not self.is_filling and work[emptiest] >= levels.low:
             # Sources gave more than they had to: now servers get more than they lacked.
-            self.levels = levels = levels._replace(low=levels.high)
+            levels = levels._replace(low=levels.high)
+        self.levels = levels
         if work[source] <= giving_level or work[emptiest] >= (
             levels.floor if self.is_filling else levels.low
         ):
@@ -356,7 +360,6 @@ def make_reference_plan(
     if not config.balance or world < 2 or not marginal.pair or is_even:
         return unmoved.plan
     heads = HeadSplit.of(layout, marginal, cost, compute, config.head_groups)
-    grid = choose_grid(marginal, heads, layout.longest, config.tolerance * mean)
     split = layout if heads.groups == 1 else layout.split_heads(heads.documents, heads.groups)
     best, required_seconds = unmoved, unmoved.slowest_seconds * (1 - config.min_gain)
     objectives = list_objectives(unmoved, marginal, config)
@@ -364,6 +367,7 @@ def make_reference_plan(
         sorted({ranks.per_node or world, world}), objectives
     ):
         pieces = list_unmoved_pieces(split)
+        grid = choose_grid(marginal, heads, layout.longest, tolerance * mean)
         for group in (range(first, first + size) for first in range(0, world, size)):
             mine = [piece for piece in pieces if piece.home in group]
             BalanceState(mine, list(work), tolerance, server_cost, marginal, group).even_out(grid)
