@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-# Libraries that patch others (DeepSpeed, TRL) or read settings when they are imported (trackers)
-# are left to those who use them.
+# Libraries that patch others (TRL) or read settings when they are imported (trackers) are left to
+# those who use them.
 PRELOADED = [
     "torch",
     "hf_distca.integration.training.mixin",
@@ -32,7 +32,7 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "pytest",
     "hypothesis",
-    "pydantic",  # for DeepSpeed
+    "deepspeed",  # where it is installed, accelerate imports it in every Trainer of several ranks
     "loops",
 ]
 # A fork has the thread that calls it alone, so libraries may start none where these are imported.

@@ -128,6 +128,7 @@ LONG = {
     "python benchmarks/network/timeline.py --record traces timeline.png",
 }
 IN_TURN = {
+    "python benchmarks/schedule/scheduler.py --placements benchmarks/placements",
     "python benchmarks/schedule/group_size.py",
     "python benchmarks/schedule/row_order.py",
     "python benchmarks/steps/dealt_step_time.py",
@@ -149,8 +150,8 @@ IN_TURN = {
     "python benchmarks/simulated/paper_table.py",
     "python benchmarks/simulated/simulator_picture.py simulated.png",
 }
-# One starts as users start it, in an interpreter of its own.
-AS_USERS_DO = "python benchmarks/schedule/scheduler.py --placements benchmarks/placements"
+# One starts as users start it, in an interpreter of its own: one that imports little.
+AS_USERS_DO = "python benchmarks/simulated/magi_setting.py"
 # Runs of pytest, which collect only: these tests are among them.
 COLLECTED = {
     "pytest": "test_commands.py",
