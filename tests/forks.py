@@ -8,6 +8,7 @@ it ends as a program does.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import multiprocessing
@@ -28,6 +29,7 @@ from unittest.mock import patch
 PRELOADED = [
     "torch",
     "hf_distca.integration.training.mixin",
+    "hf_distca.pipeline",
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
     "pytest",
@@ -89,5 +91,19 @@ def _begin(
         traceback.print_exc()
         code = 1
     # A fork would end without the functions registered for the end, and without the end of the
-    # interpreter: threads of gloo that are late, or that wait for ever, would go unnoticed.
+    # interpreter: threads of gloo that are late, or that wait for ever, would go unnoticed. Where
+    # no thread is left, it would be half a second that shows nothing.
+    if _has_one_thread():
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        if _has_one_thread():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
     ctypes.pythonapi.Py_Exit(code)
+
+
+def _has_one_thread() -> bool:
+    """Whether this process has one thread, of libraries, too; only Linux says so."""
+    tasks = Path("/proc/self/task")
+    return tasks.exists() and len(list(tasks.iterdir())) == 1
