@@ -9,6 +9,10 @@ import pytest
 if TYPE_CHECKING:
     from ranks import RankPool
 
+# Nothing that is imported is garbage, and looking for it takes a third of the time. Until all tests
+# are collected.
+gc.disable()
+
 # Of one pool, and of one that the next file may not need. Calls leave communicators, and each of
 # their threads wakes up a hundred times a second: after some hundred calls that was half of what
 # two cores did.
@@ -49,6 +53,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_configure(config: pytest.Config) -> None:
     """Hypothesis is not imported where other processes run the tests: they start after that."""
     if config.getoption("dist") != "no":
+        gc.enable()
         return
     from hypothesis import settings
 
@@ -60,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what was imported is for ever: no collection has to look at it
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -27,6 +27,7 @@ from unittest.mock import patch
 # Libraries that patch others (TRL) or read settings when they are imported (trackers) are left to
 # those who use them.
 PRELOADED = [
+    "uncollected",
     "torch",
     "hf_distca.integration.training.mixin",
     "hf_distca.pipeline",
@@ -80,6 +81,7 @@ def _begin(
     tqdm.set_lock(threading.RLock())
     # What was imported is for ever: no collection, not even that of the end, has to look at it.
     gc.freeze()
+    gc.enable()
     code = 0
     try:
         function(*args)
