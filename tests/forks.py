@@ -8,6 +8,7 @@ it ends as a program does.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import multiprocessing
@@ -23,16 +24,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-# Libraries that patch others (DeepSpeed, TRL) or read settings when they are imported (trackers)
-# are left to those who use them.
+# Libraries that patch others (TRL) or read settings when they are imported (trackers) are left to
+# those who use them.
 PRELOADED = [
+    "uncollected",
     "torch",
     "hf_distca.integration.training.mixin",
+    "hf_distca.pipeline",
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
     "pytest",
     "hypothesis",
-    "pydantic",  # for DeepSpeed
+    "deepspeed",  # where it is installed, accelerate imports it in every Trainer of several ranks
     "loops",
 ]
 # A fork has the thread that calls it alone, so libraries may start none where these are imported.
@@ -78,6 +81,7 @@ def _begin(
     tqdm.set_lock(threading.RLock())
     # What was imported is for ever: no collection, not even that of the end, has to look at it.
     gc.freeze()
+    gc.enable()
     code = 0
     try:
         function(*args)
@@ -89,5 +93,19 @@ def _begin(
         traceback.print_exc()
         code = 1
     # A fork would end without the functions registered for the end, and without the end of the
-    # interpreter: threads of gloo that are late, or that wait for ever, would go unnoticed.
+    # interpreter: threads of gloo that are late, or that wait for ever, would go unnoticed. Where
+    # no thread is left, it would be half a second that shows nothing.
+    if _has_one_thread():
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        if _has_one_thread():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
     ctypes.pythonapi.Py_Exit(code)
+
+
+def _has_one_thread() -> bool:
+    """Whether this process has one thread, of libraries, too; only Linux says so."""
+    tasks = Path("/proc/self/task")
+    return tasks.exists() and len(list(tasks.iterdir())) == 1

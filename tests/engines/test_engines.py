@@ -84,7 +84,7 @@ def check(runs: Runs, case: Case) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", in_turn(QUICK, len(QUICK), ALWAYS), ids=str)
+@pytest.mark.parametrize("case", in_turn(QUICK, 2 * len(QUICK), ALWAYS), ids=str)
 def test_equal_to_sdpa(runs: Runs, case: Case) -> None:
     check(runs, case)
 

@@ -169,7 +169,13 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("world", "placement"), [(n, name) for n in (1, 2, 3, 4) for name in placements(n)]
+    ("world", "placement"),
+    [
+        # Of three ranks, which differ from two and four in their number alone, the slow tests are.
+        pytest.param(n, name, marks=[pytest.mark.slow] * (n == 3))
+        for n in (1, 2, 3, 4)
+        for name in placements(n)
+    ],
 )
 def test_float64(rank_pool: Callable[[int], RankPool], world: int, placement: str) -> None:
     check(rank_pool(world), placements(world)[placement], 2, torch.float64, "reference", 1e-9)

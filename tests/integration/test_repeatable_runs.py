@@ -26,7 +26,7 @@ from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
 from ranks import RankPool
 from tiny_runs import COMMON, documents, settings, tiny_llama
 
-STEPS = 24  # rates of dealt batches change after 8 micro-batches at the earliest
+STEPS = 20  # rates of dealt batches change after 8 micro-batches at the earliest
 KERNEL = KernelCost(1e-7, np.inf, 1e9)
 # As `PAIRS`, whose rates would not be corrected.
 PROFILE = Profile(

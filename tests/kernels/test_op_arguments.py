@@ -393,9 +393,23 @@ def test_results(kernel: Kernel, scores: str) -> None:
         assert relative_error(value, expected[name]) <= 1e-10, name
 
 
-@pytest.mark.parametrize("shape", ["GQA", "MQA", "odd head dim", "wide heads"])
+PADDED_SHAPES = ["GQA", "MQA", "odd head dim", "wide heads"]
+PADDED_CASES = [
+    "shared keys with gaps",
+    "whole documents",
+    "more rows than a kernel tile",
+    "no tasks",
+]
+
+
+# Every shape and every case runs, once.
 @pytest.mark.parametrize(
-    "name", ["shared keys with gaps", "whole documents", "more rows than a kernel tile", "no tasks"]
+    ("name", "shape"),
+    [
+        pytest.param(name, shape, marks=[pytest.mark.slow] * (number != other))
+        for number, name in enumerate(PADDED_CASES)
+        for other, shape in enumerate(PADDED_SHAPES)
+    ],
 )
 def test_memory_efficient_attention_gets_padded_log_sum_exps(
     monkeypatch: pytest.MonkeyPatch, name: str, shape: str

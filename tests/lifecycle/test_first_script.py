@@ -4,6 +4,7 @@ that are made first of all.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -97,7 +98,7 @@ def blocks_of(page: str) -> list[str]:
     ("page", "precision"),
     [
         ("README.md", "bfloat16"),
-        ("docs/long_documents.md", "float32"),
+        pytest.param("docs/long_documents.md", "float32", marks=pytest.mark.slow),
         pytest.param("README.md", "float32", marks=pytest.mark.slow),
         pytest.param("docs/getting_started.md", "float32", marks=pytest.mark.slow),
         pytest.param("docs/long_documents.md", "bfloat16", marks=pytest.mark.slow),
@@ -119,6 +120,13 @@ def test_the_script_of_a_page_trains_as_one_process_does(
     # Norms of gradients in half precision are further apart.
     columns = 2 if precision == "float32" else 1
     assert ours[:, :columns] == pytest.approx(theirs[:, :columns], rel=PRECISIONS[precision][1])
+
+
+def test_long_documents_begin_with_the_script_of_the_readme() -> None:
+    first, second = (
+        ast.dump(ast.parse(blocks_of(page)[0])) for page in ("README.md", "docs/long_documents.md")
+    )
+    assert first == second
 
 
 # What pages leave to their readers, around the blocks with these words.

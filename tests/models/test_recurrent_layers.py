@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -47,6 +48,7 @@ def model_of(model_type: str, implementation: str = "distca") -> PreTrainedModel
         return with_long_memory(build(model_type, implementation, torch.float64))
 
 
+@cache
 def expected(model_type: str, lengths: tuple[int, ...] = LENGTHS) -> Outcome:
     return alone(model_of(model_type, "sdpa"), documents(lengths))
 

@@ -42,7 +42,10 @@ def relayed_case(random_: random.Random, world: int) -> tuple[Segments, list[int
     return ranks, context, tasks, replace(plan, relays=some_relays(random_, plan))
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "world",
+    [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 5],
+)
 def test_random_relays_are_exact(rank_pool: Callable[[int], RankPool], world: int) -> None:
     pool = rank_pool(world)
     relayed = 0
