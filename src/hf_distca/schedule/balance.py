@@ -317,14 +317,14 @@ class _PlanTrials:
         )
         if config.max_transient_bytes is None:  # which may allow no more than a tile of rows
             # Where nodes are evened out before ranks are and nothing else counts, both share the
-            # tolerance.
+            # tolerance. At a tolerance of 0, slices are as short as they have to be.
             marginal = marginal._replace(
                 grid=choose_grid(
                     marginal,
                     self.planner.heads,
                     self.layout.longest,
                     (0.5 if config.ping_pong and self.ranks.per_node else 1.0)
-                    * tolerance
+                    * (tolerance if config.tolerance else 0.0)
                     * self.mean_seconds,
                 )
             )

@@ -339,12 +339,11 @@ def _cut_slice(
         min(candidate.max_excess * scale, candidate.room),
         min(min(candidate.excess * scale, candidate.room), candidate.deficit),
     )
-    x, y, byte_cost = start, end, math.inf
+    x, y, removed, added, byte_cost = start, end, 0.0, 0.0, math.inf
     if target <= 0:
-        return _Slice(x, y, 0.0, 0.0, byte_cost)
+        return _Slice(x, y, removed, added, byte_cost)
     if server_seconds > target and server_seconds > min(max_seconds, 1.1 * target):
         x = find_tail_start(server_cost, heads, start, end, target, max_seconds)
-    removed = added = 0.0
     for _ in range(2):
         removed = (
             home_seconds
@@ -368,6 +367,12 @@ def _cut_slice(
         x, y = (
             start,
             find_tail_start(server_cost, heads, start, end, server_seconds - target, math.inf),
+        )
+        # Where they are more than may go, up to the line of the grid before.
+        y = (
+            y
+            if estimate_slice_seconds(home_cost, heads, start, y) <= candidate.max_excess
+            else max((y - 1) // server_cost.grid * server_cost.grid, start)
         )
     return _Slice(x, y, removed, added, byte_cost)
 

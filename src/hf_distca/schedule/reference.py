@@ -367,7 +367,9 @@ def make_reference_plan(
         sorted({ranks.per_node or world, world}), objectives
     ):
         pieces = list_unmoved_pieces(split)
-        grid = choose_grid(marginal, heads, layout.longest, tolerance * mean)
+        grid = choose_grid(
+            marginal, heads, layout.longest, (tolerance if config.tolerance else 0.0) * mean
+        )
         for group in (range(first, first + size) for first in range(0, world, size)):
             mine = [piece for piece in pieces if piece.home in group]
             BalanceState(mine, list(work), tolerance, server_cost, marginal, group).even_out(grid)
