@@ -25,6 +25,7 @@ PARTS = (
         "model",
         "emulator",
         "trainer",
+        "first_script",
         "variants",
         "kernels",
         "memory",
@@ -107,6 +108,13 @@ def test_emulated_ranks_are_measured_and_estimated(folder: Path) -> None:
             )
             assert len(after[direction]["seconds"]) == row["ranks"]
             assert min(after[direction]["seconds"]) > 0
+
+
+@slow
+def test_readme_s_script_dealt_beside_one_process(folder: Path) -> None:
+    found = figures(folder, "first_script")
+    assert found["passed"]
+    assert [len(case["losses"]) for case in found["cases"].values()] == [2, 2, 2]
 
 
 @slow

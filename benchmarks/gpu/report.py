@@ -14,7 +14,7 @@ from pathlib import Path
 
 from report_kernels import emulator, kernels, parity, profile, variants
 from report_layout import Figures, percent, table
-from report_training import families, faults, model, soak, trainer
+from report_training import families, faults, first_script, model, soak, trainer
 
 
 def checkpointing(data: Figures) -> list[str]:
@@ -269,6 +269,7 @@ PARTS: dict[str, Callable[[Figures], list[str]]] = {
     "model": model,
     "emulator": emulator,
     "trainer": trainer,
+    "first_script": first_script,
     "host": host,
     "stack": stack,
     "kernels": kernels,

@@ -79,6 +79,23 @@ def trainer(data: Figures) -> list[str]:
     )
 
 
+def first_script(data: Figures) -> list[str]:
+    rows = []
+    for name, case in data.get("cases", {}).items():
+        if "losses" in case:
+            rows.append((name, f"{case['losses'][-1]:.5f}", f"{case.get('off', 0.0):.1e}"))
+        else:
+            rows.append((name, case["failed"], ""))
+    text = [
+        "## README's script",
+        "",
+        "Documents dealt to two ranks in bf16; losses of one process differ at most by a part"
+        f" (bound {data.get('bound')}).",
+        "",
+    ]
+    return text + table(("case", "last loss", "losses differ by"), rows)
+
+
 def soak(data: Figures) -> list[str]:
     text = ["## Soak", "", "FSDP2 with prefetch and ping-pong, other documents in each step.", ""]
     if data.get("failed"):

@@ -59,6 +59,7 @@ PARTS = {
     ),
     "emulator": Part(80, "kernel seconds of 8 and 64 ranks, before and after balancing"),
     "trainer": Part(120, "the Trainer on two ranks over NCCL with moved work, beside sdpa"),
+    "first_script": Part(90, "README's script, dealt to two ranks over NCCL, beside one process"),
     "variants": Part(
         60, "FlashAttention 4 compiled ahead: seconds, late compiles; batches with gaps"
     ),
