@@ -97,6 +97,9 @@ SMALL = {
     ),
     "python benchmarks/simulated/published_timings.py": "--json out.json",
     "python benchmarks/schedule/profile_plans.py benchmarks/placements": "--json out.json",
+    "python benchmarks/schedule/plans_before.py benchmarks/placements": (
+        f"--before {ROOT} --json out.json"
+    ),
     "python benchmarks/simulated/magi_setting.py": "--rows 1 --json out.json",
     "python benchmarks/simulated/simulator_picture.py simulated.png": (
         "--contexts 64 --ranks 8 --middle 8 --batches 1"
@@ -134,6 +137,7 @@ IN_TURN = {
     "python benchmarks/steps/dealt_step_time.py",
     "python benchmarks/simulated/published_timings.py",
     "python benchmarks/schedule/profile_plans.py benchmarks/placements",
+    "python benchmarks/schedule/plans_before.py benchmarks/placements",
     (
         "python benchmarks/schedule/context_parallel.py --placement"
         " benchmarks/placements/long_tail_8_ranks.json"
