@@ -13,13 +13,12 @@ from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from socket import socket
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from gpu_ranks import ON_ONE_CARD
+from gpu_ranks import ON_ONE_CARD, find_port
 
 # Seconds that the other ranks have to end after one of them failed.
 _GRACE = 10.0
@@ -50,9 +49,7 @@ class Launch(NamedTuple):
         context = get_context("spawn" if self.device == "cuda" else "fork")
         for path in self.folder.glob("failed-*.txt"):
             path.unlink()
-        with socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = find_port()
         processes = [
             context.Process(target=_be_rank, args=(self, rank, port, work, arguments), daemon=True)
             for rank in range(self.ranks)

@@ -40,6 +40,21 @@ ON_ONE_CARD = {
 _GRACE = 40.0
 
 
+def find_port() -> int:
+    """Find a port that nobody listens on."""
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def make_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Make the environment of a rank that shares its card with the others."""
+    there = {"NCCL_HOSTID": f"host{rank}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place = {"RANK": str(rank), "LOCAL_RANK": "0"}
+    return ON_ONE_CARD | there | place | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "1"}
+
+
 class Ranks:
     """Processes, started when this is made; they wait for `run`."""
 
@@ -47,9 +62,7 @@ class Ranks:
         context = get_context("spawn" if setting.device.type == "cuda" else "fork")
         self._folder = tempfile.TemporaryDirectory()
         self._turn, self._seconds = context.Event(), context.Value("d", 0.0)
-        with socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = find_port()
         shared = (ranks, setting, work, self._folder.name, port, self._turn, self._seconds)
         self._processes = [
             context.Process(target=_be_rank, args=(rank, *shared), daemon=True)
@@ -97,10 +110,7 @@ def _be_rank(
     turn: Any,
     seconds: Any,
 ) -> None:
-    os.environ.update(
-        ON_ONE_CARD, NCCL_HOSTID=f"host{rank}", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="1")
+    os.environ.update(make_environment(rank, ranks, port))
     torch.set_num_threads(1)
     try:
         import transformers.trainer  # noqa: F401  # what takes longest, before the turn

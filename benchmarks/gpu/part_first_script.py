@@ -14,14 +14,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from socket import socket
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from gpu_ranks import ON_ONE_CARD
+from gpu_ranks import find_port, make_environment
 from gpu_setting import Setting
 
 README = Path(__file__).parents[2] / "README.md"
@@ -90,17 +89,11 @@ def write_script(setting: Setting, tokens: int, attention: str, path: Path) -> N
 def train(path: Path, ranks: int, seconds: float) -> dict[str, Any]:
     """Run a script on ranks of one device; returns its losses, or how it ended."""
     losses = path.with_suffix(".json")
-    with socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = []
+    port, started = find_port(), []
     for rank in range(ranks):
         environment = {**os.environ, "LOSSES": str(losses)}
         if ranks > 1:
-            environment |= {**ON_ONE_CARD, "NCCL_HOSTID": f"host{rank}"}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            environment |= {"RANK": str(rank), "LOCAL_RANK": "0"}
-            environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "1"}
+            environment |= make_environment(rank, ranks, port)
         output = path.with_suffix(f".{rank}.txt").open("w")
         command, shown = [sys.executable, path.name], {"stdout": output, "stderr": output}
         started.append(subprocess.Popen(command, cwd=path.parent, env=environment, **shown))
@@ -134,7 +127,7 @@ def run(setting: Setting) -> None:
             write_script(setting, tokens * (3 - ranks), attention, path)
             cases[case] = train(path, ranks, setting.left())
             setting.put(cases=cases, bound=BOUND)
-    dealt = cases["dealt, two ranks"].get("losses", [])
+    dealt = cases.get("dealt, two ranks", {}).get("losses", [])
     for found in cases.values():
         if dealt and found.get("losses"):
             pairs = zip(dealt, found["losses"], strict=True)

@@ -207,7 +207,6 @@ def begin(options: Options) -> None:
         )
     if options.observe:
         when_models_load(_observe)
-        # Not when models load: most scripts import the Trainer first, which loads them half-way.
         when_imported("transformers.trainer", _observe_trainers)
         return
     when_imported("transformers.trainer", partial(_add_callbacks, options.summary))
