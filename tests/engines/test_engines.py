@@ -11,7 +11,6 @@ from case import Case
 from matrix import Runs
 
 from engines import QUANTIZED, cases
-from turns import in_turn
 
 QUICK = [
     Case("DDP", ping_pong=True),
@@ -39,6 +38,7 @@ QUICK = [
     Case("ZeRO-2", precision="float32"),
     Case("DDP, Trainer", ping_pong=True, ranks=4),
 ]
+# What runs by default; the others of QUICK are slow tests.
 ALWAYS = [
     Case("DDP, Trainer", precision="float32", ping_pong=True),
     Case("DDP, Trainer", ping_pong=True, accumulation=2),
@@ -84,7 +84,11 @@ def check(runs: Runs, case: Case) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", in_turn(QUICK, 2 * len(QUICK), ALWAYS), ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.slow) for case in QUICK],
+    ids=str,
+)
 def test_equal_to_sdpa(runs: Runs, case: Case) -> None:
     check(runs, case)
 
