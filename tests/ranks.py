@@ -64,7 +64,9 @@ class RankPool:
                 try:
                     ok, value = pipe.recv()
                 except EOFError:
-                    ok, value = False, "died"
+                    process = self._processes[rank]
+                    process.join(5.0)  # its pipe may end before it does
+                    ok, value = False, f"died with exit status {process.exitcode}"
                 results[rank] = value
                 if not ok:
                     failures.append(f"rank {rank}: {value}")
