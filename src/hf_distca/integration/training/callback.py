@@ -46,6 +46,7 @@ __all__ = [
     "add_callbacks",
     "call_before_training",
     "find_callback",
+    "find_session",
     "insert_before_reporters",
 ]
 
@@ -317,6 +318,12 @@ class DistCACallback(TrainerCallback):
 def find_callback(callbacks: Iterable[TrainerCallback]) -> DistCACallback | None:
     """Find distca's callback among those of a Trainer."""
     return next((callback for callback in callbacks if isinstance(callback, DistCACallback)), None)
+
+
+def find_session(trainer: Trainer | None = None) -> Session:
+    """Find the session of the callback of a Trainer; without one, that of the process."""
+    callback = None if trainer is None else find_callback(trainer.callback_handler.callbacks)
+    return current_session() if callback is None else callback.apply_settings()
 
 
 def add_callbacks(summary: bool) -> None:
