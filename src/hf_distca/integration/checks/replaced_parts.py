@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CollatorRule",
     "check_collator",
-    "get_collator_name",
-    "get_collator_package",
+    "get_collator_origin",
     "warn_of_row_order",
 ]
 
@@ -56,7 +55,7 @@ def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
         UnsupportedError: names the collator, and a remedy.
     """
     data_collator: Any = trainer.data_collator
-    name, package = get_collator_name(data_collator), get_collator_package(data_collator)
+    package, name = get_collator_origin(data_collator)
     masks_at_random = getattr(data_collator, "mlm", False)
     if name in _KNOWN_COLLATORS.get(package, ()) and not masks_at_random:
         if package == "transformers":
@@ -82,11 +81,13 @@ def _warn_of_padding(collator: Any, name: str) -> None:
     """Warn that a collator of transformers ignores targets equal to the padding token, if documents
     end with that token.
     """
-    tokenizer = (
-        getattr(collator, "tokenizer", None) if name == "DataCollatorForLanguageModeling" else None
-    )
+    tokenizer = getattr(collator, "tokenizer", None)
     pad = getattr(tokenizer, "pad_token_id", None)
-    if pad is not None and pad == getattr(tokenizer, "eos_token_id", None):
+    if (
+        name == "DataCollatorForLanguageModeling"
+        and pad is not None
+        and pad == getattr(tokenizer, "eos_token_id", None)
+    ):
         warn_once(
             "%s would leave out all targets that are token %d, which pads and ends documents alike;"
             " dealt, they are trained on. Give rows labels with -100 there if they should not be.",
@@ -106,16 +107,10 @@ def warn_of_row_order(trainer: Trainer) -> None:
         )
 
 
-def get_collator_name(collator: Any) -> str:
-    """Return the name of a function, or of the function in a partial, else of a class."""
-    return str(getattr(getattr(collator, "func", collator), "__name__", type(collator).__name__))
-
-
-def get_collator_package(collator: Any) -> str:
-    """Return the package of a function or a class; a user's subclass has another package."""
-    module = (
-        getattr(collator, "__module__", None)
-        if hasattr(collator, "__name__")
-        else type(collator).__module__
-    )
-    return str(module).partition(".")[0]
+def get_collator_origin(collator: Any) -> tuple[str, str]:
+    """Return the package and the name of a function, of the function in a partial, or of a class; a
+    user's subclass has another package.
+    """
+    owner = collator if hasattr(collator, "__name__") else type(collator)
+    name = getattr(getattr(collator, "func", collator), "__name__", type(collator).__name__)
+    return str(owner.__module__).partition(".")[0], str(name)

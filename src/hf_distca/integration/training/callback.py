@@ -46,6 +46,7 @@ __all__ = [
     "add_callbacks",
     "call_before_training",
     "find_callback",
+    "find_or_add_callback",
     "find_session",
     "insert_before_reporters",
 ]
@@ -113,10 +114,7 @@ class DistCACallback(TrainerCallback):
             UnsupportedError: if sets of shares would not be evaluated as one process evaluates
                 them.
         """
-        session = self.apply_settings()
-        trainer = find_trainer(self)
-        if trainer is not None:
-            check_evaluation(trainer, session.config)
+        check_evaluation(find_trainer(self), self.apply_settings().config)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -133,12 +131,11 @@ class DistCACallback(TrainerCallback):
         wrap_trainers()
         check_loader(kwargs.get("train_dataloader"), model=model, args=args, trainer=trainer)
         session = self.apply_settings()
-        if trainer is not None:
-            check_evaluation(trainer, session.config)
+        check_evaluation(trainer, session.config)
         self._move_before_reporters(trainer)
         if model is not None:
             prepare(model)
-            _warn_if_idle(model)
+            _warn_if_idle(model, session)
         self._calls_before, self._steps = session.meter.calls, 0
         self._logged_metrics = self._first_metrics = read_metrics(session)
         self._is_gain_checked = False
@@ -154,7 +151,7 @@ class DistCACallback(TrainerCallback):
         """
         session = self._apply_late_settings()
         loader = kwargs.get("eval_dataloader")
-        if loader is not None and loader is not self._checked_loader:
+        if loader is not self._checked_loader:
             self._checked_loader = loader
             check_loader(
                 loader,
@@ -285,8 +282,9 @@ class DistCACallback(TrainerCallback):
             The session that has the settings.
         """
         if balance_evaluation:
-            config = self.config or self.apply_settings().config
-            self.config = replace(config, balance_evaluation=True)
+            self.config = replace(
+                self.config or self.apply_settings().config, balance_evaluation=True
+            )
             self._session = None
         if self._session is None or not (self._has_settings and current_session() is self._session):
             self._session = use_session(self.config, self.group)
@@ -320,6 +318,15 @@ def find_callback(callbacks: Iterable[TrainerCallback]) -> DistCACallback | None
     return next((callback for callback in callbacks if isinstance(callback, DistCACallback)), None)
 
 
+def find_or_add_callback(trainer: Trainer, *, summary: bool = True) -> DistCACallback:
+    """Find distca's callback of a Trainer; give it one, if it has none."""
+    callback = find_callback(trainer.callback_handler.callbacks)
+    if callback is None:
+        callback = DistCACallback(summary=summary)
+        trainer.add_callback(callback)
+    return callback
+
+
 def find_session(trainer: Trainer | None = None) -> Session:
     """Find the session of the callback of a Trainer; without one, that of the process."""
     callback = None if trainer is None else find_callback(trainer.callback_handler.callbacks)
@@ -335,9 +342,8 @@ def add_callbacks(summary: bool) -> None:
     """
 
     def add_callback(trainer: Trainer) -> None:
-        callbacks = trainer.callback_handler.callbacks
-        if find_callback(callbacks) is None and find_distca_configs(trainer.model):
-            trainer.add_callback(DistCACallback(summary=summary))
+        if find_distca_configs(trainer.model):
+            find_or_add_callback(trainer, summary=summary)
 
     call_before_training(add_callback)
 
@@ -364,10 +370,9 @@ def insert_before_reporters(callback: TrainerCallback, callbacks: list[TrainerCa
         place for place, other in enumerate(callbacks) if isinstance(other, DefaultFlowCallback)
     )
     place = next(flow, -1) + 1
-    if callback in callbacks[place:]:
-        callbacks.remove(callback)
-    if callback not in callbacks:
-        callbacks.insert(place, callback)
+    if callback not in callbacks[:place]:
+        others = [other for other in callbacks[place:] if other is not callback]
+        callbacks[place:] = [callback, *others]
 
 
 def _gather_for_log(control: TrainerControl) -> None:
@@ -380,7 +385,7 @@ def _gather_for_log(control: TrainerControl) -> None:
         current_session().gather_measurements()
 
 
-def _warn_if_idle(model: torch.nn.Module) -> None:
+def _warn_if_idle(model: torch.nn.Module, session: Session) -> None:
     """Warn if distca has nothing to do."""
     if not find_distca_configs(model):
         LOG.warning(
@@ -388,7 +393,7 @@ def _warn_if_idle(model: torch.nn.Module) -> None:
             ' attn_implementation="distca". Load the model with it.',
             type(model).__name__,
         )
-    elif current_session().join_group().size == 1:
+    elif session.join_group().size == 1:
         LOG.warning(
             "DistCACallback has nothing to balance: the attention group is this process alone."
         )

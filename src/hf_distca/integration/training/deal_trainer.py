@@ -28,14 +28,10 @@ from hf_distca.integration.checks.replaced_parts import (
 )
 from hf_distca.integration.checks.share_readers import check_dealing
 from hf_distca.integration.processes import LOG, print_lines
-from hf_distca.integration.training.callback import (
-    DistCACallback,
-    call_before_training,
-    find_callback,
-)
+from hf_distca.integration.training.callback import call_before_training, find_or_add_callback
 from hf_distca.integration.training.document_shares import document_shares
 from hf_distca.integration.training.pairs import check_deals_documents
-from hf_distca.integration.training.targets import TargetCounts, sample_targets
+from hf_distca.integration.training.targets import describe_targets
 from hf_distca.schedule.layout import IntArray, Layout
 
 __all__ = ["deal", "deal_before_training"]
@@ -105,7 +101,7 @@ def deal(
             f"collator={collator!r} is none of {', '.join(map(repr, get_args(CollatorRule)))}."
         )
     check_collator(trainer, collator)
-    callback = _find_or_add_callback(trainer)
+    callback = find_or_add_callback(trainer)
     config = callback.apply_settings(balance_evaluation=evaluation).config
     make = partial(
         document_shares,
@@ -126,7 +122,7 @@ def deal(
     check_dealing(trainer, shares.deal_settings.ranks, config if evaluation else None)
     if evaluation:
         _deal_evaluation(trainer, partial(make, seed=None, fill="whole", longer=longer))
-    targets = None if not facts else sample_targets(documents, len(facts["lengths"]))
+    targets = describe_targets(documents, len(facts["lengths"])) if facts else ""
     warn_of_row_order(trainer)
     steps_before, imbalance = _count_steps(trainer, rows), None
     if isinstance(shares, Shares) and documents is rows:
@@ -142,7 +138,6 @@ def deal(
         if isinstance(shares, Shares):
             steps = steps_before, _count_steps(trainer, dataset)
             print_lines(_compare_orders(shares, imbalance, steps, fill))
-        if facts:
             _warn_of_cut(int(facts["lengths"].max()), args)
     return trainer
 
@@ -169,14 +164,6 @@ def deal_before_training(tokens_per_rank: int, collator: CollatorRule = "check")
             deal(trainer, tokens_per_rank, collator=collator)
 
     call_before_training(deal_documents)
-
-
-def _find_or_add_callback(trainer: Trainer) -> DistCACallback:
-    callback = find_callback(trainer.callback_handler.callbacks)
-    if callback is None:
-        callback = DistCACallback()
-        trainer.add_callback(callback)
-    return callback
 
 
 def _read_documents(trainer: Trainer, rows: Any) -> Any:
@@ -228,7 +215,7 @@ def _replace_data(trainer: Trainer, shares: Any) -> None:
 def _describe_shares(
     shares: Shares | StreamedShares,
     lengths: IntArray | None,
-    targets: TargetCounts | None,
+    targets: str,
     accumulation: int,
 ) -> str:
     """Describe the dealt documents in three lines; of a stream, the known facts."""
@@ -238,7 +225,7 @@ def _describe_shares(
         f" {dealing.tokens_per_rank:,} tokens each"
     )
     accumulated = "" if accumulation == 1 else f", {accumulation} in each optimizer step"
-    if lengths is None or targets is None or not isinstance(shares, Shares):
+    if lengths is None or not isinstance(shares, Shares):
         return (
             f"distca deals a stream of documents to {ranks}.\n"
             f"Global batches have {dealing.tokens:,} tokens{accumulated}, and take documents as"
@@ -281,12 +268,10 @@ def _compare_orders(
     imbalance, if it is known, and the steps of an epoch, before and now.
     """
     dealing, batches = shares.deal_settings, shares.batches
-    orders = []
-    for number in range(min(len(batches), _COMPARED_BATCHES)):
-        lengths = batches.get_pieces(0, number).lengths
-        dealt = dealing.estimate_imbalance(dealing.deal_layouts(lengths))
-        orders.append([dealing.estimate_in_order(lengths), dealt])
-    in_order, even = np.mean(orders, axis=0)
+    numbers = range(min(len(batches), _COMPARED_BATCHES))
+    lengths = [batches.get_pieces(0, number).lengths for number in numbers]
+    in_order = np.mean([dealing.estimate_in_order(some) for some in lengths])
+    even = np.mean([dealing.estimate_imbalance(dealing.deal_layouts(some)) for some in lengths])
     cut = batches.count_cut_tokens() / (len(batches) * dealing.tokens)
     remedy = ' (fill="whole" cuts none that fits in a global batch)' * (fill == "cut" and cut > 0)
     replaced = "" if imbalance is None else f"{imbalance:.2f} in the batches replaced, "

@@ -30,10 +30,9 @@ from hf_distca.data.row_documents import find_row_documents
 from hf_distca.data.row_placement import RowPlacement, StepPlaces
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.checks.reading_order import find_shares
-from hf_distca.integration.current_session import current_session
 from hf_distca.integration.layer_kinds import count_layers, make_initial_cost
 from hf_distca.integration.processes import print_lines
-from hf_distca.integration.training.callback import find_callback
+from hf_distca.integration.training.callback import find_session
 from hf_distca.integration.training.pairs import ItemRules
 from hf_distca.runtime.members import node_number
 from hf_distca.schedule.cost import FloatArray
@@ -92,7 +91,7 @@ def place_rows(
         LayoutError: if rows do not say how long they are.
     """
     if not isinstance(reader, Trainer):
-        config = current_session().config
+        config = find_session().config
         steps = _read_accumulation() if accumulation is None else accumulation
         work = _weigh_rows(getattr(reader, "dataset", None), model, config, end_of_document)
         _RowPlacer.compare_rows(work, steps, ranks_per_node, config).place_in_loader(reader)
@@ -107,8 +106,7 @@ def place_rows(
         raise ConfigError(
             "the rows of this Trainer are placed already: call hf_distca.place_rows once."
         )
-    callback = find_callback(reader.callback_handler.callbacks)
-    config = (callback and callback.config) or current_session().config
+    config = find_session(reader).config
     items = ItemRules.read(reader)
     steps = 1 if items and items.in_micro_batches else reader.args.gradient_accumulation_steps
     work = _weigh_rows(reader.train_dataset, reader.model, config, end_of_document, items)
@@ -176,8 +174,10 @@ def _estimate_seconds(lengths: IntArray, model: Any, config: DistCAConfig) -> Fl
         cost = make_initial_cost(key, config)
         chunk = key.chunk or max(int(lengths.max(initial=1)), 1)
         whole, rest = np.divmod(lengths, chunk)
-        rest_seconds = np.where(rest > 0, cost.estimate_seconds(rest, rest), 0.0)
-        seconds += layers * (whole * cost.estimate_seconds(chunk, chunk) + rest_seconds)
+        seconds += layers * (
+            whole * cost.estimate_seconds(chunk, chunk)
+            + np.where(rest > 0, cost.estimate_seconds(rest, rest), 0.0)
+        )
     return seconds
 
 

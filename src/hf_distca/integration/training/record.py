@@ -61,6 +61,14 @@ _TRAINING_FIELDS = (
     "fp16",
     "seed",
 )
+_SIZES = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_size",
+    "sliding_window",
+)
 # Plans of the worst micro-batches are written up to this many bytes: some hundred steps of 8 ranks,
 # some of 512.
 _MAX_PLAN_BYTES = 1_000_000
@@ -88,7 +96,6 @@ class Recorder(logging.Filter):
         # With its imbalance: seconds of the slowest rank by the mean.
         self._worst_plan: tuple[float, PlannedMicroBatch] | None = None
         self._plan_bytes = 0
-        self._plan_count = 0
         self._has_failed = False
 
     def start(
@@ -160,7 +167,7 @@ class Recorder(logging.Filter):
         figures = _sum_figures(micro_batch.plans)
         self._figures = figures if not self._figures.size else self._figures + figures
         imbalance = totals.estimated_before / max(totals.estimated_mean, 1e-30)
-        if self._every_plan or not self._plan_count:
+        if self._every_plan or not self._plan_bytes:
             self._append_rows([self._make_plan_row(micro_batch)])
         elif self._plan_bytes < _MAX_PLAN_BYTES and (
             self._worst_plan is None or imbalance > self._worst_plan[0]
@@ -168,7 +175,6 @@ class Recorder(logging.Filter):
             self._worst_plan = imbalance, micro_batch
 
     def _make_plan_row(self, micro_batch: PlannedMicroBatch) -> PlanRow:
-        self._plan_count += 1
         parts = [
             PlanPart(json.loads(plan.plan.to_json()), plan.task_seconds.tolist(), plan.ranks.speeds)
             for plan in micro_batch.plans
@@ -204,13 +210,11 @@ class Recorder(logging.Filter):
 def _sum_figures(plans: Sequence[BatchPlan]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return (figures, ranks) in the order of the fields of `PerRank`."""
     rows = []
-    counted: set[int] = set()
-    for plan in plans:
+    for index, plan in enumerate(plans):
         # Each kind of layers has a plan for the same tokens; each nano-batch has its own.
-        tokens = plan.plan.layout.query_tokens * (plan.key.nano not in counted)
-        counted.add(plan.key.nano)
+        is_counted = plan.key.nano in {other.key.nano for other in plans[:index]}
         figures = (
-            tokens,
+            plan.plan.layout.query_tokens * (not is_counted),
             *(plan.estimated_before, plan.estimated_after),
             *(plan.measured_before, plan.measured_after),
             *(plan.sent_bytes, plan.between_bytes * plan.on_several_nodes),
@@ -220,27 +224,21 @@ def _sum_figures(plans: Sequence[BatchPlan]) -> np.ndarray[Any, np.dtype[np.floa
 
 
 def _make_per_rank(figures: np.ndarray[Any, np.dtype[np.float64]]) -> PerRank:
-    columns = dict(zip((field.name for field in fields(PerRank)), figures.tolist(), strict=True))
-    for name in ("tokens", "sent_bytes", "between_bytes"):
-        columns[name] = list(map(int, columns[name]))
-    return PerRank(**columns)
+    counts = {"tokens", "sent_bytes", "between_bytes"}
+    return PerRank(
+        **{
+            field.name: row.astype(np.int64 if field.name in counts else np.float64).tolist()
+            for field, row in zip(fields(PerRank), figures, strict=True)
+        }
+    )
 
 
 def _describe_model(model: torch.nn.Module | None) -> dict[str, Any]:
     """Return type, shape and dtype of the first part of a model that asks for distca."""
     for config in find_distca_configs(model)[:1]:
-        shape = (
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "hidden_size",
-            "sliding_window",
-        )
-        sizes = {
-            name: value for name in shape if (value := getattr(config, name, None)) is not None
-        }
-        return {"type": config.model_type, **sizes, "dtype": str(getattr(model, "dtype", ""))}
+        sizes = {name: getattr(config, name, None) for name in _SIZES}
+        known = {name: size for name, size in sizes.items() if size is not None}
+        return {"type": config.model_type, **known, "dtype": str(getattr(model, "dtype", ""))}
     return {}
 
 
