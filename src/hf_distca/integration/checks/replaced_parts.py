@@ -4,13 +4,12 @@ may define other targets, and an order of rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from transformers import Trainer
 
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.processes import warn_once
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 __all__ = [
     "CollatorRule",

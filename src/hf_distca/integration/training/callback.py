@@ -100,8 +100,7 @@ class DistCACallback(TrainerCallback):
         self._logged_metrics = self._first_metrics = Metrics()
         self._steps = 0
         self._checked_loader: object = None  # the loader that was checked last
-        # Calls of attention before the first step, until that has run.
-        self._calls_before: int | None = None
+        self._calls_before = 0  # calls of attention before the first step
         self._is_gain_checked = False
         self._has_warned_of_cost = False
 
@@ -136,7 +135,7 @@ class DistCACallback(TrainerCallback):
         if model is not None:
             prepare(model)
             _warn_if_idle(model, session)
-        self._calls_before, self._steps = session.meter.calls, 0
+        self._steps = 0
         self._logged_metrics = self._first_metrics = read_metrics(session)
         self._is_gain_checked = False
 
@@ -166,7 +165,7 @@ class DistCACallback(TrainerCallback):
     ) -> None:
         """Start recording, at the first step."""
         if not self._steps:
-            self._apply_late_settings()
+            self._calls_before = self._apply_late_settings().meter.calls
             self._move_before_reporters(find_trainer(self))
             self._start_recording(args, state.global_step, kwargs.get("model"))
         self._steps += 1
@@ -182,8 +181,11 @@ class DistCACallback(TrainerCallback):
                 calling it.
         """
         model = kwargs.get("model")
-        calls_before, self._calls_before = self._calls_before, None
-        if current_session().meter.calls == calls_before and find_distca_configs(model):
+        if (
+            self._steps == 1
+            and current_session().meter.calls == self._calls_before
+            and find_distca_configs(model)
+        ):
             raise UnsupportedError(
                 f'{type(model).__name__} was loaded with attn_implementation="distca" and never'
                 " called it in a training step: it does not use the attention interface of"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast, get_args
@@ -124,20 +125,18 @@ def deal(
         _deal_evaluation(trainer, partial(make, seed=None, fill="whole", longer=longer))
     targets = describe_targets(documents, len(facts["lengths"])) if facts else ""
     warn_of_row_order(trainer)
-    steps_before, imbalance = _count_steps(trainer, rows), None
-    if isinstance(shares, Shares) and documents is rows:
-        imbalance = _estimate_batches(args, facts["lengths"], shares.deal_settings)
-        callback.replaced_imbalance = imbalance
+    steps_before = _count_steps(trainer, rows) if facts else 0
+    if facts and documents is rows:
+        callback.replaced_imbalance = _estimate_batches(
+            args, facts["lengths"], shares.deal_settings
+        )
     _replace_data(trainer, dataset)
     if trainer.is_world_process_zero():
-        print_lines(
-            _describe_shares(
-                shares, facts.get("lengths"), targets, args.gradient_accumulation_steps
-            )
-        )
+        accumulation = args.gradient_accumulation_steps
+        print_lines(_describe_shares(shares, facts.get("lengths"), targets, accumulation))
         if isinstance(shares, Shares):
-            steps = steps_before, _count_steps(trainer, dataset)
-            print_lines(_compare_orders(shares, imbalance, steps, fill))
+            steps = f"{steps_before:,} before, {_count_steps(trainer, dataset):,} dealt"
+            print_lines(_compare_orders(shares, callback.replaced_imbalance, steps, fill))
             _warn_of_cut(int(facts["lengths"].max()), args)
     return trainer
 
@@ -175,11 +174,9 @@ def _read_documents(trainer: Trainer, rows: Any) -> Any:
     names = getattr(rows, "column_names", None) or []
     if not _PACKED_COLUMNS & set(names):
         return rows
-    inputs = ForwardInputs.of(trainer.model)
+    unpack = partial(_unpack_rows, inputs=ForwardInputs.of(trainer.model))
     with trainer.args.main_process_first(desc="taking packed rows apart"):
-        return rows.map(
-            partial(_unpack_rows, inputs=inputs), batched=True, remove_columns=list(names)
-        )
+        return rows.map(unpack, batched=True, remove_columns=list(names))
 
 
 def _unpack_rows(rows: Mapping[str, list[Any]], inputs: ForwardInputs) -> dict[str, list[Any]]:
@@ -248,22 +245,18 @@ def _estimate_batches(args: Any, lengths: IntArray, dealing: DealSettings) -> fl
     """Estimate the imbalance of attention in the batches that a Trainer would have had; None if
     they are not random and not in the order of rows.
     """
-    if args.train_sampling_strategy == "random":
-        lengths = np.random.default_rng(args.seed).permutation(lengths)
-    elif args.train_sampling_strategy != "sequential":
-        return None
     rows = args.per_device_train_batch_size
     count = min(len(lengths) // (dealing.ranks * rows), _REPLACED_BATCHES)
-    if not count:
+    if not count or args.train_sampling_strategy not in {"random", "sequential"}:
         return None
+    if args.train_sampling_strategy == "random":
+        lengths = np.random.default_rng(args.seed).permutation(lengths)
     batches = lengths[: count * dealing.ranks * rows].reshape(count, dealing.ranks, rows)
     layouts = [(Layout.from_lengths(batch),) for batch in batches.tolist()]
-    return float(np.mean([dealing.estimate_imbalance(layout) for layout in layouts]))
+    return float(np.mean(list(map(dealing.estimate_imbalance, layouts))))
 
 
-def _compare_orders(
-    shares: Shares, imbalance: float | None, steps: tuple[int, int], fill: FillRule
-) -> str:
+def _compare_orders(shares: Shares, imbalance: float | None, steps: str, fill: FillRule) -> str:
     """Compare dealt documents with their order, and with the batches that the Trainer had: their
     imbalance, if it is known, and the steps of an epoch, before and now.
     """
@@ -279,21 +272,17 @@ def _compare_orders(
         f"Attention of the slowest rank / mean, estimated: {replaced}{in_order:.2f} with documents"
         f" in their order, {even:.2f} dealt.\n"
         f"Tokens that lose context by a cut: {cut:.1%}{remedy}. Optimizer steps of an epoch:"
-        f" {steps[0]:,} before, {steps[1]:,} dealt."
+        f" {steps}."
     )
 
 
 def _count_steps(trainer: Trainer, rows: Any) -> int:
-    """Count the optimizer steps of an epoch over rows in batches of the present size; 0 for a
-    stream.
-    """
+    """Count the optimizer steps of an epoch over rows in batches of the present size."""
     args = trainer.args
-    if not hasattr(rows, "__len__"):
-        return 0
     shared = getattr(getattr(trainer.accelerator, "parallelism_config", None), "tp_size", 1)
-    ranks: int = max(args.world_size // shared, 1)
-    batches: int = -(-len(rows) // (args.per_device_train_batch_size * ranks))
-    return -(-batches // args.gradient_accumulation_steps)
+    ranks = max(args.world_size // shared, 1)
+    batches = math.ceil(len(rows) / (args.per_device_train_batch_size * ranks))
+    return math.ceil(batches / args.gradient_accumulation_steps)
 
 
 def _warn_of_cut(longest: int, args: Any) -> None:

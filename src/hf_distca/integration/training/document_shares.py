@@ -171,10 +171,9 @@ def make_lazy_dataset(shares: Shares) -> Dataset:
     Their column has the name of an argument of every model, so that no Trainer removes it as
     unused.
     """
-    import pyarrow as pa
     from datasets import Dataset  # an extra, and slow to import
 
-    dataset = Dataset(pa.table({"input_ids": np.arange(len(shares))})).with_transform(shares)
+    dataset = Dataset.from_dict({"input_ids": np.arange(len(shares))}).with_transform(shares)
     dataset.set_epoch = shares.set_epoch  # accelerate's loaders call it, and with them the Trainer
     return dataset
 

@@ -7,16 +7,14 @@ equally many, so the mean over ranks is that of one process. Read against TRL 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
+from transformers import Trainer
 
 from hf_distca.data.reading import read_document_lengths
 from hf_distca.errors import UnsupportedError
 from hf_distca.schedule.layout import IntArray
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 __all__ = ["ItemRules", "check_deals_documents"]
 

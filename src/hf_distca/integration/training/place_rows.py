@@ -219,34 +219,37 @@ class _RowPlacer:
     def place_in_loader(self, loader: Any) -> None:
         """Place the rows of a prepared loader."""
         shard = _find_shard(loader)
-        ranks = 1 if shard is None else shard.num_processes
-        per_node = 1 if shard is None else self._count_ranks_per_node(ranks)
-        if shard is None or per_node == ranks:
-            _print_on_main(
-                "distca leaves rows in their order: there is one node, which evens its work by"
-                " itself."
-            )
-            return
-        batches = shard.batch_sampler
+        nodes = 1 if shard is None else self._count_nodes(shard.num_processes)
+        text = (
+            "distca leaves rows in their order: there is one node, which evens its work by itself."
+        )
+        if shard is not None and nodes > 1:
+            text = self._place_in_shard(shard, loader.dataset, nodes)
+        if PartialState().is_main_process:
+            print_lines(text)
+
+    def _place_in_shard(self, shard: BatchSamplerShard, rows: Any, nodes: int) -> str:
+        """Place the rows of a data set for several nodes, and describe it."""
+        batches, ranks = shard.batch_sampler, shard.num_processes
         if isinstance(batches, RowPlacement):
             raise ConfigError(
                 "the rows of this loader are placed already: call hf_distca.place_rows once."
             )
-        if len(loader.dataset) != len(self.work):
+        if len(rows) != len(self.work):
             raise ConfigError(
-                f"the loader reads {len(loader.dataset)} rows, and place_rows weighed"
+                f"the loader reads {len(rows)} rows, and place_rows weighed"
                 f" {len(self.work)}: call it with the data set that is trained on."
             )
-        rows = batches.batch_size // ranks if shard.split_batches else batches.batch_size
-        places = StepPlaces(ranks // per_node, per_node, rows, self.accumulation)
+        size = batches.batch_size // ranks if shard.split_batches else batches.batch_size
+        places = StepPlaces(nodes, ranks // nodes, size, self.accumulation)
         shard.batch_sampler = RowPlacement(
             batches, self.work, places, even_batches=shard.even_batches
         )
-        _print_on_main(_describe_places(places, shard.batch_sampler.work))
+        return _describe_places(places, shard.batch_sampler.work)
 
-    def _count_ranks_per_node(self, ranks: int) -> int:
-        """Count neighbours that even their work by themselves: ranks of one node and of one
-        attention group.
+    def _count_nodes(self, ranks: int) -> int:
+        """Count the sets of neighbours that even their work by themselves: ranks of one node and of
+        one attention group.
         """
         if self.ranks_per_node is not None and (
             self.ranks_per_node < 1 or ranks % self.ranks_per_node
@@ -257,12 +260,8 @@ class _RowPlacer:
             )
         # Tensor-parallel ranks read the same rows.
         nodes = self.node_numbers[:: max(len(self.node_numbers) // ranks, 1)]
-        sizes = (
-            [len(list(run)) for _, run in groupby(nodes)]
-            if self.ranks_per_node is None
-            else [self.ranks_per_node]
-        )
-        return math.gcd(*sizes, self.config.group_ranks(ranks))
+        sizes = [self.ranks_per_node or len(list(run)) for _, run in groupby(nodes)]
+        return ranks // math.gcd(*sizes, self.config.group_ranks(ranks))
 
 
 def _find_shard(loader: Any) -> BatchSamplerShard | None:
@@ -296,11 +295,6 @@ def _find_shard(loader: Any) -> BatchSamplerShard | None:
             " sampler with a batch_size."
         )
     return shard
-
-
-def _print_on_main(text: str) -> None:
-    if PartialState().is_main_process:
-        print_lines(text)
 
 
 def _describe_places(places: StepPlaces, work: IntArray) -> str:
