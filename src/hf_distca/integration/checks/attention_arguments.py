@@ -62,10 +62,10 @@ def check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, A
         UnsupportedError: names the argument, and a remedy.
     """
     if dropout and module.training:
-        setting = _find_dropout_setting(getattr(module, "config", None), dropout)
         raise UnsupportedError(
-            f"{type(module).__name__} has attention dropout {dropout}: set {setting}=0.0 in the"
-            " model's config."
+            f"{type(module).__name__} has attention dropout {dropout}: set"
+            f" {_find_dropout_setting(getattr(module, 'config', None), dropout)}=0.0 in the model's"
+            " config."
         )
     if kwargs.get("output_attentions"):
         _raise_for_weights(module)

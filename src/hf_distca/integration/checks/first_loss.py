@@ -118,15 +118,12 @@ class LossWatch:
     Attributes:
         ids: the tokens of the batch, if they are known.
         names_read: names of those that it read itself.
-        target_places: places in the graph of models' results from targets, and whether the model
-            got the number, too.
-        label_places: places in the graph of models' results from labels alone.
+        names_given: names of those that a model got, by the places in the graph of its results.
     """
 
     ids: torch.Tensor | None = None
     names_read: set[str] = field(default_factory=set)
-    target_places: list[tuple[GraphPlace, bool]] = field(default_factory=list)
-    label_places: list[GraphPlace] = field(default_factory=list)
+    names_given: dict[GraphPlace, set[str]] = field(default_factory=dict)
 
     def watch_value(self, value: Any, name: str) -> Any:
         """Return the value in a form that reports reads; a value that cannot counts as read."""
@@ -147,29 +144,21 @@ class LossWatch:
         """Record calls of models, which get plain tensors: reads inside a model are not its
         caller's.
         """
-        calls: list[dict[str, Any]] = []
+        calls: list[set[str]] = []
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def begin_call(
             _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[Any, Any]:
             self._check_call((*args, *kwargs.values()), kwargs)
-            calls.append(
-                {name: value for name, value in kwargs.items() if isinstance(value, SpyTensor)}
-            )
+            calls.append({name for name, value in kwargs.items() if isinstance(value, SpyTensor)})
             return tuple(map(_strip_spy, args)), {
                 name: _strip_spy(value) for name, value in kwargs.items()
             }
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def end_call(_: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            arguments = calls.pop()
-            if TARGETS in arguments:
-                self.target_places += [
-                    (place, ITEMS in arguments) for place in _find_target_places(output)
-                ]
-            elif LABELS in arguments:
-                self.label_places += _find_target_places(output)
+            self.names_given |= dict.fromkeys(_find_target_places(output), calls.pop())
 
         with ExitStack() as hooks:
             for model in models:
@@ -188,21 +177,22 @@ class LossWatch:
 
     def find_loss_reason(self, loss: torch.Tensor) -> str | None:
         """Describe the mistake in the loss of one of several ranks; None if there is none."""
-        reached = _collect_places(loss)
-        divided_places = {
-            place: divided for place, divided in self.target_places if place in reached
-        }
-        if not divided_places and TARGETS not in self.names_read:
-            if LABELS not in self.names_read and reached.isdisjoint(self.label_places):
-                return None
+        reached = _collect_places(loss) & self.names_given.keys()
+        from_targets = {place for place in reached if TARGETS in self.names_given[place]}
+        names = self.names_read.union(*(self.names_given[place] for place in reached))
+        if not names & {TARGETS, LABELS}:
+            return None
+        if TARGETS not in names:
             return (
                 "is not made of `shift_labels`: it reads `labels`, which are -100 in shares, as"
                 " they could not be shifted where documents are cut. Hand shift_labels to the model"
                 " under this name and use its loss, or read shift_labels, which are shifted"
                 " already."
             )
-        is_models_loss = _get_place(loss) in divided_places
-        if not any(divided_places.values()) and (is_models_loss or ITEMS not in self.names_read):
+        is_models_loss = _get_place(loss) in from_targets
+        if not any(ITEMS in self.names_given[place] for place in from_targets) and (
+            is_models_loss or ITEMS not in self.names_read
+        ):
             return (
                 "is not divided by `num_items_in_batch`, the number of targets of all ranks: each"
                 " rank would divide by its own number, and ranks differ. Hand num_items_in_batch to"

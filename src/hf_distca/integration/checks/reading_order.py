@@ -144,9 +144,9 @@ def _find_sampler(loader: Any) -> tuple[Any, Any, int | None]:
 
 def find_epoch_cases(loader: Any, shares: Shares | StreamedShares) -> Cases:
     """Find the case in which epochs of shares would not be shuffled anew."""
-    shuffled = isinstance(shares, StreamedShares) or shares.batches.seed is not None
     yield (
-        shuffled and not hasattr(loader.dataset, "set_epoch"),
+        (isinstance(shares, StreamedShares) or shares.batches.seed is not None)
+        and not hasattr(loader.dataset, "set_epoch"),
         f"a {type(loader.dataset).__name__} around them does not pass set_epoch on, as"
         " `select`, `concatenate_datasets` and Subset do not: every epoch would have the order"
         " of the first. Select documents before document_shares, or give what is around shares"

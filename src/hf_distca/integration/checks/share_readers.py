@@ -54,16 +54,17 @@ def check_loader(
     if shares is None:
         return
     ranks = shares.deal_settings.ranks
-    remedies = (
-        "make the shares for one rank",
-        "Pack whole documents with PackingCollator instead",
-    )
     _raise_first(
         f"a data set of shares for {_count(ranks)}",
         find_reading_cases(loader, shares),
         find_epoch_cases(loader, shares) if evaluation is None else (),
         _find_loss_cases(args, trainer, ranks),
-        _find_model_cases(model, ranks, *remedies),
+        _find_model_cases(
+            model,
+            ranks,
+            "make the shares for one rank",
+            "Pack whole documents with PackingCollator instead",
+        ),
         _find_evaluation_cases(trainer, ranks, evaluation),
     )
 
@@ -83,10 +84,15 @@ def check_evaluation(trainer: Trainer | None, config: DistCAConfig) -> None:
     for dataset in data.values() if isinstance(data, dict) else (data,):
         if trainer is not None and (shares := find_shares(dataset)) is not None:
             rows, ranks = trainer.args.per_device_eval_batch_size, shares.deal_settings.ranks
-            remedy = "Set per_device_eval_batch_size=1."
             _raise_first(
                 f"an eval_dataset of shares for {_count(ranks)}",
-                [(rows != 1, f"evaluation would take batches of {rows}. {remedy}")],
+                [
+                    (
+                        rows != 1,
+                        f"evaluation would take batches of {rows}. Set"
+                        " per_device_eval_batch_size=1.",
+                    )
+                ],
                 _find_evaluation_cases(trainer, ranks, config),
             )
 

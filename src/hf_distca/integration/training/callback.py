@@ -191,14 +191,19 @@ class DistCACallback(TrainerCallback):
                 " called it in a training step: it does not use the attention interface of"
                 ' transformers. Load it with attn_implementation="eager".'
             )
-        _gather_for_log(control)
+        self.on_epoch_end(args, state, control)
         self._warn_if_no_gain(after=_MIN_MICRO_BATCHES)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Gather the measurements of ranks, if there will be a log."""
-        _gather_for_log(control)
+        """Gather the measurements of ranks where the Trainer is about to gather the loss, because
+        all ranks come there.
+
+        Only rank 0 may log. The last step is followed by the log that training ends with.
+        """
+        if control.should_log or control.should_training_stop:
+            current_session().gather_measurements()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -211,8 +216,8 @@ class DistCACallback(TrainerCallback):
             self._recorder.write_steps(state.global_step)
         self._stop_recording()
         if self.summary:
-            balance = (read_metrics(session) - self._first_metrics).balance
-            print_summary(balance, session, self.replaced_imbalance)
+            done = read_metrics(session) - self._first_metrics
+            print_summary(done.balance, session, self.replaced_imbalance)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -368,23 +373,13 @@ def insert_before_reporters(callback: TrainerCallback, callbacks: list[TrainerCa
     """Put a callback right behind the one that decides which steps log: behind reporters it would
     change logs too late.
     """
-    flow = (
-        place for place, other in enumerate(callbacks) if isinstance(other, DefaultFlowCallback)
-    )
-    place = next(flow, -1) + 1
+    is_flow = [isinstance(other, DefaultFlowCallback) for other in callbacks]
+    place = is_flow.index(True) + 1 if any(is_flow) else 0
     if callback not in callbacks[:place]:
-        others = [other for other in callbacks[place:] if other is not callback]
-        callbacks[place:] = [callback, *others]
-
-
-def _gather_for_log(control: TrainerControl) -> None:
-    """Gather the measurements of ranks where the Trainer is about to gather the loss, because all
-    ranks come there.
-
-    Only rank 0 may log. The last step is followed by the log that training ends with.
-    """
-    if control.should_log or control.should_training_stop:
-        current_session().gather_measurements()
+        callbacks[place:] = [
+            callback,
+            *(each for each in callbacks[place:] if each is not callback),
+        ]
 
 
 def _warn_if_idle(model: torch.nn.Module, session: Session) -> None:

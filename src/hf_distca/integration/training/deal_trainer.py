@@ -25,6 +25,7 @@ from hf_distca.integration.checks.reading_order import find_shares
 from hf_distca.integration.checks.replaced_parts import (
     CollatorRule,
     check_collator,
+    describe_targets,
     warn_of_row_order,
 )
 from hf_distca.integration.checks.share_readers import check_dealing
@@ -32,7 +33,6 @@ from hf_distca.integration.processes import LOG, print_lines
 from hf_distca.integration.training.callback import call_before_training, find_or_add_callback
 from hf_distca.integration.training.document_shares import document_shares
 from hf_distca.integration.training.pairs import check_deals_documents
-from hf_distca.integration.training.targets import describe_targets
 from hf_distca.schedule.layout import IntArray, Layout
 
 __all__ = ["deal", "deal_before_training"]
@@ -132,8 +132,11 @@ def deal(
         )
     _replace_data(trainer, dataset)
     if trainer.is_world_process_zero():
-        accumulation = args.gradient_accumulation_steps
-        print_lines(_describe_shares(shares, facts.get("lengths"), targets, accumulation))
+        print_lines(
+            _describe_shares(
+                shares, facts.get("lengths"), targets, args.gradient_accumulation_steps
+            )
+        )
         if isinstance(shares, Shares):
             steps = f"{steps_before:,} before, {_count_steps(trainer, dataset):,} dealt"
             print_lines(_compare_orders(shares, callback.replaced_imbalance, steps, fill))
@@ -252,8 +255,14 @@ def _estimate_batches(args: Any, lengths: IntArray, dealing: DealSettings) -> fl
     if args.train_sampling_strategy == "random":
         lengths = np.random.default_rng(args.seed).permutation(lengths)
     batches = lengths[: count * dealing.ranks * rows].reshape(count, dealing.ranks, rows)
-    layouts = [(Layout.from_lengths(batch),) for batch in batches.tolist()]
-    return float(np.mean(list(map(dealing.estimate_imbalance, layouts))))
+    return float(
+        np.mean(
+            [
+                dealing.estimate_imbalance((Layout.from_lengths(batch),))
+                for batch in batches.tolist()
+            ]
+        )
+    )
 
 
 def _compare_orders(shares: Shares, imbalance: float | None, steps: str, fill: FillRule) -> str:
@@ -261,8 +270,10 @@ def _compare_orders(shares: Shares, imbalance: float | None, steps: str, fill: F
     imbalance, if it is known, and the steps of an epoch, before and now.
     """
     dealing, batches = shares.deal_settings, shares.batches
-    numbers = range(min(len(batches), _COMPARED_BATCHES))
-    lengths = [batches.get_pieces(0, number).lengths for number in numbers]
+    lengths = [
+        batches.get_pieces(0, number).lengths
+        for number in range(min(len(batches), _COMPARED_BATCHES))
+    ]
     in_order = np.mean([dealing.estimate_in_order(some) for some in lengths])
     even = np.mean([dealing.estimate_imbalance(dealing.deal_layouts(some)) for some in lengths])
     cut = batches.count_cut_tokens() / (len(batches) * dealing.tokens)
@@ -281,7 +292,7 @@ def _count_steps(trainer: Trainer, rows: Any) -> int:
     args = trainer.args
     shared = getattr(getattr(trainer.accelerator, "parallelism_config", None), "tp_size", 1)
     ranks = max(args.world_size // shared, 1)
-    batches = math.ceil(len(rows) / (args.per_device_train_batch_size * ranks))
+    batches: int = math.ceil(len(rows) / (args.per_device_train_batch_size * ranks))
     return math.ceil(batches / args.gradient_accumulation_steps)
 
 

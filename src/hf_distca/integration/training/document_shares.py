@@ -120,11 +120,10 @@ def document_shares(
         LayoutError: if documents have no tokens, too few for one global batch, or no such column.
     """
     config = config or find_session().config
-    is_launched = ranks is None and ranks_per_node is None
     if ranks is None:
         ranks = config.group_size or config.group_ranks(_count_processes())
+        ranks_per_node = launched_per_node(ranks) if ranks_per_node is None else ranks_per_node
     device_type = torch.device(_find_device() if device is None else device).type
-    ranks_per_node = launched_per_node(ranks) if is_launched else ranks_per_node
     wrap_trainers()
     if shapes is not None and not shapes:
         raise ConfigError(
@@ -157,8 +156,8 @@ def document_shares(
             )
         return StreamedShares(documents, dealing, column=column, inputs=inputs)
     quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
-    counts = read_document_lengths(documents, column, lengths, quiet=quiet)
-    batches = GlobalBatches(counts, ranks * tokens_per_rank, seed, fill, longer, quiet=quiet)
+    lengths = read_document_lengths(documents, column, lengths, quiet=quiet)
+    batches = GlobalBatches(lengths, dealing.tokens, seed, fill, longer, quiet=quiet)
     return make_lazy_dataset(
         Shares(documents, batches, dealing, column=column, pad_token_id=pad_token_id, inputs=inputs)
     )

@@ -48,8 +48,9 @@ def plan_ahead(batches: Sequence[Any]) -> list[Any]:
         DistCADesyncError: if ranks do not agree, or do not all call it.
     """
     session = find_session()
-    keys = session.planner.resume_progress().pop_recent_keys()
-    finish_plans = announce_step(session, batches, keys)
+    finish_plans = announce_step(
+        session, batches, session.planner.resume_progress().pop_recent_keys()
+    )
     return list(batches) if finish_plans is None else finish_plans()
 
 
@@ -81,9 +82,12 @@ def announce_step(
     first = session.planner.resume_progress().next_number + after
     place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
     with session.join_group().reporting(f"planning {place}"):
-        requests = [_make_requests(batch, keys, session.config.tile) for batch in batches]
         pending = session.planner.begin_plans(
-            list(chain.from_iterable(requests)),
+            [
+                request
+                for batch in batches
+                for request in _make_requests(batch, keys, session.config.tile)
+            ],
             session.join_group(),
             place,
             in_background=in_background,
@@ -192,13 +196,12 @@ class DistCATrainerMixin:
             return (batches, *rest)
         planned = finish_plans()
         if planned and trainer.state.global_step + 1 < trainer.state.max_steps:
-            drawn = list(self._drawn_batches)
-            drawn += islice(self._read_to_end(epoch_iterator), max(0, num_batches - len(drawn)))
-            self._drawn_batches = iter(drawn)
-            self._announced_batches = drawn[:num_batches]
+            ahead = chain(self._drawn_batches, self._read_to_end(epoch_iterator))
+            drawn = self._announced_batches = list(islice(ahead, num_batches))
+            self._drawn_batches = chain(drawn, self._drawn_batches)
             if drawn:
                 self._finish_plans = announce_step(
-                    session, self._announced_batches, keys, after=len(batches), in_background=True
+                    session, drawn, keys, after=len(batches), in_background=True
                 )
         return (planned, *rest)
 

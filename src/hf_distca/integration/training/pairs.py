@@ -7,6 +7,7 @@ equally many, so the mean over ranks is that of one process. Read against TRL 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -82,8 +83,10 @@ class ItemRules:
             The number of tokens of each document, and the number of its item: (documents,) int64
             each.
         """
-        columns = {column for parts in self.documents for column in parts}
-        counts = {column: read_document_lengths(rows, column, quiet=quiet) for column in columns}
+        counts = {
+            column: read_document_lengths(rows, column, quiet=quiet)
+            for column in set(chain.from_iterable(self.documents))
+        }
         lengths: IntArray = np.concatenate(
             [sum((counts[part] for part in parts), np.int64(0)) for parts in self.documents]
         )

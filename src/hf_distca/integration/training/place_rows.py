@@ -160,15 +160,17 @@ def _weigh_rows(
         if items
         else find_row_documents(rows, end_of_document, quiet=quiet)
     )
-    seconds = np.square(lengths.astype(np.float64))
-    if model is not None:
-        seconds = _estimate_seconds(lengths, getattr(model, "module", model), config)
+    seconds = _estimate_seconds(lengths, getattr(model, "module", model), config)
     # It adds one after another, in the same order on every machine.
     return np.asarray(np.bincount(row, weights=seconds, minlength=len(rows)), dtype=np.float64)
 
 
 def _estimate_seconds(lengths: IntArray, model: Any, config: DistCAConfig) -> FloatArray:
-    """Estimate the seconds of each document in all layers of attention."""
+    """Estimate the seconds of each document in all layers of attention; without a model, return the
+    squares of lengths.
+    """
+    if model is None:
+        return np.square(lengths.astype(np.float64))
     seconds = np.zeros(len(lengths))
     for key, layers in count_layers(model, None, PartialState().device.type).items():
         cost = make_initial_cost(key, config)
@@ -300,18 +302,17 @@ def _find_shard(loader: Any) -> BatchSamplerShard | None:
 def _describe_places(places: StepPlaces, work: IntArray) -> str:
     """Say where rows are placed, and what it gains in steps of rows in random order."""
     rows = places.micro_batch_rows * places.micro_batches
-    order = np.random.default_rng(0).permutation(len(work))
-    steps = [work[order[first : first + rows]] for first in range(0, len(work) - rows + 1, rows)][
-        :_SAMPLE_STEPS
-    ]
+    shuffled = np.random.default_rng(0).permutation(work)
+    count = min(len(work) // rows, _SAMPLE_STEPS)
+    steps = shuffled[: count * rows].reshape(count, rows)
     text = (
         f"distca places the {rows:,} rows of each step on {places.nodes} nodes of"
         f" {places.ranks_per_node} in {places.micro_batches}"
         f" {'micro-batches' if places.micro_batches > 1 else 'micro-batch'}."
     )
-    if not steps:
+    if not count:
         return text
-    mean = sum(int(step.sum()) for step in steps) / places.nodes
+    mean = int(steps.sum()) / places.nodes
     before = sum(int(places.compute_busiest(step).sum()) for step in steps)
     after = sum(int(places.compute_busiest(step[places.place(step)]).sum()) for step in steps)
     return (

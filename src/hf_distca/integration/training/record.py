@@ -61,6 +61,7 @@ _TRAINING_FIELDS = (
     "fp16",
     "seed",
 )
+_COUNTS = {"tokens", "sent_bytes", "between_bytes"}  # fields of `PerRank`, the others are seconds
 _SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
@@ -92,7 +93,9 @@ class Recorder(logging.Filter):
         super().__init__()
         self._path, self._session, self._every_plan = folder / RECORD_NAME, session, every_plan
         self._first_number = session.planner.resume_progress().number
-        self._totals, self._figures = BalanceTotals(), np.zeros((len(fields(PerRank)), 0))
+        # Of each micro-batch since the last time.
+        self._totals: list[BalanceTotals] = []
+        self._figures: list[np.ndarray[Any, np.dtype[np.float64]]] = []
         # With its imbalance: seconds of the slowest rank by the mean.
         self._worst_plan: tuple[float, PlannedMicroBatch] | None = None
         self._plan_bytes = 0
@@ -107,7 +110,7 @@ class Recorder(logging.Filter):
     ) -> None:
         """Begin the record, after `step` steps: a new file, or the next part of an existing one."""
         session, cost = self._session, self._session.config.cost_model
-        row = RunRow(
+        run = RunRow(
             step=step,
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             ranks=session.rank_count,
@@ -121,7 +124,7 @@ class Recorder(logging.Filter):
             versions={"python": python_version(), **_read_versions()},
             replaced_imbalance=replaced_imbalance,
         )
-        self._append_rows([row], mode="a" if step else "w")
+        self._append_rows([run], mode="a" if step else "w")
         session.planner.history.observer = self._add_micro_batch
         LOG.addFilter(self)
 
@@ -129,25 +132,19 @@ class Recorder(logging.Filter):
         """Write the counts since the last time, after `step` steps, and the loss if it is a finite
         number.
         """
-        totals, self._totals = self._totals, BalanceTotals()
-        if not totals.micro_batches:
+        if not self._totals:
             return
-        figures, self._figures = self._figures, np.zeros_like(self._figures)
-        rows: list[Row] = []
-        if self._worst_plan is not None:
-            rows.append(self._make_plan_row(self._worst_plan[1]))
-            self._worst_plan = None
-        rows.append(
-            StepsRow(
-                step,
-                asdict(totals),
-                _make_per_rank(figures),
-                loss if isinstance(loss, float) and math.isfinite(loss) else None,
-                list(self._session.kernel_names),
-                self._session.planner.resume_progress().costs.learned_corrections,
-            )
+        worst = [] if self._worst_plan is None else [self._make_plan_row(self._worst_plan[1])]
+        counts = StepsRow(
+            step,
+            asdict(sum(self._totals, BalanceTotals())),
+            _make_per_rank(np.sum(self._figures, axis=0)),
+            loss if isinstance(loss, float) and math.isfinite(loss) else None,
+            list(self._session.kernel_names),
+            self._session.planner.resume_progress().costs.learned_corrections,
         )
-        self._append_rows(rows)
+        self._append_rows([*worst, counts])
+        self._totals, self._figures, self._worst_plan = [], [], None
 
     def stop(self) -> None:
         """Stop recording."""
@@ -163,9 +160,8 @@ class Recorder(logging.Filter):
     def _add_micro_batch(self, micro_batch: PlannedMicroBatch, totals: BalanceTotals) -> None:
         if micro_batch.number <= self._first_number:  # of an evaluation before
             return
-        self._totals += totals
-        figures = _sum_figures(micro_batch.plans)
-        self._figures = figures if not self._figures.size else self._figures + figures
+        self._totals.append(totals)
+        self._figures.append(_sum_figures(micro_batch.plans))
         imbalance = totals.estimated_before / max(totals.estimated_mean, 1e-30)
         if self._every_plan or not self._plan_bytes:
             self._append_rows([self._make_plan_row(micro_batch)])
@@ -175,15 +171,16 @@ class Recorder(logging.Filter):
             self._worst_plan = imbalance, micro_batch
 
     def _make_plan_row(self, micro_batch: PlannedMicroBatch) -> PlanRow:
-        parts = [
-            PlanPart(json.loads(plan.plan.to_json()), plan.task_seconds.tolist(), plan.ranks.speeds)
-            for plan in micro_batch.plans
-        ]
         return PlanRow(
             micro_batch.step,
             micro_batch.number - self._first_number,
             _make_per_rank(_sum_figures(micro_batch.plans)),
-            parts,
+            [
+                PlanPart(
+                    json.loads(plan.plan.to_json()), plan.task_seconds.tolist(), plan.ranks.speeds
+                )
+                for plan in micro_batch.plans
+            ],
         )
 
     def _append_rows(self, rows: Sequence[Row], mode: str = "a") -> None:
@@ -224,10 +221,9 @@ def _sum_figures(plans: Sequence[BatchPlan]) -> np.ndarray[Any, np.dtype[np.floa
 
 
 def _make_per_rank(figures: np.ndarray[Any, np.dtype[np.float64]]) -> PerRank:
-    counts = {"tokens", "sent_bytes", "between_bytes"}
     return PerRank(
         **{
-            field.name: row.astype(np.int64 if field.name in counts else np.float64).tolist()
+            field.name: row.astype(np.int64 if field.name in _COUNTS else np.float64).tolist()
             for field, row in zip(fields(PerRank), figures, strict=True)
         }
     )

@@ -72,9 +72,9 @@ def deal_drawn_batches(session: Session, batches: Sequence[Any]) -> list[Any]:
     place = f"sharing tokens from micro-batch {progress.next_number} on"
     with group.reporting(place):
         drawn = [_read_batch(batch) for batch in batches]
-        counts = [len(lengths) for lengths, _ in drawn]
+        lengths = [batch_lengths for batch_lengths, _ in drawn]
         rows = group.gather(
-            np.concatenate([[len(drawn), *counts], *(lengths for lengths, _ in drawn)]),
+            np.concatenate([[len(drawn), *map(len, lengths)], *lengths]),
             doing=place,
         )
         check_equal(
@@ -163,9 +163,14 @@ def _list_documents(rank: int, row: IntArray, batches: int) -> IntArray:
     rank, index of its first token among all that the rank drew, and number of tokens.
     """
     lengths = row[1 + batches :]
-    numbers = np.repeat(np.arange(batches), row[1 : 1 + batches])
     return np.stack(
-        [numbers, np.full_like(lengths, rank), np.cumsum(lengths) - lengths, lengths], axis=1
+        [
+            np.repeat(np.arange(batches), row[1 : 1 + batches]),
+            np.full_like(lengths, rank),
+            np.cumsum(lengths) - lengths,
+            lengths,
+        ],
+        axis=1,
     )
 
 
