@@ -63,8 +63,20 @@ def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
     package, name = get_collator_origin(data_collator)
     masks_at_random = getattr(data_collator, "mlm", False)
     if name in _KNOWN_COLLATORS.get(package, ()) and not masks_at_random:
-        if package == "transformers":
-            _warn_of_padding(data_collator, name)
+        tokenizer = getattr(data_collator, "tokenizer", None)
+        pad = getattr(tokenizer, "pad_token_id", None)
+        # transformers' own takes the padding token for no target, also where it ends documents.
+        if (
+            (package, name) == ("transformers", "DataCollatorForLanguageModeling")
+            and pad is not None
+            and pad == getattr(tokenizer, "eos_token_id", None)
+        ):
+            warn_once(
+                "%s would leave out all targets that are token %d, which pads and ends documents"
+                " alike; dealt, they are trained on. Give rows labels with -100 there if they"
+                " should not be.",
+                *(name, pad),
+            )
         return
     shown = f"{name}(mlm=True)" if masks_at_random else name
     if collator == "replace":
@@ -80,24 +92,6 @@ def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
         ' lost, say hf_distca.deal(..., collator="replace"), or hf-distca run --set'
         " collator=replace."
     )
-
-
-def _warn_of_padding(collator: Any, name: str) -> None:
-    """Warn that a collator of transformers ignores targets equal to the padding token, if documents
-    end with that token.
-    """
-    tokenizer = getattr(collator, "tokenizer", None)
-    pad = getattr(tokenizer, "pad_token_id", None)
-    if (
-        name == "DataCollatorForLanguageModeling"
-        and pad is not None
-        and pad == getattr(tokenizer, "eos_token_id", None)
-    ):
-        warn_once(
-            "%s would leave out all targets that are token %d, which pads and ends documents alike;"
-            " dealt, they are trained on. Give rows labels with -100 there if they should not be.",
-            *(name, pad),
-        )
 
 
 def warn_of_row_order(trainer: Trainer) -> None:
@@ -138,11 +132,10 @@ def describe_targets(documents: Any, count: int) -> str:
                 " train_dataset."
             )
         LOG.warning("%s, which were looked at among %d: %s.", finding, count, cause)
-    part = (
-        f"{targets / max(1, tokens):.0%} of the tokens, in a sample of {len(numbers):,} documents"
-    )
+    share = f"{targets / max(1, tokens):.0%} of the tokens"
+    found = f"{share}, in a sample of {len(numbers):,} documents" if is_sample else f"{targets:,}"
     empty = f"; {counts.count(0):,} of {'them' if is_sample else 'the documents'} have none"
-    return f"Targets: {part}{empty if 0 in counts else ''}"
+    return f"Targets: {found}{empty if 0 in counts else ''}"
 
 
 def get_collator_origin(collator: Any) -> tuple[str, str]:

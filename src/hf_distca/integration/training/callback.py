@@ -67,8 +67,7 @@ class DistCACallback(TrainerCallback):
 
     All ranks have it or none: before the first step it meets the others, to agree on the group. It
     works best in ``Trainer(callbacks=[...])``. Added later, its settings hold from the first event
-    that it sees. It moves in front of the reporters, which would not see its figures otherwise;
-    `DistCATrainerMixin` puts it there, and back after training.
+    that it sees. It moves in front of the reporters, which would not see its figures otherwise.
 
     Args:
         config: settings, used from when the Trainer is made. Left out, they are those of
@@ -214,7 +213,7 @@ class DistCACallback(TrainerCallback):
         self._warn_if_no_gain(after=1)
         if self._recorder is not None:
             self._recorder.write_steps(state.global_step)
-        self._stop_recording()
+            self._recorder.stop()
         if self.summary:
             done = read_metrics(session) - self._first_metrics
             print_summary(done.balance, session, self.replaced_imbalance)
@@ -244,7 +243,8 @@ class DistCACallback(TrainerCallback):
         """Record on rank 0, if there are ranks to share with; a training that failed may have left
         its own recorder.
         """
-        self._stop_recording()
+        if self._recorder is not None:
+            self._recorder.stop()
         session = current_session()
         if (
             self.record
@@ -257,11 +257,6 @@ class DistCACallback(TrainerCallback):
                 Path(args.output_dir), session, every_plan=self.record == "all"
             )
             self._recorder.start(args, step, model, self.replaced_imbalance)
-
-    def _stop_recording(self) -> None:
-        if self._recorder is not None:
-            self._recorder.stop()
-            self._recorder = None
 
     def _warn_if_no_gain(self, after: int) -> None:
         """Warn once that nothing was moved, after so many micro-batches, and once that exchanges
@@ -325,11 +320,11 @@ def find_callback(callbacks: Iterable[TrainerCallback]) -> DistCACallback | None
     return next((callback for callback in callbacks if isinstance(callback, DistCACallback)), None)
 
 
-def find_or_add_callback(trainer: Trainer, *, summary: bool = True) -> DistCACallback:
-    """Find distca's callback of a Trainer; give it one, if it has none."""
+def find_or_add_callback(trainer: Trainer, **options: bool) -> DistCACallback:
+    """Find distca's callback of a Trainer; give it one with these options, if it has none."""
     callback = find_callback(trainer.callback_handler.callbacks)
     if callback is None:
-        callback = DistCACallback(summary=summary)
+        callback = DistCACallback(**options)
         trainer.add_callback(callback)
     return callback
 
@@ -373,13 +368,11 @@ def insert_before_reporters(callback: TrainerCallback, callbacks: list[TrainerCa
     """Put a callback right behind the one that decides which steps log: behind reporters it would
     change logs too late.
     """
-    is_flow = [isinstance(other, DefaultFlowCallback) for other in callbacks]
-    place = is_flow.index(True) + 1 if any(is_flow) else 0
-    if callback not in callbacks[:place]:
-        callbacks[place:] = [
-            callback,
-            *(each for each in callbacks[place:] if each is not callback),
-        ]
+    if callback not in callbacks:
+        callbacks.append(callback)
+    callbacks.sort(
+        key=lambda other: (not isinstance(other, DefaultFlowCallback), other is not callback)
+    )
 
 
 def _warn_if_idle(model: torch.nn.Module, session: Session) -> None:

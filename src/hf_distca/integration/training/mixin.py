@@ -11,16 +11,13 @@ from copy import copy
 from itertools import chain, islice
 from typing import Any
 
-from transformers import TrainerCallback
-
 from hf_distca.agreement.announce import PlanKey, Request
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.integration.checks.share_readers import check_sharing
 from hf_distca.integration.nano_batches import choose_cut
 from hf_distca.integration.session import Session
 from hf_distca.integration.training.callback import (
-    DistCACallback,
-    find_callback,
+    find_or_add_callback,
     find_session,
     insert_before_reporters,
 )
@@ -142,7 +139,7 @@ class DistCATrainerMixin:
     items in each step stay the same; only data generated in the training process itself with the
     global random numbers (no worker processes) differs, because it is generated at another time.
 
-    While it trains, its `DistCACallback` stands in front of the reporters; without one, a callback
+    When it trains, its `DistCACallback` comes in front of the reporters; without one, a callback
     that only logs and checks is added.
 
     Attributes:
@@ -159,16 +156,12 @@ class DistCATrainerMixin:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does."""
-        callbacks: list[TrainerCallback] = self.callback_handler.callbacks  # type: ignore[attr-defined]
-        before = list(callbacks)
-        callback = find_callback(callbacks) or DistCACallback(summary=False, record=False)
-        insert_before_reporters(callback, callbacks)
+        trainer: Any = self
+        callback = find_or_add_callback(trainer, summary=False, record=False)
+        insert_before_reporters(callback, trainer.callback_handler.callbacks)
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
-            callbacks.remove(callback)
-            if callback in before:
-                callbacks.insert(before.index(callback), callback)
             self._reset_step()  # worker processes end with their iterator
 
     def get_batch_samples(
