@@ -259,8 +259,8 @@ def run_watched_step(
     Raises:
         UnsupportedError: if the loss is not made of the targets of all ranks.
     """
-    packed = inputs.get("distca_documents") if isinstance(inputs, Mapping) else None
-    share = getattr(packed, "dealt_share", None)
+    batch = inputs if isinstance(inputs, Mapping) else {}
+    share = getattr(batch.get("distca_documents"), "dealt_share", None)
     if share is None or share.ranks == 1 or trainer in _watched_trainers:
         return step()
 

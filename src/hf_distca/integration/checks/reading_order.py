@@ -18,7 +18,7 @@ from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.checks.replaced_parts import get_collator_origin
 
-__all__ = ["Cases", "check_dispatch", "find_epoch_cases", "find_reading_cases", "find_shares"]
+__all__ = ["Cases", "check_dispatch", "find_reading_cases", "find_shares"]
 
 # Whether something is wrong, what it is, and what to set.
 Cases = Iterable[tuple[object, str]]
@@ -54,8 +54,10 @@ def _get_collator(loader: object) -> object:
     return getattr(collator, "data_collator", collator)
 
 
-def find_reading_cases(loader: Any, shares: Shares | StreamedShares) -> Cases:
-    """Find the cases in which ranks would get other shares than their own."""
+def find_reading_cases(loader: Any, shares: Shares | StreamedShares, *, training: bool) -> Cases:
+    """Find the cases in which ranks would get other shares than their own, or, in training, epochs
+    would not be shuffled anew.
+    """
     package, name = get_collator_origin(_get_collator(loader))
     # All that the Trainer leaves in.
     columns = getattr(getattr(loader, "collate_fn", None), "signature_columns", _REQUIRED_COLUMNS)
@@ -108,6 +110,14 @@ def find_reading_cases(loader: Any, shares: Shares | StreamedShares) -> Cases:
         f"{items} of them for {processes} processes: the last batches would be filled up with"
         " the first shares. Set dataloader_drop_last=True.",
     )
+    shuffled = isinstance(shares, StreamedShares) or shares.batches.seed is not None
+    yield (
+        training and shuffled and not hasattr(loader.dataset, "set_epoch"),
+        f"a {type(loader.dataset).__name__} around them does not pass set_epoch on, as"
+        " `select`, `concatenate_datasets` and Subset do not: every epoch would have the order"
+        " of the first. Select documents before document_shares, or give what is around shares"
+        " a method set_epoch.",
+    )
 
 
 def _fits_ranks(processes: int, shares: Shares | StreamedShares) -> bool:
@@ -140,18 +150,6 @@ def _find_sampler(loader: Any) -> tuple[Any, Any, int | None]:
         return batches, shard, sampler.num_replicas
     in_order = isinstance(sampler, SequentialSampler)
     return batches, shard, getattr(shard, "num_processes", 1) if in_order else None
-
-
-def find_epoch_cases(loader: Any, shares: Shares | StreamedShares) -> Cases:
-    """Find the case in which epochs of shares would not be shuffled anew."""
-    yield (
-        (isinstance(shares, StreamedShares) or shares.batches.seed is not None)
-        and not hasattr(loader.dataset, "set_epoch"),
-        f"a {type(loader.dataset).__name__} around them does not pass set_epoch on, as"
-        " `select`, `concatenate_datasets` and Subset do not: every epoch would have the order"
-        " of the first. Select documents before document_shares, or give what is around shares"
-        " a method set_epoch.",
-    )
 
 
 def find_shares(dataset: object) -> Shares | StreamedShares | None:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.checks.reading_order import (
     Cases,
     check_dispatch,
-    find_epoch_cases,
     find_reading_cases,
     find_shares,
 )
@@ -22,8 +22,6 @@ from hf_distca.integration.families import whole_document_reason
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
-
-    from hf_distca.config import DistCAConfig
 
 __all__ = ["check_dealing", "check_evaluation", "check_loader", "check_sharing"]
 
@@ -56,8 +54,7 @@ def check_loader(
     ranks = shares.deal_settings.ranks
     _raise_first(
         f"a data set of shares for {_count(ranks)}",
-        find_reading_cases(loader, shares),
-        find_epoch_cases(loader, shares) if evaluation is None else (),
+        find_reading_cases(loader, shares, training=evaluation is None),
         _find_loss_cases(args, trainer, ranks),
         _find_model_cases(
             model,

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     DefaultFlowCallback,
@@ -37,9 +37,6 @@ from hf_distca.integration.training.reports import (
     print_summary,
     read_metrics,
 )
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 __all__ = [
     "DistCACallback",
@@ -133,7 +130,17 @@ class DistCACallback(TrainerCallback):
         self._move_before_reporters(trainer)
         if model is not None:
             prepare(model)
-            _warn_if_idle(model, session)
+            if not find_distca_configs(model):
+                LOG.warning(
+                    "DistCACallback has nothing to do now: no part of this %s has"
+                    ' attn_implementation="distca". Load the model with it.',
+                    type(model).__name__,
+                )
+            elif session.join_group().size == 1:
+                LOG.warning(
+                    "DistCACallback has nothing to balance: the attention group is this process"
+                    " alone."
+                )
         self._steps = 0
         self._logged_metrics = self._first_metrics = read_metrics(session)
         self._is_gain_checked = False
@@ -162,11 +169,24 @@ class DistCACallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start recording, at the first step."""
+        """Start recording at the first step: on rank 0, if there are ranks to share with."""
         if not self._steps:
-            self._calls_before = self._apply_late_settings().meter.calls
+            session, model = self._apply_late_settings(), kwargs.get("model")
+            self._calls_before = session.meter.calls
             self._move_before_reporters(find_trainer(self))
-            self._start_recording(args, state.global_step, kwargs.get("model"))
+            if self._recorder is not None:  # of a training that failed
+                self._recorder.stop()
+            if (
+                self.record
+                and args.output_dir
+                and session.rank_count > 1
+                and session.is_first_rank
+                and find_distca_configs(model)
+            ):
+                self._recorder = Recorder(
+                    Path(args.output_dir), session, every_plan=self.record == "all"
+                )
+                self._recorder.start(args, state.global_step, model, self.replaced_imbalance)
         self._steps += 1
         current_session().planner.history.step = state.global_step + 1
 
@@ -237,27 +257,6 @@ class DistCACallback(TrainerCallback):
         if state.log_history:  # the Trainer has already put a copy of the logs there
             state.log_history[-1].update(figures)
 
-    def _start_recording(
-        self, args: TrainingArguments, step: int, model: torch.nn.Module | None
-    ) -> None:
-        """Record on rank 0, if there are ranks to share with; a training that failed may have left
-        its own recorder.
-        """
-        if self._recorder is not None:
-            self._recorder.stop()
-        session = current_session()
-        if (
-            self.record
-            and args.output_dir
-            and session.rank_count > 1
-            and session.is_first_rank
-            and find_distca_configs(model)
-        ):
-            self._recorder = Recorder(
-                Path(args.output_dir), session, every_plan=self.record == "all"
-            )
-            self._recorder.start(args, step, model, self.replaced_imbalance)
-
     def _warn_if_no_gain(self, after: int) -> None:
         """Warn once that nothing was moved, after so many micro-batches, and once that exchanges
         were given up; say why.
@@ -305,7 +304,7 @@ class DistCACallback(TrainerCallback):
             )
         return self.apply_settings()
 
-    def _move_before_reporters(self, trainer: Trainer | None) -> None:
+    def _move_before_reporters(self, trainer: transformers.Trainer | None) -> None:
         if trainer is None:
             LOG.warning(
                 "DistCACallback does not find who calls it: balance figures reach log_history, but"
@@ -320,7 +319,7 @@ def find_callback(callbacks: Iterable[TrainerCallback]) -> DistCACallback | None
     return next((callback for callback in callbacks if isinstance(callback, DistCACallback)), None)
 
 
-def find_or_add_callback(trainer: Trainer, **options: bool) -> DistCACallback:
+def find_or_add_callback(trainer: transformers.Trainer, **options: Any) -> DistCACallback:
     """Find distca's callback of a Trainer; give it one with these options, if it has none."""
     callback = find_callback(trainer.callback_handler.callbacks)
     if callback is None:
@@ -329,7 +328,7 @@ def find_or_add_callback(trainer: Trainer, **options: bool) -> DistCACallback:
     return callback
 
 
-def find_session(trainer: Trainer | None = None) -> Session:
+def find_session(trainer: transformers.Trainer | None = None) -> Session:
     """Find the session of the callback of a Trainer; without one, that of the process."""
     callback = None if trainer is None else find_callback(trainer.callback_handler.callbacks)
     return current_session() if callback is None else callback.apply_settings()
@@ -343,25 +342,23 @@ def add_callbacks(summary: bool) -> None:
         summary: as for `DistCACallback`.
     """
 
-    def add_callback(trainer: Trainer) -> None:
+    def add_callback(trainer: transformers.Trainer) -> None:
         if find_distca_configs(trainer.model):
             find_or_add_callback(trainer, summary=summary)
 
     call_before_training(add_callback)
 
 
-def call_before_training(act: Callable[[Trainer], None]) -> None:
+def call_before_training(act: Callable[[transformers.Trainer], None]) -> None:
     """Call a function with every Trainer of this process when its training begins."""
-    from transformers import Trainer
-
-    train = Trainer.train
+    train = transformers.Trainer.train
 
     @wraps(train)
-    def act_and_train(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+    def act_and_train(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> Any:
         act(trainer)
         return train(trainer, *args, **kwargs)
 
-    Trainer.train = act_and_train  # type: ignore[method-assign, assignment]
+    transformers.Trainer.train = act_and_train  # type: ignore[method-assign, assignment]
 
 
 def insert_before_reporters(callback: TrainerCallback, callbacks: list[TrainerCallback]) -> None:
@@ -373,17 +370,3 @@ def insert_before_reporters(callback: TrainerCallback, callbacks: list[TrainerCa
     callbacks.sort(
         key=lambda other: (not isinstance(other, DefaultFlowCallback), other is not callback)
     )
-
-
-def _warn_if_idle(model: torch.nn.Module, session: Session) -> None:
-    """Warn if distca has nothing to do."""
-    if not find_distca_configs(model):
-        LOG.warning(
-            "DistCACallback has nothing to do now: no part of this %s has"
-            ' attn_implementation="distca". Load the model with it.',
-            type(model).__name__,
-        )
-    elif session.join_group().size == 1:
-        LOG.warning(
-            "DistCACallback has nothing to balance: the attention group is this process alone."
-        )

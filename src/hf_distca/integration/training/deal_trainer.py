@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast, get_args
@@ -292,8 +291,8 @@ def _count_steps(trainer: Trainer, rows: Any) -> int:
     args = trainer.args
     shared = getattr(getattr(trainer.accelerator, "parallelism_config", None), "tp_size", 1)
     ranks = max(args.world_size // shared, 1)
-    batches: int = math.ceil(len(rows) / (args.per_device_train_batch_size * ranks))
-    return math.ceil(batches / args.gradient_accumulation_steps)
+    batches: int = -(-len(rows) // (args.per_device_train_batch_size * ranks))
+    return -(-batches // args.gradient_accumulation_steps)
 
 
 def _warn_of_cut(longest: int, args: Any) -> None:

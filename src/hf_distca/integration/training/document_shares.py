@@ -4,7 +4,6 @@ read rank by rank.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.state import AcceleratorState, is_initialized
-from accelerate.utils import get_int_from_env, parse_flag_from_env
+from accelerate.utils import get_int_from_env, parse_choice_from_env, parse_flag_from_env
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt_share import DealSettings, Placement
@@ -210,6 +209,6 @@ def _find_mixed_dtype() -> torch.dtype | None:
     precision = (
         AcceleratorState().mixed_precision
         if is_initialized()
-        else os.environ.get("ACCELERATE_MIXED_PRECISION")
+        else parse_choice_from_env("ACCELERATE_MIXED_PRECISION")
     )
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or "no")
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)

@@ -74,7 +74,14 @@ def announce_step(
         copies of the batches with them; None if there is nothing to plan, or if a batch has no
         documents to plan.
     """
-    if not keys or not _can_be_planned(batches):
+    can_be_planned = all(
+        isinstance(batch, Mapping)
+        and "input_ids" in batch
+        and isinstance(packed := batch.get("distca_documents"), PackedDocuments)
+        and packed.dealt_share is None  # a share has its plans
+        for batch in batches
+    )
+    if not keys or not can_be_planned:
         return None
     first = session.planner.resume_progress().next_number + after
     place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
@@ -100,17 +107,6 @@ def announce_step(
         return planned
 
     return finish_plans
-
-
-def _can_be_planned(batches: Sequence[Any]) -> bool:
-    """Return whether all batches have documents, and none is a share, which has its plans."""
-    return all(
-        isinstance(batch, Mapping)
-        and "input_ids" in batch
-        and isinstance(packed := batch.get("distca_documents"), PackedDocuments)
-        and packed.dealt_share is None
-        for batch in batches
-    )
 
 
 def _make_requests(batch: Mapping[str, Any], keys: Sequence[PlanKey], tile: int) -> list[Request]:

@@ -7,7 +7,6 @@ equally many, so the mean over ranks is that of one process. Read against TRL 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -85,7 +84,7 @@ class ItemRules:
         """
         counts = {
             column: read_document_lengths(rows, column, quiet=quiet)
-            for column in set(chain.from_iterable(self.documents))
+            for column in {part for parts in self.documents for part in parts}
         }
         lengths: IntArray = np.concatenate(
             [sum((counts[part] for part in parts), np.int64(0)) for parts in self.documents]
@@ -125,12 +124,12 @@ def _find_trl_name(trainer: Trainer) -> str | None:
 
 
 def _explain_unknown_items(name: str, call: str) -> str:
-    reason = "items that hf_distca does not know, with a loss that may not be a mean over them"
-    if name in {"GRPOTrainer", "RLOOTrainer"}:
-        reason = (
-            "groups of completions that are written in the step: their lengths are not known when"
-            " rows are read, and TRL's sampler repeats each prompt for the ranks of its group"
-        )
+    reason = (
+        "groups of completions that are written in the step: their lengths are not known when rows"
+        " are read, and TRL's sampler repeats each prompt for the ranks of its group"
+        if name in {"GRPOTrainer", "RLOOTrainer"}
+        else "items that hf_distca does not know, with a loss that may not be a mean over them"
+    )
     return f"{name} trains on {reason}. Train without {call}: {_AS_THEY_ARE}"
 
 
