@@ -133,9 +133,9 @@ def describe_targets(documents: Any, count: int) -> str:
             )
         LOG.warning("%s, which were looked at among %d: %s.", finding, count, cause)
     share = f"{targets / max(1, tokens):.0%} of the tokens"
-    found = f"{share}, in a sample of {len(numbers):,} documents" if is_sample else f"{targets:,}"
+    amount = f"{share}, in a sample of {len(numbers):,} documents" if is_sample else f"{targets:,}"
     empty = f"; {counts.count(0):,} of {'them' if is_sample else 'the documents'} have none"
-    return f"Targets: {found}{empty if 0 in counts else ''}"
+    return f"Targets: {amount}{empty if 0 in counts else ''}"
 
 
 def get_collator_origin(collator: Any) -> tuple[str, str]:

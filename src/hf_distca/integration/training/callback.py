@@ -45,7 +45,7 @@ __all__ = [
     "find_callback",
     "find_or_add_callback",
     "find_session",
-    "insert_before_reporters",
+    "move_before_reporters",
 ]
 
 _MIN_MICRO_BATCHES = 20  # micro-batches in which nothing was moved, to say so
@@ -311,7 +311,7 @@ class DistCACallback(TrainerCallback):
                 " not the reporters. With hf_distca.DistCATrainerMixin they reach all of them."
             )
         else:
-            insert_before_reporters(self, trainer.callback_handler.callbacks)
+            move_before_reporters(self, trainer.callback_handler.callbacks)
 
 
 def find_callback(callbacks: Iterable[TrainerCallback]) -> DistCACallback | None:
@@ -361,12 +361,10 @@ def call_before_training(act: Callable[[transformers.Trainer], None]) -> None:
     transformers.Trainer.train = act_and_train  # type: ignore[method-assign, assignment]
 
 
-def insert_before_reporters(callback: TrainerCallback, callbacks: list[TrainerCallback]) -> None:
-    """Put a callback right behind the one that decides which steps log: behind reporters it would
-    change logs too late.
+def move_before_reporters(callback: TrainerCallback, callbacks: list[TrainerCallback]) -> None:
+    """Move a callback of a Trainer right behind the one that decides which steps log: behind
+    reporters it would change logs too late.
     """
-    if callback not in callbacks:
-        callbacks.append(callback)
     callbacks.sort(
         key=lambda other: (not isinstance(other, DefaultFlowCallback), other is not callback)
     )

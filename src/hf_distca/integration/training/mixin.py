@@ -19,7 +19,7 @@ from hf_distca.integration.session import Session
 from hf_distca.integration.training.callback import (
     find_or_add_callback,
     find_session,
-    insert_before_reporters,
+    move_before_reporters,
 )
 from hf_distca.integration.training.share_tokens import deal_drawn_batches
 
@@ -154,7 +154,7 @@ class DistCATrainerMixin:
         """Train as the Trainer does."""
         trainer: Any = self
         callback = find_or_add_callback(trainer, summary=False, record=False)
-        insert_before_reporters(callback, trainer.callback_handler.callbacks)
+        move_before_reporters(callback, trainer.callback_handler.callbacks)
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:

@@ -158,7 +158,8 @@ class Recorder(logging.Filter):
         return True
 
     def _add_micro_batch(self, micro_batch: PlannedMicroBatch, totals: BalanceTotals) -> None:
-        if micro_batch.number <= self._first_number:  # of an evaluation before
+        # Micro-batches of an evaluation before are not the training's.
+        if micro_batch.number <= self._first_number or self._has_failed:
             return
         self._totals.append(totals)
         self._figures.append(_sum_figures(micro_batch.plans))
