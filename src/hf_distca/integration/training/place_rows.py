@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import groupby
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
@@ -94,7 +93,7 @@ def place_rows(
         config = find_session().config
         steps = _read_accumulation() if accumulation is None else accumulation
         work = _weigh_rows(getattr(reader, "dataset", None), model, config, end_of_document)
-        _RowPlacer.compare_rows(work, steps, ranks_per_node, config).place_in_loader(reader)
+        _make_placer(work, steps, ranks_per_node, config)(reader)
         return reader
     if model is not None or accumulation is not None:
         raise ConfigError(
@@ -110,12 +109,12 @@ def place_rows(
     items = ItemRules.read(reader)
     steps = 1 if items and items.in_micro_batches else reader.args.gradient_accumulation_steps
     work = _weigh_rows(reader.train_dataset, reader.model, config, end_of_document, items)
-    placer = _RowPlacer.compare_rows(work, steps, ranks_per_node, config)
+    place_in_loader = _make_placer(work, steps, ranks_per_node, config)
 
     @wraps(make)
     def get_train_dataloader() -> Any:
         loader = make()
-        placer.place_in_loader(loader)
+        place_in_loader(loader)
         return loader
 
     get_train_dataloader.places_rows = True  # type: ignore[attr-defined]
@@ -183,87 +182,83 @@ def _estimate_seconds(lengths: IntArray, model: Any, config: DistCAConfig) -> Fl
     return seconds
 
 
-@dataclass(frozen=True, eq=False)
-class _RowPlacer:
-    """Places rows by their work, for the ranks that read them.
+def _make_placer(
+    work: FloatArray, accumulation: int, ranks_per_node: int | None, config: DistCAConfig
+) -> Callable[[Any], None]:
+    """Make a function that places the rows of a prepared loader.
 
-    Attributes:
+    All ranks make sure that they weigh the same rows, or raise.
+
+    Args:
         work: seconds of attention of each row.
         accumulation: micro-batches of a step.
-        node_numbers: number of the node of each process.
         ranks_per_node: ranks of a node, if the user said.
         config: settings, which say which ranks share attention.
     """
-
-    work: FloatArray
-    accumulation: int
-    node_numbers: Sequence[int]
-    ranks_per_node: int | None
-    config: DistCAConfig
-
-    @classmethod
-    def compare_rows(
-        cls, work: FloatArray, accumulation: int, per_node: int | None, config: DistCAConfig
-    ) -> Self:
-        """Make sure that all ranks weigh the same rows, or raise on all of them."""
-        nodes, digests = zip(
-            *gather_object([(node_number(), zlib.crc32(work.tobytes()))]), strict=True
+    node_numbers, digests = zip(
+        *gather_object([(node_number(), zlib.crc32(work.tobytes()))]), strict=True
+    )
+    if len(set(digests)) > 1:
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        raise ConfigError(
+            f"ranks 0 and {other} weigh rows differently: place_rows needs the same data set,"
+            " model and settings on all ranks. Do not divide the data set by rank: accelerate"
+            " does."
         )
-        if len(set(digests)) > 1:
-            other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-            raise ConfigError(
-                f"ranks 0 and {other} weigh rows differently: place_rows needs the same data set,"
-                " model and settings on all ranks. Do not divide the data set by rank: accelerate"
-                " does."
-            )
-        return cls(work, accumulation, nodes, per_node, config)
 
-    def place_in_loader(self, loader: Any) -> None:
-        """Place the rows of a prepared loader."""
+    def place_in_loader(loader: Any) -> None:
         shard = _find_shard(loader)
-        nodes = 1 if shard is None else self._count_nodes(shard.num_processes)
+        nodes = (
+            1
+            if shard is None
+            else _count_nodes(shard.num_processes, node_numbers, ranks_per_node, config)
+        )
         text = (
             "distca leaves rows in their order: there is one node, which evens its work by itself."
         )
         if shard is not None and nodes > 1:
-            text = self._place_in_shard(shard, loader.dataset, nodes)
+            places = _place_in_shard(shard, loader.dataset, nodes, work, accumulation)
+            text = _describe_places(places, shard.batch_sampler.work)
         if PartialState().is_main_process:
             print_lines(text)
 
-    def _place_in_shard(self, shard: BatchSamplerShard, rows: Any, nodes: int) -> str:
-        """Place the rows of a data set for several nodes, and describe it."""
-        batches, ranks = shard.batch_sampler, shard.num_processes
-        if isinstance(batches, RowPlacement):
-            raise ConfigError(
-                "the rows of this loader are placed already: call hf_distca.place_rows once."
-            )
-        if len(rows) != len(self.work):
-            raise ConfigError(
-                f"the loader reads {len(rows)} rows, and place_rows weighed"
-                f" {len(self.work)}: call it with the data set that is trained on."
-            )
-        size = batches.batch_size // ranks if shard.split_batches else batches.batch_size
-        places = StepPlaces(nodes, ranks // nodes, size, self.accumulation)
-        shard.batch_sampler = RowPlacement(
-            batches, self.work, places, even_batches=shard.even_batches
-        )
-        return _describe_places(places, shard.batch_sampler.work)
+    return place_in_loader
 
-    def _count_nodes(self, ranks: int) -> int:
-        """Count the sets of neighbours that even their work by themselves: ranks of one node and of
-        one attention group.
-        """
-        if self.ranks_per_node is not None and (
-            self.ranks_per_node < 1 or ranks % self.ranks_per_node
-        ):
-            raise ConfigError(
-                f"ranks_per_node={self.ranks_per_node} must divide the {ranks} ranks that read"
-                " rows."
-            )
-        # Tensor-parallel ranks read the same rows.
-        nodes = self.node_numbers[:: max(len(self.node_numbers) // ranks, 1)]
-        sizes = [self.ranks_per_node or len(list(run)) for _, run in groupby(nodes)]
-        return ranks // math.gcd(*sizes, self.config.group_ranks(ranks))
+
+def _place_in_shard(
+    shard: BatchSamplerShard, rows: Any, nodes: int, work: FloatArray, accumulation: int
+) -> StepPlaces:
+    """Place the rows of a data set for several nodes."""
+    batches, ranks = shard.batch_sampler, shard.num_processes
+    if isinstance(batches, RowPlacement):
+        raise ConfigError(
+            "the rows of this loader are placed already: call hf_distca.place_rows once."
+        )
+    if len(rows) != len(work):
+        raise ConfigError(
+            f"the loader reads {len(rows)} rows, and place_rows weighed {len(work)}: call it with"
+            " the data set that is trained on."
+        )
+    size = batches.batch_size // ranks if shard.split_batches else batches.batch_size
+    places = StepPlaces(nodes, ranks // nodes, size, accumulation)
+    shard.batch_sampler = RowPlacement(batches, work, places, even_batches=shard.even_batches)
+    return places
+
+
+def _count_nodes(
+    ranks: int, node_numbers: Sequence[int], per_node: int | None, config: DistCAConfig
+) -> int:
+    """Count the sets of neighbours that even their work by themselves: ranks of one node and of one
+    attention group.
+    """
+    if per_node is not None and (per_node < 1 or ranks % per_node):
+        raise ConfigError(
+            f"ranks_per_node={per_node} must divide the {ranks} ranks that read rows."
+        )
+    # Tensor-parallel ranks read the same rows.
+    readers = node_numbers[:: max(len(node_numbers) // ranks, 1)]
+    sizes = [per_node or len(list(run)) for _, run in groupby(readers)]
+    return ranks // math.gcd(*sizes, config.group_ranks(ranks))
 
 
 def _find_shard(loader: Any) -> BatchSamplerShard | None:
