@@ -235,8 +235,11 @@ class DistCACallback(TrainerCallback):
             self._recorder.write_steps(state.global_step)
             self._recorder.stop()
         if self.summary:
-            done = read_metrics(session) - self._first_metrics
-            print_summary(done.balance, session, self.replaced_imbalance)
+            print_summary(
+                (read_metrics(session) - self._first_metrics).balance,
+                session,
+                self.replaced_imbalance,
+            )
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

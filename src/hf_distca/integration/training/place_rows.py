@@ -113,9 +113,7 @@ def place_rows(
 
     @wraps(make)
     def get_train_dataloader() -> Any:
-        loader = make()
-        place_in_loader(loader)
-        return loader
+        return place_in_loader(make())
 
     get_train_dataloader.places_rows = True  # type: ignore[attr-defined]
     reader.get_train_dataloader = get_train_dataloader  # type: ignore[method-assign]
@@ -184,8 +182,8 @@ def _estimate_seconds(lengths: IntArray, model: Any, config: DistCAConfig) -> Fl
 
 def _make_placer(
     work: FloatArray, accumulation: int, ranks_per_node: int | None, config: DistCAConfig
-) -> Callable[[Any], None]:
-    """Make a function that places the rows of a prepared loader.
+) -> Callable[[Any], Any]:
+    """Make a function that places the rows of a prepared loader, and returns it.
 
     All ranks make sure that they weigh the same rows, or raise.
 
@@ -206,7 +204,7 @@ def _make_placer(
             " does."
         )
 
-    def place_in_loader(loader: Any) -> None:
+    def place_in_loader(loader: Any) -> Any:
         shard = _find_shard(loader)
         nodes = (
             1
@@ -221,6 +219,7 @@ def _make_placer(
             text = _describe_places(places, shard.batch_sampler.work)
         if PartialState().is_main_process:
             print_lines(text)
+        return loader
 
     return place_in_loader
 

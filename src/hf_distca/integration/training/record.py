@@ -93,9 +93,8 @@ class Recorder(logging.Filter):
         super().__init__()
         self._path, self._session, self._every_plan = folder / RECORD_NAME, session, every_plan
         self._first_number = session.planner.resume_progress().number
-        # Of each micro-batch since the last time.
-        self._totals: list[BalanceTotals] = []
-        self._figures: list[np.ndarray[Any, np.dtype[np.float64]]] = []
+        # Since the last time.
+        self._totals, self._figures = BalanceTotals(), np.zeros(())
         # With its imbalance: seconds of the slowest rank by the mean.
         self._worst_plan: tuple[float, PlannedMicroBatch] | None = None
         self._plan_bytes = 0
@@ -132,19 +131,19 @@ class Recorder(logging.Filter):
         """Write the counts since the last time, after `step` steps, and the loss if it is a finite
         number.
         """
-        if not self._totals:
+        if not self._totals.micro_batches:
             return
         worst = [] if self._worst_plan is None else [self._make_plan_row(self._worst_plan[1])]
         counts = StepsRow(
             step,
-            asdict(sum(self._totals, BalanceTotals())),
-            _make_per_rank(np.sum(self._figures, axis=0)),
+            asdict(self._totals),
+            _make_per_rank(self._figures),
             loss if isinstance(loss, float) and math.isfinite(loss) else None,
             list(self._session.kernel_names),
             self._session.planner.resume_progress().costs.learned_corrections,
         )
         self._append_rows([*worst, counts])
-        self._totals, self._figures, self._worst_plan = [], [], None
+        self._totals, self._figures, self._worst_plan = BalanceTotals(), np.zeros(()), None
 
     def stop(self) -> None:
         """Stop recording."""
@@ -161,8 +160,8 @@ class Recorder(logging.Filter):
         # Micro-batches of an evaluation before are not the training's.
         if micro_batch.number <= self._first_number or self._has_failed:
             return
-        self._totals.append(totals)
-        self._figures.append(_sum_figures(micro_batch.plans))
+        self._totals += totals
+        self._figures = self._figures + _sum_figures(micro_batch.plans)
         imbalance = totals.estimated_before / max(totals.estimated_mean, 1e-30)
         if self._every_plan or not self._plan_bytes:
             self._append_rows([self._make_plan_row(micro_batch)])

@@ -60,12 +60,13 @@ class Metrics:
 
     def figures(self) -> dict[str, float]:
         """Return the figures that `DistCACallback` logs; those without data are left out."""
-        figures = self.balance.compute_figures()
-        if self.state_bytes and self.balance.micro_batches:
-            figures["distca/states_mb"] = self.state_bytes / self.balance.micro_batches / 1e6
-        if self.late_compiles and self.balance.micro_batches:
-            figures["distca/late_compiles"] = self.late_compiles
-        return figures
+        count = self.balance.micro_batches
+        own = {
+            "distca/states_mb": self.state_bytes / max(count, 1) / 1e6,
+            "distca/late_compiles": self.late_compiles,
+        }
+        known = {name: figure for name, figure in own.items() if count and figure}
+        return {**self.balance.compute_figures(), **known}
 
 
 def read_metrics(session: Session) -> Metrics:
