@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from hf_distca.integration.training.document_shares import document_shares
     from hf_distca.integration.training.mixin import DistCATrainerMixin, plan_ahead
     from hf_distca.integration.training.place_rows import place_rows
-    from hf_distca.integration.training.reports import Metrics, metrics, trace
+    from hf_distca.integration.training.process_figures import metrics, trace
+    from hf_distca.integration.training.reports import Metrics
     from hf_distca.integration.training.share_tokens import share_tokens
     from hf_distca.observe.imbalance_callback import ImbalanceCallback
 
@@ -66,7 +67,8 @@ _MODULES = {
     "integration.hooks.mask": ("prepare",),
     "integration.training.mixin": ("DistCATrainerMixin", "plan_ahead"),
     "integration.training.place_rows": ("place_rows",),
-    "integration.training.reports": ("Metrics", "metrics", "trace"),
+    "integration.training.process_figures": ("metrics", "trace"),
+    "integration.training.reports": ("Metrics",),
     "integration.current_session": ("balancing", "configure"),
     "integration.training.share_tokens": ("share_tokens",),
     "observe.imbalance_callback": ("ImbalanceCallback",),

@@ -287,17 +287,12 @@ def test_the_trainer_is_told_before_its_first_step(
 
 
 def test_mixin_refuses_what_the_callback_refuses() -> None:
-    """The mixin refuses what the callback refuses and keeps no callback."""
     trainer = trainer_of(MixedTrainer, train_sampling_strategy="random")
     trainer.remove_callback(hf_distca.DistCACallback)
     hf_distca.configure(settings())
     with pytest.raises(hf_distca.UnsupportedError, match="RandomSampler"):
         trainer.train()
     assert trainer.state.global_step == 0
-    assert not any(
-        isinstance(callback, hf_distca.DistCACallback)
-        for callback in trainer.callback_handler.callbacks
-    )
 
 
 @KINDS

@@ -131,12 +131,8 @@ class LoggingTrainer(hf_distca.DistCATrainerMixin, Trainer):
     pass
 
 
-def report(
-    rank: int, how: str
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str], list[str]]:
-    """The log history, what a reporter saw, the order of the callbacks before and after, with the
-    figures logged in some way.
-    """
+def report(rank: int, how: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The log history, and what a reporter saw, with the figures logged in some way."""
     reporter = Reporter()
     trainer = make_trainer(
         "distca",
@@ -152,19 +148,13 @@ def report(
         hf_distca.configure(settings())
     if how == "late":
         trainer.add_callback(hf_distca.DistCACallback(settings(), record=False))
-    names = [type(one).__name__ for one in trainer.callback_handler.callbacks]
     trainer.train()
-    return (
-        trainer.state.log_history,
-        reporter.seen,
-        names,
-        [type(one).__name__ for one in trainer.callback_handler.callbacks],
-    )
+    return trainer.state.log_history, reporter.seen
 
 
 @pytest.mark.parametrize("how", ["mixin", "mixin alone", "late"])
 def test_reporters_see_the_figures(rank_pool: Callable[[int], RankPool], how: str) -> None:
-    for history, seen, before, after in rank_pool(2)(report, how):
+    for history, seen in rank_pool(2)(report, how):
         logs = [row for row in history if "loss" in row]
         assert len(logs) == 2
         assert all(row.keys() >= FIGURES for row in logs)
@@ -173,10 +163,6 @@ def test_reporters_see_the_figures(rank_pool: Callable[[int], RankPool], how: st
             assert {name: row[name] for name in FIGURES} == {
                 name: reported[name] for name in FIGURES
             }
-        assert sorted(before) == sorted(after)
-        assert (before == after) == (how != "late"), (
-            "order is changed only where that is the only way"
-        )
 
 
 def test_a_callback_that_finds_no_handler_says_what_is_missing(

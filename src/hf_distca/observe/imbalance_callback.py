@@ -9,7 +9,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from hf_distca.integration.callers import find_trainer
 from hf_distca.integration.training.callback import (
     call_before_training,
-    insert_before_reporters,
+    move_before_reporters,
 )
 from hf_distca.observe.run_observer import Observer
 
@@ -36,7 +36,7 @@ class ImbalanceCallback(TrainerCallback):
         """Begin to watch."""
         trainer = find_trainer(self)
         if trainer is not None:
-            insert_before_reporters(self, trainer.callback_handler.callbacks)
+            move_before_reporters(self, trainer.callback_handler.callbacks)
         self._observer = Observer()
 
     def on_step_end(

@@ -21,9 +21,9 @@ __all__ = [
 ]
 
 # Keyword arguments that reach attention functions and do not change the maths of causal attention
-# within documents: of models, of loaders (the first say where documents start), and of losses
-# (those of Liger and TRL among them).
-_MODEL_ARGUMENTS = {
+# within documents.
+_HARMLESS_ARGUMENTS = {
+    # Of models.
     "use_cache",
     "return_dict",
     "output_hidden_states",
@@ -31,16 +31,14 @@ _MODEL_ARGUMENTS = {
     "logits_to_keep",
     "cache_position",
     "is_causal",
-}
-_LOADER_ARGUMENTS = {
+    # Of loaders; the first say where documents start.
     *DOCUMENT_KEYS,
     *PACKING_KEYS,
     "mm_token_type_ids",
     "labels",
     "shift_labels",
     RECURRENT_ROWS,
-}
-_LOSS_ARGUMENTS = {
+    # Of losses, those of Liger and TRL among them.
     "num_items_in_batch",
     "ignore_index",
     "return_token_accuracy",
@@ -50,7 +48,6 @@ _LOSS_ARGUMENTS = {
     "fused_lm_head",
     "accum_dtype",
 }
-_HARMLESS_ARGUMENTS = _MODEL_ARGUMENTS | _LOADER_ARGUMENTS | _LOSS_ARGUMENTS
 
 
 def check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
@@ -65,10 +62,10 @@ def check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, A
         UnsupportedError: names the argument, and a remedy.
     """
     if dropout and module.training:
-        setting = _find_dropout_setting(getattr(module, "config", None), dropout)
         raise UnsupportedError(
-            f"{type(module).__name__} has attention dropout {dropout}: set {setting}=0.0 in the"
-            " model's config."
+            f"{type(module).__name__} has attention dropout {dropout}: set"
+            f" {_find_dropout_setting(getattr(module, 'config', None), dropout)}=0.0 in the model's"
+            " config."
         )
     if kwargs.get("output_attentions"):
         _raise_for_weights(module)

@@ -7,6 +7,7 @@ documents of a share the weight 0, and that is right: it has read ``shift_labels
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from transformers import PreTrainedModel
 
 from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.callers import find_model_argument, is_compiled, is_in_model
-from hf_distca.integration.checks.first_loss import SpyTensor
+from hf_distca.integration.callers import find_model_argument, is_compiled
+from hf_distca.integration.checks.first_loss import TARGETS, LossWatch, SpyTensor
 
 __all__ = ["watch_gradient"]
 
@@ -32,23 +33,24 @@ def watch_gradient(model: PreTrainedModel) -> None:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def watch_logits(_: torch.nn.Module, args: Any, logits: Any) -> None:
-        targets = find_model_argument("shift_labels")
+        targets, watch = find_model_argument(TARGETS), LossWatch()
         if (
             isinstance(targets, torch.Tensor)
             and isinstance(logits, torch.Tensor)
             and logits.requires_grad
         ):
-            reads: list[bool] = []
-            if not is_compiled():  # else the tensor would be traced
-                _record_reads(targets, reads)
-            logits.register_hook(lambda gradient: check_gradient(gradient, targets, reads))  # type: ignore[no-untyped-call]
+            if type(targets) is torch.Tensor and not is_compiled():  # else it would be traced
+                # Any code outside the model reads this very tensor.
+                targets.__class__ = SpyTensor
+                targets.report_read = partial(watch.record_read, TARGETS)  # type: ignore[attr-defined]
+            logits.register_hook(partial(check_gradient, targets, watch))  # type: ignore[no-untyped-call]
 
     def check_gradient(
-        gradient: torch.Tensor | None, targets: torch.Tensor, reads: list[bool]
+        targets: torch.Tensor, watch: LossWatch, gradient: torch.Tensor | None
     ) -> None:
         if isinstance(targets, SpyTensor):
             targets.__class__ = torch.Tensor  # type: ignore[assignment]
-        if reads or (gradient is not None and gradient.any()):
+        if watch.names_read or (gradient is not None and gradient.any()):
             hook.remove()
         elif (targets != IGNORED_LABEL).any():
             raise UnsupportedError(
@@ -60,17 +62,3 @@ def watch_gradient(model: PreTrainedModel) -> None:
 
     if head is not None:
         hook = head.register_forward_hook(watch_logits)
-
-
-def _record_reads(targets: torch.Tensor, reads: list[bool]) -> None:
-    """Record reads of this very tensor by any code outside the model, which makes its own loss of
-    it.
-    """
-
-    def record_read() -> None:
-        if not is_in_model():
-            reads.append(True)
-
-    if type(targets) is torch.Tensor:
-        targets.__class__ = SpyTensor
-        targets.report_read = record_read  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ every rank alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
@@ -24,14 +24,20 @@ from weakref import WeakSet
 
 import torch
 
-from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import is_in_model
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["SpyTensor", "is_loss_watched", "run_watched_step", "wrap_method"]
+__all__ = [
+    "TARGETS",
+    "LossWatch",
+    "SpyTensor",
+    "is_loss_watched",
+    "run_watched_step",
+    "wrap_method",
+]
 
 TARGETS, LABELS, ITEMS = "shift_labels", "labels", "num_items_in_batch"
 # A node of a graph, and which of its outputs: DDP has one node for all that a model returns.
@@ -48,55 +54,13 @@ _TARGET_FREE_OUTPUTS = {
     "z_loss",
 }
 # Torch functions that hand values on without looking at them, or ask for a shape.
-_VALUE_FREE_FUNCTIONS = {
-    *(
-        "__format__",
-        "__get__",
-        "__getitem__",
-        "__hash__",
-        "__len__",
-        "__repr__",
-        "__set__",
-        "__setitem__",
-    ),
-    *(
-        "clone",
-        "contiguous",
-        "cpu",
-        "cuda",
-        "detach",
-        "dim",
-        "element_size",
-        "expand",
-        "flatten",
-        "get_device",
-        "int",
-    ),
-    *(
-        "is_contiguous",
-        "is_floating_point",
-        "is_pinned",
-        "long",
-        "ndimension",
-        "numel",
-        "pin_memory",
-        "ravel",
-        "record_stream",
-    ),
-    *(
-        "reshape",
-        "size",
-        "squeeze",
-        "storage_offset",
-        "stride",
-        "to",
-        "type",
-        "unsqueeze",
-        "untyped_storage",
-        "view",
-        "view_as",
-    ),
-}
+_value_free = """
+    __format__ __get__ __getitem__ __hash__ __len__ __repr__ __set__ __setitem__
+    clone contiguous cpu cuda detach dim element_size expand flatten get_device int is_contiguous
+    is_floating_point is_pinned long ndimension numel pin_memory ravel record_stream reshape size
+    squeeze storage_offset stride to type unsqueeze untyped_storage view view_as
+"""
+_VALUE_FREE_FUNCTIONS = frozenset(_value_free.split())
 
 
 class SpyTensor(torch.Tensor):
@@ -148,30 +112,30 @@ def _strip_spy(value: Any) -> Any:
 
 
 @dataclass(eq=False)
-class _LossWatch:
-    """Record of a `compute_loss`: its use of the targets of a batch and of their number.
+class LossWatch:
+    """Record of a loss: its use of the targets of a batch and of their number.
 
     Attributes:
-        ids: the tokens of the batch.
+        ids: the tokens of the batch, if they are known.
         names_read: names of those that it read itself.
-        target_places: places in the graph of models' results from targets, and whether the model
-            got the number, too.
-        label_places: places in the graph of models' results from labels alone.
+        names_given: names of those that a model got, by the places in the graph of its results.
     """
 
-    ids: torch.Tensor | None
+    ids: torch.Tensor | None = None
     names_read: set[str] = field(default_factory=set)
-    target_places: list[tuple[GraphPlace, bool]] = field(default_factory=list)
-    label_places: list[GraphPlace] = field(default_factory=list)
+    names_given: dict[GraphPlace, set[str]] = field(default_factory=dict)
 
     def watch_value(self, value: Any, name: str) -> Any:
         """Return the value in a form that reports reads; a value that cannot counts as read."""
         if isinstance(value, torch.Tensor):
-            return SpyTensor.wrap_tensor(value, partial(self._record_read, name))
+            return SpyTensor.wrap_tensor(value, partial(self.record_read, name))
         self.names_read.add(name)
         return value
 
-    def _record_read(self, name: str) -> None:
+    def record_read(self, name: str) -> None:
+        """Record that values of this name were read, unless a model reads them for a loss of its
+        own.
+        """
         if not is_in_model():  # another one, such as a teacher
             self.names_read.add(name)
 
@@ -180,37 +144,27 @@ class _LossWatch:
         """Record calls of models, which get plain tensors: reads inside a model are not its
         caller's.
         """
-        calls: list[dict[str, Any]] = []
+        calls: list[set[str]] = []
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def begin_call(
             _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[Any, Any]:
             self._check_call((*args, *kwargs.values()), kwargs)
-            calls.append(
-                {name: value for name, value in kwargs.items() if isinstance(value, SpyTensor)}
-            )
+            calls.append({name for name, value in kwargs.items() if isinstance(value, SpyTensor)})
             return tuple(map(_strip_spy, args)), {
                 name: _strip_spy(value) for name, value in kwargs.items()
             }
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def end_call(_: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            arguments = calls.pop()
-            if TARGETS in arguments:
-                self.target_places += [
-                    (place, ITEMS in arguments) for place in _find_target_places(output)
-                ]
-            elif LABELS in arguments:
-                self.label_places += _find_target_places(output)
+            self.names_given |= dict.fromkeys(_find_target_places(output), calls.pop())
 
-        hooks = [model.register_forward_pre_hook(begin_call, with_kwargs=True) for model in models]
-        hooks += [model.register_forward_hook(end_call) for model in models]
-        try:
+        with ExitStack() as hooks:
+            for model in models:
+                hooks.enter_context(model.register_forward_pre_hook(begin_call, with_kwargs=True))
+                hooks.enter_context(model.register_forward_hook(end_call))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _check_call(self, values: Iterable[Any], keywords: Mapping[str, Any]) -> None:
         if keywords.get("distca_documents") is None and any(value is self.ids for value in values):
@@ -223,21 +177,22 @@ class _LossWatch:
 
     def find_loss_reason(self, loss: torch.Tensor) -> str | None:
         """Describe the mistake in the loss of one of several ranks; None if there is none."""
-        reached = _collect_places(loss)
-        divided_places = {
-            place: divided for place, divided in self.target_places if place in reached
-        }
-        if not divided_places and TARGETS not in self.names_read:
-            if LABELS not in self.names_read and reached.isdisjoint(self.label_places):
-                return None
+        reached = _collect_places(loss) & self.names_given.keys()
+        from_targets = {place for place in reached if TARGETS in self.names_given[place]}
+        names = self.names_read.union(*(self.names_given[place] for place in reached))
+        if not names & {TARGETS, LABELS}:
+            return None
+        if TARGETS not in names:
             return (
                 "is not made of `shift_labels`: it reads `labels`, which are -100 in shares, as"
                 " they could not be shifted where documents are cut. Hand shift_labels to the model"
                 " under this name and use its loss, or read shift_labels, which are shifted"
                 " already."
             )
-        is_models_loss = _get_place(loss) in divided_places
-        if not any(divided_places.values()) and (is_models_loss or ITEMS not in self.names_read):
+        is_models_loss = _get_place(loss) in from_targets
+        if not any(ITEMS in self.names_given[place] for place in from_targets) and (
+            is_models_loss or ITEMS not in self.names_read
+        ):
             return (
                 "is not divided by `num_items_in_batch`, the number of targets of all ranks: each"
                 " rank would divide by its own number, and ranks differ. Hand num_items_in_batch to"
@@ -255,14 +210,11 @@ class _LossWatch:
 
 def _find_target_places(output: Any) -> list[GraphPlace]:
     """Find the places in the graph of outputs of a model that may depend on targets."""
+    values: Iterable[Any] = [output]
     if isinstance(output, Mapping):
         values = [value for name, value in output.items() if name not in _TARGET_FREE_OUTPUTS]
-    elif isinstance(output, (tuple, list)):
-        values = [
-            value for value in output[:1] if isinstance(value, torch.Tensor) and not value.dim()
-        ]
-    else:
-        values = [output]
+    elif isinstance(output, (tuple, list)):  # a loss comes first, and is one number
+        values = [value for value in output[:1] if getattr(value, "shape", None) == ()]
     return [
         _get_place(value)
         for value in values
@@ -307,17 +259,37 @@ def run_watched_step(
     Raises:
         UnsupportedError: if the loss is not made of the targets of all ranks.
     """
-    packed = inputs.get("distca_documents") if isinstance(inputs, Mapping) else None
-    cut = (
-        isinstance(packed, PackedDocuments)
-        and packed.dealt_share is not None
-        and packed.dealt_share.ranks > 1
-    )
-    if not cut or trainer in _watched_trainers:
+    batch = inputs if isinstance(inputs, Mapping) else {}
+    share = getattr(batch.get("distca_documents"), "dealt_share", None)
+    if share is None or share.ranks == 1 or trainer in _watched_trainers:
         return step()
+
+    def check_loss(
+        compute_loss: Callable[..., Any],
+        model: torch.nn.Module,
+        inputs: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        watch = LossWatch(inputs.get("input_ids"))
+        for name in {TARGETS, LABELS} & inputs.keys():
+            inputs[name] = watch.watch_value(inputs[name], name)
+        kwargs[ITEMS] = watch.watch_value(kwargs.get(ITEMS), ITEMS)
+        with watch.record_calls({model, trainer.accelerator.unwrap_model(model)}):
+            result = compute_loss(model, inputs, *args, **kwargs)
+        loss = result[0] if isinstance(result, tuple) else result
+        if (
+            isinstance(loss, torch.Tensor)
+            and loss.grad_fn is not None
+            and (reason := watch.find_loss_reason(loss)) is not None
+        ):
+            owner = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
+            raise UnsupportedError(f"the loss of {owner.__name__}.compute_loss {reason}")
+        return result
+
     _watched_trainers.add(trainer)
     try:
-        with wrap_method(trainer, "compute_loss", partial(_compute_watched_loss, trainer)):
+        with wrap_method(trainer, "compute_loss", check_loss):
             return step()
     except BaseException:
         _watched_trainers.discard(trainer)
@@ -338,36 +310,3 @@ def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> Iterato
             delattr(owner, name)
         else:  # it was set on this object rather than written in its class
             setattr(owner, name, before)
-
-
-def _compute_watched_loss(
-    trainer: Trainer,
-    compute_loss: Callable[..., Any],
-    model: torch.nn.Module,
-    inputs: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Return the loss of the Trainer's own `compute_loss`, after the check."""
-    watch, inner = _LossWatch(inputs.get("input_ids")), trainer.accelerator.unwrap_model(model)
-    for name in {TARGETS, LABELS} & inputs.keys():
-        inputs[name] = watch.watch_value(inputs[name], name)
-    kwargs[ITEMS] = watch.watch_value(kwargs.get(ITEMS), ITEMS)
-    with watch.record_calls({model, inner}):
-        result = compute_loss(model, inputs, *args, **kwargs)
-    loss = result[0] if isinstance(result, tuple) else result
-    if (
-        isinstance(loss, torch.Tensor)
-        and loss.grad_fn is not None
-        and (reason := watch.find_loss_reason(loss)) is not None
-    ):
-        raise UnsupportedError(f"the loss of {_name_loss(trainer)} {reason}")
-    return result
-
-
-def _name_loss(trainer: Trainer) -> str:
-    """Name the owner of the loss: the class that has this compute_loss, or the Trainer's."""
-    loss_class = next(
-        (kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind)), type(trainer)
-    )
-    return f"{loss_class.__name__}.compute_loss"

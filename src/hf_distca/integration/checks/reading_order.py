@@ -4,24 +4,24 @@ in other pieces.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
 from accelerate.utils import DistributedType
-from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler
 
 from hf_distca.data.collator import PackingCollator
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.checks.replaced_parts import get_collator_name, get_collator_package
+from hf_distca.integration.checks.replaced_parts import get_collator_origin
 
-__all__ = ["Reasons", "check_dispatch", "find_epoch_reasons", "find_reading_reasons", "find_shares"]
+__all__ = ["Cases", "check_dispatch", "find_reading_cases", "find_shares"]
 
-Reasons = Iterator[str]  # what is wrong, and what to set
+# Whether something is wrong, what it is, and what to set.
+Cases = Iterable[tuple[object, str]]
 
 # What a batch of a share must still have when it comes to the model.
 _REQUIRED_COLUMNS = {"distca_documents", "position_ids", "shift_labels"}
@@ -54,78 +54,92 @@ def _get_collator(loader: object) -> object:
     return getattr(collator, "data_collator", collator)
 
 
-def find_reading_reasons(loader: Any, shares: Shares | StreamedShares) -> Reasons:
-    """Yield reasons why ranks would get other shares than their own."""
-    if not getattr(loader, "in_order", True):
-        yield (
-            "batches come as workers finish them: ranks would hold shares of different global"
-            " batches. Set dataloader_in_order=True."
-        )
-    collator = _get_collator(loader)
-    name = get_collator_name(collator)
-    if get_collator_package(collator) in {"transformers", "trl"} or name == "default_collate":
-        yield (
-            f"{name} cannot make batches of them. Set"
-            " data_collator=hf_distca.PackingCollator() in the Trainer, or"
-            " collate_fn=hf_distca.PackingCollator() in a DataLoader."
-        )
+def find_reading_cases(loader: Any, shares: Shares | StreamedShares, *, training: bool) -> Cases:
+    """Find the cases in which ranks would get other shares than their own, or, in training, epochs
+    would not be shuffled anew.
+    """
+    package, name = get_collator_origin(_get_collator(loader))
     # All that the Trainer leaves in.
-    columns = getattr(getattr(loader, "collate_fn", None), "signature_columns", None)
-    if columns is not None and (dropped := sorted(_REQUIRED_COLUMNS - set(columns))):
-        yield (
-            f"the Trainer drops {', '.join(dropped)} from them. Set"
-            " TrainingArguments(remove_unused_columns=False)."
-        )
+    columns = getattr(getattr(loader, "collate_fn", None), "signature_columns", _REQUIRED_COLUMNS)
+    dropped = _REQUIRED_COLUMNS - set(columns or _REQUIRED_COLUMNS)
     batches, shard, processes = _find_sampler(loader)
-    if shard is not None and shard.split_batches:
-        yield (
-            f"split_batches=True cuts batches of {shard.batch_size} into one part for each process."
-            ' Set accelerator_config={"split_batches": False} and per_device_train_batch_size=1.'
-        )
+    yield (
+        not getattr(loader, "in_order", True),
+        "batches come as workers finish them: ranks would hold shares of different global"
+        " batches. Set dataloader_in_order=True.",
+    )
+    yield (
+        package in {"transformers", "trl"} or name == "default_collate",
+        f"{name} cannot make batches of them. Set"
+        " data_collator=hf_distca.PackingCollator() in the Trainer, or"
+        " collate_fn=hf_distca.PackingCollator() in a DataLoader.",
+    )
+    yield (
+        dropped,
+        f"the Trainer drops {', '.join(sorted(dropped))} from them. Set"
+        " TrainingArguments(remove_unused_columns=False).",
+    )
+    yield (
+        getattr(shard, "split_batches", False),
+        f"split_batches=True cuts batches of {getattr(shard, 'batch_size', None)} into one part for"
+        ' each process. Set accelerator_config={"split_batches": False} and'
+        " per_device_train_batch_size=1.",
+    )
+    yield (
+        processes is None,
+        f"{type(getattr(batches, 'sampler', batches)).__name__} reads them in an order of its own."
+        ' Set TrainingArguments(train_sampling_strategy="sequential"), or shuffle=False in a'
+        " DataLoader: epochs of shares are shuffled already.",
+    )
     if processes is None:
-        kind = type(getattr(batches, "sampler", batches)).__name__
-        yield (
-            f"{kind} reads them in an order of its own. Set"
-            ' TrainingArguments(train_sampling_strategy="sequential"), or shuffle=False in a'
-            " DataLoader: epochs of shares are shuffled already."
-        )
         return
-    if batches.batch_size != 1:
-        yield (
-            f"batches of {batches.batch_size}. Set per_device_train_batch_size=1 and"
-            " per_device_eval_batch_size=1; tokens_per_rank says how large a batch is."
-        )
+    yield (
+        batches.batch_size != 1,
+        f"batches of {batches.batch_size}. Set per_device_train_batch_size=1 and"
+        " per_device_eval_batch_size=1; tokens_per_rank says how large a batch is.",
+    )
+    yield (
+        not _fits_ranks(processes, shares),
+        f"{processes} {'process reads' if processes == 1 else 'processes read'} them. Make them"
+        " for as many ranks as there are data-parallel processes, and let accelerate prepare"
+        " the loader.",
+    )
+    items = 0 if isinstance(loader.dataset, IterableDataset) else len(loader.dataset)
+    yield (
+        items % processes and not batches.drop_last,
+        f"{items} of them for {processes} processes: the last batches would be filled up with"
+        " the first shares. Set dataloader_drop_last=True.",
+    )
+    shuffled = isinstance(shares, StreamedShares) or shares.batches.seed is not None
+    yield (
+        training and shuffled and not hasattr(loader.dataset, "set_epoch"),
+        f"a {type(loader.dataset).__name__} around them does not pass set_epoch on, as"
+        " `select`, `concatenate_datasets` and Subset do not: every epoch would have the order"
+        " of the first. Select documents before document_shares, or give what is around shares"
+        " a method set_epoch.",
+    )
+
+
+def _fits_ranks(processes: int, shares: Shares | StreamedShares) -> bool:
+    """Return whether shares are made for as many ranks as read them."""
     ranks, config = shares.deal_settings.ranks, shares.deal_settings.config
-    # A stream may yield the shares of one rank alone.
-    readers = ranks if getattr(shares, "rank", None) is None else 1
+    if getattr(shares, "rank", None) is not None:  # a stream of the shares of one rank alone
+        return processes == 1
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     # Each group takes global batches of its own, in turns.
-    groups = readers > 1 and (
-        config.group_size == ranks or config.group_ranks(world) == ranks < world
-    )
-    if processes % readers if groups else processes != readers:
-        yield (
-            f"{processes} {'process reads' if processes == 1 else 'processes read'} them. Make them"
-            " for as many ranks as there are data-parallel processes, and let accelerate prepare"
-            " the loader."
-        )
-    items = (
-        0 if isinstance(loader.dataset, torch.utils.data.IterableDataset) else len(loader.dataset)
-    )
-    if items % processes and not batches.drop_last:
-        yield (
-            f"{items} of them for {processes} processes: the last batches would be filled up with"
-            " the first shares. Set dataloader_drop_last=True."
-        )
+    if ranks > 1 and (config.group_size == ranks or config.group_ranks(world) == ranks < world):
+        return processes % ranks == 0
+    return processes == ranks
 
 
 def _find_sampler(loader: Any) -> tuple[Any, Any, int | None]:
     """Find the batch sampler, accelerate's sharding of it, and its number of processes; None if it
     reads out of order.
     """
-    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        shard = loader.dataset if isinstance(loader.dataset, IterableDatasetShard) else None
-        return (loader, None, 1) if shard is None else (shard, shard, shard.num_processes)
+    if isinstance(loader.dataset, IterableDatasetShard):
+        return loader.dataset, loader.dataset, loader.dataset.num_processes
+    if isinstance(loader.dataset, IterableDataset):
+        return loader, None, 1
     shard = None
     batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     while hasattr(batches, "batch_sampler"):  # accelerate's, around the one that makes the batches
@@ -135,33 +149,15 @@ def _find_sampler(loader: Any) -> tuple[Any, Any, int | None]:
     if isinstance(sampler, DistributedSampler) and not sampler.shuffle:
         return batches, shard, sampler.num_replicas
     in_order = isinstance(sampler, SequentialSampler)
-    return batches, shard, (1 if shard is None else shard.num_processes) if in_order else None
-
-
-def find_epoch_reasons(loader: Any, shares: Shares | StreamedShares) -> Reasons:
-    """Yield reasons why epochs of shares would not be shuffled anew."""
-    shuffled = isinstance(shares, StreamedShares) or shares.batches.seed is not None
-    if shuffled and not hasattr(loader.dataset, "set_epoch"):
-        yield (
-            f"a {type(loader.dataset).__name__} around them does not pass set_epoch on, as"
-            " `select`, `concatenate_datasets` and Subset do not: every epoch would have the order"
-            " of the first. Select documents before document_shares, or give what is around shares"
-            " a method set_epoch."
-        )
+    return batches, shard, getattr(shard, "num_processes", 1) if in_order else None
 
 
 def find_shares(dataset: object) -> Shares | StreamedShares | None:
     """Return the shares that a data set or a loader reads, under any wrappers of Trainer, TRL or
     accelerate; None if there are none.
     """
-    while dataset is not None:
-        if isinstance(dataset, Shares | StreamedShares):
-            return dataset
+    while dataset is not None and not isinstance(dataset, Shares | StreamedShares):
         form = getattr(dataset, "format", None)
-        transform = (
-            form["format_kwargs"].get("transform")
-            if isinstance(form, dict) and "format_kwargs" in form
-            else None
-        )
-        dataset = getattr(dataset, "dataset", None) if transform is None else transform
-    return None
+        options = form.get("format_kwargs", {}) if isinstance(form, dict) else {}
+        dataset = options.get("transform", getattr(dataset, "dataset", None))
+    return dataset

@@ -1,26 +1,30 @@
-"""Parts of a Trainer that `deal` replaces, with warnings or errors: a collator that
-may define other targets, and an order of rows.
+"""Parts of a Trainer that `deal` replaces or reads, with warnings or errors: a collator that may
+define other targets, an order of rows, and documents that may have no targets.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from hf_distca.errors import UnsupportedError
-from hf_distca.integration.processes import warn_once
+import numpy as np
+from transformers import Trainer
 
-if TYPE_CHECKING:
-    from transformers import Trainer
+from hf_distca.data.collator import IGNORED_LABEL
+from hf_distca.data.pieces import DocumentPiece
+from hf_distca.data.reading import DocumentReader
+from hf_distca.errors import ConfigError, UnsupportedError
+from hf_distca.integration.processes import LOG, warn_once
 
 __all__ = [
     "CollatorRule",
     "check_collator",
-    "get_collator_name",
-    "get_collator_package",
+    "describe_targets",
+    "get_collator_origin",
     "warn_of_row_order",
 ]
 
 CollatorRule = Literal["check", "replace"]
+_SAMPLE_SIZE = 256  # documents: they are read as training reads them, which takes a moment
 
 # Collators that make of rows what is read of rows here (ids, labels, masks, lengths, positions), by
 # the package that has them.
@@ -56,11 +60,23 @@ def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
         UnsupportedError: names the collator, and a remedy.
     """
     data_collator: Any = trainer.data_collator
-    name, package = get_collator_name(data_collator), get_collator_package(data_collator)
+    package, name = get_collator_origin(data_collator)
     masks_at_random = getattr(data_collator, "mlm", False)
     if name in _KNOWN_COLLATORS.get(package, ()) and not masks_at_random:
-        if package == "transformers":
-            _warn_of_padding(data_collator, name)
+        tokenizer = getattr(data_collator, "tokenizer", None)
+        pad = getattr(tokenizer, "pad_token_id", None)
+        # transformers' own takes the padding token for no target, also where it ends documents.
+        if (
+            (package, name) == ("transformers", "DataCollatorForLanguageModeling")
+            and pad is not None
+            and pad == getattr(tokenizer, "eos_token_id", None)
+        ):
+            warn_once(
+                "%s would leave out all targets that are token %d, which pads and ends documents"
+                " alike; dealt, they are trained on. Give rows labels with -100 there if they"
+                " should not be.",
+                *(name, pad),
+            )
         return
     shown = f"{name}(mlm=True)" if masks_at_random else name
     if collator == "replace":
@@ -78,22 +94,6 @@ def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
     )
 
 
-def _warn_of_padding(collator: Any, name: str) -> None:
-    """Warn that a collator of transformers ignores targets equal to the padding token, if documents
-    end with that token.
-    """
-    tokenizer = (
-        getattr(collator, "tokenizer", None) if name == "DataCollatorForLanguageModeling" else None
-    )
-    pad = getattr(tokenizer, "pad_token_id", None)
-    if pad is not None and pad == getattr(tokenizer, "eos_token_id", None):
-        warn_once(
-            "%s would leave out all targets that are token %d, which pads and ends documents alike;"
-            " dealt, they are trained on. Give rows labels with -100 there if they should not be.",
-            *(name, pad),
-        )
-
-
 def warn_of_row_order(trainer: Trainer) -> None:
     """Warn about a replaced order of rows, if it is not the usual one."""
     strategy = trainer.args.train_sampling_strategy
@@ -106,16 +106,42 @@ def warn_of_row_order(trainer: Trainer) -> None:
         )
 
 
-def get_collator_name(collator: Any) -> str:
-    """Return the name of a function, or of the function in a partial, else of a class."""
-    return str(getattr(getattr(collator, "func", collator), "__name__", type(collator).__name__))
+def describe_targets(documents: Any, count: int) -> str:
+    """Count targets in some of `count` documents, spread over all of them, and describe them; a
+    document's first token is never a target.
+
+    Raises:
+        ConfigError: if no document has any.
+    """
+    numbers = np.unique(np.linspace(0, count - 1, min(count, _SAMPLE_SIZE)).astype(np.int64))
+    labels = [
+        DocumentPiece(row, 0, len(row["input_ids"])).read_labels(0, len(row["input_ids"]))
+        for row in DocumentReader(documents, "input_ids").read_rows(numbers)
+    ]
+    counts = [int((row_labels[1:] != IGNORED_LABEL).sum()) for row_labels in labels]
+    tokens, targets, is_sample = sum(map(len, labels)), sum(counts), len(numbers) < count
+    if labels and not targets:
+        finding = f"none of the {tokens:,} tokens of {len(numbers):,} documents is a target"
+        cause = (
+            "labels are -100 throughout, or completion_mask or assistant_masks 0, as where a"
+            " template marks no answers"
+        )
+        if not is_sample:
+            raise ConfigError(
+                f"{finding}: {cause}. Training would learn nothing; look at the rows of"
+                " train_dataset."
+            )
+        LOG.warning("%s, which were looked at among %d: %s.", finding, count, cause)
+    share = f"{targets / max(1, tokens):.0%} of the tokens"
+    amount = f"{share}, in a sample of {len(numbers):,} documents" if is_sample else f"{targets:,}"
+    empty = f"; {counts.count(0):,} of {'them' if is_sample else 'the documents'} have none"
+    return f"Targets: {amount}{empty if 0 in counts else ''}"
 
 
-def get_collator_package(collator: Any) -> str:
-    """Return the package of a function or a class; a user's subclass has another package."""
-    module = (
-        getattr(collator, "__module__", None)
-        if hasattr(collator, "__name__")
-        else type(collator).__module__
-    )
-    return str(module).partition(".")[0]
+def get_collator_origin(collator: Any) -> tuple[str, str]:
+    """Return the package and the name of a function, of the function in a partial, or of a class; a
+    user's subclass has another package.
+    """
+    owner = collator if hasattr(collator, "__name__") else type(collator)
+    name = getattr(getattr(collator, "func", collator), "__name__", type(collator).__name__)
+    return str(owner.__module__).partition(".")[0], str(name)

@@ -4,26 +4,24 @@ another loss of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
+from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.checks.reading_order import (
-    Reasons,
+    Cases,
     check_dispatch,
-    find_epoch_reasons,
-    find_reading_reasons,
+    find_reading_cases,
     find_shares,
 )
 from hf_distca.integration.families import whole_document_reason
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
-
-    from hf_distca.config import DistCAConfig
 
 __all__ = ["check_dealing", "check_evaluation", "check_loader", "check_sharing"]
 
@@ -49,49 +47,50 @@ def check_loader(
     Raises:
         UnsupportedError: names the cause, and the setting to change.
     """
-    shares = None if loader is None else find_shares(loader)
+    shares = find_shares(loader)
     check_dispatch(loader, shares is not None)
     if shares is None:
         return
     ranks = shares.deal_settings.ranks
-    reasons = (
-        *find_reading_reasons(loader, shares),
-        *(find_epoch_reasons(loader, shares) if evaluation is None else ()),
-        *_find_loss_reasons(args, trainer, ranks),
-        *_find_model_reasons(
+    _raise_first(
+        f"a data set of shares for {_count(ranks)}",
+        find_reading_cases(loader, shares, training=evaluation is None),
+        _find_loss_cases(args, trainer, ranks),
+        _find_model_cases(
             model,
             ranks,
             "make the shares for one rank",
             "Pack whole documents with PackingCollator instead",
         ),
-        *_find_evaluation_reasons(trainer, ranks, evaluation),
-    )
-    _raise_first_reason(
-        f"a data set of shares for {ranks} {'ranks' if ranks > 1 else 'rank'}", reasons
+        _find_evaluation_cases(trainer, ranks, evaluation),
     )
 
 
-def check_evaluation(trainer: Trainer, config: DistCAConfig) -> None:
+def check_evaluation(trainer: Trainer | None, config: DistCAConfig) -> None:
     """Raise before training if a Trainer would not evaluate its evaluation sets of shares as one
     process does.
 
     Args:
-        trainer: the Trainer.
+        trainer: the Trainer; None passes.
         config: settings in use.
 
     Raises:
         UnsupportedError: names the cause, and the setting to change.
     """
-    rows = trainer.args.per_device_eval_batch_size
-    batches = f"evaluation would take batches of {rows}. Set per_device_eval_batch_size=1."
-    data = trainer.eval_dataset
+    data = getattr(trainer, "eval_dataset", None)
     for dataset in data.values() if isinstance(data, dict) else (data,):
-        if (shares := find_shares(dataset)) is not None:
-            ranks = shares.deal_settings.ranks
-            reasons = [batches] if rows != 1 else []
-            _raise_first_reason(
-                f"an eval_dataset of shares for {ranks} {'ranks' if ranks > 1 else 'rank'}",
-                [*reasons, *_find_evaluation_reasons(trainer, ranks, config)],
+        if trainer is not None and (shares := find_shares(dataset)) is not None:
+            rows, ranks = trainer.args.per_device_eval_batch_size, shares.deal_settings.ranks
+            _raise_first(
+                f"an eval_dataset of shares for {_count(ranks)}",
+                [
+                    (
+                        rows != 1,
+                        f"evaluation would take batches of {rows}. Set"
+                        " per_device_eval_batch_size=1.",
+                    )
+                ],
+                _find_evaluation_cases(trainer, ranks, config),
             )
 
 
@@ -107,12 +106,10 @@ def check_sharing(trainer: Trainer, ranks: int) -> None:
         UnsupportedError: names the cause, and the setting to change.
     """
     remedy = "leave shares_tokens out"
-    reasons = (
-        *_find_loss_reasons(trainer.args, trainer, ranks),
-        *_find_model_reasons(trainer.model, ranks, remedy, f"To keep them whole, {remedy}"),
-    )
-    _raise_first_reason(
-        f"shares_tokens = True, which deals what {ranks} ranks have drawn among them", reasons
+    _raise_first(
+        f"shares_tokens = True, which deals what {ranks} ranks have drawn among them",
+        _find_loss_cases(trainer.args, trainer, ranks),
+        _find_model_cases(trainer.model, ranks, remedy, f"To keep them whole, {remedy}"),
     )
 
 
@@ -128,62 +125,69 @@ def check_dealing(trainer: Trainer, ranks: int, evaluation: DistCAConfig | None)
     Raises:
         UnsupportedError: names the cause, and the setting to change.
     """
-    whole_remedy = "Train without hf_distca.deal, which keeps documents whole"
-    reasons = (
-        *_find_loss_reasons(trainer.args, trainer, ranks),
-        *_find_model_reasons(trainer.model, ranks, "train without hf_distca.deal", whole_remedy),
-        *_find_evaluation_reasons(trainer, ranks, evaluation),
+    _raise_first(
+        f"hf_distca.deal for {ranks} ranks",
+        _find_loss_cases(trainer.args, trainer, ranks),
+        _find_model_cases(
+            trainer.model,
+            ranks,
+            "train without hf_distca.deal",
+            "Train without hf_distca.deal, which keeps documents whole",
+        ),
+        _find_evaluation_cases(trainer, ranks, evaluation),
     )
-    _raise_first_reason(f"hf_distca.deal for {ranks} ranks", reasons)
 
 
-def _raise_first_reason(subject: str, reasons: Sequence[str]) -> None:
-    if reasons:
-        raise UnsupportedError(f"{subject}, and {reasons[0]}")
+def _raise_first(subject: str, *cases: Cases) -> None:
+    for is_wrong, reason in chain(*cases):
+        if is_wrong:
+            raise UnsupportedError(f"{subject}, and {reason}")
 
 
-def _find_loss_reasons(
-    args: TrainingArguments | None, trainer: Trainer | None, ranks: int
-) -> Reasons:
-    """Yield reasons why the loss of shares would differ from that of whole documents.
+def _count(ranks: int) -> str:
+    return f"{ranks} {'ranks' if ranks > 1 else 'rank'}"
+
+
+def _find_loss_cases(args: TrainingArguments | None, trainer: Trainer | None, ranks: int) -> Cases:
+    """Find the cases in which the loss of shares would differ from that of whole documents.
 
     On one rank, nothing is cut.
     """
     if ranks == 1:
         return
     missing = "`labels`, which lack the targets where documents are cut"
-    if args is not None and args.label_smoothing_factor > 0:
+    if args is not None:
         yield (
+            args.label_smoothing_factor > 0,
             f"label_smoothing_factor={args.label_smoothing_factor} shifts {missing}. Set"
-            " label_smoothing_factor=0.0."
+            " label_smoothing_factor=0.0.",
         )
-    if args is not None and not args.average_tokens_across_devices:
         yield (
+            not args.average_tokens_across_devices,
             "average_tokens_across_devices=False: each rank would divide its loss by its own number"
-            " of targets, and ranks differ. Set average_tokens_across_devices=True."
+            " of targets, and ranks differ. Set average_tokens_across_devices=True.",
         )
-    if trainer is None:
-        return
-    if (function := trainer.compute_loss_func) is not None:
-        name = getattr(function, "__name__", type(function).__name__)
+    if trainer is not None:
+        function = trainer.compute_loss_func
         yield (
-            f"compute_loss_func={name} gets {missing}. Leave it out, or override"
-            " Trainer.compute_loss, which gets `shift_labels`."
+            function is not None,
+            f"compute_loss_func={getattr(function, '__name__', type(function).__name__)} gets"
+            f" {missing}. Leave it out, or override Trainer.compute_loss, which gets"
+            " `shift_labels`.",
         )
-    if not trainer.model_accepts_loss_kwargs:
-        name = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
         yield (
-            f"the loss of {name} is a mean over each rank's own targets"
-            " (accepts_loss_kwargs=False), and ranks differ. Train its text model; or set"
-            " model.accepts_loss_kwargs = True before the Trainer is made, if its loss takes"
-            " num_items_in_batch."
+            not trainer.model_accepts_loss_kwargs,
+            f"the loss of {type(trainer.accelerator.unwrap_model(trainer.model)).__name__} is a"
+            " mean over each rank's own targets (accepts_loss_kwargs=False), and ranks differ."
+            " Train its text model; or set model.accepts_loss_kwargs = True before the Trainer is"
+            " made, if its loss takes num_items_in_batch.",
         )
 
 
-def _find_model_reasons(
+def _find_model_cases(
     model: torch.nn.Module | None, ranks: int, local_remedy: str, whole_remedy: str
-) -> Reasons:
-    """Yield reasons why a model would compute a cut document differently.
+) -> Cases:
+    """Find the cases in which a model would compute a cut document differently.
 
     Args:
         model, ranks: the model, if it is known, and the ranks that documents are cut for.
@@ -192,43 +196,41 @@ def _find_model_reasons(
     if model is None or ranks == 1:
         return
     configs = find_distca_configs(model)
-    if not configs:
-        yield (
-            f'no part of {type(model).__name__} has attn_implementation="distca": other attention'
-            f" sees no more than one rank. Load the model with it, or {local_remedy}."
-        )
+    yield (
+        not configs,
+        f'no part of {type(model).__name__} has attn_implementation="distca": other attention'
+        f" sees no more than one rank. Load the model with it, or {local_remedy}.",
+    )
     for config in configs:
-        if (reason := whole_document_reason(config.model_type)) is not None:
-            yield f"{config.model_type} models need whole documents: {reason}. {whole_remedy}."
-    for part in model.modules():
-        adapters = getattr(part, "peft_config", None)
+        reason = whole_document_reason(config.model_type)
+        yield reason, f"{config.model_type} models need whole documents: {reason}. {whole_remedy}."
+    for adapters in (getattr(part, "peft_config", None) for part in model.modules()):
         for adapter in adapters.values() if isinstance(adapters, dict) else ():
-            if getattr(adapter, "is_prompt_learning", False):
-                name = getattr(adapter.peft_type, "value", adapter.peft_type)
-                yield (
-                    f"{name} puts virtual tokens in front of the tokens of every rank. Use another"
-                    " adapter, such as LoRA."
-                )
+            kind = getattr(adapter, "peft_type", None)
+            yield (
+                getattr(adapter, "is_prompt_learning", False),
+                f"{getattr(kind, 'value', kind)} puts virtual tokens in front of the tokens of"
+                " every rank. Use another adapter, such as LoRA.",
+            )
 
 
-def _find_evaluation_reasons(
+def _find_evaluation_cases(
     trainer: Trainer | None, ranks: int, config: DistCAConfig | None
-) -> Reasons:
-    """Yield reasons why ranks would not evaluate as one process does; none without settings."""
+) -> Cases:
+    """Find the cases in which ranks would not evaluate as one process does; none without
+    settings.
+    """
     if config is None or ranks == 1:
         return
-    if not config.balance_evaluation:
+    yield (
+        not config.balance_evaluation,
+        "each rank evaluates alone, and has only parts of documents. Set"
+        " DistCAConfig(balance_evaluation=True) if all ranks evaluate together.",
+    )
+    if trainer is not None and trainer.compute_metrics is not None:
         yield (
-            "each rank evaluates alone, and has only parts of documents. Set"
-            " DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
-        )
-    if (
-        trainer is not None
-        and trainer.compute_metrics is not None
-        and "shift_labels" not in trainer.label_names
-    ):
-        yield (
+            "shift_labels" not in trainer.label_names,
             f"compute_metrics gets {', '.join(trainer.label_names)}, and in shares only"
             " shift_labels hold the targets. Set"
-            ' TrainingArguments(label_names=["shift_labels"]); they are shifted already.'
+            ' TrainingArguments(label_names=["shift_labels"]); they are shifted already.',
         )

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     DefaultFlowCallback,
@@ -38,15 +38,14 @@ from hf_distca.integration.training.reports import (
     read_metrics,
 )
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-
 __all__ = [
     "DistCACallback",
     "add_callbacks",
     "call_before_training",
     "find_callback",
-    "insert_before_reporters",
+    "find_or_add_callback",
+    "find_session",
+    "move_before_reporters",
 ]
 
 _MIN_MICRO_BATCHES = 20  # micro-batches in which nothing was moved, to say so
@@ -65,8 +64,7 @@ class DistCACallback(TrainerCallback):
 
     All ranks have it or none: before the first step it meets the others, to agree on the group. It
     works best in ``Trainer(callbacks=[...])``. Added later, its settings hold from the first event
-    that it sees. It moves in front of the reporters, which would not see its figures otherwise;
-    `DistCATrainerMixin` puts it there, and back after training.
+    that it sees. It moves in front of the reporters, which would not see its figures otherwise.
 
     Args:
         config: settings, used from when the Trainer is made. Left out, they are those of
@@ -98,8 +96,7 @@ class DistCACallback(TrainerCallback):
         self._logged_metrics = self._first_metrics = Metrics()
         self._steps = 0
         self._checked_loader: object = None  # the loader that was checked last
-        # Calls of attention before the first step, until that has run.
-        self._calls_before: int | None = None
+        self._calls_before = 0  # calls of attention before the first step
         self._is_gain_checked = False
         self._has_warned_of_cost = False
 
@@ -112,10 +109,7 @@ class DistCACallback(TrainerCallback):
             UnsupportedError: if sets of shares would not be evaluated as one process evaluates
                 them.
         """
-        session = self.apply_settings()
-        trainer = find_trainer(self)
-        if trainer is not None:
-            check_evaluation(trainer, session.config)
+        check_evaluation(find_trainer(self), self.apply_settings().config)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -132,13 +126,22 @@ class DistCACallback(TrainerCallback):
         wrap_trainers()
         check_loader(kwargs.get("train_dataloader"), model=model, args=args, trainer=trainer)
         session = self.apply_settings()
-        if trainer is not None:
-            check_evaluation(trainer, session.config)
+        check_evaluation(trainer, session.config)
         self._move_before_reporters(trainer)
         if model is not None:
             prepare(model)
-            _warn_if_idle(model)
-        self._calls_before, self._steps = session.meter.calls, 0
+            if not find_distca_configs(model):
+                LOG.warning(
+                    "DistCACallback has nothing to do now: no part of this %s has"
+                    ' attn_implementation="distca". Load the model with it.',
+                    type(model).__name__,
+                )
+            elif session.join_group().size == 1:
+                LOG.warning(
+                    "DistCACallback has nothing to balance: the attention group is this process"
+                    " alone."
+                )
+        self._steps = 0
         self._logged_metrics = self._first_metrics = read_metrics(session)
         self._is_gain_checked = False
 
@@ -153,7 +156,7 @@ class DistCACallback(TrainerCallback):
         """
         session = self._apply_late_settings()
         loader = kwargs.get("eval_dataloader")
-        if loader is not None and loader is not self._checked_loader:
+        if loader is not self._checked_loader:
             self._checked_loader = loader
             check_loader(
                 loader,
@@ -166,11 +169,24 @@ class DistCACallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start recording, at the first step."""
+        """Start recording at the first step: on rank 0, if there are ranks to share with."""
         if not self._steps:
-            self._apply_late_settings()
+            session, model = self._apply_late_settings(), kwargs.get("model")
+            self._calls_before = session.meter.calls
             self._move_before_reporters(find_trainer(self))
-            self._start_recording(args, state.global_step, kwargs.get("model"))
+            if self._recorder is not None:  # of a training that failed
+                self._recorder.stop()
+            if (
+                self.record
+                and args.output_dir
+                and session.rank_count > 1
+                and session.is_first_rank
+                and find_distca_configs(model)
+            ):
+                self._recorder = Recorder(
+                    Path(args.output_dir), session, every_plan=self.record == "all"
+                )
+                self._recorder.start(args, state.global_step, model, self.replaced_imbalance)
         self._steps += 1
         current_session().planner.history.step = state.global_step + 1
 
@@ -184,21 +200,29 @@ class DistCACallback(TrainerCallback):
                 calling it.
         """
         model = kwargs.get("model")
-        calls_before, self._calls_before = self._calls_before, None
-        if current_session().meter.calls == calls_before and find_distca_configs(model):
+        if (
+            self._steps == 1
+            and current_session().meter.calls == self._calls_before
+            and find_distca_configs(model)
+        ):
             raise UnsupportedError(
                 f'{type(model).__name__} was loaded with attn_implementation="distca" and never'
                 " called it in a training step: it does not use the attention interface of"
                 ' transformers. Load it with attn_implementation="eager".'
             )
-        _gather_for_log(control)
+        self.on_epoch_end(args, state, control)
         self._warn_if_no_gain(after=_MIN_MICRO_BATCHES)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Gather the measurements of ranks, if there will be a log."""
-        _gather_for_log(control)
+        """Gather the measurements of ranks where the Trainer is about to gather the loss, because
+        all ranks come there.
+
+        Only rank 0 may log. The last step is followed by the log that training ends with.
+        """
+        if control.should_log or control.should_training_stop:
+            current_session().gather_measurements()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -209,10 +233,13 @@ class DistCACallback(TrainerCallback):
         self._warn_if_no_gain(after=1)
         if self._recorder is not None:
             self._recorder.write_steps(state.global_step)
-        self._stop_recording()
+            self._recorder.stop()
         if self.summary:
-            balance = (read_metrics(session) - self._first_metrics).balance
-            print_summary(balance, session, self.replaced_imbalance)
+            print_summary(
+                (read_metrics(session) - self._first_metrics).balance,
+                session,
+                self.replaced_imbalance,
+            )
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -232,31 +259,6 @@ class DistCACallback(TrainerCallback):
         logs.update(figures)
         if state.log_history:  # the Trainer has already put a copy of the logs there
             state.log_history[-1].update(figures)
-
-    def _start_recording(
-        self, args: TrainingArguments, step: int, model: torch.nn.Module | None
-    ) -> None:
-        """Record on rank 0, if there are ranks to share with; a training that failed may have left
-        its own recorder.
-        """
-        self._stop_recording()
-        session = current_session()
-        if (
-            self.record
-            and args.output_dir
-            and session.rank_count > 1
-            and session.is_first_rank
-            and find_distca_configs(model)
-        ):
-            self._recorder = Recorder(
-                Path(args.output_dir), session, every_plan=self.record == "all"
-            )
-            self._recorder.start(args, step, model, self.replaced_imbalance)
-
-    def _stop_recording(self) -> None:
-        if self._recorder is not None:
-            self._recorder.stop()
-            self._recorder = None
 
     def _warn_if_no_gain(self, after: int) -> None:
         """Warn once that nothing was moved, after so many micro-batches, and once that exchanges
@@ -284,8 +286,9 @@ class DistCACallback(TrainerCallback):
             The session that has the settings.
         """
         if balance_evaluation:
-            config = self.config or self.apply_settings().config
-            self.config = replace(config, balance_evaluation=True)
+            self.config = replace(
+                self.config or self.apply_settings().config, balance_evaluation=True
+            )
             self._session = None
         if self._session is None or not (self._has_settings and current_session() is self._session):
             self._session = use_session(self.config, self.group)
@@ -304,19 +307,34 @@ class DistCACallback(TrainerCallback):
             )
         return self.apply_settings()
 
-    def _move_before_reporters(self, trainer: Trainer | None) -> None:
+    def _move_before_reporters(self, trainer: transformers.Trainer | None) -> None:
         if trainer is None:
             LOG.warning(
                 "DistCACallback does not find who calls it: balance figures reach log_history, but"
                 " not the reporters. With hf_distca.DistCATrainerMixin they reach all of them."
             )
         else:
-            insert_before_reporters(self, trainer.callback_handler.callbacks)
+            move_before_reporters(self, trainer.callback_handler.callbacks)
 
 
 def find_callback(callbacks: Iterable[TrainerCallback]) -> DistCACallback | None:
     """Find distca's callback among those of a Trainer."""
     return next((callback for callback in callbacks if isinstance(callback, DistCACallback)), None)
+
+
+def find_or_add_callback(trainer: transformers.Trainer, **options: Any) -> DistCACallback:
+    """Find distca's callback of a Trainer; give it one with these options, if it has none."""
+    callback = find_callback(trainer.callback_handler.callbacks)
+    if callback is None:
+        callback = DistCACallback(**options)
+        trainer.add_callback(callback)
+    return callback
+
+
+def find_session(trainer: transformers.Trainer | None = None) -> Session:
+    """Find the session of the callback of a Trainer; without one, that of the process."""
+    callback = None if trainer is None else find_callback(trainer.callback_handler.callbacks)
+    return current_session() if callback is None else callback.apply_settings()
 
 
 def add_callbacks(summary: bool) -> None:
@@ -327,61 +345,29 @@ def add_callbacks(summary: bool) -> None:
         summary: as for `DistCACallback`.
     """
 
-    def add_callback(trainer: Trainer) -> None:
-        callbacks = trainer.callback_handler.callbacks
-        if find_callback(callbacks) is None and find_distca_configs(trainer.model):
-            trainer.add_callback(DistCACallback(summary=summary))
+    def add_callback(trainer: transformers.Trainer) -> None:
+        if find_distca_configs(trainer.model):
+            find_or_add_callback(trainer, summary=summary)
 
     call_before_training(add_callback)
 
 
-def call_before_training(act: Callable[[Trainer], None]) -> None:
+def call_before_training(act: Callable[[transformers.Trainer], None]) -> None:
     """Call a function with every Trainer of this process when its training begins."""
-    from transformers import Trainer
-
-    train = Trainer.train
+    train = transformers.Trainer.train
 
     @wraps(train)
-    def act_and_train(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+    def act_and_train(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> Any:
         act(trainer)
         return train(trainer, *args, **kwargs)
 
-    Trainer.train = act_and_train  # type: ignore[method-assign, assignment]
+    transformers.Trainer.train = act_and_train  # type: ignore[method-assign, assignment]
 
 
-def insert_before_reporters(callback: TrainerCallback, callbacks: list[TrainerCallback]) -> None:
-    """Put a callback right behind the one that decides which steps log: behind reporters it would
-    change logs too late.
+def move_before_reporters(callback: TrainerCallback, callbacks: list[TrainerCallback]) -> None:
+    """Move a callback of a Trainer right behind the one that decides which steps log: behind
+    reporters it would change logs too late.
     """
-    flow = (
-        place for place, other in enumerate(callbacks) if isinstance(other, DefaultFlowCallback)
+    callbacks.sort(
+        key=lambda other: (not isinstance(other, DefaultFlowCallback), other is not callback)
     )
-    place = next(flow, -1) + 1
-    if callback in callbacks[place:]:
-        callbacks.remove(callback)
-    if callback not in callbacks:
-        callbacks.insert(place, callback)
-
-
-def _gather_for_log(control: TrainerControl) -> None:
-    """Gather the measurements of ranks where the Trainer is about to gather the loss, because all
-    ranks come there.
-
-    Only rank 0 may log. The last step is followed by the log that training ends with.
-    """
-    if control.should_log or control.should_training_stop:
-        current_session().gather_measurements()
-
-
-def _warn_if_idle(model: torch.nn.Module) -> None:
-    """Warn if distca has nothing to do."""
-    if not find_distca_configs(model):
-        LOG.warning(
-            "DistCACallback has nothing to do now: no part of this %s has"
-            ' attn_implementation="distca". Load the model with it.',
-            type(model).__name__,
-        )
-    elif current_session().join_group().size == 1:
-        LOG.warning(
-            "DistCACallback has nothing to balance: the attention group is this process alone."
-        )

@@ -24,18 +24,14 @@ from hf_distca.integration.checks.reading_order import find_shares
 from hf_distca.integration.checks.replaced_parts import (
     CollatorRule,
     check_collator,
+    describe_targets,
     warn_of_row_order,
 )
 from hf_distca.integration.checks.share_readers import check_dealing
 from hf_distca.integration.processes import LOG, print_lines
-from hf_distca.integration.training.callback import (
-    DistCACallback,
-    call_before_training,
-    find_callback,
-)
+from hf_distca.integration.training.callback import call_before_training, find_or_add_callback
 from hf_distca.integration.training.document_shares import document_shares
 from hf_distca.integration.training.pairs import check_deals_documents
-from hf_distca.integration.training.targets import TargetCounts, sample_targets
 from hf_distca.schedule.layout import IntArray, Layout
 
 __all__ = ["deal", "deal_before_training"]
@@ -105,7 +101,7 @@ def deal(
             f"collator={collator!r} is none of {', '.join(map(repr, get_args(CollatorRule)))}."
         )
     check_collator(trainer, collator)
-    callback = _find_or_add_callback(trainer)
+    callback = find_or_add_callback(trainer)
     config = callback.apply_settings(balance_evaluation=evaluation).config
     make = partial(
         document_shares,
@@ -126,12 +122,13 @@ def deal(
     check_dealing(trainer, shares.deal_settings.ranks, config if evaluation else None)
     if evaluation:
         _deal_evaluation(trainer, partial(make, seed=None, fill="whole", longer=longer))
-    targets = None if not facts else sample_targets(documents, len(facts["lengths"]))
+    targets = describe_targets(documents, len(facts["lengths"])) if facts else ""
     warn_of_row_order(trainer)
-    steps_before, imbalance = _count_steps(trainer, rows), None
-    if isinstance(shares, Shares) and documents is rows:
-        imbalance = _estimate_batches(args, facts["lengths"], shares.deal_settings)
-        callback.replaced_imbalance = imbalance
+    steps_before = _count_steps(trainer, rows) if facts else 0
+    if facts and documents is rows:
+        callback.replaced_imbalance = _estimate_batches(
+            args, facts["lengths"], shares.deal_settings
+        )
     _replace_data(trainer, dataset)
     if trainer.is_world_process_zero():
         print_lines(
@@ -140,9 +137,8 @@ def deal(
             )
         )
         if isinstance(shares, Shares):
-            steps = steps_before, _count_steps(trainer, dataset)
-            print_lines(_compare_orders(shares, imbalance, steps, fill))
-        if facts:
+            steps = f"{steps_before:,} before, {_count_steps(trainer, dataset):,} dealt"
+            print_lines(_compare_orders(shares, callback.replaced_imbalance, steps, fill))
             _warn_of_cut(int(facts["lengths"].max()), args)
     return trainer
 
@@ -171,14 +167,6 @@ def deal_before_training(tokens_per_rank: int, collator: CollatorRule = "check")
     call_before_training(deal_documents)
 
 
-def _find_or_add_callback(trainer: Trainer) -> DistCACallback:
-    callback = find_callback(trainer.callback_handler.callbacks)
-    if callback is None:
-        callback = DistCACallback()
-        trainer.add_callback(callback)
-    return callback
-
-
 def _read_documents(trainer: Trainer, rows: Any) -> Any:
     """Return rows of one document each."""
     if rows is None:
@@ -188,11 +176,9 @@ def _read_documents(trainer: Trainer, rows: Any) -> Any:
     names = getattr(rows, "column_names", None) or []
     if not _PACKED_COLUMNS & set(names):
         return rows
-    inputs = ForwardInputs.of(trainer.model)
+    unpack = partial(_unpack_rows, inputs=ForwardInputs.of(trainer.model))
     with trainer.args.main_process_first(desc="taking packed rows apart"):
-        return rows.map(
-            partial(_unpack_rows, inputs=inputs), batched=True, remove_columns=list(names)
-        )
+        return rows.map(unpack, batched=True, remove_columns=list(names))
 
 
 def _unpack_rows(rows: Mapping[str, list[Any]], inputs: ForwardInputs) -> dict[str, list[Any]]:
@@ -228,7 +214,7 @@ def _replace_data(trainer: Trainer, shares: Any) -> None:
 def _describe_shares(
     shares: Shares | StreamedShares,
     lengths: IntArray | None,
-    targets: TargetCounts | None,
+    targets: str,
     accumulation: int,
 ) -> str:
     """Describe the dealt documents in three lines; of a stream, the known facts."""
@@ -238,7 +224,7 @@ def _describe_shares(
         f" {dealing.tokens_per_rank:,} tokens each"
     )
     accumulated = "" if accumulation == 1 else f", {accumulation} in each optimizer step"
-    if lengths is None or targets is None or not isinstance(shares, Shares):
+    if lengths is None or not isinstance(shares, Shares):
         return (
             f"distca deals a stream of documents to {ranks}.\n"
             f"Global batches have {dealing.tokens:,} tokens{accumulated}, and take documents as"
@@ -261,32 +247,34 @@ def _estimate_batches(args: Any, lengths: IntArray, dealing: DealSettings) -> fl
     """Estimate the imbalance of attention in the batches that a Trainer would have had; None if
     they are not random and not in the order of rows.
     """
-    if args.train_sampling_strategy == "random":
-        lengths = np.random.default_rng(args.seed).permutation(lengths)
-    elif args.train_sampling_strategy != "sequential":
-        return None
     rows = args.per_device_train_batch_size
     count = min(len(lengths) // (dealing.ranks * rows), _REPLACED_BATCHES)
-    if not count:
+    if not count or args.train_sampling_strategy not in {"random", "sequential"}:
         return None
+    if args.train_sampling_strategy == "random":
+        lengths = np.random.default_rng(args.seed).permutation(lengths)
     batches = lengths[: count * dealing.ranks * rows].reshape(count, dealing.ranks, rows)
-    layouts = [(Layout.from_lengths(batch),) for batch in batches.tolist()]
-    return float(np.mean([dealing.estimate_imbalance(layout) for layout in layouts]))
+    return float(
+        np.mean(
+            [
+                dealing.estimate_imbalance((Layout.from_lengths(batch),))
+                for batch in batches.tolist()
+            ]
+        )
+    )
 
 
-def _compare_orders(
-    shares: Shares, imbalance: float | None, steps: tuple[int, int], fill: FillRule
-) -> str:
+def _compare_orders(shares: Shares, imbalance: float | None, steps: str, fill: FillRule) -> str:
     """Compare dealt documents with their order, and with the batches that the Trainer had: their
     imbalance, if it is known, and the steps of an epoch, before and now.
     """
     dealing, batches = shares.deal_settings, shares.batches
-    orders = []
-    for number in range(min(len(batches), _COMPARED_BATCHES)):
-        lengths = batches.get_pieces(0, number).lengths
-        dealt = dealing.estimate_imbalance(dealing.deal_layouts(lengths))
-        orders.append([dealing.estimate_in_order(lengths), dealt])
-    in_order, even = np.mean(orders, axis=0)
+    lengths = [
+        batches.get_pieces(0, number).lengths
+        for number in range(min(len(batches), _COMPARED_BATCHES))
+    ]
+    in_order = np.mean([dealing.estimate_in_order(some) for some in lengths])
+    even = np.mean([dealing.estimate_imbalance(dealing.deal_layouts(some)) for some in lengths])
     cut = batches.count_cut_tokens() / (len(batches) * dealing.tokens)
     remedy = ' (fill="whole" cuts none that fits in a global batch)' * (fill == "cut" and cut > 0)
     replaced = "" if imbalance is None else f"{imbalance:.2f} in the batches replaced, "
@@ -294,19 +282,15 @@ def _compare_orders(
         f"Attention of the slowest rank / mean, estimated: {replaced}{in_order:.2f} with documents"
         f" in their order, {even:.2f} dealt.\n"
         f"Tokens that lose context by a cut: {cut:.1%}{remedy}. Optimizer steps of an epoch:"
-        f" {steps[0]:,} before, {steps[1]:,} dealt."
+        f" {steps}."
     )
 
 
 def _count_steps(trainer: Trainer, rows: Any) -> int:
-    """Count the optimizer steps of an epoch over rows in batches of the present size; 0 for a
-    stream.
-    """
+    """Count the optimizer steps of an epoch over rows in batches of the present size."""
     args = trainer.args
-    if not hasattr(rows, "__len__"):
-        return 0
     shared = getattr(getattr(trainer.accelerator, "parallelism_config", None), "tp_size", 1)
-    ranks: int = max(args.world_size // shared, 1)
+    ranks = max(args.world_size // shared, 1)
     batches: int = -(-len(rows) // (args.per_device_train_batch_size * ranks))
     return -(-batches // args.gradient_accumulation_steps)
 

@@ -4,7 +4,6 @@ read rank by rank.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.state import AcceleratorState, is_initialized
-from accelerate.utils import get_int_from_env, parse_flag_from_env
+from accelerate.utils import get_int_from_env, parse_choice_from_env, parse_flag_from_env
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt_share import DealSettings, Placement
@@ -25,9 +24,9 @@ from hf_distca.data.reading import read_document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import ConfigError
-from hf_distca.integration.current_session import current_session
 from hf_distca.integration.hooks.dealt_trainers import wrap_trainers
 from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
+from hf_distca.integration.training.callback import find_session
 from hf_distca.runtime.members import launched_per_node
 from hf_distca.schedule.cost import AttentionShape
 
@@ -119,15 +118,18 @@ def document_shares(
             shapes are given.
         LayoutError: if documents have no tokens, too few for one global batch, or no such column.
     """
-    config = config or current_session().config
-    is_launched = ranks is None and ranks_per_node is None
+    config = config or find_session().config
     if ranks is None:
         ranks = config.group_size or config.group_ranks(_count_processes())
+        ranks_per_node = launched_per_node(ranks) if ranks_per_node is None else ranks_per_node
     device_type = torch.device(_find_device() if device is None else device).type
-    ranks_per_node = launched_per_node(ranks) if is_launched else ranks_per_node
     wrap_trainers()
+    if shapes is not None and not shapes:
+        raise ConfigError(
+            "shapes=[] names no kind of layer: give (AttentionShape(...), window) of at least one."
+        )
     keys = (
-        _make_keys(shapes, device_type)
+        [PlanKey(shape, device_type, window) for shape, window in shapes]
         if shapes is not None
         else list_layer_keys(model, dtype or _find_mixed_dtype(), device_type)
     )
@@ -143,11 +145,18 @@ def document_shares(
     dealing.deal_layouts(np.array([ranks * tokens_per_rank]))
     inputs = ForwardInputs.of(model)
     if not hasattr(documents, "__len__"):
-        _check_stream_options(seed, fill, longer, lengths)
+        # The default seed shuffles nothing here.
+        if fill != "cut" or longer != "cut" or seed or lengths is not None:
+            raise ConfigError(
+                f"seed={seed!r}, fill={fill!r}, longer={longer!r} and lengths={lengths!r} for"
+                " documents without a length: they are taken as they come, and cut where a global"
+                " batch is full. Leave seed, fill, longer and lengths out, and shuffle the"
+                " documents themselves."
+            )
         return StreamedShares(documents, dealing, column=column, inputs=inputs)
     quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
-    counts = read_document_lengths(documents, column, lengths, quiet=quiet)
-    batches = GlobalBatches(counts, ranks * tokens_per_rank, seed, fill, longer, quiet=quiet)
+    lengths = read_document_lengths(documents, column, lengths, quiet=quiet)
+    batches = GlobalBatches(lengths, dealing.tokens, seed, fill, longer, quiet=quiet)
     return make_lazy_dataset(
         Shares(documents, batches, dealing, column=column, pad_token_id=pad_token_id, inputs=inputs)
     )
@@ -160,10 +169,9 @@ def make_lazy_dataset(shares: Shares) -> Dataset:
     Their column has the name of an argument of every model, so that no Trainer removes it as
     unused.
     """
-    import pyarrow as pa
     from datasets import Dataset  # an extra, and slow to import
 
-    dataset = Dataset(pa.table({"input_ids": np.arange(len(shares))})).with_transform(shares)
+    dataset = Dataset.from_dict({"input_ids": np.arange(len(shares))}).with_transform(shares)
     dataset.set_epoch = shares.set_epoch  # accelerate's loaders call it, and with them the Trainer
     return dataset
 
@@ -201,29 +209,6 @@ def _find_mixed_dtype() -> torch.dtype | None:
     precision = (
         AcceleratorState().mixed_precision
         if is_initialized()
-        else os.environ.get("ACCELERATE_MIXED_PRECISION")
+        else parse_choice_from_env("ACCELERATE_MIXED_PRECISION")
     )
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or "no")
-
-
-def _make_keys(shapes: Sequence[tuple[AttentionShape, int | None]], device: str) -> list[PlanKey]:
-    if not shapes:
-        raise ConfigError(
-            "shapes=[] names no kind of layer: give (AttentionShape(...), window) of at least one."
-        )
-    return [PlanKey(shape, device, window) for shape, window in shapes]
-
-
-def _check_stream_options(
-    seed: int | None, fill: FillRule, longer: LongerRule, lengths: Any
-) -> None:
-    """Raise for options that need to know all documents before training.
-
-    The default seed shuffles nothing here.
-    """
-    if fill != "cut" or longer != "cut" or seed or lengths is not None:
-        raise ConfigError(
-            f"seed={seed!r}, fill={fill!r}, longer={longer!r} and lengths={lengths!r} for documents"
-            " without a length: they are taken as they come, and cut where a global batch is full."
-            " Leave seed, fill, longer and lengths out, and shuffle the documents themselves."
-        )
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)

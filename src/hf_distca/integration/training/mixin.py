@@ -6,29 +6,24 @@ no forward waits for an exchange of documents.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState
-
 from hf_distca.agreement.announce import PlanKey, Request
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
-from hf_distca.agreement.planner import PendingPlans, Planner
 from hf_distca.integration.checks.share_readers import check_sharing
-from hf_distca.integration.current_session import current_session
 from hf_distca.integration.nano_batches import choose_cut
 from hf_distca.integration.session import Session
 from hf_distca.integration.training.callback import (
-    DistCACallback,
-    find_callback,
-    insert_before_reporters,
+    find_or_add_callback,
+    find_session,
+    move_before_reporters,
 )
-from hf_distca.integration.training.share_tokens import share_tokens
+from hf_distca.integration.training.share_tokens import deal_drawn_batches
 
-__all__ = ["AnnouncedStep", "DistCATrainerMixin", "announce_step", "plan_ahead"]
+__all__ = ["DistCATrainerMixin", "announce_step", "plan_ahead"]
 
 
 def plan_ahead(batches: Sequence[Any]) -> list[Any]:
@@ -49,39 +44,11 @@ def plan_ahead(batches: Sequence[Any]) -> list[Any]:
     Raises:
         DistCADesyncError: if ranks do not agree, or do not all call it.
     """
-    session = current_session()
-    announced = announce_step(session, batches, session.planner.resume_progress().pop_recent_keys())
-    return list(batches) if announced is None else announced.finish_plans()
-
-
-@dataclass(frozen=True, eq=False)
-class AnnouncedStep:
-    """Micro-batches of an optimizer step whose documents all ranks know, and whose plans are being
-    made.
-
-    Attributes:
-        batches: as they were announced.
-        keys: the plans that each batch gets.
-        planner: makes the plans.
-        pending_plans: plans of all keys for each batch.
-    """
-
-    batches: list[Any]
-    keys: list[PlanKey]
-    planner: Planner
-    pending_plans: PendingPlans
-
-    def finish_plans(self) -> list[Any]:
-        """Return copies of the batches, with their plans, once these are made and all ranks have
-        the same.
-        """
-        batches = [copy(batch) for batch in self.batches]
-        with self.pending_plans.group.reporting(f"planning {self.pending_plans.place}"):
-            plans = iter(self.planner.finish_plans(self.pending_plans))
-        for batch in batches:
-            batch["distca_documents"] = packed = copy(batch["distca_documents"])
-            packed.prepared_plans = {key: next(plans) for key in self.keys}
-        return batches
+    session = find_session()
+    finish_plans = announce_step(
+        session, batches, session.planner.resume_progress().pop_recent_keys()
+    )
+    return list(batches) if finish_plans is None else finish_plans()
 
 
 def announce_step(
@@ -91,7 +58,7 @@ def announce_step(
     *,
     after: int = 0,
     in_background: bool = False,
-) -> AnnouncedStep | None:
+) -> Callable[[], list[Any]] | None:
     """Announce the documents of micro-batches to the other ranks, which must do so with as many at
     the same point.
 
@@ -103,32 +70,43 @@ def announce_step(
         in_background: make plans in the background.
 
     Returns:
-        None if there is nothing to plan, or if a batch has no documents to plan.
+        A function that waits until the plans are made and all ranks have the same, and returns
+        copies of the batches with them; None if there is nothing to plan, or if a batch has no
+        documents to plan.
     """
-    if not keys or not _can_be_planned(batches):
+    can_be_planned = all(
+        isinstance(batch, Mapping)
+        and "input_ids" in batch
+        and isinstance(packed := batch.get("distca_documents"), PackedDocuments)
+        and packed.dealt_share is None  # a share has its plans
+        for batch in batches
+    )
+    if not keys or not can_be_planned:
         return None
     first = session.planner.resume_progress().next_number + after
     place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
     with session.join_group().reporting(f"planning {place}"):
-        requests = [_make_requests(batch, keys, session.config.tile) for batch in batches]
-        plans = session.planner.begin_plans(
-            list(chain.from_iterable(requests)),
+        pending = session.planner.begin_plans(
+            [
+                request
+                for batch in batches
+                for request in _make_requests(batch, keys, session.config.tile)
+            ],
             session.join_group(),
             place,
             in_background=in_background,
         )
-    return AnnouncedStep(list(batches), keys, session.planner, plans)
 
+    def finish_plans() -> list[Any]:
+        with pending.group.reporting(f"planning {pending.place}"):
+            plans = iter(session.planner.finish_plans(pending))
+        planned = [copy(batch) for batch in batches]
+        for batch in planned:
+            batch["distca_documents"] = packed = copy(batch["distca_documents"])
+            packed.prepared_plans = {key: next(plans) for key in keys}
+        return planned
 
-def _can_be_planned(batches: Sequence[Any]) -> bool:
-    """Return whether all batches have documents, and none is a share, which has its plans."""
-    return all(
-        isinstance(batch, Mapping)
-        and "input_ids" in batch
-        and isinstance(packed := batch.get("distca_documents"), PackedDocuments)
-        and packed.dealt_share is None
-        for batch in batches
-    )
+    return finish_plans
 
 
 def _make_requests(batch: Mapping[str, Any], keys: Sequence[PlanKey], tile: int) -> list[Request]:
@@ -157,7 +135,7 @@ class DistCATrainerMixin:
     items in each step stay the same; only data generated in the training process itself with the
     global random numbers (no worker processes) differs, because it is generated at another time.
 
-    While it trains, its `DistCACallback` stands in front of the reporters; without one, a callback
+    When it trains, its `DistCACallback` comes in front of the reporters; without one, a callback
     that only logs and checks is added.
 
     Attributes:
@@ -169,21 +147,17 @@ class DistCATrainerMixin:
     shares_tokens: bool = False
     _iterator: Iterator[Any] | None = None  # of this epoch
     _drawn_batches: Iterator[Any] = iter(())  # batches that the next step begins with
-    _announced_step: AnnouncedStep | None = None
+    _announced_batches: Sequence[Any] = ()
+    _finish_plans: Callable[[], list[Any]] | None = None  # of these
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does."""
-        callbacks: list[TrainerCallback] = self.callback_handler.callbacks  # type: ignore[attr-defined]
-        users = find_callback(callbacks)
-        callback = users or DistCACallback(summary=False, record=False)
-        place = None if users is None else callbacks.index(users)
-        insert_before_reporters(callback, callbacks)
+        trainer: Any = self
+        callback = find_or_add_callback(trainer, summary=False, record=False)
+        move_before_reporters(callback, trainer.callback_handler.callbacks)
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
-            callbacks.remove(callback)
-            if place is not None:
-                callbacks.insert(place, callback)
             self._reset_step()  # worker processes end with their iterator
 
     def get_batch_samples(
@@ -192,35 +166,31 @@ class DistCATrainerMixin:
         """Return the micro-batches of the next optimizer step, planned, and the Trainer's other
         results.
         """
-        session = current_session()
+        trainer: Any = self
+        session = find_session(trainer)
         if epoch_iterator is not self._iterator:
             self._reset_step()
             self._iterator = epoch_iterator
             if self.shares_tokens:
-                trainer: Any = self
                 check_sharing(trainer, session.join_trainers().size)
         source = chain(self._drawn_batches, epoch_iterator)
         batches, *rest = super().get_batch_samples(source, num_batches, *args, **kwargs)  # type: ignore[misc]
         if self.shares_tokens:
-            return (share_tokens(batches), *rest)
+            return (deal_drawn_batches(session, batches), *rest)
         keys = session.planner.resume_progress().pop_recent_keys()
-        announced, self._announced_step = self._announced_step, None
-        if announced is None or list(map(id, batches)) != list(map(id, announced.batches)):
-            announced = announce_step(session, batches, keys)
-        planned = batches if announced is None else announced.finish_plans()
-        state: TrainerState = self.state  # type: ignore[attr-defined]
-        if (
-            keys
-            and batches
-            and _can_be_planned(batches)
-            and state.global_step + 1 < state.max_steps
-        ):
-            drawn = list(self._drawn_batches)
-            drawn += islice(self._read_to_end(epoch_iterator), max(0, num_batches - len(drawn)))
-            self._drawn_batches = iter(drawn)
+        finish_plans, self._finish_plans = self._finish_plans, None
+        if finish_plans is None or [*map(id, batches)] != [*map(id, self._announced_batches)]:
+            finish_plans = announce_step(session, batches, keys)
+        if finish_plans is None:
+            return (batches, *rest)
+        planned = finish_plans()
+        if planned and trainer.state.global_step + 1 < trainer.state.max_steps:
+            ahead = chain(self._drawn_batches, self._read_to_end(epoch_iterator))
+            drawn = self._announced_batches = list(islice(ahead, num_batches))
+            self._drawn_batches = chain(drawn, self._drawn_batches)
             if drawn:
-                self._announced_step = announce_step(
-                    session, drawn[:num_batches], keys, after=len(batches), in_background=True
+                self._finish_plans = announce_step(
+                    session, drawn, keys, after=len(batches), in_background=True
                 )
         return (planned, *rest)
 
@@ -235,4 +205,5 @@ class DistCATrainerMixin:
                 return
 
     def _reset_step(self) -> None:
-        self._iterator, self._drawn_batches, self._announced_step = None, iter(()), None
+        self._iterator, self._drawn_batches, self._finish_plans = None, iter(()), None
+        self._announced_batches = ()

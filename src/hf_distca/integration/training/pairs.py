@@ -7,16 +7,14 @@ equally many, so the mean over ranks is that of one process. Read against TRL 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
+from transformers import Trainer
 
 from hf_distca.data.reading import read_document_lengths
 from hf_distca.errors import UnsupportedError
 from hf_distca.schedule.layout import IntArray
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 __all__ = ["ItemRules", "check_deals_documents"]
 
@@ -27,7 +25,6 @@ _DOCUMENTS = {
     "KTOTrainer": (("prompt_ids", "completion_ids"), ("prompt_ids", "KL_completion_ids")),
     "RewardTrainer": (("chosen_ids",), ("rejected_ids",)),
 }
-_GENERATING = {"GRPOTrainer", "RLOOTrainer"}
 # Losses of DPO that sort the pairs of a rank's batch, or are a mean over its tokens.
 _LOSSES_OF_RANKS = {"aot", "aot_unpaired", "sft"}
 _AS_THEY_ARE = 'attn_implementation="distca" balances its batches as they are.'
@@ -85,8 +82,10 @@ class ItemRules:
             The number of tokens of each document, and the number of its item: (documents,) int64
             each.
         """
-        columns = {column for parts in self.documents for column in parts}
-        counts = {column: read_document_lengths(rows, column, quiet=quiet) for column in columns}
+        counts = {
+            column: read_document_lengths(rows, column, quiet=quiet)
+            for column in {part for parts in self.documents for part in parts}
+        }
         lengths: IntArray = np.concatenate(
             [sum((counts[part] for part in parts), np.int64(0)) for parts in self.documents]
         )
@@ -126,25 +125,24 @@ def _find_trl_name(trainer: Trainer) -> str | None:
 
 def _explain_unknown_items(name: str, call: str) -> str:
     reason = (
-        "trains on groups of completions that are written in the step: their lengths are not known"
-        " when rows are read, and TRL's sampler repeats each prompt for the ranks of its group"
-        if name in _GENERATING
-        else "trains on items that hf_distca does not know, with a loss that may not be a mean over"
-        " them"
+        "groups of completions that are written in the step: their lengths are not known when rows"
+        " are read, and TRL's sampler repeats each prompt for the ranks of its group"
+        if name in {"GRPOTrainer", "RLOOTrainer"}
+        else "items that hf_distca does not know, with a loss that may not be a mean over them"
     )
-    return f"{name} {reason}. Train without {call}: {_AS_THEY_ARE}"
+    return f"{name} trains on {reason}. Train without {call}: {_AS_THEY_ARE}"
 
 
 def _check_loss(trainer: Any, name: str) -> None:
     """Raise for losses that depend on the items that share a rank."""
-    if trainer.args.per_device_train_batch_size == 1:
-        return
-    losses = sorted(_LOSSES_OF_RANKS & set(getattr(trainer, "loss_types", ())))
-    losses += ["router_aux_loss_coef"] if getattr(trainer, "aux_loss_enabled", False) else []
-    if losses:
+    size = trainer.args.per_device_train_batch_size
+    losses = [
+        *sorted(_LOSSES_OF_RANKS & set(getattr(trainer, "loss_types", ()))),
+        *(["router_aux_loss_coef"] if getattr(trainer, "aux_loss_enabled", False) else []),
+    ]
+    if losses and size > 1:
         raise UnsupportedError(
-            f"{name} with {' and '.join(losses)} and per_device_train_batch_size="
-            f"{trainer.args.per_device_train_batch_size} has a loss of the items that share a rank,"
-            " not a mean over items, and place_rows puts others together. Set"
-            f" per_device_train_batch_size=1, or leave place_rows out: {_AS_THEY_ARE}"
+            f"{name} with {' and '.join(losses)} and per_device_train_batch_size={size} has a loss"
+            " of the items that share a rank, not a mean over items, and place_rows puts others"
+            f" together. Set per_device_train_batch_size=1, or leave place_rows out: {_AS_THEY_ARE}"
         )

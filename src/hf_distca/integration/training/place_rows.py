@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import groupby
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
@@ -30,10 +29,9 @@ from hf_distca.data.row_documents import find_row_documents
 from hf_distca.data.row_placement import RowPlacement, StepPlaces
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.checks.reading_order import find_shares
-from hf_distca.integration.current_session import current_session
 from hf_distca.integration.layer_kinds import count_layers, make_initial_cost
 from hf_distca.integration.processes import print_lines
-from hf_distca.integration.training.callback import find_callback
+from hf_distca.integration.training.callback import find_session
 from hf_distca.integration.training.pairs import ItemRules
 from hf_distca.runtime.members import node_number
 from hf_distca.schedule.cost import FloatArray
@@ -92,10 +90,10 @@ def place_rows(
         LayoutError: if rows do not say how long they are.
     """
     if not isinstance(reader, Trainer):
-        config = current_session().config
+        config = find_session().config
         steps = _read_accumulation() if accumulation is None else accumulation
         work = _weigh_rows(getattr(reader, "dataset", None), model, config, end_of_document)
-        _RowPlacer.compare_rows(work, steps, ranks_per_node, config).place_in_loader(reader)
+        _make_placer(work, steps, ranks_per_node, config)(reader)
         return reader
     if model is not None or accumulation is not None:
         raise ConfigError(
@@ -107,18 +105,15 @@ def place_rows(
         raise ConfigError(
             "the rows of this Trainer are placed already: call hf_distca.place_rows once."
         )
-    callback = find_callback(reader.callback_handler.callbacks)
-    config = (callback and callback.config) or current_session().config
+    config = find_session(reader).config
     items = ItemRules.read(reader)
     steps = 1 if items and items.in_micro_batches else reader.args.gradient_accumulation_steps
     work = _weigh_rows(reader.train_dataset, reader.model, config, end_of_document, items)
-    placer = _RowPlacer.compare_rows(work, steps, ranks_per_node, config)
+    place_in_loader = _make_placer(work, steps, ranks_per_node, config)
 
     @wraps(make)
     def get_train_dataloader() -> Any:
-        loader = make()
-        placer.place_in_loader(loader)
-        return loader
+        return place_in_loader(make())
 
     get_train_dataloader.places_rows = True  # type: ignore[attr-defined]
     reader.get_train_dataloader = get_train_dataloader  # type: ignore[method-assign]
@@ -162,107 +157,107 @@ def _weigh_rows(
         if items
         else find_row_documents(rows, end_of_document, quiet=quiet)
     )
-    seconds = np.square(lengths.astype(np.float64))
-    if model is not None:
-        seconds = _estimate_seconds(lengths, getattr(model, "module", model), config)
+    seconds = _estimate_seconds(lengths, getattr(model, "module", model), config)
     # It adds one after another, in the same order on every machine.
     return np.asarray(np.bincount(row, weights=seconds, minlength=len(rows)), dtype=np.float64)
 
 
 def _estimate_seconds(lengths: IntArray, model: Any, config: DistCAConfig) -> FloatArray:
-    """Estimate the seconds of each document in all layers of attention."""
+    """Estimate the seconds of each document in all layers of attention; without a model, return the
+    squares of lengths.
+    """
+    if model is None:
+        return np.square(lengths.astype(np.float64))
     seconds = np.zeros(len(lengths))
     for key, layers in count_layers(model, None, PartialState().device.type).items():
         cost = make_initial_cost(key, config)
         chunk = key.chunk or max(int(lengths.max(initial=1)), 1)
         whole, rest = np.divmod(lengths, chunk)
-        rest_seconds = np.where(rest > 0, cost.estimate_seconds(rest, rest), 0.0)
-        seconds += layers * (whole * cost.estimate_seconds(chunk, chunk) + rest_seconds)
+        seconds += layers * (
+            whole * cost.estimate_seconds(chunk, chunk)
+            + np.where(rest > 0, cost.estimate_seconds(rest, rest), 0.0)
+        )
     return seconds
 
 
-@dataclass(frozen=True, eq=False)
-class _RowPlacer:
-    """Places rows by their work, for the ranks that read them.
+def _make_placer(
+    work: FloatArray, accumulation: int, ranks_per_node: int | None, config: DistCAConfig
+) -> Callable[[Any], Any]:
+    """Make a function that places the rows of a prepared loader, and returns it.
 
-    Attributes:
+    All ranks make sure that they weigh the same rows, or raise.
+
+    Args:
         work: seconds of attention of each row.
         accumulation: micro-batches of a step.
-        node_numbers: number of the node of each process.
         ranks_per_node: ranks of a node, if the user said.
         config: settings, which say which ranks share attention.
     """
-
-    work: FloatArray
-    accumulation: int
-    node_numbers: Sequence[int]
-    ranks_per_node: int | None
-    config: DistCAConfig
-
-    @classmethod
-    def compare_rows(
-        cls, work: FloatArray, accumulation: int, per_node: int | None, config: DistCAConfig
-    ) -> Self:
-        """Make sure that all ranks weigh the same rows, or raise on all of them."""
-        nodes, digests = zip(
-            *gather_object([(node_number(), zlib.crc32(work.tobytes()))]), strict=True
+    node_numbers, digests = zip(
+        *gather_object([(node_number(), zlib.crc32(work.tobytes()))]), strict=True
+    )
+    if len(set(digests)) > 1:
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        raise ConfigError(
+            f"ranks 0 and {other} weigh rows differently: place_rows needs the same data set,"
+            " model and settings on all ranks. Do not divide the data set by rank: accelerate"
+            " does."
         )
-        if len(set(digests)) > 1:
-            other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-            raise ConfigError(
-                f"ranks 0 and {other} weigh rows differently: place_rows needs the same data set,"
-                " model and settings on all ranks. Do not divide the data set by rank: accelerate"
-                " does."
-            )
-        return cls(work, accumulation, nodes, per_node, config)
 
-    def place_in_loader(self, loader: Any) -> None:
-        """Place the rows of a prepared loader."""
+    def place_in_loader(loader: Any) -> Any:
         shard = _find_shard(loader)
-        ranks = 1 if shard is None else shard.num_processes
-        per_node = 1 if shard is None else self._count_ranks_per_node(ranks)
-        if shard is None or per_node == ranks:
-            _print_on_main(
-                "distca leaves rows in their order: there is one node, which evens its work by"
-                " itself."
-            )
-            return
-        batches = shard.batch_sampler
-        if isinstance(batches, RowPlacement):
-            raise ConfigError(
-                "the rows of this loader are placed already: call hf_distca.place_rows once."
-            )
-        if len(loader.dataset) != len(self.work):
-            raise ConfigError(
-                f"the loader reads {len(loader.dataset)} rows, and place_rows weighed"
-                f" {len(self.work)}: call it with the data set that is trained on."
-            )
-        rows = batches.batch_size // ranks if shard.split_batches else batches.batch_size
-        places = StepPlaces(ranks // per_node, per_node, rows, self.accumulation)
-        shard.batch_sampler = RowPlacement(
-            batches, self.work, places, even_batches=shard.even_batches
+        nodes = (
+            1
+            if shard is None
+            else _count_nodes(shard.num_processes, node_numbers, ranks_per_node, config)
         )
-        _print_on_main(_describe_places(places, shard.batch_sampler.work))
+        text = (
+            "distca leaves rows in their order: there is one node, which evens its work by itself."
+        )
+        if shard is not None and nodes > 1:
+            places = _place_in_shard(shard, loader.dataset, nodes, work, accumulation)
+            text = _describe_places(places, shard.batch_sampler.work)
+        if PartialState().is_main_process:
+            print_lines(text)
+        return loader
 
-    def _count_ranks_per_node(self, ranks: int) -> int:
-        """Count neighbours that even their work by themselves: ranks of one node and of one
-        attention group.
-        """
-        if self.ranks_per_node is not None and (
-            self.ranks_per_node < 1 or ranks % self.ranks_per_node
-        ):
-            raise ConfigError(
-                f"ranks_per_node={self.ranks_per_node} must divide the {ranks} ranks that read"
-                " rows."
-            )
-        # Tensor-parallel ranks read the same rows.
-        nodes = self.node_numbers[:: max(len(self.node_numbers) // ranks, 1)]
-        sizes = (
-            [len(list(run)) for _, run in groupby(nodes)]
-            if self.ranks_per_node is None
-            else [self.ranks_per_node]
+    return place_in_loader
+
+
+def _place_in_shard(
+    shard: BatchSamplerShard, rows: Any, nodes: int, work: FloatArray, accumulation: int
+) -> StepPlaces:
+    """Place the rows of a data set for several nodes."""
+    batches, ranks = shard.batch_sampler, shard.num_processes
+    if isinstance(batches, RowPlacement):
+        raise ConfigError(
+            "the rows of this loader are placed already: call hf_distca.place_rows once."
         )
-        return math.gcd(*sizes, self.config.group_ranks(ranks))
+    if len(rows) != len(work):
+        raise ConfigError(
+            f"the loader reads {len(rows)} rows, and place_rows weighed {len(work)}: call it with"
+            " the data set that is trained on."
+        )
+    size = batches.batch_size // ranks if shard.split_batches else batches.batch_size
+    places = StepPlaces(nodes, ranks // nodes, size, accumulation)
+    shard.batch_sampler = RowPlacement(batches, work, places, even_batches=shard.even_batches)
+    return places
+
+
+def _count_nodes(
+    ranks: int, node_numbers: Sequence[int], per_node: int | None, config: DistCAConfig
+) -> int:
+    """Count the sets of neighbours that even their work by themselves: ranks of one node and of one
+    attention group.
+    """
+    if per_node is not None and (per_node < 1 or ranks % per_node):
+        raise ConfigError(
+            f"ranks_per_node={per_node} must divide the {ranks} ranks that read rows."
+        )
+    # Tensor-parallel ranks read the same rows.
+    readers = node_numbers[:: max(len(node_numbers) // ranks, 1)]
+    sizes = [per_node or len(list(run)) for _, run in groupby(readers)]
+    return ranks // math.gcd(*sizes, config.group_ranks(ranks))
 
 
 def _find_shard(loader: Any) -> BatchSamplerShard | None:
@@ -298,26 +293,20 @@ def _find_shard(loader: Any) -> BatchSamplerShard | None:
     return shard
 
 
-def _print_on_main(text: str) -> None:
-    if PartialState().is_main_process:
-        print_lines(text)
-
-
 def _describe_places(places: StepPlaces, work: IntArray) -> str:
     """Say where rows are placed, and what it gains in steps of rows in random order."""
     rows = places.micro_batch_rows * places.micro_batches
-    order = np.random.default_rng(0).permutation(len(work))
-    steps = [work[order[first : first + rows]] for first in range(0, len(work) - rows + 1, rows)][
-        :_SAMPLE_STEPS
-    ]
+    shuffled = np.random.default_rng(0).permutation(work)
+    count = min(len(work) // rows, _SAMPLE_STEPS)
+    steps = shuffled[: count * rows].reshape(count, rows)
     text = (
         f"distca places the {rows:,} rows of each step on {places.nodes} nodes of"
         f" {places.ranks_per_node} in {places.micro_batches}"
         f" {'micro-batches' if places.micro_batches > 1 else 'micro-batch'}."
     )
-    if not steps:
+    if not count:
         return text
-    mean = sum(int(step.sum()) for step in steps) / places.nodes
+    mean = int(steps.sum()) / places.nodes
     before = sum(int(places.compute_busiest(step).sum()) for step in steps)
     after = sum(int(places.compute_busiest(step[places.place(step)]).sum()) for step in steps)
     return (

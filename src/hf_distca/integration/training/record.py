@@ -61,6 +61,15 @@ _TRAINING_FIELDS = (
     "fp16",
     "seed",
 )
+_COUNTS = {"tokens", "sent_bytes", "between_bytes"}  # fields of `PerRank`, the others are seconds
+_SIZES = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_size",
+    "sliding_window",
+)
 # Plans of the worst micro-batches are written up to this many bytes: some hundred steps of 8 ranks,
 # some of 512.
 _MAX_PLAN_BYTES = 1_000_000
@@ -84,11 +93,11 @@ class Recorder(logging.Filter):
         super().__init__()
         self._path, self._session, self._every_plan = folder / RECORD_NAME, session, every_plan
         self._first_number = session.planner.resume_progress().number
-        self._totals, self._figures = BalanceTotals(), np.zeros((len(fields(PerRank)), 0))
+        # Since the last time.
+        self._totals, self._figures = BalanceTotals(), np.zeros(())
         # With its imbalance: seconds of the slowest rank by the mean.
         self._worst_plan: tuple[float, PlannedMicroBatch] | None = None
         self._plan_bytes = 0
-        self._plan_count = 0
         self._has_failed = False
 
     def start(
@@ -100,7 +109,7 @@ class Recorder(logging.Filter):
     ) -> None:
         """Begin the record, after `step` steps: a new file, or the next part of an existing one."""
         session, cost = self._session, self._session.config.cost_model
-        row = RunRow(
+        run = RunRow(
             step=step,
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             ranks=session.rank_count,
@@ -114,7 +123,7 @@ class Recorder(logging.Filter):
             versions={"python": python_version(), **_read_versions()},
             replaced_imbalance=replaced_imbalance,
         )
-        self._append_rows([row], mode="a" if step else "w")
+        self._append_rows([run], mode="a" if step else "w")
         session.planner.history.observer = self._add_micro_batch
         LOG.addFilter(self)
 
@@ -122,25 +131,19 @@ class Recorder(logging.Filter):
         """Write the counts since the last time, after `step` steps, and the loss if it is a finite
         number.
         """
-        totals, self._totals = self._totals, BalanceTotals()
-        if not totals.micro_batches:
+        if not self._totals.micro_batches:
             return
-        figures, self._figures = self._figures, np.zeros_like(self._figures)
-        rows: list[Row] = []
-        if self._worst_plan is not None:
-            rows.append(self._make_plan_row(self._worst_plan[1]))
-            self._worst_plan = None
-        rows.append(
-            StepsRow(
-                step,
-                asdict(totals),
-                _make_per_rank(figures),
-                loss if isinstance(loss, float) and math.isfinite(loss) else None,
-                list(self._session.kernel_names),
-                self._session.planner.resume_progress().costs.learned_corrections,
-            )
+        worst = [] if self._worst_plan is None else [self._make_plan_row(self._worst_plan[1])]
+        counts = StepsRow(
+            step,
+            asdict(self._totals),
+            _make_per_rank(self._figures),
+            loss if isinstance(loss, float) and math.isfinite(loss) else None,
+            list(self._session.kernel_names),
+            self._session.planner.resume_progress().costs.learned_corrections,
         )
-        self._append_rows(rows)
+        self._append_rows([*worst, counts])
+        self._totals, self._figures, self._worst_plan = BalanceTotals(), np.zeros(()), None
 
     def stop(self) -> None:
         """Stop recording."""
@@ -154,13 +157,13 @@ class Recorder(logging.Filter):
         return True
 
     def _add_micro_batch(self, micro_batch: PlannedMicroBatch, totals: BalanceTotals) -> None:
-        if micro_batch.number <= self._first_number:  # of an evaluation before
+        # Micro-batches of an evaluation before are not the training's.
+        if micro_batch.number <= self._first_number or self._has_failed:
             return
         self._totals += totals
-        figures = _sum_figures(micro_batch.plans)
-        self._figures = figures if not self._figures.size else self._figures + figures
+        self._figures = self._figures + _sum_figures(micro_batch.plans)
         imbalance = totals.estimated_before / max(totals.estimated_mean, 1e-30)
-        if self._every_plan or not self._plan_count:
+        if self._every_plan or not self._plan_bytes:
             self._append_rows([self._make_plan_row(micro_batch)])
         elif self._plan_bytes < _MAX_PLAN_BYTES and (
             self._worst_plan is None or imbalance > self._worst_plan[0]
@@ -168,16 +171,16 @@ class Recorder(logging.Filter):
             self._worst_plan = imbalance, micro_batch
 
     def _make_plan_row(self, micro_batch: PlannedMicroBatch) -> PlanRow:
-        self._plan_count += 1
-        parts = [
-            PlanPart(json.loads(plan.plan.to_json()), plan.task_seconds.tolist(), plan.ranks.speeds)
-            for plan in micro_batch.plans
-        ]
         return PlanRow(
             micro_batch.step,
             micro_batch.number - self._first_number,
             _make_per_rank(_sum_figures(micro_batch.plans)),
-            parts,
+            [
+                PlanPart(
+                    json.loads(plan.plan.to_json()), plan.task_seconds.tolist(), plan.ranks.speeds
+                )
+                for plan in micro_batch.plans
+            ],
         )
 
     def _append_rows(self, rows: Sequence[Row], mode: str = "a") -> None:
@@ -204,13 +207,11 @@ class Recorder(logging.Filter):
 def _sum_figures(plans: Sequence[BatchPlan]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return (figures, ranks) in the order of the fields of `PerRank`."""
     rows = []
-    counted: set[int] = set()
-    for plan in plans:
+    for index, plan in enumerate(plans):
         # Each kind of layers has a plan for the same tokens; each nano-batch has its own.
-        tokens = plan.plan.layout.query_tokens * (plan.key.nano not in counted)
-        counted.add(plan.key.nano)
+        is_counted = plan.key.nano in {other.key.nano for other in plans[:index]}
         figures = (
-            tokens,
+            plan.plan.layout.query_tokens * (not is_counted),
             *(plan.estimated_before, plan.estimated_after),
             *(plan.measured_before, plan.measured_after),
             *(plan.sent_bytes, plan.between_bytes * plan.on_several_nodes),
@@ -220,27 +221,20 @@ def _sum_figures(plans: Sequence[BatchPlan]) -> np.ndarray[Any, np.dtype[np.floa
 
 
 def _make_per_rank(figures: np.ndarray[Any, np.dtype[np.float64]]) -> PerRank:
-    columns = dict(zip((field.name for field in fields(PerRank)), figures.tolist(), strict=True))
-    for name in ("tokens", "sent_bytes", "between_bytes"):
-        columns[name] = list(map(int, columns[name]))
-    return PerRank(**columns)
+    return PerRank(
+        **{
+            field.name: row.astype(np.int64 if field.name in _COUNTS else np.float64).tolist()
+            for field, row in zip(fields(PerRank), figures, strict=True)
+        }
+    )
 
 
 def _describe_model(model: torch.nn.Module | None) -> dict[str, Any]:
     """Return type, shape and dtype of the first part of a model that asks for distca."""
     for config in find_distca_configs(model)[:1]:
-        shape = (
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "hidden_size",
-            "sliding_window",
-        )
-        sizes = {
-            name: value for name in shape if (value := getattr(config, name, None)) is not None
-        }
-        return {"type": config.model_type, **sizes, "dtype": str(getattr(model, "dtype", ""))}
+        sizes = {name: getattr(config, name, None) for name in _SIZES}
+        known = {name: size for name, size in sizes.items() if size is not None}
+        return {"type": config.model_type, **known, "dtype": str(getattr(model, "dtype", ""))}
     return {}
 
 

@@ -1,33 +1,22 @@
-"""Estimates and measurements since `configure`: figures for logs, the summary of a run, and
-timelines for Perfetto.
-"""
+"""Estimates and measurements since `configure`: figures for logs, and the summary of a run."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import torch.distributed as dist
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.history import BalanceTotals
-from hf_distca.integration.current_session import current_session
 from hf_distca.integration.processes import print_lines
 from hf_distca.integration.session import Session
 from hf_distca.kernels.variants import late_compiles
-from hf_distca.measure.timeline import Trace
 
 __all__ = [
     "Metrics",
-    "metrics",
     "nothing_moved_reason",
     "print_summary",
     "read_metrics",
     "summarize_balance",
-    "trace",
 ]
 
 
@@ -71,38 +60,13 @@ class Metrics:
 
     def figures(self) -> dict[str, float]:
         """Return the figures that `DistCACallback` logs; those without data are left out."""
-        figures = self.balance.compute_figures()
-        if self.state_bytes and self.balance.micro_batches:
-            figures["distca/states_mb"] = self.state_bytes / self.balance.micro_batches / 1e6
-        if self.late_compiles and self.balance.micro_batches:
-            figures["distca/late_compiles"] = self.late_compiles
-        return figures
-
-
-def metrics(*, gather: bool = False) -> Metrics:
-    """Return sums of estimates and measurements since `configure`; reading does not reset them.
-
-    For custom logs: ``before = metrics()``, and later ``(metrics(gather=True) -
-    before).figures()``. All ranks see the same figures, except ``distca/planning_ms``,
-    ``distca/server_time_share``, ``distca/states_mb`` and ``distca/late_compiles``, which are of
-    this rank. With one rank or another attention implementation there are none.
-
-    Args:
-        gather: let ranks exchange their measurements first, so that all micro-batches up to here
-            are in the sums. This takes one small collective, for which all ranks must call it at
-            the same point, after a backward, and waits for the device, as reading the loss does.
-            Without it nothing is exchanged and a rank may read alone: the sums then contain
-            measurements announced with the documents of later micro-batches, so the last
-            micro-batch is missing, and on CUDA the last two.
-
-    Raises:
-        DistCADesyncError: with `gather`, if not all ranks come.
-    """
-    session = current_session()
-    session.times_local_work = True
-    if gather:
-        session.gather_measurements()
-    return read_metrics(session)
+        count = self.balance.micro_batches
+        own = {
+            "distca/states_mb": self.state_bytes / max(count, 1) / 1e6,
+            "distca/late_compiles": self.late_compiles,
+        }
+        known = {name: figure for name, figure in own.items() if count and figure}
+        return {**self.balance.compute_figures(), **known}
 
 
 def read_metrics(session: Session) -> Metrics:
@@ -132,48 +96,44 @@ def summarize_balance(
     if not totals.micro_batches:
         return None
     figures = totals.compute_figures()
-    tokens = figures.get("distca/imbalance_tokens", 1.0)
     in_order = figures.get("distca/imbalance_estimated_in_order")
+    ratios: dict[str, list[float | None]] = {
+        "tokens": [figures.get("distca/imbalance_tokens", 1.0)] * 2,
+        **{
+            kind: [figures.get(f"distca/imbalance_{kind}_{side}") for side in ("before", "after")]
+            for kind in ("estimated", "measured")
+        },
+        "estimated, batches replaced": [replaced],
+        "estimated, documents in order": [in_order],
+    }
     before, after = ("before", "after") if in_order is None else ("dealt", "moved")
     lines = [
-        (
-            f"distca: {totals.micro_batches} micro-batches on {session.rank_count} ranks, work"
-            f" moved in {totals.moved}"
-        ),
+        f"distca: {totals.micro_batches} micro-batches on {session.rank_count} ranks, work moved in"
+        f" {totals.moved}",
         f"  {'imbalance (slowest rank / mean)':<34}{before:>8}{after:>8}",
-        f"    {'tokens':<32}{tokens:>8.3f}{tokens:>8.3f}",
     ]
-    for kind in ("estimated", "measured"):
-        if (home := figures.get(f"distca/imbalance_{kind}_before")) is not None:
-            lines.append(
-                f"    {kind:<32}{home:>8.3f}{figures[f'distca/imbalance_{kind}_after']:>8.3f}"
-            )
-    for name, value in (("batches replaced", replaced), ("documents in order", in_order)):
-        if value is not None:
-            lines.append(f"    {f'estimated, {name}':<32}{value:>8.3f}")
+    lines += [
+        f"    {name:<32}" + "".join(f"{ratio:>8.3f}" for ratio in some)
+        for name, some in ratios.items()
+        if some[0] is not None
+    ]
+    between = figures.get("distca/between_nodes_mb_per_layer")
+    servers = figures.get("distca/servers_share")
     parts = {
-        "exchanged": (
-            f"{figures.get('distca/exchanged_mb_per_layer', 0.0):.3f} MB per layer and micro-batch"
-            " by the busiest rank, for moved work and for documents on several ranks"
-        ),
-    }
-    if between := figures.get("distca/between_nodes_mb_per_layer"):
-        parts["nodes"] = (
-            f"{between:.3f} MB of that to other nodes, by the rank that sends most there"
-        )
-    parts |= {
+        "exchanged": f"{figures.get('distca/exchanged_mb_per_layer', 0.0):.3f} MB per layer and"
+        " micro-batch by the busiest rank, for moved work and for documents on several ranks",
+        "nodes": f"{between:.3f} MB of that to other nodes, by the rank that sends most there"
+        if between
+        else "",
         "planning": f"{figures['distca/planning_ms']:.1f} ms per micro-batch",
-        "attention": (
-            f"{figures['distca/server_time_share']:.0%} of this rank's time, in kernel"
-            f" {', '.join(session.kernel_names)}"
-        ),
+        "attention": f"{figures['distca/server_time_share']:.0%} of this rank's time, in kernel"
+        f" {', '.join(session.kernel_names)}",
+        "servers": f"{servers:.0%} of attention, idle {figures['distca/servers_idle']:.0%} of the"
+        " time"
+        if servers is not None
+        else "",
     }
-    if "distca/servers_share" in figures:
-        parts["servers"] = (
-            f"{figures['distca/servers_share']:.0%} of attention, idle"
-            f" {figures['distca/servers_idle']:.0%} of the time"
-        )
-    return "\n".join([*lines, *(f"  {name:<12}{value}" for name, value in parts.items())])
+    return "\n".join([*lines, *(f"  {name:<12}{text}" for name, text in parts.items() if text)])
 
 
 def print_summary(totals: BalanceTotals, session: Session, replaced: float | None = None) -> None:
@@ -232,31 +192,3 @@ def fewer_moves_reason(session: Session) -> str | None:
         " again now and then. A faster network or longer documents gain more;"
         " DistCAConfig(measured_rates=False) goes by the cost model alone."
     )
-
-
-@contextmanager
-def trace(folder: str | Path | None = None) -> Iterator[Trace]:
-    """Record a timeline of core attention: linear, dispatch, server and return spans of both
-    nano-batches and directions.
-
-    Open the files at ui.perfetto.dev or chrome://tracing. On CUDA, recording puts events on the
-    stream without waiting; writing waits for the device. With a Trainer, put ``trainer.train()``
-    inside, for a few steps: every step is recorded, the first ones as well.
-
-    Args:
-        folder: folder in which each rank writes ``rank_<number>.json`` at the end; None to write
-            nothing. The page of ``hf-distca report`` shows those in the run's ``output_dir``.
-
-    Yields:
-        The trace; ``spans`` and ``hidden`` (the part of the messages' time hidden by computation)
-        can be read at any time.
-    """
-    session, recorded = current_session(), Trace()
-    before, session.trace = session.trace, recorded
-    try:
-        yield recorded
-    finally:
-        session.trace = before
-    if folder is not None:
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        recorded.write(Path(folder) / f"rank_{rank}.json", rank)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey, check_equal
-from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.agreement.dealt_share import DealSettings, DealtShare
 from hf_distca.agreement.documents import (
     DOCUMENT_KEYS,
     PACKING_KEYS,
@@ -20,14 +18,14 @@ from hf_distca.agreement.documents import (
 )
 from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.current_session import current_session
 from hf_distca.integration.hooks.dealt_trainers import wrap_trainers
 from hf_distca.integration.session import Session
+from hf_distca.integration.training.callback import find_session
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["share_tokens"]
+__all__ = ["deal_drawn_batches", "share_tokens"]
 
 _KNOWN_COLUMNS = {"input_ids", "labels", "shift_labels", "attention_mask", *DOCUMENT_KEYS}
 # What is dealt by until a layer has run: causal pairs, whatever the layer is.
@@ -62,21 +60,21 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
         LayoutError: if a batch does not hold the documents that it declares.
         DistCADesyncError: if not all ranks call it, with as many batches.
     """
+    return deal_drawn_batches(find_session(), batches)
+
+
+def deal_drawn_batches(session: Session, batches: Sequence[Any]) -> list[Any]:
+    """Deal the tokens of micro-batches as `share_tokens` does, for a session."""
     wrap_trainers()
-    session = current_session()
     group, progress = session.join_trainers(), session.planner.resume_progress()
     if group.size == 1 or not batches:
         return list(batches)
     place = f"sharing tokens from micro-batch {progress.next_number} on"
     with group.reporting(place):
-        drawn = [_DrawnBatch.read_batch(batch) for batch in batches]
+        drawn = [_read_batch(batch) for batch in batches]
+        lengths = [batch_lengths for batch_lengths, _ in drawn]
         rows = group.gather(
-            np.concatenate(
-                [
-                    [len(drawn), *(len(batch.lengths) for batch in drawn)],
-                    *(batch.lengths for batch in drawn),
-                ]
-            ),
+            np.concatenate([[len(drawn), *map(len, lengths)], *lengths]),
             doing=place,
         )
         check_equal(
@@ -86,75 +84,73 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
             place,
             "draw as many on every rank",
         )
-        # The lengths in each micro-batch of each rank.
-        lengths = [np.split(row[1 + len(drawn) :], np.cumsum(row[1 : len(drawn)])) for row in rows]
+        documents = np.concatenate(
+            [_list_documents(rank, row, len(drawn)) for rank, row in enumerate(rows)]
+        )
         costs = {
             key._replace(nano=0): progress.costs.get_cost(key) for key in progress.pop_recent_keys()
         }
-        shared = [
-            _deal_batch(session, costs, number, [rank_lengths[number] for rank_lengths in lengths])
-            for number in range(len(drawn))
-        ]
-        tokens = _exchange_tokens(group, drawn, shared, place)
+        shares, runs = zip(
+            *(
+                _deal_batch(session, costs, number, documents[documents[:, 0] == number])
+                for number in range(len(drawn))
+            ),
+            strict=True,
+        )
+        columns_T2 = _exchange_tokens(
+            group,
+            torch.cat([columns for _, columns in drawn]),
+            [np.concatenate(rank_runs) for rank_runs in zip(*runs, strict=True)],
+            place,
+        )
+    parts = torch.split(columns_T2, [sum(share.lengths) for share in shares])
     return [
-        _make_batch(shared_batch, columns_T2, batch["input_ids"].device)
-        for shared_batch, columns_T2, batch in zip(shared, tokens, batches, strict=True)
+        _make_batch(share, part, batch["input_ids"].device)
+        for share, part, batch in zip(shares, parts, batches, strict=True)
     ]
 
 
-@dataclass(frozen=True, eq=False)
-class _DrawnBatch:
-    """Tokens of a batch without padding.
+def _read_batch(batch: Mapping[str, Any]) -> tuple[IntArray, torch.Tensor]:
+    """Read the documents of a batch, without padding.
 
-    Attributes:
-        lengths: (documents,) number of tokens of each.
-        columns_T2: int64 ids, and the label that follows each.
+    Returns:
+        (documents,) number of tokens of each, and (tokens, 2) int64 ids with the label that follows
+        each.
     """
-
-    lengths: IntArray
-    columns_T2: torch.Tensor
-
-    @classmethod
-    def read_batch(cls, batch: Mapping[str, Any]) -> _DrawnBatch:
-        if unknown := sorted(batch.keys() - _KNOWN_COLUMNS - {*PACKING_KEYS}):
-            raise UnsupportedError(
-                f"a batch holds {', '.join(unknown)}, and share_tokens deals"
-                f" {', '.join(sorted(_KNOWN_COLUMNS))} only: tokens go to other ranks, so leave the"
-                " rest out."
-            )
-        documents = TokenBatch.of(batch).read_documents(training=True)
-        if documents.span_ranks:
-            raise UnsupportedError(
-                "a batch is a share of dealt documents already: share_tokens is for batches that"
-                " are not."
-            )
-        indices: slice | torch.Tensor = slice(None)
-        if documents.token_indices is not None:
-            indices = torch.from_numpy(documents.token_indices)
-        lengths = documents.runs[:, 2]
-        _check_positions(batch.get("position_ids"), indices, lengths)
-        columns = [
-            batch[name].reshape(-1).cpu()[indices]
-            for name in ("input_ids", "labels", "shift_labels")
-            if name in batch
-        ]
-        if "shift_labels" not in batch:
-            labels = columns[-1]
-            columns.append(torch.cat([labels[1:], labels.new_full((1,), IGNORED_LABEL)]))
-            columns[-1][np.cumsum(lengths) - 1] = IGNORED_LABEL
-        return cls(lengths, torch.stack([columns[0], columns[-1]], dim=1).long())
+    if unknown := sorted(batch.keys() - _KNOWN_COLUMNS - {*PACKING_KEYS}):
+        raise UnsupportedError(
+            f"a batch holds {', '.join(unknown)}, and share_tokens deals"
+            f" {', '.join(sorted(_KNOWN_COLUMNS))} only: tokens go to other ranks, so leave the"
+            " rest out."
+        )
+    documents = TokenBatch.of(batch).read_documents(training=True)
+    if documents.span_ranks:
+        raise UnsupportedError(
+            "a batch is a share of dealt documents already: share_tokens is for batches that"
+            " are not."
+        )
+    lengths = documents.runs[:, 2]
+    columns = {
+        name: batch[name].reshape(-1).cpu()
+        for name in ("input_ids", "labels", "shift_labels", "position_ids")
+        if batch.get(name) is not None
+    }
+    if documents.token_indices is not None:
+        columns = {name: column[documents.token_indices] for name, column in columns.items()}
+    ends = np.cumsum(lengths) - 1
+    if "position_ids" in columns:
+        _check_positions(columns["position_ids"].numpy(), ends)
+    if "shift_labels" not in columns:
+        columns["shift_labels"] = columns.get("labels", columns["input_ids"]).roll(-1)
+        columns["shift_labels"][ends] = IGNORED_LABEL
+    return lengths, torch.stack([columns["input_ids"], columns["shift_labels"]], dim=1).long()
 
 
-def _check_positions(
-    positions: torch.Tensor | None, indices: slice | torch.Tensor, lengths: IntArray
-) -> None:
+def _check_positions(positions: IntArray, ends: IntArray) -> None:
     """Raise if positions skip some inside a document: they are recomputed from its length."""
-    if positions is None:
-        return
-    step = np.diff(positions.reshape(-1).cpu()[indices].numpy())
-    inside = np.ones(len(step) + 1, dtype=np.bool_)
-    inside[np.cumsum(lengths) - 1] = False  # from one document to the next
-    if (jumps := np.flatnonzero((step != 1) & inside[:-1])).size:
+    step = np.diff(positions)
+    step[ends[:-1]] = 1  # from one document to the next
+    if (jumps := np.flatnonzero(step != 1)).size:
         raise UnsupportedError(
             f"position_ids of a batch change by {step[jumps[0]]} after token {jumps[0]}, inside a"
             " document: share_tokens counts positions of what it deals anew, and these would be"
@@ -162,49 +158,33 @@ def _check_positions(
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _SharedBatch:
-    """A dealt micro-batch.
-
-    Attributes:
-        packed: this rank's share.
-        home_ranks: (documents,) rank that drew each.
-        first_tokens: (documents,) index of its first token among those of its home.
+def _list_documents(rank: int, row: IntArray, batches: int) -> IntArray:
+    """List the documents that a rank announced: (documents, 4) int64 with columns micro-batch,
+    rank, index of its first token among all that the rank drew, and number of tokens.
     """
-
-    packed: PackedDocuments
-    home_ranks: IntArray
-    first_tokens: IntArray
-
-    def list_runs(self, rank: int) -> list[tuple[int, int, int]]:
-        """List the runs of a rank: (rank that drew it, index of its first token there, number of
-        tokens).
-        """
-        segments = (
-            []
-            if self.packed.dealt_share is None
-            else self.packed.dealt_share.whole_layout.list_segments(rank)
-        )
-        return [
-            (
-                int(self.home_ranks[s.document]),
-                int(self.first_tokens[s.document]) + s.start,
-                s.length,
-            )
-            for s in segments
-        ]
+    lengths = row[1 + batches :]
+    return np.stack(
+        [
+            np.repeat(np.arange(batches), row[1 : 1 + batches]),
+            np.full_like(lengths, rank),
+            np.cumsum(lengths) - lengths,
+            lengths,
+        ],
+        axis=1,
+    )
 
 
 def _deal_batch(
-    session: Session, costs: dict[PlanKey, CostModel], number: int, lengths: Sequence[IntArray]
-) -> _SharedBatch:
+    session: Session, costs: dict[PlanKey, CostModel], number: int, documents: IntArray
+) -> tuple[PackedDocuments, list[IntArray]]:
+    """Deal the documents of a micro-batch.
+
+    Returns:
+        The share of this rank; and the runs of each rank, (runs, 3) int64 with columns rank that
+        drew it, index among what that drew, and number of tokens.
+    """
     group, planner = session.join_trainers(), session.planner
-    all_lengths = np.concatenate(lengths)
-    home_ranks = np.repeat(np.arange(group.size), [len(rank_lengths) for rank_lengths in lengths])
-    first_tokens = np.concatenate(
-        [np.cumsum(rank_lengths) - rank_lengths for rank_lengths in lengths]
-    )
-    tokens, remainder = divmod(int(all_lengths.sum()), group.size)
+    tokens, remainder = divmod(int(documents[:, 3].sum()), group.size)
     dealing = DealSettings(
         group.size,
         [tokens + (rank < remainder) for rank in range(group.size)],
@@ -212,60 +192,50 @@ def _deal_batch(
         session.config,
         group.per_node,
     )
-    return _SharedBatch(
-        dealing.make_share(
-            all_lengths, (0, planner.resume_progress().number + number + 1), group.rank
-        ),
-        home_ranks,
-        first_tokens,
+    packed = dealing.make_share(
+        documents[:, 3], (0, planner.resume_progress().number + number + 1), group.rank
     )
+    layout = cast("DealtShare", packed.dealt_share).whole_layout
+    _, homes, first_tokens, _ = documents[layout.document].T
+    runs = np.stack([homes, first_tokens + layout.start, layout.length], axis=1)
+    return packed, [runs[layout.rank == rank] for rank in range(group.size)]
 
 
 def _exchange_tokens(
-    group: AttentionGroup, drawn: Sequence[_DrawnBatch], shared: Sequence[_SharedBatch], place: str
-) -> list[torch.Tensor]:
-    """Exchange tokens, and return the (tokens, 2) columns of this rank's share of every
-    micro-batch.
+    group: AttentionGroup, columns_T2: torch.Tensor, runs: Sequence[IntArray], place: str
+) -> torch.Tensor:
+    """Exchange tokens, by the runs of each rank, and return the (tokens, 2) columns of this rank's
+    runs.
     """
-    pieces = [
-        [
-            batch.columns_T2[start : start + tokens]
-            for batch, shared_batch in zip(drawn, shared, strict=True)
-            for home, start, tokens in shared_batch.list_runs(rank)
-            if home == group.rank
-        ]
-        for rank in range(group.size)
-    ]
-    runs = [batch.list_runs(group.rank) for batch in shared]
-    receive = np.zeros(group.size, dtype=np.int64)
-    for home, _, tokens in chain.from_iterable(runs):
-        receive[home] += tokens
+    sent, wanted = [part[part[:, 0] == group.rank] for part in runs], runs[group.rank]
     arrived = group.all_to_all(
-        torch.cat([drawn[0].columns_T2[:0], *chain.from_iterable(pieces)]),
-        [sum(map(len, rank_pieces)) for rank_pieces in pieces],
-        receive.tolist(),
+        torch.cat(
+            [
+                columns_T2[:0],
+                *(columns_T2[begin : begin + n] for _, begin, n in np.concatenate(sent).tolist()),
+            ]
+        ),
+        [int(part[:, 2].sum()) for part in sent],
+        [int(wanted[wanted[:, 0] == home, 2].sum()) for home in range(group.size)],
         doing=place,
     )
-    begin = np.cumsum(receive) - receive
-    columns = []
-    for batch_runs in runs:
-        parts = [arrived[:0]]
-        for home, _, tokens in batch_runs:
-            parts.append(arrived[begin[home] : begin[home] + tokens])
-            begin[home] += tokens
-        columns.append(torch.cat(parts))
-    return columns
+    order = np.argsort(wanted[:, 0], kind="stable")  # of arrival
+    pieces = torch.split(arrived, wanted[order, 2].tolist())
+    return torch.cat([arrived[:0], *(pieces[index] for index in np.argsort(order))])
 
 
 def _make_batch(
-    shared: _SharedBatch, columns_T2: torch.Tensor, device: torch.device
+    packed: PackedDocuments, columns_T2: torch.Tensor, device: torch.device
 ) -> dict[str, Any]:
     """Make the batch of a share for the model."""
     ids, targets = columns_T2.unbind(1)
-    labels = torch.full_like(targets, IGNORED_LABEL)  # shifted, they would lack the targets at cuts
-    positions = torch.from_numpy(shared.packed.positions)
-    rows = {"input_ids": ids, "labels": labels, "shift_labels": targets, "position_ids": positions}
+    rows = {
+        "input_ids": ids,
+        "labels": torch.full_like(targets, IGNORED_LABEL),  # shifted, they would lack those at cuts
+        "shift_labels": targets,
+        "position_ids": torch.from_numpy(packed.positions),
+    }
     return {
         **{name: row[None].to(device) for name, row in rows.items()},
-        "distca_documents": shared.packed,
+        "distca_documents": packed,
     }
