@@ -33,19 +33,30 @@ __all__ = ["PendingPlans", "Planner", "get_current_world"]
 _log = logging.getLogger("hf_distca")
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class PendingPlans:
     """Plans that are being made.
 
     Attributes:
-        place: description of the batches, for errors.
+        requests: documents, each with the key of its plan.
+        config: the settings that they are made under.
         group: the ranks that make the plans.
-        plans: the plans, in the order of requests.
+        place: description of the batches, for errors.
+        plans: the plans, in the order of requests, and the seconds that they took.
     """
 
-    place: str
+    requests: Sequence[Request]
+    config: DistCAConfig
     group: AttentionGroup
-    plans: Future[list[BatchPlan]] = field(default_factory=Future)
+    place: str
+    plans: Future[tuple[list[Plan], float]] = field(default_factory=Future)
+
+    def complete(self, make_plans: Callable[[], tuple[list[Plan], float]]) -> None:
+        """Make the plans, or store the exception for the thread that reads them."""
+        try:
+            self.plans.set_result(make_plans())
+        except BaseException as error:
+            self.plans.set_exception(error)
 
 
 class Planner:
@@ -107,9 +118,7 @@ class Planner:
         Raises:
             LayoutError: if a share is not for this rank of this group.
         """
-        prepared: list[BatchPlan | None] = [
-            documents.prepared_plans.pop(key, None) for documents, key in requests
-        ]
+        prepared = [documents.prepared_plans.pop(key, None) for documents, key in requests]
         usable = [
             batch_plan
             for batch_plan in prepared
@@ -119,8 +128,7 @@ class Planner:
         ]
         if len(usable) == len(requests):
             return usable
-        all_shares = [documents.dealt_share for documents, _ in requests]
-        shares = [share for share in all_shares if share is not None]
+        shares = [documents.dealt_share for documents, _ in requests if documents.dealt_share]
         if len(shares) == len(requests):
             return self.plan_shares(shares, requests, group)
         return self.finish_plans(self.begin_plans(requests, group))
@@ -145,35 +153,24 @@ class Planner:
         started = time.perf_counter()
         config = self.config
         keys = [key for _, key in requests]
-        place = place or f"micro-batch {self.resume_progress().find_number(keys)}"
-        pending = PendingPlans(place, group)
-        batches = self.resume_progress().announce_requests(requests, group, place, config)
+        progress = self.resume_progress()
+        place = place or f"micro-batch {progress.find_number(keys)}"
+        batches = progress.announce_requests(requests, group, place, config)
         layouts = [build_layout(batch) for batch in batches]
         jobs = self._make_jobs(keys, group.size, group.per_node)
+        pending = PendingPlans(requests, config, group, place)
 
-        def make_plans() -> list[BatchPlan]:
+        def make_plans() -> tuple[list[Plan], float]:
             plans = [
                 balance(layout, job.cost, job.config, job.ranks)
                 for layout, job in zip(layouts, jobs, strict=True)
             ]
-            planning_ms = (time.perf_counter() - started) * 1e3 / max(len(plans), 1)
-            return [
-                BatchPlan(
-                    key,
-                    plan,
-                    config,
-                    documents.runs,
-                    planning_ms,
-                    per_node=group.per_node,
-                    holds=group.holds,
-                )
-                for (documents, key), plan in zip(requests, plans, strict=True)
-            ]
+            return plans, time.perf_counter() - started
 
         if in_background:
-            AwaitedThread(lambda: _complete_plans(pending.plans, make_plans), "plans")
+            AwaitedThread(lambda: pending.complete(make_plans), "plans")
         else:
-            _complete_plans(pending.plans, make_plans)
+            pending.complete(make_plans)
         return pending
 
     @joint_step
@@ -183,21 +180,30 @@ class Planner:
         Returns:
             One plan for each request, in their order.
         """
-        batch_plans = pending.plans.result()
-        started = time.perf_counter()
+        plans, seconds = pending.plans.result()
+        started = time.perf_counter() - seconds
         group = pending.group
         # Plans come from equal inputs, but an exchange with unequal plans would hang.
-        numbers = [_shorten_digest(batch_plan.plan) for batch_plan in batch_plans]
-        digests = np.array(numbers, dtype=np.int64)
+        digests = np.array([_shorten_digest(plan) for plan in plans], dtype=np.int64)
         doing = f"comparing plans of {pending.place}"
         if not group.all_equal(digests, doing=doing):
             description = "plans for the same documents"
             remedy = "use one version of hf_distca and numpy"
             for column in np.stack(group.gather(digests, doing=doing)).T:
                 check_equal(group, column, description, pending.place, remedy)
-        for batch_plan in batch_plans:
-            batch_plan.planning_ms += (time.perf_counter() - started) * 1e3 / len(batch_plans)
-        return batch_plans
+        planning_ms = (time.perf_counter() - started) * 1e3 / max(len(plans), 1)
+        return [
+            BatchPlan(
+                key,
+                plan,
+                pending.config,
+                documents.runs,
+                planning_ms,
+                group.per_node,
+                group.holds,
+            )
+            for (documents, key), plan in zip(pending.requests, plans, strict=True)
+        ]
 
     @joint_step
     def plan_shares(
@@ -215,7 +221,7 @@ class Planner:
         jobs = self._make_share_jobs(keys, shares[0])
         plans = [share.plan(job) for share, job in zip(shares, jobs, strict=True)]
         planning_ms = (time.perf_counter() - started) * 1e3 / len(plans)
-        per_node = shares[0].per_node if self._share_group is None else group.per_node
+        per_node = shares[0].per_node if group.holds is None else group.per_node
         batch_plans = [
             BatchPlan(
                 key,
@@ -223,17 +229,18 @@ class Planner:
                 self.config,
                 documents.runs,
                 planning_ms,
-                str(share),
                 per_node,
                 group.holds,
+                str(share),
                 share.pop_local_plan_count(),
-                in_order=share.in_order,
+                share.in_order,
             )
             for (documents, key), plan, share in zip(requests, plans, shares, strict=True)
         ]
-        place = f"micro-batch {self.resume_progress().find_number(keys)} ({shares[0]})"
+        progress = self.resume_progress()
+        place = f"micro-batch {progress.find_number(keys)} ({shares[0]})"
         share_numbers = [*shares[0].batch_id, shares[0].digest, *map(_shorten_digest, plans)]
-        self.resume_progress().announce_share(share_numbers, keys, group, place, self.config)
+        progress.announce_share(share_numbers, requests, group, place, self.config)
         return batch_plans
 
     def _register_kind(self, share: DealtShare, key: PlanKey, group: AttentionGroup) -> None:
@@ -296,13 +303,3 @@ def get_current_world() -> object:
 def _shorten_digest(plan: Plan) -> int:
     """Return the first 60 bits of a plan's digest as a number."""
     return int(plan.digest[:15], 16)
-
-
-def _complete_plans(
-    plans: Future[list[BatchPlan]], make_plans: Callable[[], list[BatchPlan]]
-) -> None:
-    """Make plans, or store the exception for the thread that reads them."""
-    try:
-        plans.set_result(make_plans())
-    except BaseException as error:
-        plans.set_exception(error)

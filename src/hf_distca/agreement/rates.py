@@ -21,7 +21,7 @@ set to deterministic algorithms.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.batch_plan import BatchPlan, Observation, observe_plans
+from hf_distca.agreement.batch_plan import Observation, PlanMeasurement, observe_plans
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
@@ -180,7 +180,7 @@ class Costs(dict[Kind, CostModel]):
         slowdowns = [rates.slowdown for rates in self._rates.values()]
         return max((value for value in slowdowns if value is not None), default=None)
 
-    def learn_from_plans(self, plans: Sequence[BatchPlan], config: DistCAConfig) -> list[str]:
+    def learn_from_plans(self, plans: Sequence[PlanMeasurement], config: DistCAConfig) -> list[str]:
         """Correct rates by the measurements of each micro-batch and kind of layer.
 
         Return the changes, as sentences.
@@ -188,9 +188,9 @@ class Costs(dict[Kind, CostModel]):
         changes: list[str] = []
         if not can_correct_rates(config):
             return changes
-        plans_of: dict[tuple[int, PlanKey], list[BatchPlan]] = {}  # by micro-batch and whole batch
+        plans_of = defaultdict(list)  # by micro-batch and whole batch
         for plan in plans:
-            plans_of.setdefault((plan.number, plan.key._replace(nano=0)), []).append(plan)
+            plans_of[plan.use.number, plan.use.batch_plan.key._replace(nano=0)].append(plan)
         for (_, key), nano_plans in plans_of.items():
             kind = key.shape, key.device
             if self.accept_sample(kind):

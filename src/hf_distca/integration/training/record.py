@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from transformers import TrainingArguments
 
-from hf_distca.agreement.batch_plan import BatchPlan
+from hf_distca.agreement.batch_plan import PlanMeasurement
 from hf_distca.agreement.history import BalanceTotals, PlannedMicroBatch
 from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.processes import LOG
@@ -170,8 +170,12 @@ class Recorder(logging.Filter):
     def _make_plan_row(self, micro_batch: PlannedMicroBatch) -> PlanRow:
         self._plan_count += 1
         parts = [
-            PlanPart(json.loads(plan.plan.to_json()), plan.task_seconds.tolist(), plan.ranks.speeds)
-            for plan in micro_batch.plans
+            PlanPart(
+                json.loads(use.batch_plan.plan.to_json()),
+                use.task_seconds.tolist(),
+                use.ranks.speeds,
+            )
+            for use in micro_batch.uses
         ]
         return PlanRow(
             micro_batch.step,
@@ -201,19 +205,20 @@ class Recorder(logging.Filter):
             )
 
 
-def _sum_figures(plans: Sequence[BatchPlan]) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _sum_figures(plans: Sequence[PlanMeasurement]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return (figures, ranks) in the order of the fields of `PerRank`."""
     rows = []
     counted: set[int] = set()
     for plan in plans:
         # Each kind of layers has a plan for the same tokens; each nano-batch has its own.
-        tokens = plan.plan.layout.query_tokens * (plan.key.nano not in counted)
-        counted.add(plan.key.nano)
+        batch_plan, nano = plan.use.batch_plan, plan.use.batch_plan.key.nano
+        tokens = batch_plan.plan.layout.query_tokens * (nano not in counted)
+        counted.add(nano)
         figures = (
             tokens,
-            *(plan.estimated_before, plan.estimated_after),
+            *(plan.use.estimated_before, plan.use.estimated_after),
             *(plan.measured_before, plan.measured_after),
-            *(plan.sent_bytes, plan.between_bytes * plan.on_several_nodes),
+            *(plan.sent_bytes, plan.between_bytes),
         )
         rows.append(np.stack(figures).astype(np.float64))
     return np.asarray(np.sum(rows, axis=0), dtype=np.float64)
