@@ -227,7 +227,7 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
         own, settings = [(10**6,) * FIGURE_COUNT], hash_settings(facts)
         rows.append(
             Announcement(
-                1, settings, exchanges=0, checksum=0, figures=own, requests=[(one, key)]
+                1, settings, exchanges=0, checksum=0, figures=own, documents=[(one, key.nano)]
             ).to_row()
         )
     (stated,) = check_agreement(Announcements.from_rows(rows), facts, group, "here")

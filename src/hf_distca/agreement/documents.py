@@ -273,11 +273,6 @@ class Documents:
         last_row = last // max(row_length, 1)
         return bool((first_row != last_row).any() or (first_row[1:] == first_row[:-1]).any())
 
-    @property
-    def announced_numbers(self) -> IntArray:
-        """Numbers that other ranks need: (runs, 3) if documents span ranks, else (runs,)."""
-        return self.runs if self.span_ranks else self.runs[:, 2]
-
 
 def make_unknown_runs(lengths: IntArray, starts: IntArray | None = None) -> IntArray:
     """Make the runs of `Documents` where documents have no numbers.

@@ -255,7 +255,7 @@ class Progress:
             exchanges=self._meter.dispatches + self._meter.returns - self._exchanges_before,
             checksum=0 if group.data is None else group.data.checksum,
             figures=[use.own_figures for use in uses],
-            requests=() if share_numbers else requests,
+            documents=[] if share_numbers else [(batch, key.nano) for batch, key in requests],
             share_numbers=share_numbers,
             is_leaving=self.is_leaving,
         )

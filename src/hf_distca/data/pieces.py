@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from hf_distca.agreement.dealt_share import hash_numbers
 from hf_distca.data.collator import make_labels
 from hf_distca.data.columns import TARGET_MASKS, convert_integers
 from hf_distca.errors import LayoutError
@@ -118,5 +118,4 @@ def hash_pieces(pieces: Sequence[DocumentPiece]) -> int:
     """Return a hash below 2**56 of some tokens of some pieces; any integers may be tokens."""
     indices = np.unique(np.linspace(0, max(len(pieces) - 1, 0), SAMPLE_COUNT).astype(np.int64))
     samples = [pieces[index].read_sample() for index in indices if index < len(pieces)]
-    parts = [part.tobytes() for sample in samples for part in (np.array([len(sample)]), sample)]
-    return int.from_bytes(hashlib.sha256(b"".join(parts)).digest()[:7], "big")
+    return hash_numbers(part for sample in samples for part in ([len(sample)], sample))
