@@ -197,7 +197,7 @@ def read_feature_documents(
             f"a feature has the keys {sorted(feature)}; it needs 'input_ids' or 'documents'."
         )
     row = {
-        name: convert_integers(feature[name], name, "iub" if "mask" in name else "iu")
+        name: convert_integers(feature[name], name)
         for name in _READ_COLUMNS
         if feature.get(name) is not None
     }
@@ -210,15 +210,13 @@ def read_feature_documents(
                 f"a row has {count} input_ids and {len(column)} numbers in its {name}: they must "
                 "match."
             )
-    mask = row.pop("attention_mask", None)
-    indices = _find_real_tokens(mask, count)
+    indices = _find_real_tokens(row.get("attention_mask"), count)
     row = {name: column[indices] for name, column in row.items()}
     ids = row["input_ids"]
     masks = [row[name] for name in TARGET_MASKS if name in row]
     labels = row["labels"] if "labels" in row else make_labels(ids, masks)
-    mask_numbers = None if mask is None else mask[indices]
-    starts = _find_starts(row.get("position_ids"), mask_numbers)
-    starts = _choose_starts(len(ids), lengths, starts)
+    found_starts = _find_starts(row.get("position_ids"), row.get("attention_mask"))
+    starts = _choose_starts(len(ids), lengths, found_starts)
     columns = ids, labels, row.get("position_ids", np.arange(len(ids)))
     parts = zip(*(np.split(column, starts[1:]) for column in columns), strict=True)
     return [

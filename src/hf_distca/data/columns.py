@@ -92,10 +92,9 @@ def check_columns(
     """
     for name in row.keys() - set(read_columns):
         value = row[name]
-        if value is None:
-            continue
         has_numbers = _has_numbers(value)
-        check_column(name, read_columns, inputs, has_numbers=has_numbers)
+        if value is not None:
+            check_column(name, read_columns, inputs, has_numbers=has_numbers)
         if inputs.names is not None and has_numbers and len(value) == tokens > 1:
             _warn_of_unread_column(name, tuple(sorted(read_columns)))
 
@@ -114,24 +113,31 @@ def check_column(
     Raises:
         LayoutError: names the column.
     """
-    only = f"only {', '.join(sorted(read_columns))} are read"
-    if name in _REFUSED_COLUMNS:
-        raise LayoutError(
-            f"a row has a column {name!r}, which says what its documents or targets are, and would "
-            f"be lost here: {only}. Give documents with labels of their own, and remove the "
-            "column, or use another collator."
-        )
-    if inputs.names is None and has_numbers:
-        raise LayoutError(
-            f"a row has a column {name!r} of numbers, which may be an input of the model and would "
-            f"be lost here: {only}. Remove the column; or say which model it is for, as in "
-            "PackingCollator(model): what its forward does not take is left out."
-        )
-    if inputs.names is not None and name in inputs.names:
-        raise LayoutError(
-            f"a row has a column {name!r}, an input of the model that would be lost here: {only}. "
-            "Remove the column, or use another collator."
-        )
+    checks = (
+        (
+            name in _REFUSED_COLUMNS,
+            ", which says what its documents or targets are, and",
+            "Give documents with labels of their own, and remove the column, or use another "
+            "collator.",
+        ),
+        (
+            inputs.names is None and has_numbers,
+            " of numbers, which may be an input of the model and",
+            "Remove the column; or say which model it is for, as in PackingCollator(model): what "
+            "its forward does not take is left out.",
+        ),
+        (
+            name in (inputs.names or ()),
+            ", an input of the model that",
+            "Remove the column, or use another collator.",
+        ),
+    )
+    for is_wrong, description, remedy in checks:
+        if is_wrong:
+            raise LayoutError(
+                f"a row has a column {name!r}{description} would be lost here: only "
+                f"{', '.join(sorted(read_columns))} are read. {remedy}"
+            )
 
 
 def _has_numbers(value: Any) -> bool:
@@ -157,17 +163,17 @@ def _warn_of_unread_column(name: str, read_columns: tuple[str, ...]) -> None:
     )
 
 
-def convert_integers(values: Any, name: str, kinds: str = "iu") -> IntArray:
+def convert_integers(values: Any, name: str) -> IntArray:
     """Convert a flat list, array or tensor of integers to int64, (values,).
 
     Args:
         values: the integers.
-        name: name of their column, for errors.
-        kinds: accepted kinds of numpy dtypes.
+        name: name of their column; those of masks may be bool.
 
     Raises:
         LayoutError: if they are no flat row of integers.
     """
+    kinds = "iub" if "mask" in name else "iu"
     try:
         row = values.numpy(force=True) if isinstance(values, torch.Tensor) else values
         if not isinstance(row, np.ndarray):

@@ -61,12 +61,11 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
                 "something that every epoch and every worker can iterate from its beginning, such "
                 "as datasets.IterableDataset.from_generator(...)."
             )
-        parts = 1
-        if is_datasets_class("IterableDataset", documents):
-            parts = count_split_ranks(documents)
-        if parts > 1:
+        is_stored = is_datasets_class("IterableDataset", documents)
+        if is_stored and count_split_ranks(documents) > 1:
             raise ConfigError(
-                f"documents are one of {parts} parts of a stream that is divided by rank "
+                f"documents are one of {count_split_ranks(documents)} parts of a stream that is "
+                "divided by rank "
                 "(split_dataset_by_node): each rank reads the whole stream, and dealing leaves it "
                 "its share. Give the stream as it was."
             )
