@@ -368,9 +368,8 @@ class TokenBatch:
         total = self.batch_size * self.length
         if self.padding is None and tokens == total:
             return documents
-        is_real = np.ones(total, dtype=np.bool_)
-        if self.padding is not None:
-            is_real = self.padding.reshape(-1).cpu().numpy() != 0
+        padding = np.ones(total) if self.padding is None else self.padding.reshape(-1).cpu().numpy()
+        is_real = padding != 0
         real = int(is_real.sum())
         batch = f"{self.batch_size} x {self.length}"
         if tokens not in (total, real):
@@ -401,16 +400,15 @@ class TokenBatch:
         shape = (self.batch_size, self.length)
         position, mask = read_positions(self.position_ids, self.padding, shape)
         tokens = RowTokens.of(position, mask, self.length, first_position)
-        if span_ranks:
-            begin = tokens.find_run_starts()
-            starts = tokens.position[begin]
-        else:
-            begin = tokens.find_document_starts(training=training)
-            starts = None
-        lengths = np.diff(np.append(begin, len(tokens.index)))
+        begin = (
+            tokens.find_run_starts()
+            if span_ranks
+            else tokens.find_document_starts(training=training)
+        )
+        lengths = np.diff(begin, append=len(tokens.index))
         indices = None if len(tokens.index) == self.batch_size * self.length else tokens.index
         return Documents(
-            make_unknown_runs(lengths, starts),
+            make_unknown_runs(lengths, tokens.position[begin] if span_ranks else None),
             span_ranks,
             indices,
             longest_holed=0 if indices is None else _find_longest_holed(lengths, indices),
@@ -427,9 +425,8 @@ def _find_longest_holed(lengths: IntArray, token_indices: IntArray) -> int:
 
 def _read_lengths(packed: PackedDocuments) -> Documents:
     count = len(packed.lengths)
-    documents = packed.documents or (-1,) * count
-    starts = packed.starts or (0,) * count
-    runs = np.array([documents, starts, packed.lengths], dtype=np.int64).reshape(3, count).T
+    columns = packed.documents or (-1,) * count, packed.starts or (0,) * count, packed.lengths
+    runs = np.array(columns, dtype=np.int64).reshape(3, count).T
     return Documents(
         runs[runs[:, 2] > 0],
         packed.documents is not None,

@@ -138,12 +138,12 @@ class Costs(dict[Kind, CostModel]):
         super().__init__()
         self.measured_ranks: Ranks = UNIFORM_RANKS
         self.dtypes: dict[Kind, str] = {}
-        self._rates: dict[Kind, _KindRates] = {}
+        self._rates: defaultdict[Kind, _KindRates] = defaultdict(_KindRates)
 
     def get_cost(self, key: PlanKey) -> CostModel:
         """Return the current cost model for a plan, corrected by measurements."""
         kind = key.shape, key.device
-        rates = self._rates.get(kind, _KindRates())
+        rates = self._rates[kind]
         correction = rates.correction
         if rates.is_in_trial:
             correction = replace(correction, exchange=1.0)
@@ -177,8 +177,8 @@ class Costs(dict[Kind, CostModel]):
     @property
     def exchange_slowdown(self) -> float | None:
         """Relative slowdown by exchanges, if some kind of layer loses by them; else None."""
-        slowdowns = [rates.slowdown for rates in self._rates.values()]
-        return max((value for value in slowdowns if value is not None), default=None)
+        slowdowns = (rates.slowdown for rates in self._rates.values())
+        return max((slowdown for slowdown in slowdowns if slowdown is not None), default=None)
 
     def learn_from_plans(self, plans: Sequence[PlanMeasurement], config: DistCAConfig) -> list[str]:
         """Correct rates by the measurements of each micro-batch and kind of layer.
@@ -204,7 +204,7 @@ class Costs(dict[Kind, CostModel]):
 
         Of many micro-batches a few are enough, and making a sample takes time.
         """
-        rates = self._rates.setdefault(kind, _KindRates())
+        rates = self._rates[kind]
         rates.offered_samples += 1
         return (
             rates.offered_samples <= _MAX_SAMPLES
@@ -217,15 +217,13 @@ class Costs(dict[Kind, CostModel]):
 
         Return the changes, as sentences.
         """
-        rates = self._rates.setdefault(kind, _KindRates())
+        rates = self._rates[kind]
         changes: list[str] = []
         rates.sample_count += 1
         if rates.sample_count <= _WARM_UP_SAMPLES:
             return changes
         count = len(sample.kernel)
-        speeds = self.measured_ranks.speeds
-        if speeds is not None and len(speeds) != count:
-            self.measured_ranks = UNIFORM_RANKS
+        self.measured_ranks = self.make_ranks(count)
         rates.new_samples.append(sample)
         samples = [other for other in rates.new_samples if len(other.kernel) == count]
         if len(samples) >= _MIN_SAMPLES and self._is_far_off(rates.correction, samples):
@@ -254,7 +252,6 @@ class Costs(dict[Kind, CostModel]):
         changes = []
         count = len(samples[0].kernel)
         speeds = np.array(ranks_before.list_speeds(count))
-        factors = correction_before.kernel_factors
         for _ in range(3):  # in turns, as each of the two needs the other
             factors = _fit_factors(samples, speeds)
             estimated = [sample.estimate_seconds(factors) for sample in samples]
@@ -264,8 +261,7 @@ class Costs(dict[Kind, CostModel]):
             self.measured_ranks = UNIFORM_RANKS
         else:
             self.measured_ranks = Ranks.of([_round_rate(speed) for speed in speeds])
-        rounded = [_round_rate(float(np.clip(factor, *_FACTOR_RANGE))) for factor in factors]
-        task, byte, flop = rounded
+        task, byte, flop = map(_round_rate, np.clip(factors, *_FACTOR_RANGE))
         rates.correction = replace(correction_before, task=task, byte=byte, flop=flop)
         rates.new_samples.clear()
         if rates.correction != correction_before:
@@ -298,7 +294,7 @@ class Costs(dict[Kind, CostModel]):
             cost = math.ceil(max(sample.slowdown, 0) / _TRIAL_SHARE)
             rates.idle_micro_batches = max(rates.idle_micro_batches - cost, -_MAX_TRIAL_INTERVAL)
         samples = [other for other in rates.new_samples if other.has_exchange] or [sample]
-        all_factors = [other.compute_exchange_factor() for other in samples]
+        all_factors = (other.compute_exchange_factor() for other in samples)
         factors = [factor for factor in all_factors if factor is not None]
         required = _MIN_SAMPLES
         if was_in_trial:
@@ -307,21 +303,20 @@ class Costs(dict[Kind, CostModel]):
             required = _MIN_CLEAR_SAMPLES
         if not factors or len(samples) < required:
             return changes
-        factor = _round_rate(float(np.clip(np.median(factors), *_FACTOR_RANGE)))
+        factor = _round_rate(np.clip(np.median(factors), *_FACTOR_RANGE))
         slowdown = float(np.median([other.slowdown for other in samples]))
         change = abs(factor - rates.correction.exchange) * float(sample.estimated_exchange.max())
         if change > (_TOLERANCE if slowdown <= 0 else 0) * float(sample.kernel.max()):
             rates.correction = replace(rates.correction, exchange=factor)
             changes.append(f"exchanges take {factor:.3g} times as long as the cost model says")
             rates.new_samples.clear()
-        if slowdown <= 0:
-            rates.slowdown = None
-            rates.trial_interval = _MIN_TRIAL_INTERVAL
-        else:
-            rates.slowdown = slowdown
-            interval = 2 * rates.trial_interval if was_in_trial else rates.trial_interval
-            interval = max(interval, math.ceil(slowdown / _TRIAL_SHARE))
-            rates.trial_interval = min(interval, _MAX_TRIAL_INTERVAL)
+        rates.slowdown = slowdown if slowdown > 0 else None
+        interval = max(
+            rates.trial_interval * (1 + was_in_trial), math.ceil(slowdown / _TRIAL_SHARE)
+        )
+        rates.trial_interval = (
+            min(interval, _MAX_TRIAL_INTERVAL) if slowdown > 0 else _MIN_TRIAL_INTERVAL
+        )
         return changes
 
 
@@ -330,9 +325,8 @@ def can_correct_rates(config: DistCAConfig) -> bool:
 
     A user's own model is not, nor is any in deterministic mode, because times do not repeat.
     """
-    if isinstance(config.cost_model, CostModel) or torch.are_deterministic_algorithms_enabled():
-        return False
-    return config.measured_rates
+    is_own = isinstance(config.cost_model, CostModel)
+    return config.measured_rates and not (is_own or torch.are_deterministic_algorithms_enabled())
 
 
 def _compute_speeds(estimated: Sequence[FloatArray], samples: Sequence[Observation]) -> FloatArray:
@@ -378,17 +372,15 @@ def _fit_factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArr
     return np.asarray(nnls(np.concatenate([scaled * common, pull]), targets)[0] * common)
 
 
-def _round_rate(value: float) -> float:
+def _round_rate(value: float | np.float64) -> float:
     """Round to three digits, because last bits differ between processors."""
     return float(f"{value:.3g}")
 
 
 def _describe_kind(kind: Kind) -> str:
     shape, device = kind
-    width = f"{shape.head_dim}"
-    if shape.head_dim != shape.value_head_dim:
-        width += f" and {shape.value_head_dim}"
-    heads = f"{shape.query_heads}:{shape.key_value_heads} heads of {width}"
+    widths = dict.fromkeys((str(shape.head_dim), str(shape.value_head_dim)))
+    heads = f"{shape.query_heads}:{shape.key_value_heads} heads of {' and '.join(widths)}"
     return f"{heads}, {shape.element_bytes} bytes, {device}"
 
 
@@ -400,7 +392,6 @@ def _describe_ranks(ranks: Ranks) -> str:
         for rank, speed in enumerate(ranks.speeds)
         if abs(math.log(speed)) > _SPEED_TOLERANCE
     ]
-    sentence = ", ".join(different[:8])
     if len(different) > 8:
-        sentence += f", and {len(different) - 8} more differ"
-    return sentence
+        different[8:] = [f"and {len(different) - 8} more differ"]
+    return ", ".join(different)

@@ -128,9 +128,10 @@ class PackingCollator:
         labels[packed.positions == 0] = IGNORED_LABEL
         if not (labels != IGNORED_LABEL).any():
             _warn_of_no_targets(len(ids))
-        rows = {"input_ids": ids, "labels": labels, "position_ids": positions}
         return {
-            **{name: torch.from_numpy(row)[None] for name, row in rows.items()},
+            "input_ids": torch.from_numpy(ids)[None],
+            "labels": torch.from_numpy(labels)[None],
+            "position_ids": torch.from_numpy(positions)[None],
             "distca_documents": packed,
         }
 

@@ -158,13 +158,10 @@ def cut_share(
             if not is_cut:
                 labels[begin + 1 : begin + length] = run_labels[1:length]
         begin += length
-    rows = {
-        "input_ids": ids,
-        "labels": labels,
-        "shift_labels": shifted,
-        "position_ids": packed.positions,
-    }
     return {
-        **{name: torch.from_numpy(row) for name, row in rows.items()},
+        "input_ids": torch.from_numpy(ids),
+        "labels": torch.from_numpy(labels),
+        "shift_labels": torch.from_numpy(shifted),
+        "position_ids": torch.from_numpy(packed.positions),
         "distca_documents": packed,
     }
