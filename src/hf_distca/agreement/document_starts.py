@@ -131,10 +131,10 @@ class RowTokens:
         """
         if not len(self.index):
             return np.zeros(0, dtype=np.int64)
-        row = self.row
-        position = self.position
         if training:
             self._check_row_starts()
+        row = self.row
+        position = self.position
         begin = self._mark_starts()
         step = np.diff(position, prepend=position[:1])
         begins_row = np.concatenate([[True], np.diff(row) != 0])
@@ -169,23 +169,21 @@ class RowTokens:
         """Mark first tokens of rows and of documents that the mask numbers, (tokens,) bool."""
         columns = [self.row] if self.document_number is None else [self.row, self.document_number]
         changes = np.any([np.diff(column) != 0 for column in columns], axis=0)
-        begin: BoolArray = np.concatenate([[True], changes])[: len(self.index)]
-        return begin
+        return np.concatenate([[True], changes])[: len(self.index)]
 
     def _check_values(self, first_position: int) -> None:
         row = self.row
         column = self.index % self.row_length
         if len(self.index) and self.position.min() < 0:
             token = self.position.argmin()
-            position = self.position[token] + first_position
-            remedy = "positions start at 0."
-            if first_position:
-                remedy = (
-                    f"this model counts from {first_position}, as DataCollatorWithFlattening("
-                    f"position_ids_start={first_position}) does. Use that, or PackingCollator."
-                )
+            remedy = (
+                f"this model counts from {first_position}, as DataCollatorWithFlattening("
+                f"position_ids_start={first_position}) does. Use that, or PackingCollator."
+            )
             raise LayoutError(
-                f"position_ids[{row[token]}, {column[token]}] is {position}: {remedy}"
+                f"position_ids[{row[token]}, {column[token]}] is "
+                f"{self.position[token] + first_position}: "
+                f"{remedy if first_position else 'positions start at 0.'}"
             )
         if self.document_number is None:
             return

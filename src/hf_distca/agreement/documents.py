@@ -258,8 +258,7 @@ class Documents:
     @property
     def first_token_indices(self) -> IntArray:
         """Index among batch * sequence of the first token of each run, (runs,) int64."""
-        first = self.runs[:, 2].cumsum() - self.runs[:, 2]
-        return first if self.token_indices is None else self.token_indices[first]
+        return self._find_indices(self.runs[:, 2].cumsum() - self.runs[:, 2])
 
     def is_packed(self, row_length: int) -> bool:
         """Return whether a row holds several documents, or a document continues in the next row.
@@ -267,11 +266,13 @@ class Documents:
         Args:
             row_length: number of tokens of a row, padding included.
         """
-        last = self.runs[:, 2].cumsum() - 1
-        last = last if self.token_indices is None else self.token_indices[last]
         first_row = self.first_token_indices // max(row_length, 1)
-        last_row = last // max(row_length, 1)
+        last_row = self._find_indices(self.runs[:, 2].cumsum() - 1) // max(row_length, 1)
         return bool((first_row != last_row).any() or (first_row[1:] == first_row[:-1]).any())
+
+    def _find_indices(self, tokens: IntArray) -> IntArray:
+        """Find the indices among batch * sequence of tokens that are counted without padding."""
+        return tokens if self.token_indices is None else self.token_indices[tokens]
 
 
 def make_unknown_runs(lengths: IntArray, starts: IntArray | None = None) -> IntArray:
@@ -386,20 +387,24 @@ class TokenBatch:
                 "documents may go on on other ranks (PackedDocuments with starts): leave "
                 "attention_mask out, and give padding as a document of its own."
             )
-        runs = documents.runs.copy()
+        lengths = documents.runs[:, 2]
         if tokens == total:
-            real_before = np.concatenate([[0], np.cumsum(is_real)])
-            runs[:, 2] = np.diff(real_before[np.cumsum(runs[:, 2])], prepend=0)
-        runs = runs[runs[:, 2] > 0]
+            document = np.repeat(np.arange(len(lengths)), lengths)
+            lengths = np.bincount(document[is_real], minlength=len(lengths))
+        lengths = lengths[lengths > 0]
         indices = np.flatnonzero(is_real)
-        longest_holed = _find_longest_holed(runs[:, 2], indices)
-        return replace(documents, runs=runs, token_indices=indices, longest_holed=longest_holed)
+        return replace(
+            documents,
+            runs=make_unknown_runs(lengths),
+            token_indices=indices,
+            longest_holed=_find_longest_holed(lengths, indices),
+        )
 
     def _read_from_positions(self, span_ranks: bool, training: bool) -> Documents:
         first_position = 0 if self.position_ids is None else self.first_position
         shape = (self.batch_size, self.length)
-        position, mask = read_positions(self.position_ids, self.padding, shape)
-        tokens = RowTokens.of(position, mask, self.length, first_position)
+        rows = read_positions(self.position_ids, self.padding, shape)
+        tokens = RowTokens.of(*rows, self.length, first_position)
         begin = (
             tokens.find_run_starts()
             if span_ranks

@@ -183,8 +183,9 @@ class Progress:
         def compare(rows: Sequence[IntArray]) -> None:
             check_agreement(Announcements.from_rows(rows), settings, group, place)
 
-        doing = f"comparing shares of {place}"
-        meeting = group.gather_async(announcement.to_row(), doing=doing, on_arrival=compare)
+        meeting = group.gather_async(
+            announcement.to_row(), doing=f"comparing shares of {place}", on_arrival=compare
+        )
         self._meetings.append((meeting, uses))
 
     def drain_meetings(self, at_most: int) -> None:
@@ -217,8 +218,9 @@ class Progress:
             self._meter.running[0].end.synchronize()
         uses = self._history.unmeasured_uses
         row = np.array([use.own_figures for use in uses], dtype=np.int64).reshape(-1)
-        doing = f"gathering what ranks measured up to micro-batch {self.number}"
-        rows = group.gather(row, doing=doing)
+        rows = group.gather(
+            row, doing=f"gathering what ranks measured up to micro-batch {self.number}"
+        )
         if all(len(other) == len(row) for other in rows):
             figures = np.stack(rows).reshape(len(rows), -1, FIGURE_COUNT)
             self._store_figures(figures, uses, self._meeting_count, [])

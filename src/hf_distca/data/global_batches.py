@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal, get_args
 
 import numpy as np
@@ -137,12 +138,10 @@ class GlobalBatches:
         if not 0 <= number < len(self):
             raise IndexError(f"global batch {number} of {len(self)}")
         if self._epoch is None or self._epoch[0] != epoch:
-            batches = np.arange(self._count)
-            documents = np.arange(len(self._length))
-            if self._fills_whole:
-                batches = self._shuffle(self._count, 1 + epoch)
-            else:
-                documents = self._shuffle(len(self._length), epoch)
+            count = len(self._length)
+            whole = self._fills_whole
+            batches = self._shuffle(self._count, 1 + epoch) if whole else np.arange(self._count)
+            documents = np.arange(count) if whole else self._shuffle(count, epoch)
             self._epoch = epoch, batches, documents, np.cumsum(self._length[documents])
         _, batches, documents, ends = self._epoch
         batch_start = int(batches[number]) * self.tokens
@@ -257,25 +256,22 @@ def _pack_documents(lengths: IntArray, tokens: int, *, quiet: bool) -> IntArray:
     Returns:
         The number of each document's batch, (documents,) int64.
     """
-    free_tokens: list[int] = []  # of open batches, ascending
-    open_batches: list[int] = []  # their numbers
+    # Free tokens, minus the time of the last change, and number of each open batch, ascending.
+    open_batches: list[tuple[int, int, int]] = []
     batches: list[int] = []  # of the documents so far
     batch_count = 0
     bar = tqdm(lengths.tolist(), "packing documents", delay=1.0, disable=quiet, unit=" documents")
     for n in bar:
-        index = bisect_left(free_tokens, n)
-        if index < len(free_tokens):
-            free = free_tokens.pop(index) - n
-            batch = open_batches.pop(index)
+        index = bisect_left(open_batches, n, key=itemgetter(0))
+        if index < len(open_batches):
+            free, _, batch = open_batches.pop(index)
         else:
-            free = tokens - n
+            free = tokens
             batch = batch_count
             batch_count += 1
-            if len(free_tokens) == _MAX_OPEN_BATCHES:
-                del free_tokens[0], open_batches[0]  # the fullest one
+            if len(open_batches) == _MAX_OPEN_BATCHES:
+                del open_batches[0]  # the fullest one
         batches.append(batch)
-        if free:
-            index = bisect_left(free_tokens, free)
-            free_tokens.insert(index, free)
-            open_batches.insert(index, batch)
+        if free > n:
+            insort(open_batches, (free - n, -len(batches), batch))
     return np.array(batches, dtype=np.int64)

@@ -61,8 +61,8 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
                 "something that every epoch and every worker can iterate from its beginning, such "
                 "as datasets.IterableDataset.from_generator(...)."
             )
-        is_stored = is_datasets_class("IterableDataset", documents)
-        if is_stored and count_split_ranks(documents) > 1:
+        is_divided = is_datasets_class("IterableDataset", documents)
+        if is_divided and count_split_ranks(documents) > 1:
             raise ConfigError(
                 f"documents are one of {count_split_ranks(documents)} parts of a stream that is "
                 "divided by rank "
@@ -71,6 +71,7 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
             )
         super().__init__()
         self.documents = documents
+        self._is_divided = is_divided  # among workers
         self.deal_settings = deal_settings
         self.column = column
         self.inputs = inputs
@@ -87,14 +88,13 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        is_divided = is_datasets_class("IterableDataset", self.documents)  # among workers
         epoch = self.epoch
         if info is not None:  # a worker has a copy of the documents, without the new epoch
             self._set_documents_epoch(epoch)
         for number, pieces in enumerate(self._fill_global_batches()):
-            if not is_divided and number % workers != worker:
+            if not self._is_divided and number % workers != worker:
                 continue
-            batch_id = epoch, number * workers + worker if is_divided else number
+            batch_id = epoch, number * workers + worker if self._is_divided else number
             for rank in range(self.deal_settings.ranks):
                 yield _LazyShare(self, batch_id, rank, pieces)
 
@@ -102,9 +102,7 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
         tokens = self.deal_settings.tokens
         pieces: list[DocumentPiece] = []
         free = tokens
-        documents: Iterable[Any] = self.documents
-        if not is_datasets_class("IterableDataset", documents):
-            documents = _iterate_undivided(documents)
+        documents = self.documents if self._is_divided else _iterate_undivided(self.documents)
         for number, document in enumerate(documents):
             begin = 0
             count = count_tokens(document, self.column, number)
