@@ -246,15 +246,19 @@ def observe_plans(
     if len(plans) != 1 + is_nano or figures.min() < 0 or (calls != layers).any():
         return None
     seconds = figures.sum(axis=0) / (1e9 * layers)
-    made = [(plan.use.batch_plan.plan, plan.use.ranks) for plan in plans]
-    local = [(Plan.local(plan.layout, plan.window), ranks) for plan, ranks in made]
+    pairs = [(plan.use.batch_plan.plan, plan.use.ranks) for plan in plans]
+    local = [(Plan.local(plan.layout, plan.window), ranks) for plan, ranks in pairs]
     return Observation(
-        parts=np.sum([_sum_parts(plan, cost) for plan, _ in made], axis=0),
+        parts=np.sum([_sum_parts(plan, cost) for plan, _ in pairs], axis=0),
         kernel=seconds[:, 0],
         measured_exchange=seconds[:, 2],
-        estimated_exchange=np.sum([_estimate_exchange(*of, cost, config) for of in made], axis=0),
+        estimated_exchange=np.sum(
+            [_estimate_exchange(*pair, cost, config) for pair in pairs], axis=0
+        ),
         unmoved=np.sum([plan.measured_before / layers for plan in plans], axis=0),
-        unmoved_exchange=np.sum([_estimate_exchange(*of, cost, config) for of in local], axis=0),
+        unmoved_exchange=np.sum(
+            [_estimate_exchange(*pair, cost, config) for pair in local], axis=0
+        ),
         is_overlapped=is_nano,
     )
 

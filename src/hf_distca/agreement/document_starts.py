@@ -194,9 +194,9 @@ class RowTokens:
                 "it must be 0 or more."
             )
         runs = np.stack([row, self.document_number], axis=1)[self._mark_starts()]
-        found, counts = np.unique(runs, axis=0, return_counts=True)
-        if len(found) < len(runs):
-            repeated = found[counts > 1][0]
+        numbers, counts = np.unique(runs, axis=0, return_counts=True)
+        if len(numbers) < len(runs):
+            repeated = numbers[counts > 1][0]
             raise LayoutError(
                 f"attention_mask numbers the documents of row {repeated[0]}, and {repeated[1]} "
                 "comes again after another number: give each document a number of its own, and "

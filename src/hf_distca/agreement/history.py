@@ -129,18 +129,18 @@ class PlannedMicroBatch:
 def _compute_totals(plan: PlanMeasurement) -> BalanceTotals:
     """Compute the contribution of one plan to the totals of its micro-batch."""
     use = plan.use
-    made = use.batch_plan
-    tokens = made.plan.layout.query_tokens
+    batch_plan = use.batch_plan
+    tokens = batch_plan.plan.layout.query_tokens
     before = use.estimated_before
     measured = plan.measured_after
-    tokenless = ~np.array(made.holds or [True] * len(measured))
+    tokenless = ~np.array(batch_plan.holds or [True] * len(measured))
     served = float(measured[tokenless].sum())
     # Both nano-batches go through each layer: the first one counts it.
-    layers = 0 if made.key.nano == 2 else use.meter.calls
+    layers = 0 if batch_plan.key.nano == 2 else use.meter.calls
     return BalanceTotals(
         largest_tokens=float(tokens.max()),
         mean_tokens=float(tokens[~tokenless].mean()),
-        planning_ms=made.planning_ms,
+        planning_ms=batch_plan.planning_ms,
         estimated_before=float(before.max()),
         estimated_after=float(use.estimated_after.max()),
         estimated_mean=float(before.mean()),
@@ -150,14 +150,14 @@ def _compute_totals(plan: PlanMeasurement) -> BalanceTotals:
         busiest_bytes=float(plan.sent_bytes.max()),
         layers=layers,
         own_seconds=use.meter.seconds,
-        planned_here=made.local_plan_count,
+        planned_here=batch_plan.local_plan_count,
         served_seconds=served,
         server_seconds=served / max(int(tokenless.sum()), 1),
         all_seconds=float(measured.sum()),
         between_bytes=float(plan.between_bytes.max()),
-        node_layers=layers * made.on_several_nodes,
-        estimated_in_order=made.in_order * float(before.mean()),
-        dealt_mean=float(before.mean()) * (made.in_order > 0),
+        node_layers=layers * batch_plan.on_several_nodes,
+        estimated_in_order=batch_plan.in_order * float(before.mean()),
+        dealt_mean=float(before.mean()) * (batch_plan.in_order > 0),
     )
 
 
@@ -229,8 +229,8 @@ class History:
         plans = micro_batch.plans
         if micro_batch.end_time is None or len(plans) < len(micro_batch.uses):
             return
-        made = [plan.use.batch_plan.plan for plan in plans]
-        moved = any((plan.home != plan.server).any() for plan in made)
+        plans_made = [plan.use.batch_plan.plan for plan in plans]
+        moved = any((plan.home != plan.server).any() for plan in plans_made)
         elapsed = micro_batch.end_time - micro_batch.start_time
         totals = BalanceTotals(micro_batches=1, moved=int(moved), elapsed_seconds=elapsed)
         totals = sum(map(_compute_totals, plans), totals)

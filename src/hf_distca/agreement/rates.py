@@ -34,7 +34,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 
-__all__ = ["Correction", "Costs", "can_correct_rates"]
+__all__ = ["Correction", "Costs"]
 
 # Kind of layer: shape and type of device. Layers of one kind share a cost model, with any window.
 Kind = tuple[AttentionShape, str]
@@ -186,7 +186,9 @@ class Costs(dict[Kind, CostModel]):
         Return the changes, as sentences.
         """
         changes: list[str] = []
-        if not can_correct_rates(config):
+        # A user's own model is not corrected, nor is any where times would make runs differ.
+        is_own = isinstance(config.cost_model, CostModel)
+        if is_own or not config.measured_rates or torch.are_deterministic_algorithms_enabled():
             return changes
         plans_of = defaultdict(list)  # by micro-batch and whole batch
         for plan in plans:
@@ -318,15 +320,6 @@ class Costs(dict[Kind, CostModel]):
             min(interval, _MAX_TRIAL_INTERVAL) if slowdown > 0 else _MIN_TRIAL_INTERVAL
         )
         return changes
-
-
-def can_correct_rates(config: DistCAConfig) -> bool:
-    """Return whether cost models are corrected by measurements.
-
-    A user's own model is not, nor is any in deterministic mode, because times do not repeat.
-    """
-    is_own = isinstance(config.cost_model, CostModel)
-    return config.measured_rates and not (is_own or torch.are_deterministic_algorithms_enabled())
 
 
 def _compute_speeds(estimated: Sequence[FloatArray], samples: Sequence[Observation]) -> FloatArray:

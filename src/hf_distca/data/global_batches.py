@@ -10,7 +10,6 @@ import logging
 import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Literal, get_args
 
 import numpy as np
@@ -257,12 +256,12 @@ def _pack_documents(lengths: IntArray, tokens: int, *, quiet: bool) -> IntArray:
         The number of each document's batch, (documents,) int64.
     """
     # Free tokens, minus the time of the last change, and number of each open batch, ascending.
-    open_batches: list[tuple[int, int, int]] = []
+    open_batches: list[tuple[int, ...]] = []
     batches: list[int] = []  # of the documents so far
     batch_count = 0
     bar = tqdm(lengths.tolist(), "packing documents", delay=1.0, disable=quiet, unit=" documents")
     for n in bar:
-        index = bisect_left(open_batches, n, key=itemgetter(0))
+        index = bisect_left(open_batches, (n,))
         if index < len(open_batches):
             free, _, batch = open_batches.pop(index)
         else:

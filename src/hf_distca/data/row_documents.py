@@ -46,11 +46,10 @@ def find_row_documents(
     for values, count in _read_blocks(rows, column, quiet=quiet):
         if column in ("input_ids", "position_ids"):
             starts = _find_starts(values, count, end_of_document)
-            lengths.append(np.diff(starts, append=len(values)))
-            counts.append(np.diff(np.searchsorted(starts, np.cumsum(count)), prepend=0))
-        else:
-            lengths.append(values.astype(np.int64))
-            counts.append(count)
+            values = np.diff(starts, append=len(values))
+            count = np.diff(np.searchsorted(starts, np.cumsum(count)), prepend=0)
+        lengths.append(values.astype(np.int64))
+        counts.append(count)
     documents = np.concatenate(counts)
     return np.concatenate(lengths), np.repeat(np.arange(len(documents)), documents)
 

@@ -100,8 +100,7 @@ class Shares(EpochMixin):
         number, rank = divmod(int(item), self.deal_settings.ranks)
         pieces = self.batches.get_pieces(epoch, number)
         document_ids = np.concatenate([pieces.documents, pieces.starts, [self._digest]])
-        batch_id = epoch, number
-        packed = self.deal_settings.make_share(pieces.lengths, batch_id, rank, document_ids)
+        packed = self.deal_settings.make_share(pieces.lengths, (epoch, number), rank, document_ids)
         indices = np.unique(np.asarray(packed.documents, dtype=np.int64))
         numbers = np.unique(pieces.documents[indices])
         numbers = numbers[numbers >= 0]  # without padding

@@ -120,9 +120,6 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
 
 def _iterate_undivided(documents: Iterable[Any]) -> Iterator[Any]:
     """Yield all documents, even if the iterable would divide them among loader workers."""
-    if get_worker_info() is None:
-        yield from documents
-        return
     with hide_worker_info():
         if get_worker_info() is not None:
             raise ConfigError(
@@ -130,12 +127,13 @@ def _iterate_undivided(documents: Iterable[Any]) -> Iterator[Any]:
                 "set num_workers=0."
             )
         iterator = iter(documents)
-        end = object()
-        document = next(iterator, end)
-    while document is not end:
-        yield document
+    end = object()
+    while True:
         with hide_worker_info():
             document = next(iterator, end)
+        if document is end:
+            return
+        yield document
 
 
 class _LazyShare(Mapping[str, Any]):
