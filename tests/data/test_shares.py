@@ -75,6 +75,13 @@ def test_all_shares_together_are_the_documents(form: str, labels: bool) -> None:
     check_epoch(make(FORMS[form](rows), 3, 200), rows)
 
 
+def test_tokens_are_of_the_named_column_beside_input_ids() -> None:
+    rows = [{"input_ids": [1] * 8, "tokens": list(range(8))}] * 4
+    for documents in (rows, datasets.Dataset.from_list(rows)):
+        share = make(documents, 1, 16, seed=None, column="tokens")[0]
+        assert share["input_ids"].tolist() == list(range(8)) * 2
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("how", [{}, {"fill": "whole"}, {"fill": "whole", "seed": None}])
 @pytest.mark.parametrize("ping_pong", [False, True])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -75,8 +75,6 @@ class Planner:
         self._meter = meter
         self._world = get_current_world()
         self._progress = Progress(meter, self.history)
-        # The group that shares are planned for, if some of its ranks hold no tokens.
-        self._share_group: AttentionGroup | None = None
 
     def resume_progress(self) -> Progress:
         """Return the progress of ranks in the current world of torch.distributed, or in the last
@@ -157,7 +155,7 @@ class Planner:
         place = place or f"micro-batch {progress.find_number(keys)}"
         batches = progress.announce_requests(requests, group, place, config)
         layouts = [build_layout(batch) for batch in batches]
-        jobs = self._make_jobs(keys, group.size, group.per_node)
+        jobs = [self._make_job(key, group.size, group.per_node) for key in keys]
         pending = PendingPlans(requests, config, group, place)
 
         def make_plans() -> tuple[list[Plan], float]:
@@ -214,12 +212,11 @@ class Planner:
         """
         started = time.perf_counter()
         keys = [key for _, key in requests]
-        self._share_group = group if group.holds is not None else None
-        for share, key in zip(shares, keys, strict=True):
+        pairs = list(zip(shares, keys, strict=True))
+        for share, key in pairs:
             share.check_group(group)
             self._register_kind(share, key, group)
-        jobs = self._make_share_jobs(keys, shares[0])
-        plans = [share.plan(job) for share, job in zip(shares, jobs, strict=True)]
+        plans = [share.plan(self._make_share_job(key, share, group)) for share, key in pairs]
         planning_ms = (time.perf_counter() - started) * 1e3 / len(plans)
         per_node = shares[0].per_node if group.holds is None else group.per_node
         batch_plans = [
@@ -249,17 +246,15 @@ class Planner:
         Warn if the loader's plans do not fit the first one.
         """
         kinds = self.resume_progress().share_kinds
-        if key in kinds:
-            return
-        reason = share.replanning_reason(key, self.config)
-        if reason is not None and not kinds and group.rank == 0:
+        reason = None if kinds else share.replanning_reason(key, self.config)
+        if reason is not None and group.rank == 0:
             _log.warning(
                 "shares were planned for other settings than those of now, so this process plans "
                 "each of them again when it is fetched: %s. Give document_shares the dtype that "
                 "attention computes in, and the config of the run.",
                 reason,
             )
-        kinds[key] = None
+        kinds[key] = group
         register_share_planner(self._plan_fetched_share)
 
     def _plan_fetched_share(self, share: DealtShare) -> None:
@@ -268,31 +263,31 @@ class Planner:
         Nothing is left to do where the loader's plans are for the current rates and settings.
         """
         is_whole = share.first_nano_tokens is None
-        kinds = tuple(self.resume_progress().share_kinds)
-        keys = dict.fromkeys(key._replace(nano=0) if is_whole else key for key in kinds)
-        share.plan_in_background(self._make_share_jobs(keys, share))
+        kinds = tuple(self.resume_progress().share_kinds.items())
+        groups = {key._replace(nano=0) if is_whole else key: group for key, group in kinds}
+        jobs = [self._make_share_job(key, share, group) for key, group in groups.items()]
+        share.plan_in_background(jobs)
 
-    def _make_share_jobs(self, keys: Iterable[PlanKey], share: DealtShare) -> list[PlanJob]:
-        """Make the current inputs of plans of a share.
+    def _make_share_job(self, key: PlanKey, share: DealtShare, group: AttentionGroup) -> PlanJob:
+        """Make the current inputs of a plan of a share.
 
-        They are for all ranks of the group, if it has others than those that it is dealt to.
+        It is for all ranks of the group, if this has others than those that it is dealt to.
         """
-        group = self._share_group
-        if group is None:
-            return self._make_jobs(keys, share.ranks, share.per_node)
-        return self._make_jobs(keys, group.size, group.per_node, group.holds)
+        if group.holds is None:
+            return self._make_job(key, share.ranks, share.per_node)
+        return self._make_job(key, group.size, group.per_node, group.holds)
 
-    def _make_jobs(
+    def _make_job(
         self,
-        keys: Iterable[PlanKey],
+        key: PlanKey,
         size: int,
         per_node: int | None,
         holds: tuple[bool, ...] | None = None,
-    ) -> list[PlanJob]:
-        """Make the current inputs of plans with these keys, for a group of this size."""
+    ) -> PlanJob:
+        """Make the current inputs of a plan with this key, for a group of this size."""
         costs = self.resume_progress().costs
         ranks = costs.make_ranks(size, per_node)
-        return [PlanJob.of(key, costs.get_cost(key), self.config, ranks, holds) for key in keys]
+        return PlanJob.of(key, costs.get_cost(key), self.config, ranks, holds)
 
 
 def get_current_world() -> object:

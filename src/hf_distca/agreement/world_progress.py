@@ -61,7 +61,7 @@ class Progress:
         leaving_ranks: indices in the group of the ranks that leave, as all ranks know by now.
         costs: the cost models that plans are made with.
         number: number of the micro-batch that was planned last, from 1.
-        share_kinds: keys of the plans of shares so far.
+        share_kinds: keys of the plans of shares so far, and the group that each is planned for.
     """
 
     def __init__(self, meter: Meter, history: History) -> None:
@@ -69,7 +69,7 @@ class Progress:
         self.leaving_ranks: list[int] = []
         self.costs = Costs()
         self.number = 0
-        self.share_kinds: dict[PlanKey, None] = {}
+        self.share_kinds: dict[PlanKey, AttentionGroup] = {}
         self._meter = meter
         self._history = history
         self._exchanges_before = meter.dispatches + meter.returns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -136,7 +137,7 @@ def _iterate_undivided(documents: Iterable[Any]) -> Iterator[Any]:
         yield document
 
 
-class _LazyShare(Mapping[str, Any]):
+class _LazyShare(UserDict[str, Any]):
     """A share that is computed on first access: accelerate skips those of other ranks."""
 
     def __init__(
@@ -152,18 +153,10 @@ class _LazyShare(Mapping[str, Any]):
         self._pieces = pieces
 
     @cached_property
-    def _share(self) -> dict[str, Any]:
+    def data(self) -> dict[str, Any]:  # type: ignore[override]
+        """The share."""
         lengths = np.array([piece.end - piece.start for piece in self._pieces])
         document_ids = np.array([hash_pieces(self._pieces)])
         deal_settings = self._stream.deal_settings
         packed = deal_settings.make_share(lengths, self._batch_id, self._rank, document_ids)
         return cut_share(packed, dict(enumerate(self._pieces)))
-
-    def __getitem__(self, name: str) -> Any:
-        return self._share[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._share)
-
-    def __len__(self) -> int:
-        return len(self._share)
