@@ -26,7 +26,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges
 
 __all__ = [
     "FIGURE_COUNT",
@@ -131,8 +131,9 @@ class Announcement:
         ]
         parts: list[npt.ArrayLike] = [header, np.reshape(self.figures, -1), self.share_numbers]
         for documents, nano in self.documents:
-            has_context = documents.context_tokens > 0
-            parts.append([documents.span_ranks, nano, has_context, len(documents.runs)])
+            parts.append(
+                [documents.span_ranks, nano, documents.context_tokens > 0, len(documents.runs)]
+            )
             # Where documents lie on one rank, their lengths say all.
             runs = documents.runs if documents.span_ranks else documents.runs[:, 2]
             parts.append(runs.reshape(-1))
@@ -214,8 +215,8 @@ class Announcements:
             span_ranks, nano, has_context, counts = self._read_columns(begin, _REQUEST_SIZE).T
             sizes = counts * np.where(span_ranks, 3, 1)
             begin = begin + _REQUEST_SIZE
-            ragged = np.repeat(begin - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
-            numbers = self.numbers[ragged].reshape((-1, 3) if span_ranks.all() else -1)
+            numbers = self.numbers[enumerate_ranges(begin, begin + sizes)[1]]
+            numbers = numbers.reshape(-1, 3) if span_ranks.all() else numbers
             batches.append(AnnouncedBatch(span_ranks, nano, has_context, counts, numbers))
             begin = begin + sizes
         return batches
@@ -332,8 +333,10 @@ def check_equal(
         DistCADesyncError: if the values are not all the same.
     """
     if (values != values[0]).any():
-        pairs = zip(group.ranks, values.tolist(), strict=True)
-        by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in pairs)
+        by_rank = ", ".join(
+            f"rank {rank}: {value}"
+            for rank, value in zip(group.ranks, values.tolist(), strict=True)
+        )
         raise DistCADesyncError(
             f"ranks have different {description} in {place}: {by_rank}; {remedy}."
         )

@@ -268,8 +268,9 @@ def _sum_parts(plan: Plan, cost: CostModel) -> FloatArray:
     cost = replace(cost, window=plan.window)
     parts = cost.estimate_parts(plan.end - plan.start, plan.end, plan.heads).sum(axis=0)
     size = plan.layout.world_size
-    columns = [np.bincount(plan.server, weights=part, minlength=size) for part in parts.T]
-    return np.stack(columns, axis=1).astype(np.float64)
+    return np.stack(
+        [np.bincount(plan.server, weights=part, minlength=size) for part in parts.T], axis=1
+    ).astype(np.float64)
 
 
 def _estimate_exchange(

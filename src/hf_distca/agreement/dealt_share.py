@@ -284,8 +284,9 @@ class DealSettings:
     def __post_init__(self) -> None:
         placements = get_args(Placement)
         if self.placement not in placements:
-            names = ", ".join(map(repr, placements))
-            raise ConfigError(f"placement={self.placement!r} must be one of {names}.")
+            raise ConfigError(
+                f"placement={self.placement!r} must be one of {', '.join(map(repr, placements))}."
+            )
 
     @property
     def tokens(self) -> int:
@@ -351,12 +352,11 @@ class DealSettings:
             document_ids: integers that identify the documents beyond their lengths, or None. Ranks
                 whose documents differ get an error when they announce the share.
         """
-        columns = (lengths,) if document_ids is None else (lengths, document_ids)
         share = DealtShare(
             batch_id,
             rank,
             self.deal_layouts(lengths),
-            hash_numbers(columns),
+            hash_numbers([lengths] if document_ids is None else [lengths, document_ids]),
             self.config,
             self.ranks_per_node,
             self.estimate_in_order(lengths),

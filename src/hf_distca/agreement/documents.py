@@ -16,7 +16,12 @@ from hf_distca.agreement.document_starts import (
     read_positions,
 )
 from hf_distca.errors import LayoutError, UnsupportedError
-from hf_distca.schedule.layout import IntArray, lengths_from_cu_seqlens, require_integers
+from hf_distca.schedule.layout import (
+    IntArray,
+    enumerate_ranges,
+    lengths_from_cu_seqlens,
+    require_integers,
+)
 
 if TYPE_CHECKING:
     from hf_distca.agreement.dealt_share import DealtShare
@@ -103,13 +108,13 @@ class PackedDocuments(metaclass=_RemedyRepr):
         """Position of each token in its document, (tokens,) int64."""
         lengths = np.array(self.lengths, dtype=np.int64)
         starts = np.array(self.starts or np.zeros_like(lengths), dtype=np.int64)
-        first = np.cumsum(lengths) - lengths
-        positions: IntArray = np.arange(lengths.sum()) + np.repeat(starts - first, lengths)
-        return positions
+        return enumerate_ranges(starts, starts + lengths)[1]
 
     def __repr__(self) -> str:
-        places = f"starts={self.starts}, documents={self.documents}"
-        return f"PackedDocuments(lengths={self.lengths}, {places})"
+        return (
+            f"PackedDocuments(lengths={self.lengths}, starts={self.starts}, "
+            f"documents={self.documents})"
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PackedDocuments) and self._columns == other._columns
@@ -316,8 +321,9 @@ class TokenBatch:
     def of(cls, batch: Mapping[str, Any]) -> TokenBatch:
         """Read the arguments of a model's forward."""
         batch_size, length = batch["input_ids"].shape
-        padding = convert_mask(batch.get("attention_mask"))
-        return cls(batch_size, length, padding=padding).with_documents(batch)
+        return cls(
+            batch_size, length, padding=convert_mask(batch.get("attention_mask"))
+        ).with_documents(batch)
 
     def with_documents(self, arguments: Mapping[str, Any]) -> TokenBatch:
         """Replace the attributes for which a batch, or arguments of attention, have a key of
@@ -403,8 +409,9 @@ class TokenBatch:
     def _read_from_positions(self, span_ranks: bool, training: bool) -> Documents:
         first_position = 0 if self.position_ids is None else self.first_position
         shape = (self.batch_size, self.length)
-        rows = read_positions(self.position_ids, self.padding, shape)
-        tokens = RowTokens.of(*rows, self.length, first_position)
+        tokens = RowTokens.of(
+            *read_positions(self.position_ids, self.padding, shape), self.length, first_position
+        )
         begin = (
             tokens.find_run_starts()
             if span_ranks

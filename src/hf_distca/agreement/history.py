@@ -231,8 +231,11 @@ class History:
             return
         plans_made = [plan.use.batch_plan.plan for plan in plans]
         moved = any((plan.home != plan.server).any() for plan in plans_made)
-        elapsed = micro_batch.end_time - micro_batch.start_time
-        totals = BalanceTotals(micro_batches=1, moved=int(moved), elapsed_seconds=elapsed)
+        totals = BalanceTotals(
+            micro_batches=1,
+            moved=int(moved),
+            elapsed_seconds=micro_batch.end_time - micro_batch.start_time,
+        )
         totals = sum(map(_compute_totals, plans), totals)
         self.total += totals
         del self._running[micro_batch.number]

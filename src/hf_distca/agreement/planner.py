@@ -153,8 +153,10 @@ class Planner:
         keys = [key for _, key in requests]
         progress = self.resume_progress()
         place = place or f"micro-batch {progress.find_number(keys)}"
-        batches = progress.announce_requests(requests, group, place, config)
-        layouts = [build_layout(batch) for batch in batches]
+        layouts = [
+            build_layout(batch)
+            for batch in progress.announce_requests(requests, group, place, config)
+        ]
         jobs = [self._make_job(key, group.size, group.per_node) for key in keys]
         pending = PendingPlans(requests, config, group, place)
 
@@ -185,10 +187,14 @@ class Planner:
         digests = np.array([_shorten_digest(plan) for plan in plans], dtype=np.int64)
         doing = f"comparing plans of {pending.place}"
         if not group.all_equal(digests, doing=doing):
-            description = "plans for the same documents"
-            remedy = "use one version of hf_distca and numpy"
             for column in np.stack(group.gather(digests, doing=doing)).T:
-                check_equal(group, column, description, pending.place, remedy)
+                check_equal(
+                    group,
+                    column,
+                    "plans for the same documents",
+                    pending.place,
+                    "use one version of hf_distca and numpy",
+                )
         planning_ms = (time.perf_counter() - started) * 1e3 / max(len(plans), 1)
         return [
             BatchPlan(
@@ -265,8 +271,9 @@ class Planner:
         is_whole = share.first_nano_tokens is None
         kinds = tuple(self.resume_progress().share_kinds.items())
         groups = {key._replace(nano=0) if is_whole else key: group for key, group in kinds}
-        jobs = [self._make_share_job(key, share, group) for key, group in groups.items()]
-        share.plan_in_background(jobs)
+        share.plan_in_background(
+            [self._make_share_job(key, share, group) for key, group in groups.items()]
+        )
 
     def _make_share_job(self, key: PlanKey, share: DealtShare, group: AttentionGroup) -> PlanJob:
         """Make the current inputs of a plan of a share.

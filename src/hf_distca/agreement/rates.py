@@ -254,8 +254,9 @@ class Costs(dict[Kind, CostModel]):
         speeds = np.array(ranks_before.list_speeds(count))
         for _ in range(3):  # in turns, as each of the two needs the other
             factors = _fit_factors(samples, speeds)
-            estimated = [sample.estimate_seconds(factors) for sample in samples]
-            speeds = _compute_speeds(estimated, samples)
+            speeds = _compute_speeds(
+                [sample.estimate_seconds(factors) for sample in samples], samples
+            )
         if np.abs(np.log(speeds)).max() <= _SPEED_TOLERANCE:
             factors = _fit_factors(samples, np.ones(count))
             self.measured_ranks = UNIFORM_RANKS

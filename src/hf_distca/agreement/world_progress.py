@@ -144,8 +144,9 @@ class Progress:
         self.drain_meetings(at_most=0)  # in the order in which micro-batches ran
         self._learn_rates(self._meeting_count, config, group)
         settings, uses, announcement = self._make_announcement(requests, group, config)
-        rows = group.gather(announcement.to_row(), doing=f"planning {place}")
-        announced = Announcements.from_rows(rows)
+        announced = Announcements.from_rows(
+            group.gather(announcement.to_row(), doing=f"planning {place}")
+        )
         batches = check_agreement(announced, settings, group, place)
         self._unannounced_uses[:0] = self._store_figures(
             announced.figures, uses, self._meeting_count, announced.leaving_ranks
@@ -272,8 +273,9 @@ class Progress:
         Return the uses with a kernel that still runs on some rank.
         """
         is_finished = figures[:, :, 0].min(axis=0) >= 0
-        all_measured = map(PlanMeasurement, uses, figures.transpose(1, 0, 2))
-        measured = list(compress(all_measured, is_finished))
+        measured = list(
+            compress(map(PlanMeasurement, uses, figures.transpose(1, 0, 2)), is_finished)
+        )
         for measurement in measured:
             self._history.record_measurement(measurement)
         self._measured.append((number, measured, leaving))

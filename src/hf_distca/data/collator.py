@@ -216,8 +216,9 @@ def read_feature_documents(
     ids = row["input_ids"]
     masks = [row[name] for name in TARGET_MASKS if name in row]
     labels = row["labels"] if "labels" in row else make_labels(ids, masks)
-    found_starts = _find_starts(row.get("position_ids"), row.get("attention_mask"))
-    starts = _choose_starts(len(ids), lengths, found_starts)
+    starts = _choose_starts(
+        len(ids), lengths, _find_starts(row.get("position_ids"), row.get("attention_mask"))
+    )
     columns = ids, labels, row.get("position_ids", np.arange(len(ids)))
     parts = zip(*(np.split(column, starts[1:]) for column in columns), strict=True)
     return [
@@ -266,8 +267,7 @@ def _choose_starts(
                 f"seq_lengths of a row, {lengths}, and its position_ids or attention_mask, "
                 f"{found_lengths}, tell of other documents: give one of them."
             )
-    starts: IntArray = np.cumsum(lengths) - lengths
-    return starts
+    return np.cumsum(lengths) - lengths
 
 
 def _find_real_tokens(mask: IntArray | None, count: int) -> IntArray:

@@ -62,10 +62,9 @@ class ForwardInputs:
         inner = getattr(model, "module", None)  # of engines
         if isinstance(inner, torch.nn.Module):
             return cls.of(inner)
-        parameters = inspect.signature(model.forward).parameters.values()
         names = tuple(
             parameter.name
-            for parameter in parameters
+            for parameter in inspect.signature(model.forward).parameters.values()
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         )
         return cls(names or None)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tqdm.auto import tqdm
 
 from hf_distca.errors import ConfigError, LayoutError
-from hf_distca.schedule.layout import IntArray, require_integers
+from hf_distca.schedule.layout import IntArray, enumerate_ranges, require_integers
 
 __all__ = ["BatchPieces", "FillRule", "GlobalBatches", "LongerRule"]
 
@@ -93,9 +93,8 @@ class GlobalBatches:
         _check_arguments(tokens, seed, fill, longer)
         counts = require_integers(lengths, "lengths of documents")
         if len(counts) and counts.min() < 0:
-            document = int(counts.argmin())
             raise LayoutError(
-                f"document {document} has length {counts.min()}: lengths are at least 0."
+                f"document {counts.argmin()} has length {counts.min()}: lengths are at least 0."
             )
         self.tokens = tokens
         self.seed = seed
@@ -161,16 +160,15 @@ class GlobalBatches:
         if self._fills_whole:
             return int(self._length[self._start > 0].sum())
         ends = np.cumsum(self._length[self._shuffle(len(self._length), 0)])
-        starts = np.append(0, ends[:-1])
-        cuts = (starts // self.tokens + 1) * self.tokens  # the first one behind each start
+        # The first one behind the start of each document.
+        cuts = (np.append(0, ends[:-1]) // self.tokens + 1) * self.tokens
         return int(np.maximum(np.minimum(ends, self._count * self.tokens) - cuts, 0).sum())
 
     def _shuffle(self, count: int, stream: int) -> IntArray:
         if self.seed is None:
             return np.arange(count)
         # Raw bits of a generator are the same in every version of numpy; `permutation` may not be.
-        bits = np.random.PCG64([self.seed, stream]).random_raw(count)
-        return np.argsort(bits, kind="stable")
+        return np.argsort(np.random.PCG64([self.seed, stream]).random_raw(count), kind="stable")
 
     def _pack_whole_documents(self, quiet: bool) -> None:
         """Put documents in the order of batches, each batch filled up with padding."""
@@ -220,10 +218,10 @@ class GlobalBatches:
         if not self._fills_whole:
             return
         counts = -(-self._length // self.tokens)  # pieces of each document
-        self._document = np.repeat(self._document, counts)
-        first = np.cumsum(counts) - counts
-        self._start = (np.arange(len(self._document)) - np.repeat(first, counts)) * self.tokens
-        self._length = np.minimum(np.repeat(self._length, counts) - self._start, self.tokens)
+        whole, part = enumerate_ranges(np.zeros_like(counts), counts)
+        self._document = self._document[whole]
+        self._start = part * self.tokens
+        self._length = np.minimum(self._length[whole] - self._start, self.tokens)
 
 
 def _check_arguments(tokens: int, seed: int | None, fill: str, longer: str) -> None:
@@ -259,8 +257,9 @@ def _pack_documents(lengths: IntArray, tokens: int, *, quiet: bool) -> IntArray:
     open_batches: list[tuple[int, ...]] = []
     batches: list[int] = []  # of the documents so far
     batch_count = 0
-    bar = tqdm(lengths.tolist(), "packing documents", delay=1.0, disable=quiet, unit=" documents")
-    for n in bar:
+    for n in tqdm(
+        lengths.tolist(), "packing documents", delay=1.0, disable=quiet, unit=" documents"
+    ):
         index = bisect_left(open_batches, (n,))
         if index < len(open_batches):
             free, _, batch = open_batches.pop(index)

@@ -73,11 +73,12 @@ class DocumentPiece:
         """Read tokens at the beginning, in the middle and at the end of the piece, unchecked."""
         count = self.end - self.start
         last = max(0, count - _SAMPLE_TOKENS)
-        slices = [
-            self._read_slice("input_ids", begin, min(begin + _SAMPLE_TOKENS, count))
-            for begin in (0, last // 2, last)
-        ]
-        return np.concatenate(slices)
+        return np.concatenate(
+            [
+                self._read_slice("input_ids", begin, min(begin + _SAMPLE_TOKENS, count))
+                for begin in (0, last // 2, last)
+            ]
+        )
 
     def read_labels(self, begin: int, end: int) -> IntArray:
         """Read the labels of the tokens [begin, end) of the piece, (tokens,) int64.

@@ -122,7 +122,7 @@ def _check_stored_columns(documents: Any, column: str, inputs: ForwardInputs) ->
 
     Rows are later read in slices, which tell less of their columns.
     """
-    for name in set(documents.column_names) - {column, *_READ_COLUMNS}:
+    for name in sorted(set(documents.column_names) - {column, *_READ_COLUMNS}):
         stored = documents.data.column(name)
         if stored.null_count == len(stored):
             continue
@@ -247,8 +247,10 @@ def _read_offsets(documents: Any, column: str) -> IntArray:
 def _get_stored_column(documents: Any, name: str) -> Any:
     """Return a column with all stored rows, of which the data set may have only some."""
     if name not in documents.column_names:
-        names = ", ".join(map(repr, documents.column_names)) or "none"
-        raise LayoutError(f"the documents have no column {name!r}, only {names}.")
+        raise LayoutError(
+            f"the documents have no column {name!r}, only "
+            f"{', '.join(map(repr, documents.column_names)) or 'none'}."
+        )
     return documents.data.column(name)
 
 

@@ -97,8 +97,9 @@ def _read_blocks(rows: Any, column: str, *, quiet: bool) -> Iterator[tuple[IntAr
 
     For the column of documents, numbers are the lengths of documents.
     """
-    name = f"reading {column}"
-    with tqdm(total=len(rows), desc=name, delay=1.0, disable=quiet, unit=" rows") as bar:
+    with tqdm(
+        total=len(rows), desc=f"reading {column}", delay=1.0, disable=quiet, unit=" rows"
+    ) as bar:
         if is_stored_dataset(rows):
             stored = rows.with_format("arrow", columns=[column])
             for first in range(0, len(rows), _ROWS_PER_READ):

@@ -157,6 +157,7 @@ class _LazyShare(UserDict[str, Any]):
         """The share."""
         lengths = np.array([piece.end - piece.start for piece in self._pieces])
         document_ids = np.array([hash_pieces(self._pieces)])
-        deal_settings = self._stream.deal_settings
-        packed = deal_settings.make_share(lengths, self._batch_id, self._rank, document_ids)
+        packed = self._stream.deal_settings.make_share(
+            lengths, self._batch_id, self._rank, document_ids
+        )
         return cut_share(packed, dict(enumerate(self._pieces)))
