@@ -15,10 +15,10 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.data.columns import (
     ROW_COLUMNS,
     TARGET_MASKS,
-    UNKNOWN_INPUTS,
-    ForwardInputs,
+    InputNames,
     check_columns,
     convert_integers,
+    read_input_names,
 )
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
@@ -99,10 +99,10 @@ class PackingCollator:
     """
 
     model: InitVar[Any] = None
-    _inputs: ForwardInputs = field(init=False, repr=False, default=UNKNOWN_INPUTS)
+    _inputs: InputNames = field(init=False, repr=False, default=None)
 
     def __post_init__(self, model: Any) -> None:
-        object.__setattr__(self, "_inputs", ForwardInputs.of(model))
+        object.__setattr__(self, "_inputs", read_input_names(model))
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Pack one batch.
@@ -171,7 +171,7 @@ def _make_share_batch(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def read_feature_documents(
-    feature: Mapping[str, Any], inputs: ForwardInputs = UNKNOWN_INPUTS
+    feature: Mapping[str, Any], inputs: InputNames = None
 ) -> list[DocumentTokens]:
     """Read the documents of a feature, as `PackingCollator` does for a model with these inputs.
 

@@ -6,7 +6,6 @@ import inspect
 import logging
 from array import array
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,11 +19,11 @@ from hf_distca.schedule.layout import IntArray
 __all__ = [
     "ROW_COLUMNS",
     "TARGET_MASKS",
-    "UNKNOWN_INPUTS",
-    "ForwardInputs",
+    "InputNames",
     "check_column",
     "check_columns",
     "convert_integers",
+    "read_input_names",
 ]
 
 _log = logging.getLogger("hf_distca")
@@ -38,43 +37,33 @@ ROW_COLUMNS = frozenset({"input_ids", "labels", "attention_mask", *TARGET_MASKS}
 _REFUSED_COLUMNS = frozenset({"shift_labels", "seq_idx", "cu_seq_lens_k", *DOCUMENT_KEYS})
 
 
-@dataclass(frozen=True)
-class ForwardInputs:
-    """Arguments of a model's forward.
+# Names of the arguments of a model's forward; None if they are not known.
+InputNames = tuple[str, ...] | None
 
-    Attributes:
-        names: names of the arguments, in order; None if they are not known.
+
+def read_input_names(model: Any) -> InputNames:
+    """Read the arguments of a model's forward, or of the model inside an adapter or a wrapper.
+
+    They are unknown for anything else, such as a config.
     """
-
-    names: tuple[str, ...] | None = None
-
-    @classmethod
-    def of(cls, model: Any) -> ForwardInputs:
-        """Read the arguments of a model, or of the model inside an adapter or a wrapper.
-
-        They are unknown for anything else, such as a config.
-        """
-        if not isinstance(model, torch.nn.Module):
-            return UNKNOWN_INPUTS
-        unwrap = getattr(model, "get_base_model", None)  # of adapters
-        if callable(unwrap):
-            return cls.of(unwrap())
-        inner = getattr(model, "module", None)  # of engines
-        if isinstance(inner, torch.nn.Module):
-            return cls.of(inner)
-        names = tuple(
-            parameter.name
-            for parameter in inspect.signature(model.forward).parameters.values()
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        )
-        return cls(names or None)
-
-
-UNKNOWN_INPUTS = ForwardInputs()
+    if not isinstance(model, torch.nn.Module):
+        return None
+    unwrap = getattr(model, "get_base_model", None)  # of adapters
+    if callable(unwrap):
+        return read_input_names(unwrap())
+    inner = getattr(model, "module", None)  # of engines
+    if isinstance(inner, torch.nn.Module):
+        return read_input_names(inner)
+    names = tuple(
+        parameter.name
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    )
+    return names or None
 
 
 def check_columns(
-    row: Mapping[str, Any], tokens: int, read_columns: Collection[str], inputs: ForwardInputs
+    row: Mapping[str, Any], tokens: int, read_columns: Collection[str], inputs: InputNames
 ) -> None:
     """Raise if a column is not read and may be an input of the model.
 
@@ -84,7 +73,7 @@ def check_columns(
         row: the row.
         tokens: number of its tokens.
         read_columns: the columns that the caller reads.
-        inputs: inputs of the model that trains on it.
+        inputs: names of the inputs of the model that trains on it.
 
     Raises:
         LayoutError: names the column.
@@ -94,19 +83,20 @@ def check_columns(
         has_numbers = _has_numbers(value)
         if value is not None:
             check_column(name, read_columns, inputs, has_numbers=has_numbers)
-        if inputs.names is not None and has_numbers and len(value) == tokens > 1:
+        if inputs is not None and has_numbers and len(value) == tokens > 1:
             _warn_of_unread_column(name, tuple(sorted(read_columns)))
 
 
 def check_column(
-    name: str, read_columns: Collection[str], inputs: ForwardInputs, *, has_numbers: bool
+    name: str, read_columns: Collection[str], inputs: InputNames, *, has_numbers: bool
 ) -> None:
     """Raise if a column that is not read may be an input of the model.
 
     Args:
         name: name of the column.
         read_columns: the columns that the caller reads.
-        inputs: inputs of the model; any column of numbers may be an input of an unknown one.
+        inputs: names of the inputs of the model; any column of numbers may be an input of an
+            unknown one.
         has_numbers: True if the column has lists of numbers.
 
     Raises:
@@ -120,13 +110,13 @@ def check_column(
             "collator.",
         ),
         (
-            inputs.names is None and has_numbers,
+            inputs is None and has_numbers,
             " of numbers, which may be an input of the model and",
             "Remove the column; or say which model it is for, as in PackingCollator(model): what "
             "its forward does not take is left out.",
         ),
         (
-            name in (inputs.names or ()),
+            name in (inputs or ()),
             ", an input of the model that",
             "Remove the column, or use another collator.",
         ),

@@ -12,8 +12,7 @@ from tqdm.auto import tqdm
 from hf_distca.data.borrowed_readers import get_row_indices
 from hf_distca.data.columns import (
     ROW_COLUMNS,
-    UNKNOWN_INPUTS,
-    ForwardInputs,
+    InputNames,
     check_column,
     check_columns,
 )
@@ -41,10 +40,10 @@ class DocumentReader:
         documents: a `datasets.Dataset`, of which nothing is copied before it is sliced; or a
             sequence of rows or of tokens.
         column: column of the tokens.
-        inputs: inputs of the model that trains on them.
+        inputs: names of the inputs of the model that trains on them.
     """
 
-    def __init__(self, documents: Any, column: str, inputs: ForwardInputs = UNKNOWN_INPUTS) -> None:
+    def __init__(self, documents: Any, column: str, inputs: InputNames = None) -> None:
         self.column = column
         self._inputs = inputs
         self._is_stored = is_stored_dataset(documents)
@@ -86,7 +85,7 @@ class DocumentReader:
 
 
 def convert_document(
-    document: Any, column: str, number: int, inputs: ForwardInputs = UNKNOWN_INPUTS
+    document: Any, column: str, number: int, inputs: InputNames = None
 ) -> Mapping[str, Any]:
     """Convert a document to a row for `DocumentPiece`.
 
@@ -94,7 +93,7 @@ def convert_document(
         document: its tokens, or a row with them in a column.
         column: name of that column.
         number: number of the document, for errors.
-        inputs: inputs of the model that trains on it.
+        inputs: names of the inputs of the model that trains on it.
 
     Raises:
         LayoutError: if it was packed from several documents, or has a column that is not read and
@@ -117,7 +116,7 @@ _PACKED_ROW_ERROR = (
 )
 
 
-def _check_stored_columns(documents: Any, column: str, inputs: ForwardInputs) -> None:
+def _check_stored_columns(documents: Any, column: str, inputs: InputNames) -> None:
     """Check the columns of a `datasets.Dataset` by their types, as `convert_document` checks a row.
 
     Rows are later read in slices, which tell less of their columns.
@@ -129,7 +128,7 @@ def _check_stored_columns(documents: Any, column: str, inputs: ForwardInputs) ->
         if name == "seq_lengths":
             raise LayoutError(_PACKED_ROW_ERROR)
         check_column(name, _READ_COLUMNS, inputs, has_numbers=_is_list_of_numbers(stored.type))
-    if inputs.names is not None and len(documents):
+    if inputs is not None and len(documents):
         # Warns of columns with a number for each token.
         convert_document(documents.with_format(None)[0], column, 0, inputs)
 

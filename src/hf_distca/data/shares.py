@@ -11,7 +11,7 @@ import torch
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.data.collator import IGNORED_LABEL
-from hf_distca.data.columns import UNKNOWN_INPUTS, ForwardInputs
+from hf_distca.data.columns import InputNames
 from hf_distca.data.global_batches import GlobalBatches
 from hf_distca.data.pieces import DocumentPiece
 from hf_distca.data.reading import DocumentReader
@@ -69,7 +69,7 @@ class Shares(EpochMixin):
         deal_settings: settings for dealing global batches, of the same number of tokens.
         column: column of the tokens.
         pad_token_id: token of padding.
-        inputs: inputs of the model that trains on them.
+        inputs: names of the inputs of the model that trains on them.
 
     Raises:
         LayoutError: if documents have a column that is not read and may be an input of the model.
@@ -83,7 +83,7 @@ class Shares(EpochMixin):
         *,
         column: str = "input_ids",
         pad_token_id: int = 0,
-        inputs: ForwardInputs = UNKNOWN_INPUTS,
+        inputs: InputNames = None,
     ) -> None:
         super().__init__()
         self.batches = batches

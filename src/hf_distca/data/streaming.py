@@ -13,7 +13,7 @@ from torch.utils.data import get_worker_info
 
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.data.borrowed_readers import count_split_ranks, hide_worker_info
-from hf_distca.data.columns import UNKNOWN_INPUTS, ForwardInputs
+from hf_distca.data.columns import InputNames
 from hf_distca.data.pieces import DocumentPiece, hash_pieces
 from hf_distca.data.reading import convert_document, count_tokens, is_datasets_class
 from hf_distca.data.shares import EpochMixin, cut_share
@@ -41,7 +41,7 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
             iterated once an epoch; their ``set_epoch`` is called, if they have one.
         deal_settings: settings for dealing global batches.
         column: column of the tokens.
-        inputs: inputs of the model that trains on them.
+        inputs: names of the inputs of the model that trains on them.
 
     Raises:
         ConfigError: if documents are an iterator, which ends with the first epoch, or a stream that
@@ -54,7 +54,7 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
         deal_settings: DealSettings,
         *,
         column: str = "input_ids",
-        inputs: ForwardInputs = UNKNOWN_INPUTS,
+        inputs: InputNames = None,
     ) -> None:
         if isinstance(documents, Iterator):
             raise ConfigError(
