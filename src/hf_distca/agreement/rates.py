@@ -321,16 +321,13 @@ def _compute_speeds(estimated: Sequence[FloatArray], samples: Sequence[Observati
 
     Samples in which a rank has next to nothing to do are left out.
     """
-    ratios = np.full((len(samples), len(samples[0].kernel)), np.nan)
-    for ratio, seconds, sample in zip(ratios, estimated, samples, strict=True):
-        has_work = (seconds > 0.2 * seconds.mean()) & (sample.kernel > 0)
-        ratio[has_work] = seconds[has_work] / sample.kernel[has_work]
-    known = ~np.isnan(ratios).all(axis=0)
-    speeds = np.ones(ratios.shape[1])
-    if known.any():
-        speeds[known] = np.nanmedian(ratios[:, known], axis=0)
-        speeds[known] /= np.median(speeds[known])
-    return speeds
+    work = np.array(estimated)
+    kernel = np.array([sample.kernel for sample in samples])
+    is_idle = (work <= 0.2 * work.mean(axis=1, keepdims=True)) | (kernel <= 0)
+    ratios = np.ma.array(work / np.maximum(kernel, 1e-12), mask=is_idle)
+    speeds = np.ma.median(ratios, axis=0)  # type: ignore[no-untyped-call]
+    speeds /= np.ma.median(speeds)  # type: ignore[no-untyped-call]
+    return np.asarray(speeds.filled(1.0))
 
 
 def _fit_factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArray:
