@@ -44,6 +44,8 @@ _WARM_UP_SAMPLES = 2
 _MAX_SAMPLES = 32  # the newest ones that are kept
 _SAMPLE_INTERVAL = 8  # after as many, one of so many micro-batches is a sample
 _MIN_SAMPLES = 4  # for a change
+_MIN_CLEAR_SAMPLES = 2  # for a change, if attention was clearly slower than without exchanges
+_CLEAR_SLOWDOWN = 0.05  # relative slowdown that is clear
 # Relative errors that are worth a change: of the slowest rank's estimate, and of a rank's speed.
 _TOLERANCE = 0.05
 _SPEED_TOLERANCE = 0.07
@@ -297,7 +299,12 @@ class Costs(dict[Kind, CostModel]):
         samples = [other for other in rates.new_samples if other.has_exchange] or [sample]
         all_factors = (other.compute_exchange_factor() for other in samples)
         factors = [factor for factor in all_factors if factor is not None]
-        if not factors or (len(samples) < _MIN_SAMPLES and not was_in_trial):
+        required = _MIN_SAMPLES
+        if was_in_trial:
+            required = 1
+        elif all(other.slowdown > _CLEAR_SLOWDOWN for other in samples):
+            required = _MIN_CLEAR_SAMPLES
+        if not factors or len(samples) < required:
             return changes
         factor = _round_rate(np.clip(np.median(factors), *_FACTOR_RANGE))
         slowdown = float(np.median([other.slowdown for other in samples]))
